@@ -1,0 +1,235 @@
+"""What every transfer backend shares: a plan for each peer, and refusing a peer with a reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Dict, List, Optional, Tuple
+
+import requests
+from aiohttp import web
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    PeerFacts,
+    PeerPlan,
+    Pointers,
+    RankLayout,
+    connected_prefill_ranks,
+    plan_for_peer,
+    tp_size_conflict,
+)
+
+logger = logging.getLogger(__name__)
+
+# First frame (after a backend's guard) of a message by which decode gives up a room:
+# ABORT, room, reason. Sent only to servers that announce `takes_aborts`.
+ABORT = b"ABORT"
+
+
+class CommonKVManager:
+    def plan_transfers(
+        self, peer: str, layout: Optional[RankLayout], facts: PeerFacts, pointers: Pointers
+    ) -> Tuple[Optional[PeerPlan], str]:
+        """The plan for a decode rank that registers, or None and why it is refused.
+
+        `layout` is what the peer says of itself, None for a stock one, of which `facts` are known.
+        """
+        own = Pointers(self.kv_args.kv_data_ptrs, self.kv_args.state_data_ptrs)
+        if layout is None:
+            logger.warning(
+                f"Decode {peer} runs a release that does not describe its KV buffers; "
+                "they are taken to be those of the same model."
+            )
+        try:
+            return plan_for_peer(self.kv_args.layout, own, layout or facts, pointers), ""
+        except LayoutError as error:
+            logger.error(f"Decode {peer} is refused: {error}")
+            return None, str(error)
+
+    def take_abort(self, room: bytes, reason: bytes) -> None:
+        """Fail the room that decode has given up."""
+        number = int(room.decode("ascii"))
+        self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
+        self.update_status(number, KVPoll.Failed)
+
+
+class CommonKVReceiver:
+    def __init__(
+        self,
+        mgr: CommonKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: Optional[int] = None,
+        prefill_dp_rank: Optional[int] = None,
+    ):
+        self.bootstrap_room = bootstrap_room
+        self.bootstrap_addr = bootstrap_addr
+        self.kv_mgr = mgr
+        self.bootstrap_infos: Optional[List[dict]] = None
+        mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
+        if not self._learn_prefill_sizes():
+            self._fail(f"Bootstrap server {bootstrap_addr} does not tell prefill's sizes")
+            return
+        if prefill_dp_rank is None:
+            prefill_dp_rank = bootstrap_room % self.prefill_dp_size
+        self.prefill_dp_rank = self.target_dp_group = prefill_dp_rank
+        conflict = self._conflict_with_prefill()
+        if conflict:
+            self._refuse(conflict)
+            return
+        self._choose_targets()
+        mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
+        key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
+        if key in mgr.connection_pool:
+            self.bootstrap_infos = mgr.connection_pool[key]
+            return
+        infos = self._find_targets()
+        if infos:
+            self.bootstrap_infos = mgr.connection_pool[key] = infos
+            # Once for each prefill rank, not for each request.
+            self._register_kv_args()
+
+    def _learn_prefill_sizes(self) -> bool:
+        """Set `prefill_*` from the manager's tables, the first time from the bootstrap server."""
+        names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
+        tables: List[Dict] = [getattr(self.kv_mgr, f"prefill_{name}_table") for name in names]
+        if self.bootstrap_addr in self.kv_mgr.prefill_dp_size_table:
+            sizes = [table.get(self.bootstrap_addr) for table in tables]
+        else:
+            sizes = self._get_prefill_parallel_info_from_server()
+            if None in sizes[:3]:
+                return False
+            for table, size in zip(tables, sizes):
+                table[self.bootstrap_addr] = size
+        for name, size in zip(names, sizes):
+            setattr(self, f"prefill_{name}", size)
+        return True
+
+    def _conflict_with_prefill(self) -> Optional[str]:
+        """Why this decode server cannot work with that prefill server; None if it can."""
+        mgr = self.kv_mgr
+        own_page_size = mgr.kv_args.page_size
+        if self.prefill_page_size not in (None, own_page_size):
+            return (
+                f"prefill page size {self.prefill_page_size} and decode page size {own_page_size} "
+                "differ; start both servers with the same --page-size"
+            )
+        if mgr.pp_size not in (1, self.prefill_pp_size):
+            return (
+                f"decode PP size {mgr.pp_size} is neither 1 nor prefill's PP size "
+                f"{self.prefill_pp_size}; start decode with one of these"
+            )
+        return tp_size_conflict(self.prefill_attn_tp_size, mgr.attn_tp_size)
+
+    def _choose_targets(self) -> None:
+        """Which prefill ranks serve this decode rank, and how many answers each side awaits."""
+        mgr, prefill_tp = self.kv_mgr, self.prefill_attn_tp_size
+        if mgr.attn_tp_size != prefill_tp and not mgr.is_mla_backend:
+            logger.warning_once(
+                f"Prefill TP size {prefill_tp} and decode TP size {mgr.attn_tp_size} differ: KV is "
+                "sent token by token, which is slower than with equal sizes."
+            )
+        own_rank = mgr.kv_args.engine_rank % mgr.attn_tp_size
+        served_by = connected_prefill_ranks(own_rank, prefill_tp, mgr.attn_tp_size)
+        self.target_tp_ranks = list(served_by)
+        self.target_tp_rank = served_by.start
+        same_stages = self.prefill_pp_size == mgr.pp_size
+        self.target_pp_ranks = [mgr.pp_rank] if same_stages else list(range(self.prefill_pp_size))
+        self.required_dst_info_num = max(1, mgr.attn_tp_size // prefill_tp)
+        # MLA: every prefill rank has all of it, so one answers for its stage.
+        senders = 1 if mgr.is_mla_backend else len(served_by)
+        self.required_prefill_response_num = senders * (self.prefill_pp_size // mgr.pp_size)
+
+    def _find_targets(self) -> Optional[List[dict]]:
+        """The prefill ranks that serve this one; None, having failed, if one is unknown."""
+        infos = []
+        for tp_rank in self.target_tp_ranks:
+            # The last stage first: it must be ready when the first one starts to compute.
+            for pp_rank in reversed(self.target_pp_ranks):
+                info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+                if info is None:
+                    self._fail(
+                        f"Prefill {self.bootstrap_addr} has no rank DP {self.target_dp_group} "
+                        f"TP {tp_rank} PP {pp_rank} yet"
+                    )
+                    return None
+                # Ranks that hold a copy of MLA's KV are told of the room, and send nothing.
+                info["is_dummy"] = self.kv_mgr.is_mla_backend and tp_rank != self.target_tp_rank
+                infos.append(info)
+        return infos
+
+    def _fail(self, reason: str) -> None:
+        logger.error(f"Room {self.bootstrap_room}: {reason}")
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def _refuse(self, reason: str) -> None:
+        """Fail the room here, and on prefill where it would wait for us in vain."""
+        self._fail(reason)
+        if self.kv_mgr.kv_args.engine_rank or self.kv_mgr.pp_rank:
+            return
+        sizes = self._ask_bootstrap_server(-1, -1, -1)
+        if not sizes or not sizes.get("takes_aborts"):
+            return
+        for tp_rank in range(self.prefill_attn_tp_size):
+            for pp_rank in range(self.prefill_pp_size):
+                info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+                if info is not None:
+                    sock, lock = self._connect_to_bootstrap_server(info)
+                    with lock:
+                        sock.send_multipart(self._abort_frames(reason))
+
+    def _abort_frames(self, reason: str) -> List[bytes]:
+        return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]
+
+    def _ask_bootstrap_server(self, tp_rank: int, dp_group: int, pp_rank: int) -> Optional[dict]:
+        """The bootstrap server's answer for one rank, or for the whole server with -1 thrice."""
+        query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
+        try:
+            response = requests.get(f"http://{self.bootstrap_addr}/route", params=query, timeout=5)
+            if response.status_code == 200:
+                return response.json()
+            error = f"{response.status_code}, {response.text}"
+        except (requests.RequestException, ValueError) as exception:
+            error = str(exception)
+        logger.error(f"Bootstrap server {self.bootstrap_addr} on {query}: {error}")
+        return None
+
+    def _get_bootstrap_info_from_server(
+        self, engine_rank: int, target_dp_group: int, target_pp_rank: int
+    ) -> Optional[dict]:
+        return self._ask_bootstrap_server(engine_rank, target_dp_group, target_pp_rank)
+
+    def _get_prefill_parallel_info_from_server(self) -> Tuple[Optional[int], ...]:
+        """Prefill's attention TP, DP and PP size and page size; None for what is not known yet."""
+        sizes = self._ask_bootstrap_server(-1, -1, -1) or {}
+        names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
+        return tuple(sizes.get(f"prefill_{name}") for name in names)
+
+
+class CommonKVBootstrapServer:
+    # Whether this backend's prefill ranks read ABORT frames.
+    takes_aborts = False
+
+    async def _handle_route_get(self, request: web.Request) -> web.Response:
+        """One rank's address, or with -1 for each number the server's sizes."""
+        names = ("target_dp_group", "engine_rank", "target_pp_rank")
+        try:
+            dp_group, tp_rank, pp_rank = (int(request.query[name]) for name in names)
+        except (KeyError, ValueError):
+            return web.Response(text=f"/route takes whole numbers {', '.join(names)}", status=400)
+        if dp_group == tp_rank == pp_rank == -1:
+            return web.json_response(
+                {
+                    "prefill_attn_tp_size": self.attn_tp_size,
+                    "prefill_dp_size": self.dp_size,
+                    "prefill_pp_size": self.pp_size,
+                    "prefill_page_size": self.page_size,
+                    "takes_aborts": self.takes_aborts,
+                }
+            )
+        async with self.lock:
+            rank = self.prefill_port_table.get(dp_group, {}).get(tp_rank, {}).get(pp_rank)
+        if rank is None:
+            return web.Response(text=f"DP {dp_group} TP {tp_rank} PP {pp_rank} unknown", status=404)
+        return web.json_response(rank)

@@ -1,0 +1,47 @@
+"""What a rank's KV buffers hold, which of a peer's buffers hold the same, and the copies between.
+
+The order of thought is the order of the modules: `describe` (and `pools`, which describes the
+engine's own), `heads` and `match`, `plan`, with `infer` for peers that describe nothing, `wire` for
+the frame in which a description travels, `peer` for all of it in one call, and `arrivals` for the
+receiving end. Nothing here imports the engine or torch.
+"""
+
+from .arrivals import Arrivals, Notice, format_notice, parse_notice
+from .describe import Buffer, Heads, LayoutError, RankLayout
+from .heads import connected_prefill_ranks, heads_of_rank, share_of_sender, tp_size_conflict
+from .infer import PeerFacts, infer_layout
+from .match import Pair, match_buffers, refusals
+from .peer import PeerPlan, Pointers, plan_for_peer
+from .plan import Copies, TransferPlan, make_plan
+from .pools import describe_pools, memory_kind
+from .wire import decode_layout, encode_layout
+
+__all__ = [
+    "Arrivals",
+    "Buffer",
+    "Copies",
+    "Heads",
+    "LayoutError",
+    "Notice",
+    "Pair",
+    "PeerFacts",
+    "PeerPlan",
+    "Pointers",
+    "RankLayout",
+    "TransferPlan",
+    "connected_prefill_ranks",
+    "decode_layout",
+    "describe_pools",
+    "encode_layout",
+    "format_notice",
+    "heads_of_rank",
+    "infer_layout",
+    "make_plan",
+    "match_buffers",
+    "memory_kind",
+    "parse_notice",
+    "plan_for_peer",
+    "refusals",
+    "share_of_sender",
+    "tp_size_conflict",
+]

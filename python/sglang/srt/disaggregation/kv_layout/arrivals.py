@@ -1,0 +1,95 @@
+"""NIXL's notifications: what they say, and when a room has all of them.
+
+    {room}_kv_{chunk}_{is last: 0|1}_{sender}     {room}_state_{sender}
+    {room}_aux_{sender}                           {room}_failed_{sender}_{reason}
+
+Stock peers write and read the first three (their aux has no sender, which they do not read); they
+skip the fourth. A sender's number is unique over TP x PP on our prefill and its PP rank alone on a
+stock one, so arrivals are counted by the NIXL agent that they come from, which is unique on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One notification. `kind` is `kv`, `aux`, `state` or `failed`; `chunk` counts from 0."""
+
+    room: int
+    kind: str
+    chunk: int = 0
+    is_last: bool = False
+    reason: str = ""
+
+
+def format_notice(notice: Notice, sender: int) -> bytes:
+    """The notification's bytes; `sender` must be unique over the prefill server's ranks."""
+    if notice.kind == "kv":
+        tail = f"{notice.chunk}_{int(notice.is_last)}_{sender}"
+    elif notice.kind == "failed":
+        tail = f"{sender}_{notice.reason}"
+    else:
+        tail = f"{sender}"
+    return f"{notice.room}_{notice.kind}_{tail}".encode("ascii", "backslashreplace")
+
+
+def parse_notice(message: bytes) -> Optional[Notice]:
+    """What a notification says; None for one that no release sends."""
+    parts = message.decode("ascii", "replace").split("_", 4)
+    try:
+        room, kind = int(parts[0]), parts[1]
+        if kind == "kv":
+            return Notice(room, kind, chunk=int(parts[2]), is_last=bool(int(parts[3])))
+        if kind == "failed":
+            return Notice(room, kind, reason="_".join(parts[3:]))
+    except (ValueError, IndexError):
+        return None
+    return Notice(room, kind) if kind in ("aux", "state") else None
+
+
+@dataclass
+class Arrivals:
+    """What has come in for one room.
+
+    Attributes:
+        senders: Prefill ranks that must report; None until it is known.
+        expects_state: Each of them sends state, too.
+        is_failure: The room failed; nothing more is waited for.
+    """
+
+    senders: Optional[int] = None
+    expects_state: bool = False
+    is_failure: bool = False
+    _chunks: dict[Hashable, set[int]] = field(default_factory=dict)
+    _expected: dict[Hashable, int] = field(default_factory=dict)
+    _aux: set[Hashable] = field(default_factory=set)
+    _state: set[Hashable] = field(default_factory=set)
+
+    def add(self, sender: Hashable, notice: Notice) -> None:
+        """Count `notice` from `sender`; a repeated one changes nothing."""
+        if notice.kind == "kv":
+            self._chunks.setdefault(sender, set()).add(notice.chunk)
+            if notice.is_last:
+                self._expected[sender] = notice.chunk + 1
+        elif notice.kind == "aux":
+            self._aux.add(sender)
+        elif notice.kind == "state":
+            self._state.add(sender)
+        elif notice.kind == "failed":
+            self.is_failure = True
+
+    def is_failed(self) -> bool:
+        return self.is_failure
+
+    def is_done(self) -> bool:
+        """The room is over: failed, or each sender's chunks, aux and (if any) state are written."""
+        if self.is_failure:
+            return True
+        counted = [self._expected, self._aux] + ([self._state] if self.expects_state else [])
+        if self.senders is None or any(len(one) < self.senders for one in counted):
+            return False
+        return all(len(self._chunks[who]) == count for who, count in self._expected.items())

@@ -1,0 +1,116 @@
+"""What a peer's buffers hold, worked out where it does not say so.
+
+A stock peer sends only pointers. They are component-major, target before draft, as ours are:
+
+    [k 0..L, v 0..L, (index_k 0..L), draft k 0..d, draft v 0..d, (draft index_k 0..d)]
+
+so their number gives L + d for as many groups as our own pool has components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from .describe import Buffer, Heads, LayoutError, RankLayout
+from .heads import heads_of_rank
+
+
+@dataclass(frozen=True)
+class PeerFacts:
+    """What every release registers: attention TP, pointer counts, the first buffer's page bytes."""
+
+    tp_rank: int
+    tp_size: int
+    kv_pointers: int
+    state_pointers: int = 0
+    page_bytes: Optional[int] = None
+
+
+def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
+    """The layout of a decode rank that describes nothing, seen from prefill rank `own`.
+
+    It serves the same model, holds all layers or the same stage as `own`, and its pool has the same
+    components. Its draft layers are counted from what is left of its pointers.
+
+    Raises:
+        LayoutError: The peer's numbers fit no such layout.
+    """
+    kv = _infer_kv(own, peer)
+    if peer.page_bytes not in (None, kv[0].page_bytes):
+        raise LayoutError(
+            f"{kv[0].name}: decode registered {peer.page_bytes} bytes a page, prefill expects "
+            f"{kv[0].page_bytes} on TP {peer.tp_rank}/{peer.tp_size}; start both servers with the "
+            "same model, KV dtype and page size"
+        )
+    return RankLayout(
+        tp_rank=peer.tp_rank,
+        tp_size=peer.tp_size,
+        pp_rank=0,
+        pp_size=1,
+        page_size=own.page_size,
+        dtype=own.dtype,
+        memory=own.memory,
+        total_layers=own.total_layers,
+        kv=kv,
+        state=_infer_state(own, peer),
+    )
+
+
+def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
+    target = _first_layers(own.kv, draft=False)
+    each, rest = divmod(peer.kv_pointers, len(target))
+    layers = [buffer.layer for buffer in own.kv if buffer.key[:2] == target[0].key[:2]]
+    if own.pp_size > 1 and each >= own.total_layers:
+        layers = list(range(own.total_layers))
+    drafts = each - len(layers)
+    if rest or drafts < 0:
+        raise LayoutError(
+            f"decode registered {peer.kv_pointers} KV buffers; prefill ({own.name}) holds "
+            f"{len(target)} a layer for {len(layers)} of {own.total_layers} layers; "
+            "serve the same model on both sides"
+        )
+    draft = _first_layers(own.kv, draft=True) or target
+    return tuple(
+        _as_held_by(peer, one, draft=is_draft, layer=layer)
+        for is_draft, parts, numbers in ((False, target, layers), (True, draft, range(drafts)))
+        for one in parts
+        for layer in numbers
+    )
+
+
+def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
+    """State by position: the same buffers as ours, or each component's layers counted from 0."""
+    recurrent = any(buffer.component.startswith("mamba") for buffer in own.state)
+    if recurrent and peer.state_pointers and peer.tp_size != own.tp_size:
+        raise LayoutError(
+            f"recurrent state of prefill TP size {own.tp_size} cannot be split for decode TP size "
+            f"{peer.tp_size}; use one TP size for hybrid models"
+        )
+    if peer.state_pointers == len(own.state):
+        return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in own.state)
+    first = _first_layers(own.state, draft=False)
+    each, rest = divmod(peer.state_pointers, len(first) or 1)
+    if not first or rest or each < own.total_layers:
+        raise LayoutError(
+            f"decode registered {peer.state_pointers} state buffers, prefill ({own.name}) holds "
+            f"{len(own.state)}; serve the same model on both sides"
+        )
+    return tuple(_as_held_by(peer, one, False, layer) for one in first for layer in range(each))
+
+
+def _first_layers(buffers: tuple[Buffer, ...], draft: bool) -> list[Buffer]:
+    """The first buffer of each component, in order."""
+    first: dict[str, Buffer] = {}
+    for buffer in buffers:
+        if buffer.draft is draft:
+            first.setdefault(buffer.component, buffer)
+    return list(first.values())
+
+
+def _as_held_by(peer: PeerFacts, ours: Buffer, draft: bool, layer: int) -> Buffer:
+    if ours.heads is None:
+        return Buffer(ours.component, draft, layer, ours.page_bytes)
+    heads: Heads = heads_of_rank(peer.tp_rank, peer.tp_size, ours.heads.total)
+    page_bytes = ours.page_bytes // ours.heads.count * heads.count
+    return Buffer(ours.component, draft, layer, page_bytes, heads)

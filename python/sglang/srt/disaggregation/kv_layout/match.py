@@ -1,0 +1,145 @@
+"""Pair a sender's buffers with the receiver's by what they hold.
+
+    prefill stage 1 of 2            decode, all layers
+    k: layer 2, layer 3             k: layer 0, 1, 2, 3     draft k: layer 0
+    v: layer 2, layer 3             v: layer 0, 1, 2, 3     draft v: layer 0
+
+    k2 -> k2, k3 -> k3, v2 -> v2, v3 -> v3; the draft has no sender here and stays as it is.
+
+A pair agrees in component, model and layer; of heads, it carries those that both sides hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .describe import Buffer, Heads, LayoutError, RankLayout
+from .heads import share_of_sender, tp_size_conflict
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One source buffer, one destination buffer, and what of each page is copied.
+
+    Attributes:
+        src, dst: Indices into the two sides' buffer tuples.
+        whole: The page is copied as one run, for both sides hold the same heads of it.
+        src_offset, dst_offset: Bytes from a token's start to the first head copied; 0 if whole.
+        row_bytes: Bytes copied from each token, or from each page if whole.
+    """
+
+    src: int
+    dst: int
+    whole: bool
+    src_offset: int
+    dst_offset: int
+    row_bytes: int
+
+
+def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
+    """Every reason why `src` (prefill) must not send to `dst` (decode); empty if it may."""
+    reasons = []
+    conflict = tp_size_conflict(src.tp_size, dst.tp_size)
+    if conflict:
+        reasons.append(conflict)
+    if dst.pp_size not in (1, src.pp_size):
+        reasons.append(
+            f"decode PP size {dst.pp_size} is neither 1 nor prefill's PP size {src.pp_size}; "
+            "start decode with one of these"
+        )
+    for what, ours, theirs in (
+        ("page size", src.page_size, dst.page_size),
+        ("number of layers", src.total_layers, dst.total_layers),
+        ("KV dtype", src.dtype, dst.dtype),
+    ):
+        if ours != theirs:
+            reasons.append(
+                f"{what}: prefill has {ours}, decode has {theirs}; "
+                "both servers must be started with the same model and the same value"
+            )
+    return reasons
+
+
+def match_buffers(
+    src: RankLayout,
+    dst: RankLayout,
+    src_buffers: tuple[Buffer, ...],
+    dst_buffers: tuple[Buffer, ...],
+) -> tuple[Pair, ...]:
+    """Pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
+
+    A draft buffer that only one side has is left out. Pairs that carry no head are left out too.
+
+    Raises:
+        LayoutError: The target model's buffer is missing on the destination, or the two sides'
+            pages cannot hold the same thing.
+    """
+    where = {buffer.key: i for i, buffer in enumerate(dst_buffers)}
+    pairs = []
+    for i, buffer in enumerate(src_buffers):
+        j = where.get(buffer.key)
+        if j is not None:
+            pair = _pair(src, dst, i, j, buffer, dst_buffers[j])
+            if pair.row_bytes:
+                pairs.append(pair)
+        elif not buffer.draft:
+            raise LayoutError(
+                f"prefill ({src.name}) must send {buffer.name}, which decode ({dst.name}) does not "
+                f"hold: it registered {_summary(dst_buffers)}; serve the same model on both sides"
+            )
+    return tuple(pairs)
+
+
+def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer) -> Pair:
+    if ours.heads == theirs.heads and (ours.heads is None or src.tp_size <= ours.heads.total):
+        if ours.page_bytes != theirs.page_bytes:
+            raise _unequal("bytes a page", ours, ours.page_bytes, theirs.page_bytes)
+        return Pair(i, j, True, 0, 0, ours.page_bytes)
+    if ours.heads is None or theirs.heads is None:
+        raise _unequal("split by heads", ours, ours.heads or "no", theirs.heads or "no")
+    if ours.heads.total != theirs.heads.total:
+        raise _unequal("KV heads in all", ours, ours.heads.total, theirs.heads.total)
+    head = _head_bytes(ours, src.page_size)
+    if head != _head_bytes(theirs, dst.page_size):
+        raise _unequal("bytes a head", ours, head, _head_bytes(theirs, dst.page_size))
+    share = share_of_sender(
+        ours.heads, theirs.heads, (src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size)
+    )
+    whole = share == ours.heads == theirs.heads
+    return Pair(
+        i,
+        j,
+        whole,
+        0 if whole else (share.start - ours.heads.start) * head,
+        0 if whole else (share.start - theirs.heads.start) * head,
+        share.count * head * (src.page_size if whole else 1),
+    )
+
+
+def _head_bytes(buffer: Buffer, page_size: int) -> int:
+    """Bytes of one head of one token."""
+    heads: Heads = buffer.heads
+    size, rest = divmod(buffer.page_bytes, page_size * heads.count)
+    if rest:
+        raise LayoutError(
+            f"{buffer.name}: {buffer.page_bytes} bytes a page are not {page_size} tokens of "
+            f"{heads.count} heads; the pool is not what its description says"
+        )
+    return size
+
+
+def _unequal(what: str, buffer: Buffer, ours: object, theirs: object) -> LayoutError:
+    return LayoutError(
+        f"{buffer.name}, {what}: prefill has {ours}, decode has {theirs}; "
+        "start both servers with the same model, KV dtype and page size"
+    )
+
+
+def _summary(buffers: tuple[Buffer, ...]) -> str:
+    """Such as `k layers 0-3, draft k layers 0-0`."""
+    spans: dict[str, list[int]] = {}
+    for buffer in buffers:
+        spans.setdefault(f"{'draft ' if buffer.draft else ''}{buffer.component}", []).append(
+            buffer.layer
+        )
+    return ", ".join(f"{k} layers {min(v)}-{max(v)}" for k, v in spans.items()) or "nothing"

@@ -1,0 +1,63 @@
+"""From two descriptions and two pointer lists to the plans for one peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional, Union
+
+from .describe import Buffer, LayoutError, RankLayout
+from .infer import PeerFacts, infer_layout
+from .match import match_buffers, refusals
+from .plan import TransferPlan, make_plan
+
+
+@dataclass(frozen=True)
+class Pointers:
+    """Base addresses as a rank registers them: `KVArgs.kv_data_ptrs` and `KVArgs.state_data_ptrs`.
+
+    `state` is None where the transport sends state by other means.
+    """
+
+    kv: Sequence[int]
+    state: Optional[Sequence[int]] = None
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """What a prefill rank needs to send to one decode rank."""
+
+    layout: RankLayout
+    kv: TransferPlan
+    state: Optional[TransferPlan]
+
+
+def plan_for_peer(
+    own: RankLayout,
+    own_pointers: Pointers,
+    peer: Union[RankLayout, PeerFacts],
+    peer_pointers: Pointers,
+) -> PeerPlan:
+    """Plans from prefill rank `own` to a decode rank, described or (as `PeerFacts`) stock.
+
+    Raises:
+        LayoutError: The two cannot work together; the text holds every reason.
+    """
+    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
+    reasons = refusals(own, layout)
+    if reasons:
+        raise LayoutError("; ".join(reasons))
+
+    def plan(ours: tuple[Buffer, ...], src, theirs: tuple[Buffer, ...], dst) -> TransferPlan:
+        for who, buffers, pointers in ((own, ours, src), (layout, theirs, dst)):
+            if len(buffers) != len(pointers):
+                raise LayoutError(
+                    f"{who.name} describes {len(buffers)} buffers and registered {len(pointers)}"
+                )
+        pairs = match_buffers(own, layout, ours, theirs)
+        return make_plan(pairs, own.page_size, ours, src, theirs, dst)
+
+    state = None
+    if own_pointers.state is not None and peer_pointers.state is not None:
+        state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
+    return PeerPlan(layout, plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv), state)

@@ -1,0 +1,46 @@
+"""A description as one frame of bytes: a format tag, then msgpack.
+
+The frame is the last of a registration message. Stock peers read frames by position and never see
+it. Fields that a later release adds are skipped here; a tag that is not ours means a peer whose
+description we cannot read, which is served as if it had sent none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import msgspec
+
+from .describe import LayoutError, RankLayout
+
+_TAG = b"KVL1"
+_MAX_BYTES = 1 << 20
+_decoder = msgspec.msgpack.Decoder(RankLayout)
+
+
+def encode_layout(layout: RankLayout) -> bytes:
+    """The trailing frame for `layout`: some 15 bytes a buffer."""
+    return _TAG + msgspec.msgpack.encode(layout)
+
+
+def decode_layout(frames: Sequence[bytes], position: int) -> Optional[RankLayout]:
+    """The description at `frames[position]`; None from a peer that sends none.
+
+    Raises:
+        LayoutError: The frame bears our tag and cannot be read.
+    """
+    if len(frames) <= position or not frames[position].startswith(_TAG):
+        return None
+    frame = frames[position]
+    if len(frame) > _MAX_BYTES:
+        raise LayoutError(f"a layout frame of {len(frame)} bytes; at most {_MAX_BYTES} are read")
+    try:
+        layout = _decoder.decode(frame[len(_TAG) :])
+    except msgspec.MsgspecError as error:
+        raise LayoutError(
+            f"a layout frame of {len(frame)} bytes cannot be read: {error}"
+        ) from error
+    if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
+        raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
+    return layout

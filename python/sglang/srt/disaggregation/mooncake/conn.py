@@ -1,0 +1,213 @@
+"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import struct
+import threading
+from typing import TYPE_CHECKING, List, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    ABORT,
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+)
+from sglang.srt.disaggregation.kv_layout import (
+    Copies,
+    LayoutError,
+    PeerFacts,
+    PeerPlan,
+    Pointers,
+    RankLayout,
+    decode_layout,
+    encode_layout,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+
+logger = logging.getLogger(__name__)
+
+# Copies in one call to the engine: token slices can number millions a chunk.
+MAX_BATCH = 1 << 17
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo:
+    # What the decode rank says of its buffers; None from a stock one.
+    layout: Optional[RankLayout] = None
+    # Set by the manager: the copies to this rank, or why there can be none.
+    plan: Optional[PeerPlan] = None
+    refusal: str = ""
+
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Read a registration; frames are known by position, the 13th is our description."""
+
+        def numbers(position: int, code: str) -> List[int]:
+            frame = msg[position] if len(msg) > position else b""
+            return [number for (number,) in struct.iter_unpack(code, frame)]
+
+        return cls(
+            room=msg[0].decode("ascii"),
+            endpoint=msg[1].decode("ascii"),
+            dst_port=int(msg[2]),
+            mooncake_session_id=msg[3].decode("ascii"),
+            dst_kv_ptrs=numbers(4, "Q"),
+            dst_aux_ptrs=numbers(5, "Q"),
+            dst_state_data_ptrs=numbers(6, "Q"),
+            dst_tp_rank=int(msg[7]),
+            dst_attn_tp_size=int(msg[8]),
+            dst_kv_item_len=int(msg[9]),
+            dst_state_item_lens=numbers(10, "I"),
+            dst_state_dim_per_tensor=numbers(11, "I"),
+            layout=decode_layout(msg, 12),
+        )
+
+
+class MooncakeKVManager(CommonKVManager):
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """Write these pages of all layers to the peer. Returns 0, or not 0 if it failed."""
+        info = self.decode_kv_args_table[mooncake_session_id]
+        if info.plan is None:
+            logger.error(f"No KV is sent to {mooncake_session_id}: {info.refusal}")
+            return -1
+        try:
+            copies = info.plan.kv.copies(prefill_kv_indices, dst_kv_indices)
+        except LayoutError as error:
+            logger.error(f"No KV is sent to {mooncake_session_id}: {error}")
+            return -1
+        return self._write(mooncake_session_id, copies, executor)
+
+    def send_kvcache_slice(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_tp_rank: int,
+        dst_attn_tp_size: int,
+        dst_kv_item_len: int,
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """The same between different TP sizes: the plan made at registration knows the heads."""
+        return self.send_kvcache(
+            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor
+        )
+
+    def _write(
+        self, session: str, copies: Copies, executor: concurrent.futures.ThreadPoolExecutor
+    ) -> int:
+        # Custom memory pools (NVLink) gain from several threads, RDMA from one large batch.
+        parallel = executor._max_workers if self.enable_custom_mem_pool else 1
+        size = max(1, min(MAX_BATCH, -(-len(copies) // parallel)))
+
+        def write(start: int) -> int:
+            part = slice(start, start + size)
+            return self.engine.batch_transfer_sync(
+                session,
+                copies.src[part].tolist(),
+                copies.dst[part].tolist(),
+                copies.length[part].tolist(),
+            )
+
+        starts = range(0, len(copies), size)
+        results = executor.map(write, starts) if parallel > 1 else map(write, starts)
+        return next((status for status in results if status != 0), 0)
+
+    def update_status(self, bootstrap_room: int, status: KVPoll):
+        """Move a room on. It never moves back, and a failed room stays failed."""
+        current = self.request_status.get(bootstrap_room, status)
+        failed = KVPoll.Failed in (current, status)
+        self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+
+    def start_prefill_thread(self):
+        """Read what decode ranks register, which rooms they open and which they give up."""
+
+        def serve():
+            while True:
+                frames = self.server_socket.recv_multipart()
+                try:
+                    self._take_bootstrap_message(frames)
+                except Exception:
+                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def _take_bootstrap_message(self, frames: List[bytes]) -> None:
+        if frames[0] == ABORT:
+            self.take_abort(*frames[1:3])
+        elif frames[0] == b"None":
+            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
+        else:
+            info = TransferInfo.from_zmq(frames)
+            peers = self.transfer_infos.setdefault(info.room, {})
+            peers[info.mooncake_session_id] = info
+            if len(peers) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
+
+    def _register_decode(self, info: KVArgsRegisterInfo) -> None:
+        session = info.mooncake_session_id
+        info.plan, info.refusal = self.plan_transfers(
+            session,
+            info.layout,
+            PeerFacts(
+                tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
+                tp_size=info.dst_attn_tp_size,
+                kv_pointers=len(info.dst_kv_ptrs),
+                state_pointers=len(info.dst_state_data_ptrs),
+                page_bytes=info.dst_kv_item_len,
+            ),
+            Pointers(info.dst_kv_ptrs),
+        )
+        self.decode_kv_args_table[session] = info
+        with self.session_lock:
+            self.failed_sessions.discard(session)
+            self.session_failures.pop(session, None)
+
+
+class MooncakeKVReceiver(CommonKVReceiver):
+    def _register_kv_args(self):
+        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        args = self.kv_mgr.kv_args
+
+        def packed(code: str, numbers: List[int]) -> bytes:
+            return struct.pack(f"{len(numbers)}{code}", *numbers)
+
+        frames = [
+            b"None",
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self.session_id.encode("ascii"),
+            packed("Q", args.kv_data_ptrs),
+            packed("Q", args.aux_data_ptrs),
+            packed("Q", args.state_data_ptrs),
+            str(args.engine_rank).encode("ascii"),
+            str(self.kv_mgr.attn_tp_size).encode("ascii"),
+            str(args.kv_item_lens[0]).encode("ascii"),
+            packed("I", args.state_item_lens),
+            packed("I", getattr(args, "state_dim_per_tensor", [])),
+            encode_layout(args.layout),
+        ]
+        for bootstrap_info in self.bootstrap_infos:
+            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
+            with lock:
+                sock.send_multipart(frames)
+
+
+class MooncakeKVBootstrapServer(CommonKVBootstrapServer):
+    takes_aborts = True

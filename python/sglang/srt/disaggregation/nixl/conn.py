@@ -1,0 +1,643 @@
+"""NIXL: KV is sent by the peer's plan, arrivals counted by sender, failures told to both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+import threading
+import time
+import uuid
+from collections import defaultdict
+from typing import TYPE_CHECKING, Dict, List, Optional
+
+import numpy as np
+import numpy.typing as npt
+import requests
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    ABORT,
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.kv_layout import (
+    Arrivals,
+    Copies,
+    Notice,
+    PeerFacts,
+    PeerPlan,
+    Pointers,
+    RankLayout,
+    TransferPlan,
+    decode_layout,
+    encode_layout,
+    format_notice,
+    parse_notice,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo:
+    # What the decode rank says of its buffers; None from a stock one.
+    layout: Optional[RankLayout] = None
+    # Set by the manager: the copies to this rank, or why there can be none.
+    plan: Optional[PeerPlan] = None
+    refusal: str = ""
+
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Read a registration; frames are known by position, the 13th is our description."""
+
+        def pointers(position: int) -> List[int]:
+            return [pointer for (pointer,) in struct.iter_unpack("Q", msg[position])]
+
+        return cls(
+            room=msg[0].decode("ascii"),
+            endpoint=msg[1].decode("ascii"),
+            dst_port=int(msg[2]),
+            agent_name=msg[3].decode("ascii"),
+            agent_metadata=msg[4],
+            dst_kv_ptrs=pointers(5),
+            dst_aux_ptrs=pointers(6),
+            dst_state_data_ptrs=pointers(7),
+            gpu_id=int(msg[8]),
+            decode_tp_size=int(msg[9]),
+            decode_tp_rank=int(msg[10]),
+            dst_kv_item_len=int(msg[11]),
+            layout=decode_layout(msg, 12),
+        )
+
+
+class NixlKVManager(CommonKVManager):
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: Optional[bool] = False,
+    ):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.failure_records: Dict[int, str] = {}
+        # Unique over TP x PP, as Mooncake numbers its senders.
+        self.sender = self.attn_tp_rank * self.pp_size + self.pp_rank
+        self.agent = self._make_agent()
+        self.register_buffer_to_engine()
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+            self._start_bootstrap_thread()
+        else:
+            self._watch_prefill_servers()
+
+    def _make_agent(self):
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ImportError(
+                "--disaggregation-transfer-backend nixl needs NIXL: pip install nixl"
+            ) from error
+        backend = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
+        threads = 8 if self.disaggregation_mode == DisaggregationMode.PREFILL else 0
+        agent = nixl_agent(
+            str(uuid.uuid4()), nixl_agent_config(backends=[backend], num_threads=threads)
+        )
+        plugins = agent.get_plugin_list()
+        if backend not in plugins:
+            raise ValueError(
+                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; NIXL here has {plugins}"
+            )
+        logger.info(f"NIXL KVManager initialized with backend: {backend}")
+        return agent
+
+    def _watch_prefill_servers(self) -> None:
+        """Decode: the state that the heartbeat thread shares, and the thread."""
+        self.transfer_statuses: Dict[int, Arrivals] = defaultdict(Arrivals)
+        self.heartbeat_failures: Dict[str, int] = {}
+        self.session_pool = defaultdict(requests.Session)
+        self.session_pool_lock = threading.Lock()
+        self.addr_to_rooms_tracker = defaultdict(set)
+        self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
+        self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
+        self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        self._start_heartbeat_checker_thread()
+
+    def update_status(self, bootstrap_room: int, status: KVPoll):
+        """Move a room on. It never moves back, and a failed room stays failed."""
+        current = self.request_status.get(bootstrap_room, status)
+        failed = KVPoll.Failed in (current, status)
+        self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str):
+        """Keep the first reason why a room failed, for the client."""
+        self.failure_records.setdefault(bootstrap_room, failure_reason)
+
+    def forget(self, bootstrap_room: int) -> Optional[str]:
+        """Drop all that is kept of a finished room; returns why it failed, if it did."""
+        self.request_status.pop(bootstrap_room, None)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.transfer_infos.pop(bootstrap_room, None)
+        else:
+            self.transfer_statuses.pop(bootstrap_room, None)
+            self.required_prefill_response_num_table.pop(bootstrap_room, None)
+        return self.failure_records.pop(bootstrap_room, None)
+
+    def register_buffer_to_engine(self):
+        """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
+
+        Raises:
+            RuntimeError: NIXL takes one of them not; the server must not start.
+        """
+        args = self.kv_args
+        kind = args.layout.memory
+        self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, kind)
+        self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM")
+        if args.state_data_ptrs:
+            self.state_descs = self._register(
+                "state", args.state_data_ptrs, args.state_data_lens, kind
+            )
+
+    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str):
+        device = self._device(kind)
+        try:
+            descs = self.agent.register_memory(
+                [(ptr, size, device, "") for ptr, size in zip(ptrs, lens)], kind
+            )
+        except Exception as error:
+            descs, why = None, error
+        else:
+            why = "no descriptors came back"
+        if not descs:
+            raise RuntimeError(
+                f"NIXL could not register {len(ptrs)} {role} buffers ({sum(lens)} bytes of {kind} "
+                f"on device {device}): {why}"
+            )
+        return descs
+
+    def _device(self, kind: str) -> int:
+        return self.kv_args.gpu_id if kind == "VRAM" else 0
+
+    def _post(self, peer: str, copies: Copies, plan: PeerPlan, gpu_id: int, notif: bytes):
+        """Start one write; returns its handle, or None where only the notification had to go."""
+        if not len(copies):
+            self.agent.send_notif(peer, notif)
+            return None
+        own, theirs = self.kv_args.layout.memory, plan.layout.memory
+        src = self._descs(copies.src, copies.length, own, self._device(own))
+        dst = self._descs(copies.dst, copies.length, theirs, gpu_id if theirs == "VRAM" else 0)
+        return self._start(peer, src, dst, notif)
+
+    def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
+        rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
+        return self.agent.get_xfer_descs(rows, kind)
+
+    def _start(self, peer: str, src, dst, notif: bytes):
+        handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
+        if not handle or self.agent.transfer(handle) == "ERR":
+            raise RuntimeError(f"NIXL did not start the transfer {notif.decode('ascii')} to {peer}")
+        return handle
+
+    def _send_kvcache_generic(
+        self,
+        peer_name: str,
+        plan: TransferPlan,
+        prefill_data_indices: npt.NDArray[np.int32],
+        dst_data_indices: npt.NDArray[np.int32],
+        notif: str,
+    ):
+        """Write pages by `plan`, KV's or state's; returns a handle, None with nothing to write."""
+        info = self.decode_kv_args_table[peer_name]
+        copies = plan.copies(prefill_data_indices, dst_data_indices)
+        return self._post(peer_name, copies, info.plan, info.gpu_id, notif.encode("ascii"))
+
+    def send_kvcache(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_gpu_id: int,
+        notif: str,
+    ):
+        """Write these pages of all layers to the peer."""
+        plan = self.decode_kv_args_table[peer_name].plan.kv
+        return self._send_kvcache_generic(
+            peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
+        )
+
+    def send_kvcache_slice(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_gpu_id: int,
+        notif: str,
+        prefill_tp_size: int,
+        decode_tp_size: int,
+        decode_tp_rank: int,
+        dst_kv_item_len: int,
+    ):
+        """The same between different TP sizes: the plan made at registration knows the heads."""
+        return self.send_kvcache(
+            peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif
+        )
+
+    def send_aux(
+        self,
+        peer_name: str,
+        prefill_aux_index: int,
+        dst_aux_ptrs: List[int],
+        dst_aux_index: int,
+        notif: str,
+    ):
+        """Write the request's metadata (first token and its logprobs) to the peer."""
+        lens = np.array(self.kv_args.aux_item_lens, dtype=np.int64)
+        src = np.array(self.kv_args.aux_data_ptrs, dtype=np.int64) + lens * prefill_aux_index
+        dst = np.array(dst_aux_ptrs, dtype=np.int64) + lens * dst_aux_index
+        return self._start(
+            peer_name,
+            self._descs(src, lens, "DRAM", 0),
+            self._descs(dst, lens, "DRAM", 0),
+            notif.encode("ascii"),
+        )
+
+    def maybe_send_extra(
+        self,
+        peer_name: str,
+        prefill_state_indices: List[int],
+        dst_state_data_ptrs: List[int],
+        dst_state_indices: List[int],
+        dst_gpu_id: int,
+        notif: str,
+        decode_tp_size: int,
+    ):
+        """Write state slots or pages to the peer; None where this model has no state."""
+        if self.kv_args.state_type == "none":
+            return None
+        plan = self.decode_kv_args_table[peer_name].plan.state
+        return self._send_kvcache_generic(
+            peer_name, plan, prefill_state_indices, dst_state_indices, notif
+        )
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ):
+        """Start the writes of one chunk to every decode rank of the room.
+
+        Returns the handles of those that were started. What goes wrong fails the room, never the
+        caller, which is the scheduler.
+        """
+        handles = []
+        try:
+            for req in list(self.transfer_infos[bootstrap_room].values()):
+                if not req.is_dummy():
+                    self._send_chunk(
+                        req,
+                        kv_indices,
+                        index_slice,
+                        is_last,
+                        chunk_id,
+                        aux_index,
+                        state_indices,
+                        handles,
+                    )
+        except Exception as error:
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk_id} could not be sent")
+            self.record_failure(bootstrap_room, f"Prefill could not send KV: {error}")
+            self.update_status(bootstrap_room, KVPoll.Failed)
+        return handles
+
+    def _send_chunk(
+        self,
+        req: TransferInfo,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: Optional[int],
+        state_indices: Optional[List[int]],
+        handles: List,
+    ) -> None:
+        """Start one chunk's writes to one decode rank, adding their handles as they come."""
+        peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
+
+        def notif(kind: str, **more) -> str:
+            return format_notice(Notice(req.room, kind, **more), self.sender).decode("ascii")
+
+        def add(handle) -> None:
+            if handle is not None:
+                handles.append(handle)
+
+        add(
+            self.send_kvcache(
+                peer,
+                kv_indices,
+                info.dst_kv_ptrs,
+                req.dst_kv_indices[index_slice],
+                info.gpu_id,
+                notif("kv", chunk=chunk_id, is_last=is_last),
+            )
+        )
+        if not is_last:
+            return
+        if state_indices is not None:
+            add(
+                self.maybe_send_extra(
+                    peer,
+                    state_indices,
+                    info.dst_state_data_ptrs,
+                    req.dst_state_indices,
+                    info.gpu_id,
+                    notif("state"),
+                    info.decode_tp_size,
+                )
+            )
+        add(self.send_aux(peer, aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
+
+    def tell_failure(self, bootstrap_room: int) -> None:
+        """Tell the room's decode ranks that it failed and why; stock ones do not read it."""
+        reason = self.failure_records.get(bootstrap_room, "prefill failed")
+        notif = format_notice(Notice(bootstrap_room, "failed", reason=reason), self.sender)
+        for peer in self.transfer_infos.pop(bootstrap_room, {}):
+            try:
+                self.agent.send_notif(peer, notif)
+            except Exception as error:
+                logger.warning(f"Room {bootstrap_room}: decode {peer} was not told: {error}")
+
+    def update_transfer_status(self):
+        """Decode: take in the notifications that have come since the last call."""
+        for peer, messages in self.agent.get_new_notifs().items():
+            for message in messages:
+                notice = parse_notice(message)
+                if notice is None:
+                    logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
+                # What comes for a room that is over must not open it again.
+                elif notice.room in self.request_status:
+                    self.transfer_statuses[notice.room].add(peer, notice)
+                    if notice.kind == "failed":
+                        self.record_failure(notice.room, f"Prefill failed: {notice.reason}")
+                        self.update_status(notice.room, KVPoll.Failed)
+
+    def _start_bootstrap_thread(self):
+        """Read what decode ranks register, which rooms they open and which they give up."""
+
+        def serve():
+            while True:
+                frames = self.server_socket.recv_multipart()
+                try:
+                    self._take_bootstrap_message(frames)
+                except Exception:
+                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def _take_bootstrap_message(self, frames: List[bytes]) -> None:
+        if frames[0] != GUARD:
+            raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
+        frames = frames[1:]
+        if frames[0] == ABORT:
+            self.take_abort(*frames[1:3])
+        elif frames[0] == b"None":
+            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
+        else:
+            self._open_room(TransferInfo.from_zmq(frames))
+
+    def _register_decode(self, info: KVArgsRegisterInfo) -> None:
+        info.plan, info.refusal = self.plan_transfers(
+            info.agent_name,
+            info.layout,
+            PeerFacts(
+                tp_rank=info.decode_tp_rank % info.decode_tp_size,
+                tp_size=info.decode_tp_size,
+                kv_pointers=len(info.dst_kv_ptrs),
+                state_pointers=len(info.dst_state_data_ptrs),
+                page_bytes=info.dst_kv_item_len,
+            ),
+            Pointers(info.dst_kv_ptrs, info.dst_state_data_ptrs),
+        )
+        self._add_remote_peer(info)
+
+    def _open_room(self, info: TransferInfo) -> None:
+        refusal = self.decode_kv_args_table[info.agent_name].refusal
+        peers = self.transfer_infos.setdefault(info.room, {})
+        peers[info.agent_name] = info
+        if refusal:
+            self.record_failure(info.room, refusal)
+            self.update_status(info.room, KVPoll.Failed)
+        elif len(peers) == info.required_dst_info_num:
+            self.update_status(info.room, KVPoll.WaitingForInput)
+
+
+class NixlKVSender(CommonKVSender):
+    def __init__(
+        self,
+        mgr: NixlKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        dest_tp_ranks: List[int],
+        pp_rank: int,
+    ):
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        self.xfer_handles = []
+        self.has_sent = False
+        self.chunk_id = 0
+        self.conclude_state: Optional[KVPoll] = None
+        self.init_time = time.time()
+
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
+        """Start sending one chunk; a failed room sends no more."""
+        if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
+            self.has_sent = True
+            return
+        index_slice = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = index_slice.stop
+        is_last = self.curr_idx == self.num_kv_indices
+        self.xfer_handles += self.kv_mgr.add_transfer_request(
+            self.bootstrap_room,
+            kv_indices,
+            index_slice,
+            is_last,
+            self.chunk_id,
+            self.aux_index,
+            state_indices,
+        )
+        self.chunk_id += 1
+        self.has_sent = self.has_sent or is_last
+
+    def poll(self) -> KVPoll:
+        """The room's state. Neither success nor failure is told before the last write has ended."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self._drop_ended_writes()
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Bootstrapping and self._timed_out():
+            status = KVPoll.Failed
+        if status != KVPoll.Failed and not self.has_sent:
+            return status
+        if self.xfer_handles:
+            return KVPoll.Transferring
+        if status == KVPoll.Failed:
+            self.kv_mgr.tell_failure(self.bootstrap_room)
+        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
+        return self.conclude_state
+
+    def _drop_ended_writes(self) -> None:
+        """Forget the writes that are done; one that failed fails the room."""
+        running = []
+        for handle in self.xfer_handles:
+            try:
+                state = self.kv_mgr.agent.check_xfer_state(handle)
+                reason = "NIXL reports an error"
+            except Exception as error:
+                state, reason = "ERR", str(error)
+            if state == "ERR":
+                self._fail(f"Prefill's write to decode failed: {reason}")
+            elif state != "DONE":
+                running.append(handle)
+        self.xfer_handles = running
+
+    def _timed_out(self) -> bool:
+        waited = time.time() - self.init_time
+        if waited < self.kv_mgr.bootstrap_timeout:
+            return False
+        self._fail(
+            f"Decode did not ask for this request within {waited:.0f} s; "
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit"
+        )
+        return True
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def abort(self):
+        """Give up the room: at once where nothing was sent, else when the writes have ended."""
+        self._fail("Aborted by AbortReq.")
+
+    def clear(self):
+        self.kv_mgr.forget(self.bootstrap_room)
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        self.kv_mgr.tell_failure(self.bootstrap_room)
+        reason = self.kv_mgr.forget(self.bootstrap_room)
+        raise RuntimeError(reason or "another rank failed")
+
+
+class NixlKVReceiver(CommonKVReceiver):
+    def init(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ):
+        """Tell the prefill ranks where this room's pages, state slots and metadata go."""
+        if self.bootstrap_infos is None:
+            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+            return
+        arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
+        arrivals.senders = self.required_prefill_response_num
+        arrivals.expects_state = state_indices is not None
+        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
+        for bootstrap_info in self.bootstrap_infos:
+            is_dummy = bootstrap_info["is_dummy"]
+            frames = [
+                GUARD,
+                str(self.bootstrap_room).encode("ascii"),
+                self.kv_mgr.local_ip.encode("ascii"),
+                str(self.kv_mgr.rank_port).encode("ascii"),
+                self.kv_mgr.agent.name.encode("ascii"),
+                b"" if is_dummy else kv_indices.tobytes(),
+                str(aux_index).encode("ascii"),
+                str(self.required_dst_info_num).encode("ascii"),
+                b"" if is_dummy else state,
+            ]
+            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
+            with lock:
+                sock.send_multipart(frames)
+        self.started_transfer = True
+        self.init_time = time.time()
+
+    def poll(self) -> KVPoll:
+        """The room's state; it succeeds when every sender's KV, aux and state are written."""
+        if self.conclude_state is None:
+            self._take_in()
+        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
+
+    def _take_in(self) -> None:
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if self.started_transfer:
+            manager.update_transfer_status()
+            waited = time.time() - self.init_time
+            if manager.check_transfer_done(room):
+                failed = manager.transfer_statuses[room].is_failed()
+                manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+            elif waited >= manager.waiting_timeout:
+                self._fail(
+                    f"KV did not arrive within {waited:.0f} s; "
+                    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
+                )
+        status = manager.check_status(room)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+            manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+
+    def _register_kv_args(self):
+        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
+
+        def packed(pointers: List[int]) -> bytes:
+            return struct.pack(f"{len(pointers)}Q", *pointers)
+
+        frames = [
+            GUARD,
+            b"None",
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            agent.name.encode("ascii"),
+            agent.get_agent_metadata(),
+            packed(args.kv_data_ptrs),
+            packed(args.aux_data_ptrs),
+            packed(args.state_data_ptrs),
+            str(args.gpu_id).encode("ascii"),
+            str(args.decode_tp_size).encode("ascii"),
+            str(args.engine_rank).encode("ascii"),
+            str(args.kv_item_lens[0]).encode("ascii"),
+            encode_layout(args.layout),
+        ]
+        for bootstrap_info in self.bootstrap_infos:
+            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
+            with lock:
+                sock.send_multipart(frames)
+
+    def _abort_frames(self, reason: str) -> List[bytes]:
+        return [GUARD, *super()._abort_frames(reason)]
+
+    def clear(self):
+        self.kv_mgr.forget(self.bootstrap_room)
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        reason = self.kv_mgr.forget(self.bootstrap_room)
+        raise RuntimeError(reason or "another rank failed, or prefill was lost")
+
+
+class NixlKVBootstrapServer(CommonKVBootstrapServer):
+    takes_aborts = True

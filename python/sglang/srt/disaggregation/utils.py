@@ -1,0 +1,110 @@
+"""Fill `KVArgs` from the engine's pools, for prefill and decode alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, memory_kind
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang.srt.disaggregation.base import KVArgs
+    from sglang.srt.disaggregation.utils import MetadataBuffers, is_mla_backend
+
+
+def setup_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+    metadata_buffers: MetadataBuffers,
+    pp_rank: int,
+) -> None:
+    """Register KV, draft KV, state and aux buffers in `kv_args` and describe them.
+
+    The draft's pages have the target's indices, so its buffers follow the target's in one list.
+
+    Raises:
+        LayoutError: A pool that the patch set does not know.
+    """
+    ptrs, lens, item_lens = [], [], []
+    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+        if pool is not None:
+            for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
+                whole.extend(part)
+    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
+    kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
+        metadata_buffers.get_buf_infos()
+    )
+    setup_state_kv_args(kv_args, token_to_kv_pool)
+    kv_args.pp_rank = pp_rank
+    kv_args.system_dp_rank = scheduler.dp_rank
+    kv_args.page_size = token_to_kv_pool.page_size
+    kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
+    kv_args.gpu_id = scheduler.gpu_id
+    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
+    if not is_mla_backend(token_to_kv_pool):
+        kv_args.kv_head_num = token_to_kv_pool.head_num
+    kv_args.layout = _describe(kv_args, scheduler, token_to_kv_pool, draft_token_to_kv_pool)
+
+
+def setup_state_kv_args(kv_args: KVArgs, token_to_kv_pool: KVCache) -> None:
+    """Register what the target keeps beside KV: index keys, sliding windows, recurrent state."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, NSATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    kv_args.state_type = "none"
+    kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = [], [], []
+    if not hasattr(token_to_kv_pool, "get_state_buf_infos"):
+        return
+    kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = (
+        token_to_kv_pool.get_state_buf_infos()
+    )
+    for state_type, pool_class in (
+        ("swa", SWAKVPool),
+        ("mamba", HybridLinearKVPool),
+        ("nsa", NSATokenToKVPool),
+    ):
+        if isinstance(token_to_kv_pool, pool_class):
+            kv_args.state_type = state_type
+    if hasattr(token_to_kv_pool, "get_state_dim_per_tensor"):
+        kv_args.state_dim_per_tensor = token_to_kv_pool.get_state_dim_per_tensor()
+
+
+def _describe(
+    kv_args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
+) -> RankLayout:
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    tp = (get_attention_tp_rank(), get_attention_tp_size())
+    heads = (
+        kv_args.total_kv_head_num,
+        _draft_kv_head_num(scheduler) if draft is not None else None,
+    )
+    return RankLayout(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        pp_rank=kv_args.pp_rank,
+        pp_size=scheduler.server_args.pp_size,
+        page_size=kv_args.page_size,
+        dtype=str(target.dtype).removeprefix("torch."),
+        memory=memory_kind(target),
+        total_layers=scheduler.model_config.num_hidden_layers,
+        kv=describe_pools(target, draft, kv_args.kv_item_lens, False, tp, *heads),
+        state=describe_pools(target, None, kv_args.state_item_lens, True, tp, *heads),
+    )
+
+
+def _draft_kv_head_num(scheduler: Scheduler) -> int:
+    """KV heads of the whole draft model; its worker is wrapped once more under overlap."""
+    worker = scheduler.draft_worker
+    inner = getattr(worker, "draft_worker", None)
+    if inner is not None:
+        worker = (
+            inner.draft_runner_list[0]
+            if hasattr(inner, "draft_runner_list")
+            else inner.draft_runner
+        )
+    return worker.model_config.get_total_num_kv_heads()

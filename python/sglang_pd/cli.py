@@ -1,0 +1,195 @@
+"""The command line of `sglang-pd`."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sglang_pd import __version__, operations
+from sglang_pd.engine import Engine, find_engine
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.patches import Release, load
+from sglang_pd.transaction import read_journal
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Applies the prefill/decode patch set to an SGLang engine, and undoes it.",
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+EnginePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--engine",
+        help="The engine: its folder `sglang/`, the site-packages folder that holds it, or a "
+        "source checkout. Default: the one that this Python imports.",
+    ),
+]
+ReleaseName = Annotated[
+    str | None,
+    typer.Option("--release", help="Take the engine for this release, whatever it says of itself."),
+]
+
+COLOURS = {
+    "applied": "green",
+    "absent": "dim",
+    "half-applied": "yellow",
+    "outdated": "yellow",
+    "drifted": "red",
+}
+EXIT = {
+    "applied": 0,
+    "absent": Code.ABSENT,
+    "half-applied": Code.HALF_APPLIED,
+    "outdated": Code.OUTDATED,
+    "drifted": Code.DRIFTED,
+}
+
+
+def refusing(command: Callable) -> Callable:
+    """Turns a Refusal or OSError into its exit code and text: on stderr, or as JSON if asked."""
+
+    @functools.wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except (Refusal, OSError) as error:
+            refusal = error if isinstance(error, Refusal) else Refusal(Code.IO, str(error))
+            if kwargs.get("as_json"):
+                told = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
+                print(json.dumps({"error": told}))
+            else:
+                err.print(
+                    Text("refused: ", style="bold red") + Text(str(refusal), style="not bold")
+                )
+            raise typer.Exit(int(refusal.code)) from None
+
+    return run
+
+
+def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
+    """The engine and the patch set for it; an applied engine's journal knows its release too."""
+    engine = find_engine(path, release)
+    journal = read_journal(engine.root)
+    name = journal.release if engine.version is None and journal else engine.release()
+    try:
+        return engine, load(name)
+    except Refusal as refusal:
+        raise Refusal(refusal.code, f"{engine.root}: {refusal}") from None
+
+
+@app.command()
+@refusing
+def status(
+    engine: EnginePath = None,
+    release: ReleaseName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
+
+    Exit code: 0 applied, 10 absent, 11 half-applied, 12 outdated, 5 drifted.
+    """
+    found, patch_set = locate(engine, release)
+    told = operations.status(found, patch_set)
+    if as_json:
+        print(json.dumps(_as_json(found, patch_set, told), indent=1))
+    else:
+        _show(found, patch_set, told)
+    raise typer.Exit(int(EXIT[told.state]))
+
+
+@app.command()
+@refusing
+def apply(
+    engine: EnginePath = None,
+    release: ReleaseName = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+    ] = False,
+) -> None:
+    """Applies every patch, or none."""
+    found, patch_set = locate(engine, release)
+    edits = operations.apply(found, patch_set, dry_run)
+    if not edits:
+        out.print(f"already applied to SGLang {patch_set.name} at", Text(str(found.root)))
+        return
+    for edit in edits:
+        out.print("  add   " if edit.old is None else "  change", Text(edit.path))
+    verb = "would be applied" if dry_run else "applied"
+    out.print(
+        f"{len(patch_set.patches)} patches {verb} to SGLang {patch_set.name} at",
+        Text(str(found.root)),
+    )
+
+
+@app.command()
+@refusing
+def revert(engine: EnginePath = None) -> None:
+    """Restores every byte of the engine."""
+    found = find_engine(engine)
+    done = operations.revert(found)
+    out.print("restored" if done else "nothing to revert at", Text(str(found.root)))
+
+
+@app.command()
+@refusing
+def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
+    """Prints the edit as a unified diff, for review or `git apply`."""
+    found, patch_set = locate(engine, release)
+    sys.stdout.flush()
+    for line in operations.diff(found, patch_set):
+        sys.stdout.buffer.write(line)
+
+
+def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
+    return {
+        "tool": __version__,
+        "engine": {"path": str(engine.root), "version": engine.version, "release": release.name},
+        "state": told.state,
+        "patches": [
+            {
+                "id": patch.id,
+                "title": patch.title,
+                "upstream": patch.upstream,
+                "state": state,
+                "symbols": {
+                    symbol: at for symbol, at in told.symbols.items() if patch.owns(symbol)
+                },
+            }
+            for patch, state in told.patches
+        ],
+        "edited": told.edited,
+        "drifts": [str(drift) for drift in told.drifts],
+        "notes": told.notes,
+    }
+
+
+def _show(engine: Engine, release: Release, told: operations.Status) -> None:
+    name = f"SGLang {engine.version or release.name} at {engine.root}: "
+    out.print(Text(name).append(told.state, COLOURS[told.state]))
+    table = Table(box=None, pad_edge=False)
+    for heading in ("patch", "state", "upstream", "title"):
+        table.add_column(heading)
+    for patch, state in told.patches:
+        upstream = "#" + patch.upstream.rsplit("/")[-1] if "/" in patch.upstream else ""
+        table.add_row(patch.id, Text(state, COLOURS[state]), upstream, Text(patch.title))
+    out.print(table)
+    for path in told.edited:
+        out.print(Text(f"edited since it was applied: {path}", "red"))
+    for drift in told.drifts:
+        out.print(Text(f"drifted: {drift}", "red"))
+    for note in told.notes:
+        out.print(Text(note))
+
+
+def main() -> None:
+    app()

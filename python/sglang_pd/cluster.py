@@ -1,0 +1,295 @@
+"""Start real prefill, decode and single servers and the router, ask them, and stop them for sure.
+
+For the demo and the serving tests: everything runs on this machine, on the CPU host, in the
+environments that `scripts/setup.sh` makes.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PD_ENV = CHECKOUT / ".pd-env"
+HOST = "127.0.0.1"
+START_SECONDS = 240  # a TP 4 server on two busy cores takes about a minute
+PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or was not ready in time; the message holds the tail of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Sizes of the two sides, and how KV travels between them.  ``page_size`` is in tokens."""
+
+    backend: str = "nixl"
+    prefill_tp: int = 1
+    prefill_pp: int = 1
+    decode_tp: int = 1
+    page_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Generated token ids and the log-probability of each, or why there are none."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
+    seconds: float = 0.0
+
+
+def interpreter(engine: str) -> Path:
+    """Python of the environment that holds the ``stock`` or ``patched`` engine.
+
+    Raises:
+        FileNotFoundError: the environment has not been made.
+    """
+    python = PD_ENV / engine / "bin" / "python"
+    if not python.exists():
+        raise FileNotFoundError(f"{python} is not there: run scripts/setup.sh first")
+    return python
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on now."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
+
+
+@dataclasses.dataclass
+class Server:
+    """One child process with a port and a log, ended with its whole process group."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    log: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    ready_path: str = "/health"
+
+    def start(self) -> None:
+        """Start it.  Call from a thread that lives as long as the server: it dies with that."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix="pd-"))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment, "TMPDIR": str(self.scratch)},
+                cwd=self.scratch,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def is_ready(self) -> bool:
+        """Whether it answers.
+
+        Raises:
+            ServerFailed: it has ended.
+        """
+        status = self.process.poll()
+        if status is not None:
+            raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
+        try:
+            return httpx.get(self.url + self.ready_path, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def log_tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"end of {self.log}:", *text[-lines:]])
+
+    def stop(self) -> None:
+        """End the process and all that it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _die_with_parent() -> None:
+    """In a new child: have the kernel kill it when its parent is gone."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def engine_server(
+    name: str,
+    engine: str,
+    model: Path,
+    logs: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    page_size: int = 1,
+    options: Sequence[str] = (),
+) -> Server:
+    """An engine server on the CPU host, small and quick to start; ``options`` are added."""
+    port, nccl_port = free_ports(2)
+    command = [str(interpreter(engine)), "-m", "sglang.launch_server"]
+    command += ["--model-path", str(model), "--host", HOST, "--port", str(port)]
+    command += ["--nccl-port", str(nccl_port), "--device", "cpu", "--dtype", "float32"]
+    command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
+    command += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
+    command += ["--chunked-prefill-size", "256", "--random-seed", "0"]
+    command += ["--attention-backend", "torch_native", "--grammar-backend", "none"]
+    command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
+    return Server(
+        name, [*command, *options], port, logs / f"{name}.log", {**ENVIRONMENT, **binding}
+    )
+
+
+def pd_servers(
+    topology: Topology, model: Path, logs: Path, prefill_engine: str, decode_engine: str
+) -> tuple[Server, Server, Server]:
+    """A prefill server, a decode server and the router before them."""
+    bootstrap_port, router_port = free_ports(2)
+    common = ["--disaggregation-transfer-backend", topology.backend]
+    common += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+    prefill = engine_server(
+        "prefill",
+        prefill_engine,
+        model,
+        logs,
+        tp=topology.prefill_tp,
+        pp=topology.prefill_pp,
+        page_size=topology.page_size,
+        options=["--disaggregation-mode", "prefill", *common],
+    )
+    decode = engine_server(
+        "decode",
+        decode_engine,
+        model,
+        logs,
+        tp=topology.decode_tp,
+        page_size=topology.page_size,
+        options=["--disaggregation-mode", "decode", *common],
+    )
+    command = [str(interpreter(decode_engine)), "-m", "sglang_router.launch_router"]
+    command += ["--pd-disaggregation", "--host", HOST, "--port", str(router_port)]
+    command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
+    command += ["--worker-startup-timeout-secs", str(START_SECONDS)]
+    command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "5"]
+    # A retry would hide the first answer, an open circuit the next ones.
+    command += ["--disable-retries", "--disable-circuit-breaker"]
+    router = Server("router", command, router_port, logs / "router.log", ready_path="/readiness")
+    return prefill, decode, router
+
+
+@contextlib.contextmanager
+def running(
+    servers: Sequence[Server],
+    seconds: float = START_SECONDS,
+    on_ready: Callable[[Server], None] = lambda server: None,
+) -> Iterator[None]:
+    """Start the servers, wait until all are ready, and stop them when the block is left.
+
+    Raises:
+        ServerFailed: one ended early, or was not ready after ``seconds``.
+    """
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            server.start()
+            stack.callback(server.stop)
+        wait_ready(servers, seconds, on_ready)
+        yield
+
+
+def wait_ready(
+    servers: Sequence[Server], seconds: float, on_ready: Callable[[Server], None]
+) -> None:
+    """Poll the servers until each is ready, and say so of each once."""
+    deadline = time.monotonic() + seconds
+    waiting = list(servers)
+    while waiting:
+        for server in list(waiting):
+            if server.is_ready():
+                waiting.remove(server)
+                on_ready(server)
+        if waiting and time.monotonic() > deadline:
+            tails = "\n".join(server.log_tail() for server in waiting)
+            raise ServerFailed(f"not ready after {seconds:.0f} s\n{tails}")
+        if waiting:
+            time.sleep(0.3)
+
+
+def ask(
+    url: str, prompts: Sequence[Sequence[int]], new_tokens: int, seconds: float
+) -> list[Answer]:
+    """Send all prompts (token ids) at once, greedily decode ``new_tokens`` of each.
+
+    One that has no answer after ``seconds`` is a hang.
+    """
+    return asyncio.run(_ask_all(url, prompts, new_tokens, seconds))
+
+
+async def _ask_all(url, prompts, new_tokens, seconds) -> list[Answer]:
+    async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+        return await asyncio.gather(
+            *(_ask_one(client, url, list(prompt), new_tokens, seconds) for prompt in prompts)
+        )
+
+
+async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    start = time.monotonic()
+
+    def failed(why: str) -> Answer:
+        return Answer(failure=why, seconds=time.monotonic() - start)
+
+    try:
+        response = await asyncio.wait_for(client.post(f"{url}/generate", json=body), seconds)
+    except (asyncio.TimeoutError, httpx.TimeoutException):
+        return failed("hang")
+    except httpx.HTTPError as error:
+        return failed(f"connection: {error!r}")
+    if response.status_code != 200:
+        return failed(f"http {response.status_code}: {response.text[:300]}")
+    rows = response.json()["meta_info"]["output_token_logprobs"]
+    return Answer(
+        ids=tuple(row[1] for row in rows),
+        logprobs=tuple(row[0] for row in rows),
+        seconds=time.monotonic() - start,
+    )

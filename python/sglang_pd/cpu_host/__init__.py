@@ -1,0 +1,29 @@
+"""Run the published engine on a machine that has no accelerator.
+
+The CPU host stands in for what such a machine lacks, so that the engine's real prefill and decode
+servers start and serve tiny models.  It is off unless ``SGLANG_PD_CPU_HOST=1`` is in the
+environment (`scripts/cpu_host.sh` puts it there), and refuses to run beside a real ``torch_npu``.
+"""
+
+SWITCH = "SGLANG_PD_CPU_HOST"
+
+# OpenMP with more threads than a rank's share of the cores makes ranks fight for them.
+ENVIRONMENT = {
+    SWITCH: "1",
+    "SGLANG_USE_CPU_ENGINE": "1",  # the engine then takes "cpu" for its device
+    "TRITON_INTERPRET": "1",  # paged allocation is a Triton kernel
+    "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so",  # else a CUDA build of torch brings NCCL in
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is computed here
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # models are made on the spot, never fetched
+    "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
+}
+
+
+def thread_binding(tp_size: int) -> str:
+    """Value of ``SGLANG_CPU_OMP_THREADS_BIND`` for ``tp_size`` ranks: one entry per rank.
+
+    Left unset, the engine wants one NUMA node per rank, which small machines do not have.
+    """
+    return "|".join(str(rank) for rank in range(tp_size))

@@ -1,0 +1,92 @@
+"""What the CPU host changes in imported modules, and why.  Each function takes the module."""
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+
+class NoEvent:
+    """``torch.cuda.Event`` where everything is synchronous: always recorded, always reached."""
+
+    def __init__(self, *args, **kwargs):
+        self.recorded_on = None
+
+    def record(self, stream=None) -> None:
+        self.recorded_on = stream
+
+    def wait(self, stream=None) -> None:
+        """Nothing is ever outstanding."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    def query(self) -> bool:
+        return True
+
+
+class NoStream(contextlib.nullcontext):
+    """``torch.cuda.Stream`` where everything is synchronous."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(self)
+
+    def wait_stream(self, stream) -> None:
+        """Nothing is ever outstanding."""
+
+    def wait_event(self, event) -> None:
+        """Nothing is ever outstanding."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+
+def torch_streams(torch: ModuleType) -> None:
+    """Streams and events that the engine's pipeline loop names even on ``--device cpu``."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.Event = NoEvent
+    torch.cuda.Stream = NoStream
+    torch.cuda.current_stream = lambda device=None: NoStream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    torch.cuda.set_stream = lambda stream: None
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def whole_kv_heads(update_config: ModuleType) -> None:
+    """Let KV heads be replicated as on an accelerator, rather than padded with dummy ones.
+
+    With more TP ranks than KV heads the CPU engine pads the model with dummy heads.  A rank then
+    does not hold the heads that it would hold on an NPU, and a right head mapping looks wrong.
+    """
+    update_config.adjust_config_with_unaligned_cpu_tp = (
+        lambda model_config, load_config, tp_size: model_config
+    )
+
+
+def nixl_memory_kind(nixl_api: ModuleType) -> None:
+    """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
+
+    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
+    right kind itself, so there NIXL stays as it is.
+    """
+    if engine_is_patched():
+        return
+    agent = nixl_api.nixl_agent
+    make = agent.__init__
+
+    def make_with_host_memory(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    agent.__init__ = make_with_host_memory
+
+
+def engine_is_patched() -> bool:
+    """Whether the installed engine holds the package that only the patch set brings."""
+    engine = importlib.util.find_spec("sglang")
+    return engine is not None and any(
+        (Path(folder) / "srt" / "disaggregation" / "kv_layout" / "__init__.py").is_file()
+        for folder in engine.submodule_search_locations
+        if (Path(folder) / "__init__.py").is_file()
+    )

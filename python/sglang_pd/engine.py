@@ -1,0 +1,112 @@
+"""Finds the engine, without importing it, and tells its release."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+
+from sglang_pd.errors import Code, Refusal
+
+
+@dataclass(frozen=True)
+class Engine:
+    """root: the folder `sglang/`. version: None if unknown. record: its RECORD, if installed."""
+
+    root: Path
+    version: str | None
+    record: Path | None
+
+    def release(self) -> str:
+        """Raises Refusal UNSUPPORTED where the version is unknown."""
+        if self.version is None:
+            raise Refusal(
+                Code.UNSUPPORTED,
+                f"the engine at {self.root} does not say which release it is (no _version.py, no "
+                "metadata); say it with --release, its symbols are checked in any case",
+            )
+        return self.version
+
+    def prefix(self) -> str:
+        """The engine's folder as seen from where a diff of it applies, with a trailing slash."""
+        is_checkout = (
+            self.root.parent.name == "python" and (self.root.parent.parent / ".git").exists()
+        )
+        return "python/sglang/" if is_checkout else "sglang/"
+
+
+def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
+    """The engine at `path` (`sglang/`, site-packages or a checkout), else the importable one.
+
+    release: taken as the engine's version instead of what it says.
+    Raises Refusal NO_ENGINE.
+    """
+    root = _at(path) if path else _importable()
+    record = _record(root)
+    return Engine(root, release or _version(root, record), record)
+
+
+def _is_engine(folder: Path) -> bool:
+    # Our own sources are a `sglang/` folder too, without `__init__.py`.
+    return (folder / "__init__.py").is_file() and (folder / "srt").is_dir()
+
+
+def _at(path: Path) -> Path:
+    candidates = [path, path / "sglang", path / "python" / "sglang"]
+    for folder in candidates:
+        if _is_engine(folder):
+            return folder.resolve()
+    looked = ", ".join(map(str, candidates))
+    raise Refusal(
+        Code.NO_ENGINE,
+        f"no SGLang at {path}: neither of {looked} has `__init__.py` and `srt/`. Give "
+        "--engine the folder `sglang/`, the site-packages folder that holds it, or a checkout",
+    )
+
+
+def _importable() -> Path:
+    for folder in _package_folders():
+        if _is_engine(folder):
+            return folder.resolve()
+    raise Refusal(
+        Code.NO_ENGINE,
+        f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
+        "the engine, or give the engine's folder with --engine",
+    )
+
+
+def _package_folders() -> Iterator[Path]:
+    """Where each import finder has `sglang`; a namespace folder must not hide an engine."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec("sglang", None) if find_spec else None
+        if spec and spec.origin:
+            yield Path(spec.origin).parent
+
+
+def _record(root: Path) -> Path | None:
+    """RECORD of the distribution that installed this folder; None for a checkout."""
+    for record in sorted(root.parent.glob("sglang*.dist-info/RECORD")):
+        if f"{root.name}/__init__.py," in record.read_text():
+            return record
+    return None
+
+
+def _version(root: Path, record: Path | None) -> str | None:
+    for name in ("_version.py", "version.py"):
+        if (root / name).is_file() and (version := _literal(root / name)):
+            return version
+    if record and (metadata := record.with_name("METADATA")).is_file():
+        return HeaderParser().parsestr(metadata.read_text())["Version"]
+    return None
+
+
+def _literal(path: Path) -> str | None:
+    """The string that a module's top level assigns to `__version__`."""
+    for node in ast.parse(path.read_bytes()).body:
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
+            continue
+        if "__version__" in [getattr(target, "id", None) for target in node.targets]:
+            return str(node.value.value)
+    return None

@@ -1,0 +1,27 @@
+"""Why the tool refuses, and the exit code of each cause."""
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Exit codes. 0 is success, and `applied` for `status`; 2 is a wrong command line."""
+
+    NO_ENGINE = 3
+    UNSUPPORTED = 4
+    DRIFTED = 5
+    EDITED = 6
+    NO_PERMISSION = 7
+    BUSY = 8
+    IO = 9
+    ABSENT = 10
+    HALF_APPLIED = 11
+    OUTDATED = 12
+    PATCH_SET = 13
+
+
+class Refusal(Exception):
+    """The command stops; the engine is as it was before. The text names cause and remedy."""
+
+    def __init__(self, code: Code, text: str):
+        super().__init__(text)
+        self.code = code

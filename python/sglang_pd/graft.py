@@ -1,0 +1,282 @@
+"""Grafts a file of ours onto the engine's file of the same path. The rules: docs/graft.md."""
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from sglang_pd.source import (
+    Bound,
+    Definition,
+    GraftError,
+    absolute,
+    bindings,
+    find,
+    fingerprint,
+    imported,
+    is_typing_block,
+    parse,
+    statements,
+    symbol_name,
+)
+
+WIDTH = 88
+BLANK = cst.EmptyLine(indent=False)
+
+
+def module_name(path: str) -> str:
+    """`srt/a/b.py` -> `sglang.srt.a.b`; a package's `__init__.py` keeps its last part."""
+    return ".".join(["sglang", *path.removesuffix(".py").split("/")])
+
+
+def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str | None]]:
+    """The engine's file with our symbols in place, and their fingerprints in the engine before.
+
+    path: of both files, below `sglang/`. A fingerprint is None where the engine has no such symbol.
+    Raises GraftError, naming the symbol, where the two do not fit together.
+    """
+    module = parse(engine, f"the engine's {path}")
+    if module.bytes != engine:
+        raise GraftError(f"the engine's {path} would not be written back byte for byte by LibCST")
+    return _Graft(path).run(module, parse(ours, f"our {path}"))
+
+
+class _Graft:
+    def __init__(self, path: str):
+        self.path = path
+        self.module = module_name(path)
+        self.before: dict[str, str | None] = {}
+
+    def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
+        imports, typing, symbols = self._sort(ours)
+        body = self._imports(list(engine.body), imports, typing, {symbol_name(s) for s in symbols})
+        grafted = engine.with_changes(body=self._symbols(body, symbols, "")).bytes
+        try:
+            compile(grafted, self.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            text = f"{self.path}: the grafted file is no valid Python: {error}"
+            raise GraftError(text) from error
+        return grafted, self.before
+
+    def _sort(self, ours: cst.Module):
+        """Our module-level imports, our imports for type checking, and our symbols."""
+        imports: list[cst.CSTNode] = []
+        typing: list[cst.CSTNode] = []
+        symbols: list[cst.CSTNode] = []
+        for statement in _without_docstring(ours.body):
+            if small := _imports_of(statement):
+                imports += small
+            elif is_typing_block(statement) and all(map(_imports_of, statement.body.body)):
+                typing += [small for line in statement.body.body for small in _imports_of(line)]
+            else:
+                symbols.append(statement)
+        return imports, typing, symbols
+
+    # Imports
+
+    def _imports(self, body: list, imports: list, typing: list, ours: set) -> list:
+        """The engine's statements with the imports of ours that it lacks."""
+        table: dict[str, list[Bound]] = {}
+        for statement in body:
+            for name, bound in bindings(statement, self.module).items():
+                table.setdefault(name, []).append(bound)
+        lines = [line for node in imports if (line := self._missing(node, table, ours, False))]
+        typed = [line for node in typing if (line := self._missing(node, table, ours, True))]
+        block = next((at for at, s in enumerate(body) if is_typing_block(s)), None)
+        if typed and block is not None:
+            body[block] = body[block].with_deep_changes(
+                body[block].body, body=[*body[block].body.body, *map(cst.parse_statement, typed)]
+            )
+        elif typed:
+            if "TYPE_CHECKING" not in table:
+                lines.append("from typing import TYPE_CHECKING")
+            indented = "".join(f"    {part}\n" for line in typed for part in line.split("\n"))
+            lines.append(f"\nif TYPE_CHECKING:\n{indented}")
+        at = _after_imports(body)
+        return [*body[:at], *map(cst.parse_statement, lines), *body[at:]]
+
+    def _missing(self, node, table: dict[str, list[Bound]], ours: set, typing: bool) -> str | None:
+        """The text of our import statement less what the engine's file has; None if it has all."""
+        if isinstance(node, cst.ImportFrom):
+            if isinstance(node.names, cst.ImportStar) or node.relative:
+                raise GraftError(
+                    f"our {self.path}: imports must be absolute, and name what they import"
+                )
+            if absolute(node, self.module) == self.module:
+                return self._check_own(node, table, ours)
+        wanted = []
+        for alias, names in imported(node, self.module):
+            if "typing.TYPE_CHECKING" in names.values():
+                continue
+            if [self._bound(name, origin, table, typing) for name, origin in names.items()].count(
+                False
+            ):
+                wanted.append(_alias_text(alias))
+        if not wanted:
+            return None
+        if isinstance(node, cst.Import):
+            return f"import {', '.join(wanted)}"
+        source = absolute(node, self.module)
+        if source == "__future__":
+            raise GraftError(
+                f"our {self.path}: `from __future__ import {', '.join(wanted)}` would "
+                "change the meaning of the engine's code, whose file lacks it; write ours without"
+            )
+        line = f"from {source} import {', '.join(wanted)}"
+        if len(line) <= WIDTH:
+            return line
+        return "\n".join([f"from {source} import (", *(f"    {name}," for name in wanted), ")"])
+
+    def _check_own(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
+        """An import of the file's own module only tells linters of the engine's names."""
+        for alias in node.names:
+            if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
+                raise GraftError(
+                    f"our {self.path} takes `{alias.evaluated_name}` from its own module, which "
+                    "has no such name"
+                )
+
+    def _bound(self, name: str, origin: str, table: dict[str, list[Bound]], typing: bool) -> bool:
+        """Whether the engine's file has the name; GraftError where it means something else."""
+        bounds = table.get(name, [])
+        for bound in bounds:
+            if bound.kind not in ("import", "typing") or bound.origin != origin:
+                meaning = f"`{bound.origin}`" if bound.origin else f"something else ({bound.kind})"
+                raise GraftError(
+                    f"our {self.path} imports `{origin}` as `{name}`, which is {meaning} in the "
+                    "engine's file; import it under another name, or, to use the engine's own, "
+                    f"write `from {self.module} import {name}` under `if TYPE_CHECKING:`"
+                )
+        return any(typing or bound.kind == "import" for bound in bounds)
+
+    # Symbols
+
+    def _symbols(self, body: list, ours: Sequence, scope: str) -> list:
+        """The engine's statements of a module or class with our symbols replaced or added."""
+        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        names = [self._name(statement, scope) for statement in ours]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise GraftError(f"our {self.path} defines `{scope}{min(twice)}` twice")
+        known = {name for name in names if find(body, name, where) is not None}
+        for k, (name, statement) in enumerate(zip(names, ours)):
+            if name in known:
+                at = find(body, name, where)
+                body[at] = self._replace(body[at], statement, scope + name)
+                continue
+            self.before[scope + name] = None
+            if scope and not isinstance(statement, Definition):
+                at = _after_fields(body)
+            else:
+                at = self._place(body, ours, k, known, where, scope)
+            body.insert(at, _spaced(statement, 1 if scope else 2))
+        return body
+
+    def _name(self, statement: cst.CSTNode, scope: str) -> str:
+        name = symbol_name(statement)
+        if name is None:
+            text = _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
+            raise GraftError(
+                f"our {self.path}: `{text}` in {scope[:-1] or 'the module'} is no function, "
+                "class or assignment to one name"
+            )
+        return name
+
+    def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
+        """Where a new symbol goes: after our previous one, else before our next in the engine."""
+        chain = [s for s in ours if not scope or isinstance(s, Definition)]
+        k = chain.index(ours[k])
+        if k:
+            return find(body, symbol_name(chain[k - 1]), where) + 1
+        following = (symbol_name(s) for s in chain[1:])
+        return next((find(body, name, where) for name in following if name in known), len(body))
+
+    def _replace(self, old: cst.CSTNode, new: cst.CSTNode, symbol: str) -> cst.CSTNode:
+        if type(old) is not type(new):
+            raise GraftError(
+                f"{self.path}: `{symbol}` is a {_kind(old)} in the engine, a {_kind(new)} in ours"
+            )
+        if not isinstance(old, cst.ClassDef):
+            self.before[symbol] = fingerprint(old)
+            kept, _ = _split_comments(old.leading_lines)
+            _, comments = _split_comments(new.leading_lines)
+            return new.with_changes(leading_lines=[*kept, *comments])
+        for part in (_decorators, _bases):
+            if part(new) not in ("", part(old)):
+                raise GraftError(
+                    f"{self.path}: `class {symbol}` has `{part(new)}` in ours, `{part(old)}` in the "
+                    "engine; an opened class repeats them or leaves them out"
+                )
+        members = _without_docstring(statements(new, f"our {self.path}"))
+        body = self._symbols(statements(old, f"the engine's {self.path}"), members, f"{symbol}.")
+        return old.with_deep_changes(old.body, body=body)
+
+
+def _without_docstring(body: Sequence) -> list:
+    first = body[0] if body else None
+    is_docstring = (
+        isinstance(first, cst.SimpleStatementLine)
+        and isinstance(first.body[0], cst.Expr)
+        and isinstance(first.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
+    return list(body[1:] if is_docstring else body)
+
+
+def _imports_of(statement: cst.CSTNode) -> list:
+    """The imports of a line that holds nothing else, else an empty list."""
+    small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+    return list(small) if all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small) else []
+
+
+def _after_imports(body: list) -> int:
+    """Position after the last import above the first line of code."""
+    at = len(body) - len(_without_docstring(body))
+    for k in range(at, len(body)):
+        if _imports_of(body[k]):
+            at = k + 1
+        elif not is_typing_block(body[k]):
+            break
+    return at
+
+
+def _after_fields(body: list) -> int:
+    """Position after the last assignment of a class, else after its docstring."""
+    fields = [k + 1 for k, s in enumerate(body) if symbol_name(s) and not isinstance(s, Definition)]
+    return fields[-1] if fields else len(body) - len(_without_docstring(body))
+
+
+def _alias_text(alias: cst.ImportAlias) -> str:
+    return alias.evaluated_name + (f" as {alias.evaluated_alias}" if alias.asname else "")
+
+
+def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
+    """The lines above a statement: those apart from it, and the comments that touch it."""
+    k = len(lines)
+    while k and lines[k - 1].comment:
+        k -= 1
+    return list(lines[:k]), list(lines[k:])
+
+
+def _spaced(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
+    """A new definition has blank lines above it, also if it was the first of our file or class."""
+    lines = statement.leading_lines
+    if not isinstance(statement, Definition) or (lines and not lines[0].comment):
+        return statement
+    return statement.with_changes(leading_lines=[*[BLANK] * blanks, *lines])
+
+
+def _decorators(node: cst.ClassDef) -> str:
+    return " ".join(f"@{_code(decorator.decorator)}" for decorator in node.decorators)
+
+
+def _bases(node: cst.ClassDef) -> str:
+    """Bases and keywords of a class, spacing evened out."""
+    even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
+    args = ", ".join(_code(arg.with_changes(**even)) for arg in (*node.bases, *node.keywords))
+    return f"({args})" if args else ""
+
+
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def _kind(node: cst.CSTNode) -> str:
+    return {"FunctionDef": "function", "ClassDef": "class"}.get(type(node).__name__, "constant")

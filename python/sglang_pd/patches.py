@@ -1,0 +1,112 @@
+"""The patch set as data: releases, patch records, fingerprints, and the trees of sources."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from sglang_pd.errors import Code, Refusal
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = Path(__file__).parent
+RELEASES = PACKAGE / "releases"
+# The wheel carries the trees inside the package; in a checkout they stand beside it.
+TREES = PACKAGE / "tree" if (PACKAGE / "tree").is_dir() else PACKAGE.parent
+
+# {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
+Pins = dict[str, dict[str, str | None] | None]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The record of one patch.
+
+    symbols: patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
+    """
+
+    id: str
+    title: str
+    upstream: str
+    symptom: str
+    cause: str
+    change: str
+    carried_by: str
+    drop_when: str
+    symbols: list[str]
+
+    def owns(self, symbol: str) -> bool:
+        return any(fnmatchcase(symbol, pattern) for pattern in self.symbols)
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the patch set is for one engine release.
+
+    tree: our files by their path below `sglang/`. pins: what the engine must hold for them.
+    """
+
+    name: str
+    folder: Path
+    tree: dict[str, bytes]
+    patches: list[Patch]
+    pins: Pins
+
+
+def symbol_ids(pins: Pins) -> list[str]:
+    """`path::Symbol` of each symbol, the bare path of each new file."""
+    ids = []
+    for path, symbols in pins.items():
+        ids += [path] if symbols is None else [f"{path}::{name}" for name in symbols]
+    return ids
+
+
+def supported(releases: Path | None = None) -> list[str]:
+    return sorted(folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
+
+
+def load(
+    name: str, releases: Path | None = None, trees: Path | None = None, pinned: bool = True
+) -> Release:
+    """Reads a release; a local version (`0.5.9+vendor`) is its public release.
+
+    pinned: also read the fingerprints (False only while they are being made).
+    Raises Refusal UNSUPPORTED for an unknown release, PATCH_SET if it does not fit its tree.
+    """
+    releases, trees = releases or RELEASES, trees or TREES
+    public = name.split("+")[0]
+    if public not in supported(releases):
+        raise Refusal(
+            Code.UNSUPPORTED,
+            f"SGLang {name} is not supported; this patch set knows "
+            f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
+        )
+    folder = releases / public
+    names = tomllib.loads((folder / "release.toml").read_text())["trees"]
+    tree = read_tree(trees / part for part in names)
+    records = (
+        tomllib.loads(path.read_text()) for path in sorted((folder / "patches").glob("*.toml"))
+    )
+    pins = json.loads((folder / "fingerprints.json").read_text()) if pinned else {}
+    if pinned and set(pins) != set(tree):
+        differ = ", ".join(sorted(set(pins) ^ set(tree)))
+        raise Refusal(
+            Code.PATCH_SET,
+            f"fingerprints of {public} do not fit the patch set's files ({differ}): "
+            f"run `python -m sglang_pd.pin --release {public}` on an unmodified engine",
+        )
+    return Release(public, folder, tree, [Patch(**record) for record in records], pins)
+
+
+def read_tree(folders: Iterable[Path]) -> dict[str, bytes]:
+    """Every Python file of the folders by relative path; of two, the later folder's."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+    }

@@ -1,0 +1,76 @@
+"""What the serving tests run: topologies, tiny models, and what the stock engine makes of them."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+from sglang_pd.cluster import PD_ENV, Topology
+from sglang_pd.cpu_host.models import TinyModel
+
+FOUR_HEADS = TinyModel(layers=4, kv_heads=4)
+TWO_HEADS = TinyModel(layers=4, kv_heads=2)
+SEVEN_LAYERS = TinyModel(layers=7, kv_heads=4)
+
+NEW_TOKENS = 12
+# From one token to many pages; the last is prefilled, and sent, in three chunks.
+PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
+
+
+def prompts() -> list[list[int]]:
+    """Token ids that share no prefix, the same in every run."""
+    source = random.Random(0)
+    return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def model_folder(model: TinyModel) -> Path:
+    """The model's checkpoint, made on first use."""
+    return model.make(PD_ENV / "models")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """``stock`` is what the stock engine does: "right", "wrong", "hang" or "http 500"."""
+
+    name: str
+    topology: Topology
+    model: TinyModel
+    stock: str
+    always: tuple[str, ...] = ("patched",)  # engines it runs on without --nightly
+
+
+def nixl(name: str, model: TinyModel, stock: str, always=("patched",), **sizes) -> Scenario:
+    return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, stock, always)
+
+
+def mooncake(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
+    return Scenario(f"mooncake-{name}", Topology("mooncake", **sizes), model, stock, always)
+
+
+SCENARIOS = [
+    nixl("tp2_to_1", FOUR_HEADS, "hang", ("stock", "patched"), prefill_tp=2, page_size=16),
+    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", prefill_tp=4),
+    nixl("tp1_to_4_replicated", TWO_HEADS, "http 500", decode_tp=4),
+    nixl("tp2_to_4_replicated", TWO_HEADS, "http 500", prefill_tp=2, decode_tp=4, page_size=16),
+    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", prefill_tp=2, prefill_pp=2),
+    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock", "patched"), prefill_pp=2),
+    nixl("tp1_to_1", FOUR_HEADS, "right", page_size=16),
+    nixl("tp2_to_2", FOUR_HEADS, "right", prefill_tp=2, decode_tp=2),
+    nixl("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=128),
+    nixl("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
+    mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
+    mooncake("tp2_to_1", FOUR_HEADS, "right", ("patched",), prefill_tp=2),
+    mooncake("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=16),
+    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", prefill_tp=4),
+    mooncake("tp1_to_4_replicated", TWO_HEADS, "wrong", decode_tp=4),
+    mooncake("tp2_to_4_replicated", TWO_HEADS, "wrong", prefill_tp=2, decode_tp=4),
+    mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", prefill_tp=2, prefill_pp=2),
+    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", prefill_pp=2),
+    mooncake("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
+]
+
+# Where the stock engine serves alone, a fleet half of which is patched must serve too.
+MIXED = [
+    scenario
+    for scenario in SCENARIOS
+    if scenario.stock == "right" and scenario.topology.backend == "nixl"
+]

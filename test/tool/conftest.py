@@ -1,0 +1,54 @@
+"""Toy engines for the tool's tests, and the published one."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+
+ROOT = HERE.parents[1]
+PUBLISHED = "0.5.9"
+
+
+@pytest.fixture(scope="session")
+def toy_template(tmp_path_factory):
+    from toy import Toy
+
+    return Toy.make(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def toy(toy_template, tmp_path):
+    """A small engine as pip installs it, and a patch set for it."""
+    return toy_template.copy(tmp_path / "toy")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """Site-packages folder with the unmodified published engine; do not write to it."""
+    prepared = ROOT / ".pd-env" / "stock" / "lib" / "python3.11" / "site-packages"
+    if (prepared / "sglang" / "srt").is_dir():
+        return prepared
+    folder = tmp_path_factory.mktemp("published")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", folder]
+    got = subprocess.run([*pip, f"sglang=={PUBLISHED}"], capture_output=True, text=True)
+    if got.returncode:
+        pytest.skip(f"no engine in .pd-env/stock, and none to download: {got.stderr[-300:]}")
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+def engine_copy(published, tmp_path):
+    """A writable copy of the published engine."""
+    site = tmp_path / "site-packages"
+    for folder in (published / "sglang", *published.glob("sglang-*.dist-info")):
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(folder, site / folder.name, ignore=skip)
+    return site

@@ -1,0 +1,209 @@
+"""Killed or failing at every single write: status tells the truth, revert restores every byte."""
+
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from toy import VERSION, die, forked, is_change, write
+
+from sglang_pd import operations
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.transaction import STATE
+
+
+def at_change(n: int, act) -> None:
+    """Calls `act` in place of this process's n-th change to the file system (counted from 0).
+
+    A sync counts too; a file that was never synced is cut in half first, as a crash may leave it.
+    """
+    seen = 0
+
+    def count() -> bool:
+        nonlocal seen
+        seen += 1
+        return seen == n + 1
+
+    def hook(event, args):
+        if is_change(event, args) and count():
+            act()
+
+    sync = os.fsync
+
+    def fsync(fd):
+        if count():
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, os.fstat(fd).st_size // 2)
+            act()
+        sync(fd)
+
+    os.fsync = fsync
+    sys.addaudithook(hook)
+
+
+def killed(n: int, work) -> bool:
+    """Whether a child that does `work` was killed at its n-th change; False: it needed fewer."""
+
+    def child() -> int:
+        at_change(n, die)
+        work()
+        return 0
+
+    code = forked(child)
+    assert code in (0, -9)
+    return code == -9
+
+
+def apply(toy) -> None:
+    operations.apply(toy.engine(), toy.release())
+
+
+def revert(toy) -> None:
+    operations.revert(toy.engine())
+
+
+def contents(toy) -> dict[str, bytes]:
+    """The engine's files and RECORD, the tool's own folders apart."""
+    return {
+        path: content
+        for path, (_, content, _) in toy.snapshot().items()
+        if content is not None and ".sglang_pd" not in path
+    }
+
+
+def truth(now: dict, before: dict, after: dict, owner: str = "") -> str:
+    """The state by comparing bytes: of all files, or of those that one patch's symbols are in."""
+    owned = {"pools": ("srt/pool.py", "srt/layout"), "net": ("srt/net/conn.py", "srt/net/plan.py")}
+    changed = [path for path in before | after if before.get(path) != after.get(path)]
+    if owner:
+        changed = [path for path in changed if path.startswith(tuple(f"sglang/{p}" for p in owned[owner]))]
+    states = {
+        "absent" if now.get(path) == before.get(path) else "applied" if now.get(path) == after[path] else "torn"
+        for path in changed
+    }
+    assert "torn" not in states
+    return states.pop() if len(states) == 1 else "half-applied"
+
+
+def check_status(toy, before: dict, after: dict) -> str:
+    told = operations.status(toy.engine(), toy.release())
+    now = contents(toy)
+    expected = truth(now, before, after)
+    if expected == "absent" and (toy.root / STATE).exists():
+        expected = "half-applied"  # nothing is changed, but the journal still stands
+    assert told.state == expected
+    for patch, state in told.patches:
+        assert state == truth(now, before, after, patch.id)
+    assert not told.edited
+    assert not told.drifts
+    return told.state
+
+
+@pytest.fixture
+def views(toy, tmp_path):
+    """Bytes of the engine before and after apply."""
+    applied = toy.copy(tmp_path / "applied")
+    apply(applied)
+    return contents(toy), contents(applied)
+
+
+def each_kill(toy, tmp_path, work):
+    """A fresh copy of the toy for each change of `work`, killed there."""
+    for n in range(1000):
+        copy = toy.copy(tmp_path / f"kill-{n}")
+        if not killed(n, lambda copy=copy: work(copy)):
+            assert n > 20
+            return
+        yield copy
+    raise AssertionError("never ended")
+
+
+def test_apply_killed_at_every_write(toy, tmp_path, views):
+    start, seen = toy.snapshot(), set()
+    for copy in each_kill(toy, tmp_path, apply):
+        seen.add(check_status(copy, *views))
+        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        revert(copy)
+        assert copy.snapshot() == start
+        assert check_status(copy, *views) == "absent"
+
+        apply(other)
+        assert check_status(other, *views) == "applied"
+        assert contents(other) == views[1]
+        revert(other)
+        assert other.snapshot() == start
+    assert seen == {"absent", "half-applied", "applied"}
+
+
+def test_revert_killed_at_every_write(toy, tmp_path, views):
+    start, seen = toy.snapshot(), set()
+    apply(toy)
+    for path in toy.root.rglob("*.py"):
+        write(path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc", "compiled")
+    for copy in each_kill(toy, tmp_path, revert):
+        seen.add(truth(contents(copy), *views))
+        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        revert(copy)
+        assert without_compiled(copy) == start
+        assert not (copy.root / "srt" / "layout").exists()
+        assert not (copy.root / "srt" / "net" / "__pycache__" / "plan.cpython-311.pyc").exists()
+
+        apply(other)
+        assert truth(contents(other), *views) == "applied"
+    assert seen == {"absent", "half-applied", "applied"}
+
+
+def without_compiled(toy) -> dict:
+    """The snapshot less compiled files of the engine's own sources, which it may have anew."""
+    return {path: entry for path, entry in toy.snapshot().items() if "__pycache__" not in path}
+
+
+def test_update_killed_at_every_write(toy, tmp_path):
+    """An older patch set is applied, then a newer one that adds and drops a file."""
+    start = toy.snapshot()
+    apply(toy)
+    (toy.trees / "sglang" / "srt" / "layout" / "deep" / "more.py").unlink()
+    write(toy.trees / "sglang" / "srt" / "layout" / "extra.py", "EXTRA = 3\n")
+    fresh = toy.copy(tmp_path / "fresh")
+    revert(fresh)
+    fresh.pin()
+    pins = (fresh.releases / VERSION / "fingerprints.json").read_text()
+    (toy.releases / VERSION / "fingerprints.json").write_text(pins)
+    assert operations.status(toy.engine(), toy.release()).state == "outdated"
+    apply(fresh)
+    for copy in each_kill(toy, tmp_path, apply):
+        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        revert(copy)
+        assert copy.snapshot() == start
+        apply(other)
+        assert contents(other) == contents(fresh)
+        assert operations.status(other.engine(), other.release()).state == "applied"
+        revert(other)
+        assert other.snapshot() == start
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path, code):
+    start = toy.snapshot()
+
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    def child(copy, n) -> int:
+        at_change(n, fail)
+        try:
+            apply(copy)
+        except Refusal as refusal:
+            return refusal.code
+        return 0
+
+    for n in range(1000):
+        copy = toy.copy(tmp_path / f"fail-{n}")
+        result = forked(lambda copy=copy, n=n: child(copy, n))
+        if result == 0 and operations.status(copy.engine(), copy.release()).state == "applied":
+            break
+        assert result == Code.IO
+        assert copy.snapshot() == start, Path(copy.site)
+    assert n > 20

@@ -1,0 +1,184 @@
+"""A toy engine with a patch set, and what tests ask of them."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_pd import patches, pin, record
+from sglang_pd.engine import Engine, find_engine
+
+VERSION = "9.9"
+
+ENGINE = {
+    "__init__.py": "",
+    "version.py": f'__version__ = "{VERSION}"\n',
+    "srt/__init__.py": "",
+    "srt/pool.py": '''\
+"""Pools."""
+
+import os
+from typing import List
+
+SIZE = 4
+
+
+class Pool(object):
+    """Holds pages."""
+
+    pages: int = SIZE
+
+    # How many bytes.
+    def nbytes(self):
+        return self.pages  * 3
+
+    def free(self): return None
+
+
+def make(n):  # keeps   its odd spacing
+    return [ Pool() for _ in range(n) ]
+''',
+    "srt/net/__init__.py": "",
+    "srt/net/conn.py": "def send(x):\n    return x\n\n\ndef receive():\n    return None\n",
+    "srt/net/other.py": "UNTOUCHED = True\n",
+}
+
+TREE = {
+    "srt/pool.py": '''\
+"""Ours."""
+
+from typing import Dict
+
+from sglang.srt.layout import describe
+
+
+class Pool:
+    width: int = 2
+
+    def nbytes(self):
+        """Bytes of all pages."""
+        return describe(self.pages * self.width)
+
+
+TABLE: Dict[str, int] = {}
+''',
+    "srt/net/conn.py": "def send(x):\n    return [x]\n",
+    "srt/net/plan.py": "PLAN = 1\n",
+    "srt/layout/__init__.py": "def describe(x):\n    return x\n",
+    "srt/layout/deep/more.py": "MORE = 2\n",
+}
+
+RECORDS = {
+    "pools": ["srt/pool.py::*", "srt/layout/*"],
+    "net": ["srt/net/conn.py::send", "srt/net/plan.py"],
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """site: a site-packages folder; releases, trees: a patch set's data."""
+
+    site: Path
+    releases: Path
+    trees: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> "Toy":
+        toy = cls(folder / "site", folder / "releases", folder / "trees")
+        for path, text in ENGINE.items():
+            write(toy.root / path, text)
+        (toy.root / "srt" / "pool.py").chmod(0o640)
+        os.utime(toy.root / "srt" / "pool.py", (1_500_000_000, 1_500_000_000))
+        toy.write_record()
+        for path, text in TREE.items():
+            write(toy.trees / "sglang" / path, text)
+        write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\n')
+        for name, symbols in RECORDS.items():
+            fields = ("title", "symptom", "cause", "change", "carried_by", "drop_when")
+            text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
+            text += f'id = "{name}"\nupstream = "none"\nsymbols = {json.dumps(symbols)}\n'
+            write(toy.releases / VERSION / "patches" / f"{name}.toml", text)
+        toy.pin()
+        return toy
+
+    def copy(self, folder: Path) -> "Toy":
+        shutil.copytree(self.site.parent, folder)
+        return Toy(folder / "site", folder / "releases", folder / "trees")
+
+    @property
+    def root(self) -> Path:
+        return self.site / "sglang"
+
+    @property
+    def record(self) -> Path:
+        return self.site / f"sglang-{VERSION}.dist-info" / "RECORD"
+
+    def write_record(self) -> None:
+        info = self.record.parent.name
+        write(self.record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
+        files = sorted(path for path in self.root.rglob("*.py"))
+        rows = [record.entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files]
+        rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
+        write(self.record, "\n".join(rows) + "\n")
+
+    def pin(self) -> None:
+        release = patches.load(VERSION, self.releases, self.trees, pinned=False)
+        target = release.folder / "fingerprints.json"
+        target.write_text(json.dumps(pin.pin(self.engine(), release)))
+
+    def engine(self) -> Engine:
+        return find_engine(self.site)
+
+    def release(self) -> patches.Release:
+        return patches.load(VERSION, self.releases, self.trees)
+
+    def snapshot(self, mtimes: bool = True) -> dict:
+        return snapshot(self.site, mtimes)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def snapshot(folder: Path, mtimes: bool = True) -> dict:
+    """Every entry below a folder: its mode, and a file's bytes and modification time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        mtime = stat.st_mtime_ns if mtimes and content is not None else None
+        found[str(path.relative_to(folder))] = (oct(stat.st_mode), content, mtime)
+    return found
+
+
+# What an audit hook sees of every change to a file system.
+CHANGES = {
+    *("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.utime", "os.chmod", "os.chown"),
+    *("os.link", "os.symlink", "os.truncate"),
+}
+
+
+def is_change(event: str, args: tuple) -> bool:
+    if event == "open":
+        return bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    return event in CHANGES
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Runs `work` in a child process; its exit code, negative for the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,261 @@
+"""Prefill and decode servers made of `rank.py` processes, and requests between them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from sglang_pd.cluster import free_ports, interpreter
+from sglang_pd.cpu_host import ENVIRONMENT
+
+HERE = Path(__file__).resolve().parent
+START_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server: how it splits the model, and what differs from the other side's."""
+
+    tp: int = 1
+    pp: int = 1
+    draft_layers: int = 0
+    page_size: int = 0  # 0: the fleet's
+    model_layers: int = 0  # 0: the fleet's
+    k_width: int = 0  # 0: the fleet's
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A prefill and a decode server. Widths are int64 elements a head (MLA: a token)."""
+
+    prefill: Side = field(default_factory=Side)
+    decode: Side = field(default_factory=Side)
+    backend: str = "nixl"
+    kv_heads: int = 4
+    draft_heads: int = 4
+    layers: int = 2
+    stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as can be
+    page_size: int = 16
+    pages: int = 12
+    k_width: int = 4
+    v_width: int = 2
+    mla: bool = False
+
+    def stage_sizes(self, pp: int) -> list[int]:
+        if pp == len(self.stages):
+            return list(self.stages)
+        return [len(part) for part in np.array_split(range(self.layers), pp)]
+
+    def ranks(self, role: str, bootstrap_port: int) -> list[dict]:
+        """The configuration of each rank, as `rank.Rank` takes it."""
+        side: Side = getattr(self, role)
+        sizes = self.stage_sizes(side.pp)
+        if side.model_layers:
+            sizes = [side.model_layers]
+        starts = np.cumsum([0, *sizes]).tolist()
+        common = {
+            key: value
+            for key, value in asdict(self).items()
+            if key not in ("prefill", "decode", "layers", "stages")
+        }
+        return [
+            {
+                **common,
+                "role": role,
+                "bootstrap_port": bootstrap_port,
+                "tp_rank": tp_rank,
+                "tp_size": side.tp,
+                "pp_rank": pp_rank,
+                "pp_size": side.pp,
+                "prefill_pp_size": self.prefill.pp,
+                "decode_tp_size": self.decode.tp,
+                "layers": sizes[pp_rank],
+                "start_layer": starts[pp_rank],
+                "model_layers": side.model_layers or self.layers,
+                "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
+                "page_size": side.page_size or self.page_size,
+                "k_width": side.k_width or self.k_width,
+            }
+            for tp_rank in range(side.tp)
+            for pp_rank in range(side.pp)
+        ]
+
+    def arriving(self, layers: range) -> list[list]:
+        """[is draft, layer] of all that prefill sends to a rank that holds these layers."""
+        drafts = min(self.prefill.draft_layers, self.decode.draft_layers)
+        return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
+
+
+class Nursery:
+    """A process per engine that has imported it and forks ranks."""
+
+    def __init__(self, engine: str):
+        self.folder = tempfile.TemporaryDirectory(prefix="pd-")
+        self.path = Path(self.folder.name) / "socket"
+        self.log = Path(self.folder.name) / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(interpreter(engine)), str(HERE / "rank.py"), str(self.path)],
+                env={**os.environ, **ENVIRONMENT, "SGLANG_HOST_IP": "127.0.0.1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self.path.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError(f"{engine} engine did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.1)
+
+    def born(self) -> Rank:
+        """A new rank process."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.path))
+        return Rank(connection)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class Rank:
+    """The driver's end of one rank process."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.lines = connection.makefile("rw")
+        self.config: dict = {}
+
+    def call(self, do: str, **arguments) -> dict:
+        self.lines.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.lines.flush()
+        answer = self.lines.readline()
+        return json.loads(answer) if answer else {"state": "died"}
+
+    def start(self, config: dict) -> None:
+        self.config = config
+        answer = self.call("start", **config)
+        if answer["state"] != "started":
+            raise RuntimeError(f"{config['role']} rank: {answer}")
+
+    def close(self) -> None:
+        """Hang up; the rank process ends."""
+        self.lines.close()
+        self.connection.close()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`; `reasons` is why."""
+
+    state: str
+    prefill: tuple[dict, ...]
+    decode: tuple[dict, ...]
+
+    @property
+    def reasons(self) -> str:
+        answers = (*self.prefill, *self.decode)
+        return " | ".join(sorted({a["reason"] for a in answers if a.get("reason")}))
+
+
+class Servers:
+    """A running fleet."""
+
+    def __init__(self, fleet: Fleet, prefill: list[Rank], decode: list[Rank]):
+        self.fleet, self.prefill, self.decode = fleet, prefill, decode
+        self._rooms = count(1)
+
+    def request(
+        self,
+        src_pages: list[int],
+        dst_pages: list[int],
+        chunks: list[int] | None = None,
+        seconds: float = 30,
+        leave_out: int = 0,
+    ) -> Outcome:
+        """Send one request's pages; all ranks of both sides at once, each decode byte read back."""
+        room = next(self._rooms)
+        chunks = chunks or [len(src_pages)]
+        with ThreadPoolExecutor(len(self.prefill) + len(self.decode)) as pool:
+            sent = [
+                pool.submit(
+                    rank.call, "send", room=room, pages=src_pages, chunks=chunks, seconds=seconds
+                )
+                for rank in self.prefill
+            ]
+            received = [
+                pool.submit(
+                    rank.call,
+                    "receive",
+                    room=room,
+                    pages=dst_pages,
+                    arrives=self.fleet.arriving(self._layers(rank)),
+                    leave_out=leave_out,
+                    seconds=seconds,
+                )
+                for rank in self.decode
+            ]
+            prefill = tuple(future.result() for future in sent)
+            decode = tuple(future.result() for future in received)
+        return Outcome(_worst(prefill, decode), prefill, decode)
+
+    @staticmethod
+    def _layers(rank: Rank) -> range:
+        start = rank.config["start_layer"]
+        return range(start, start + rank.config["layers"])
+
+    def kept(self) -> list[dict]:
+        return [rank.call("kept") for rank in (*self.prefill, *self.decode)]
+
+
+def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
+    states = {answer["state"] for answer in decode} | {
+        "right" if answer["state"] == "success" else answer["state"] for answer in prefill
+    }
+    for state in ("died", "raised", "failed", "hang", "wrong"):
+        if state in states:
+            return state
+    return "right"
+
+
+@contextlib.contextmanager
+def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers]:
+    """Start all ranks of both servers, and end them when the block is left."""
+    (port,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+
+        def born(nursery: Nursery) -> Rank:
+            rank = nursery.born()
+            stack.callback(rank.close)
+            return rank
+
+        answer = born(prefill).call("bootstrap", backend=fleet.backend, bootstrap_port=port)
+        if answer["state"] != "started":
+            raise RuntimeError(f"bootstrap server: {answer}")
+        time.sleep(0.3)
+        sides = {}
+        for role, nursery in (("prefill", prefill), ("decode", decode)):
+            configs = fleet.ranks(role, port)
+            sides[role] = [born(nursery) for _ in configs]
+            with ThreadPoolExecutor(len(configs)) as pool:
+                list(pool.map(Rank.start, sides[role], configs))
+        yield Servers(fleet, **sides)
+
+
+def mixed(fleet: Fleet, **changes) -> Fleet:
+    """`fleet` with some fields changed."""
+    return replace(fleet, **changes)

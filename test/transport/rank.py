@@ -1,0 +1,302 @@
+"""One prefill or decode rank with the engine's real pools and KV manager, and no model.
+
+`python rank.py SOCKET` imports the engine once and then forks a process for every connection to the
+Unix socket. Such a process is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each.
+Runs under the Python of the stock or the patched engine.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.utils import (
+    KVClassType,
+    MetadataBuffers,
+    TransferBackend,
+    get_kv_class,
+    is_mla_backend,
+)
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+HOST = "127.0.0.1"
+UNTOUCHED = -1
+AUX_SLOTS = 8
+
+
+def deal_heads(total: int, ranks: int) -> list[list[int]]:
+    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+    if total >= ranks:
+        return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
+    return [[head] for head in range(total) for _ in range(ranks // total)]
+
+
+class Rank:
+    """`config` is a `fleet.RankConfig` as a dictionary."""
+
+    def __init__(self, config: dict):
+        self.config = SimpleNamespace(**config)
+        c = self.config
+        self.is_prefill = c.role == "prefill"
+        parallel_state._ATTN_TP = SimpleNamespace(rank_in_group=c.tp_rank, world_size=c.tp_size)
+        parallel_state._PP = SimpleNamespace(rank_in_group=c.pp_rank, world_size=c.pp_size)
+        dp_attention._ATTN_DP_RANK, dp_attention._ATTN_DP_SIZE = 0, 1
+        self.heads = {
+            False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
+            True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
+        }
+        self.pool = self._pool(c.layers, c.start_layer, self.heads[False])
+        self.draft = self._pool(c.draft_layers, 0, self.heads[True]) if c.draft_layers else None
+        self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
+        self.expected = {key: buffer.copy() for key, buffer in self._buffers()}
+        self.manager = self._manager()
+
+    def _pool(self, layers: int, start: int, heads: list[int]):
+        c = self.config
+        common = {
+            "size": c.pages * c.page_size,
+            "page_size": c.page_size,
+            "dtype": torch.int64,
+            "layer_num": layers,
+            "device": "cpu",
+            "enable_memory_saver": False,
+            "start_layer": start,
+            "end_layer": start + layers - 1,
+        }
+        if c.mla:
+            pool = MLATokenToKVPool(kv_lora_rank=c.k_width, qk_rope_head_dim=c.v_width, **common)
+        else:
+            widths = {"head_num": len(heads), "head_dim": c.k_width, "v_head_dim": c.v_width}
+            pool = MHATokenToKVPool(**widths, **common)
+        for buffers in self._parts(pool).values():
+            for buffer in buffers:
+                buffer.fill_(UNTOUCHED)
+        return pool
+
+    def _parts(self, pool) -> dict[str, list[torch.Tensor]]:
+        if self.config.mla:
+            return {"kv": pool.kv_buffer}
+        return {"k": pool.k_buffer, "v": pool.v_buffer}
+
+    def _buffers(self):
+        """((component, is draft, layer), array of shape [tokens, heads, width]) of each buffer."""
+        for is_draft, pool in ((False, self.pool), (True, self.draft)):
+            if pool is not None:
+                for component, buffers in self._parts(pool).items():
+                    for i, buffer in enumerate(buffers):
+                        yield (component, is_draft, pool.start_layer + i), buffer.numpy()
+
+    def _manager(self):
+        """The manager as the engine's own queue makes it, with the scheduler's facts stood in for."""
+        c = self.config
+        queue_class = PrefillBootstrapQueue if self.is_prefill else DecodePreallocQueue
+        queue = object.__new__(queue_class)
+        model_config = SimpleNamespace(
+            num_hidden_layers=c.model_layers, get_total_num_kv_heads=lambda: c.kv_heads
+        )
+        draft_config = SimpleNamespace(get_total_num_kv_heads=lambda: c.draft_heads)
+        queue.__dict__.update(
+            token_to_kv_pool=self.pool,
+            draft_token_to_kv_pool=self.draft,
+            is_mla_backend=is_mla_backend(self.pool),
+            metadata_buffers=self.aux,
+            tp_rank=c.tp_rank,
+            tp_size=c.tp_size,
+            pp_rank=c.pp_rank,
+            pp_size=c.pp_size,
+            prefill_pp_size=c.prefill_pp_size,
+            decode_tp_size=c.decode_tp_size,
+            decode_dp_size=1,
+            gpu_id=0,
+            transfer_backend=TransferBackend(c.backend),
+            scheduler=SimpleNamespace(
+                dp_rank=None,
+                gpu_id=0,
+                model_config=model_config,
+                draft_worker=SimpleNamespace(model_config=draft_config),
+                server_args=SimpleNamespace(
+                    host=HOST,
+                    disaggregation_bootstrap_port=c.bootstrap_port,
+                    disaggregation_ib_device=None,
+                    dist_init_addr=None,
+                    enable_dp_attention=False,
+                    dp_size=1,
+                    pp_size=c.pp_size,
+                ),
+            ),
+        )
+        if c.backend == "mooncake":
+            from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
+
+            mooncake_transfer_engine.init_mooncake_transfer_engine(HOST, 0, None)
+        return queue._init_kv_manager()
+
+    def _class(self, kind: KVClassType):
+        return get_kv_class(TransferBackend(self.config.backend), kind)
+
+    def fill(self, room: int, pages: list[int]) -> None:
+        """Prefill's result: this rank's heads of every token of the request's pages."""
+        for key, buffer in self._buffers():
+            self._write(buffer, key, room, pages)
+
+    def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
+        """Each element says what it is: room, component, model, layer, head, token, element."""
+        component, is_draft, layer = key
+        heads = [0] if self.config.mla else self.heads[is_draft]
+        size = self.config.page_size
+        number = room * 4 + "kv".index(component[0]) * 2 + is_draft
+        for i, page in enumerate(pages):
+            token = np.arange(i * size, (i + 1) * size)[:, None, None]
+            head = np.array(heads)[None, :, None]
+            element = np.arange(buffer.shape[-1])[None, None, :]
+            number_of = (((number * 128 + layer) * 64 + head) * 65536 + token) * 64 + element
+            buffer[page * size : (page + 1) * size] = number_of
+
+    def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
+        """A request's life on prefill: wait for decode, then send its pages in these chunks."""
+        c = self.config
+        self.fill(room, pages)
+        sender = self._class(KVClassType.SENDER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
+            bootstrap_room=room,
+            dest_tp_ranks=[c.tp_rank],
+            pp_rank=c.pp_rank,
+        )
+        end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
+        if end["state"] != "waiting":
+            return end
+        slot = room % AUX_SLOTS
+        self.aux.output_ids[slot, 0] = room
+        self.aux.bootstrap_room[slot, 0] = room
+        sender.init(len(pages), slot)
+        at = 0
+        for chunk in chunks:
+            sender.send(np.array(pages[at : at + chunk], dtype=np.int32))
+            at += chunk
+        return self._await(sender, seconds)
+
+    def receive(
+        self, room: int, pages: list[int], arrives: list, leave_out: int, seconds: float
+    ) -> dict:
+        """A request's life on decode, and a look at every byte of every buffer afterwards.
+
+        `arrives` lists [is draft, layer] of what prefill sends. The last `leave_out` pages are not
+        asked for, which no engine does.
+        """
+        c = self.config
+        receiver = self._class(KVClassType.RECEIVER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
+            bootstrap_room=room,
+            prefill_dp_rank=0,
+        )
+        slot = (room + 3) % AUX_SLOTS
+        first = receiver.poll()
+        if first != KVPoll.Failed:
+            asked = pages[: len(pages) - leave_out]
+            receiver.init(np.array(asked, dtype=np.int32), slot)
+        end = self._await(receiver, seconds)
+        if end["state"] != "success":
+            return end
+        for key, array in self.expected.items():
+            if list(key[1:]) in arrives:
+                self._write(array, key, room, pages)
+        wrong = [
+            f"{key}: {int((buffer != self.expected[key]).sum())} of {buffer.size} elements"
+            for key, buffer in self._buffers()
+            if not np.array_equal(buffer, self.expected[key])
+        ]
+        if int(self.aux.output_ids[slot, 0]) != room or int(self.aux.bootstrap_room[slot, 0]) != room:
+            wrong.append(f"aux slot {slot}: {self.aux.output_ids[slot, 0]}")
+        receiver.clear()
+        return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
+
+    def _await(self, poller, seconds: float, leave_at=None) -> dict:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            state = poller.poll()
+            if state == leave_at:
+                return {"state": "waiting"}
+            if state == KVPoll.Success:
+                if self.is_prefill and hasattr(poller, "clear"):
+                    poller.clear()
+                return {"state": "success"}
+            if state == KVPoll.Failed:
+                try:
+                    poller.failure_exception()
+                except Exception as error:
+                    return {"state": "failed", "reason": str(error)}
+            time.sleep(0.002)
+        return {"state": "hang"}
+
+    def kept(self) -> dict:
+        """How much the manager keeps of rooms that are over."""
+        names = ("request_status", "transfer_infos", "transfer_statuses", "failure_records")
+        return {name: len(getattr(self.manager, name, ())) for name in names}
+
+
+def bootstrap(config: dict):
+    """The bootstrap server of a prefill server's backend."""
+    backend = TransferBackend(config["backend"])
+    return get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)(HOST, config["bootstrap_port"])
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer commands until the driver hangs up."""
+    rank = None
+    with connection.makefile("rw") as lines:
+        for line in lines:
+            command = json.loads(line)
+            name = command.pop("do")
+            try:
+                if name == "start":
+                    rank = Rank(command)
+                    answer = {"state": "started"}
+                elif name == "bootstrap":
+                    rank = bootstrap(command)
+                    answer = {"state": "started"}
+                else:
+                    answer = getattr(rank, name)(**command)
+            except Exception as error:
+                answer = {"state": "raised", "reason": f"{type(error).__name__}: {error}"}
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main(path: str) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                die_with_parent()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                serve(connection)
+                # Transfer threads of the engine never end by themselves.
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,221 @@
+"""Two PD servers in simulated memory, and what decode must hold afterwards, told head by head.
+
+Nothing here computes an interval or an offset: heads are dealt out like cards, layers are listed,
+and each (component, model, layer, head, token) is a number that is looked for where it belongs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from kv_layout import (
+    Buffer,
+    Heads,
+    PeerFacts,
+    Pointers,
+    RankLayout,
+    connected_prefill_ranks,
+    plan_for_peer,
+)
+
+GAP = 1 << 32  # bytes between the buffers' simulated addresses
+UNTOUCHED = -1
+
+
+def deal_heads(total: int, ranks: int) -> list[list[int]]:
+    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+    if total >= ranks:
+        return [list(hand) for hand in np.array_split(np.arange(total), ranks)]
+    return [[head] for head in range(total) for _ in range(ranks // total)]
+
+
+def splittable(total: int, ranks: int) -> bool:
+    return total % ranks == 0 or ranks % total == 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths are int64 elements a head (of an opaque component: a token)."""
+
+    layers: int
+    kv_heads: int | None = None  # None: MLA, components are opaque
+    widths: dict[str, int] = field(default_factory=lambda: {"k": 2, "v": 2})
+    draft_heads: int | None = None
+
+
+@dataclass
+class Rank:
+    layout: RankLayout
+    pointers: list[int]
+    memory: dict[int, np.ndarray]  # address -> int64 [pages, page_size, heads or 1, width]
+    heads: dict[bool, list[int]]
+
+
+class World:
+    """Hands out addresses and performs copies between them."""
+
+    def __init__(self, page_size: int, pages: int):
+        self.page_size, self.pages = page_size, pages
+        self._next = count(1)
+        self._bytes: dict[int, np.ndarray] = {}
+
+    def rank(
+        self,
+        model: Model,
+        tp: tuple[int, int],
+        pp: tuple[int, int],
+        layers: list[int],
+        drafts: int,
+    ) -> Rank:
+        held = {
+            False: self._held(model.kv_heads, tp),
+            True: self._held(model.draft_heads or model.kv_heads, tp),
+        }
+        buffers, pointers, memory = [], [], {}
+        for is_draft, numbers in ((False, layers), (True, range(drafts))):
+            total = model.draft_heads or model.kv_heads if is_draft else model.kv_heads
+            for component, width in model.widths.items():
+                for layer in numbers:
+                    shape = (self.pages, self.page_size, len(held[is_draft]), width)
+                    array = np.full(shape, UNTOUCHED, dtype=np.int64)
+                    address = next(self._next) * GAP
+                    self._bytes[address // GAP] = array.reshape(-1).view(np.uint8)
+                    heads = total and Heads(held[is_draft][0], held[is_draft][-1] + 1, total)
+                    buffers.append(
+                        Buffer(component, is_draft, layer, array[0].nbytes, heads or None)
+                    )
+                    pointers.append(address)
+                    memory[address] = array
+        layout = RankLayout(*tp, *pp, self.page_size, "int64", "DRAM", model.layers, tuple(buffers))
+        return Rank(layout, pointers, memory, held)
+
+    @staticmethod
+    def _held(total: int | None, tp: tuple[int, int]) -> list[int]:
+        return [0] if total is None else deal_heads(total, tp[1])[tp[0]]
+
+    def apply(self, copies) -> None:
+        for src, dst, length in zip(copies.src, copies.dst, copies.length):
+            into, at = self._bytes[dst // GAP], dst % GAP
+            out_of, start = self._bytes[src // GAP], src % GAP
+            assert at + length <= into.size and start + length <= out_of.size, "outside a buffer"
+            into[at : at + length] = out_of[start : start + length]
+
+
+def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> int:
+    """The number that this element of this head of this token of the request must hold."""
+    component = list(model.widths).index(buffer.component)
+    number = component
+    for digit in (int(buffer.draft), buffer.layer, head, token, element):
+        number = number * 1000 + digit
+    return number
+
+
+def fill(model: Model, rank: Rank, pages: list[int], page_size: int) -> None:
+    """Write the request's tokens, which lie in `pages`, into a prefill rank."""
+    for buffer, address in zip(rank.layout.kv, rank.pointers):
+        array = rank.memory[address]
+        for i, page in enumerate(pages):
+            for slot in range(page_size):
+                for j, head in enumerate(rank.heads[buffer.draft]):
+                    for element in range(array.shape[-1]):
+                        array[page, slot, j, element] = value(
+                            model, buffer, head, i * page_size + slot, element
+                        )
+
+
+def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set) -> None:
+    """Every element of a decode rank: the request's where it was sent, untouched elsewhere."""
+    for buffer, address in zip(rank.layout.kv, rank.pointers):
+        array = rank.memory[address]
+        expected = np.full_like(array, UNTOUCHED)
+        if (buffer.draft, buffer.layer) in sent:
+            for i, page in enumerate(pages):
+                for slot in range(page_size):
+                    for j, head in enumerate(rank.heads[buffer.draft]):
+                        for element in range(array.shape[-1]):
+                            expected[page, slot, j, element] = value(
+                                model, buffer, head, i * page_size + slot, element
+                            )
+        np.testing.assert_array_equal(array, expected, err_msg=f"{rank.layout.name}: {buffer.name}")
+
+
+def run(
+    model: Model,
+    prefill_tp: int,
+    decode_tp: int,
+    stages: list[list[int]],
+    decode_stages: list[list[int]] | None = None,
+    prefill_drafts: int = 0,
+    decode_drafts: int = 0,
+    page_size: int = 2,
+    src_pages: list[int] = (1, 2, 4),
+    dst_pages: list[int] = (3, 4, 0),
+    stock_decode: bool = False,
+) -> int:
+    """One request from all prefill ranks to all decode ranks, read back; returns the copies made.
+
+    `stages` lists each prefill stage's layers; the drafts are on the last. `decode_stages` is None
+    for a decode server without pipeline stages.
+    """
+    world = World(page_size, pages=8)
+    wanted = decode_stages or [list(range(model.layers))]
+    last = len(stages) - 1
+    senders = {
+        (tp, pp): world.rank(
+            model,
+            (tp, prefill_tp),
+            (pp, len(stages)),
+            layers,
+            prefill_drafts if pp == last else 0,
+        )
+        for tp in range(prefill_tp)
+        for pp, layers in enumerate(stages)
+    }
+    for sender in senders.values():
+        fill(model, sender, list(src_pages), page_size)
+    copies_made = 0
+    for pp, layers in enumerate(wanted):
+        drafts = decode_drafts if pp == len(wanted) - 1 else 0
+        for tp in range(decode_tp):
+            receiver = world.rank(model, (tp, decode_tp), (pp, len(wanted)), layers, drafts)
+            for (sender_tp, sender_pp), sender in senders.items():
+                connected = sender_tp in connected_prefill_ranks(tp, prefill_tp, decode_tp)
+                if not connected or (len(wanted) > 1 and sender_pp != pp):
+                    continue
+                if model.kv_heads is None and sender_tp * decode_tp // prefill_tp != tp:
+                    continue
+                peer = receiver.layout
+                if stock_decode:
+                    peer = PeerFacts(tp, decode_tp, len(receiver.pointers))
+                plan = plan_for_peer(
+                    sender.layout, Pointers(sender.pointers), peer, Pointers(receiver.pointers)
+                )
+                copies = plan.kv.copies(list(src_pages), list(dst_pages))
+                copies_made += len(copies)
+                world.apply(copies)
+            sent = {(False, layer) for layer in layers}
+            sent |= {(True, layer) for layer in range(min(prefill_drafts, drafts))}
+            check(model, receiver, list(dst_pages), page_size, sent)
+    return copies_made
+
+
+def facts_of(rank: Rank, **changed) -> PeerFacts:
+    facts = {
+        "tp_rank": rank.layout.tp_rank,
+        "tp_size": rank.layout.tp_size,
+        "kv_pointers": len(rank.pointers),
+        "page_bytes": rank.layout.kv[0].page_bytes,
+    }
+    return PeerFacts(**{**facts, **changed})
+
+
+def evenly(layers: int, stages: int) -> list[list[int]]:
+    return [list(part) for part in np.array_split(range(layers), stages)]
+
+
+def unevenly(sizes: list[int]) -> list[list[int]]:
+    """Stages of these sizes, such as 23/23/24/24."""
+    edges = np.cumsum([0, *sizes])
+    return [list(range(a, b)) for a, b in zip(edges[:-1], edges[1:])]

@@ -1,0 +1,96 @@
+"""NIXL notifications: wire format, and when a room is complete."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_layout import Arrivals, Notice, format_notice, parse_notice
+
+
+@pytest.mark.parametrize(
+    "notice, wire",
+    [
+        (Notice(7, "kv", chunk=2, is_last=True), b"7_kv_2_1_5"),
+        (Notice(7, "kv", chunk=0, is_last=False), b"7_kv_0_0_5"),
+        (Notice(7, "aux"), b"7_aux_5"),
+        (Notice(7, "state"), b"7_state_5"),
+        (Notice(7, "failed", reason="page_size 1 is not 16"), b"7_failed_5_page_size 1 is not 16"),
+    ],
+)
+def test_wire(notice, wire):
+    assert format_notice(notice, sender=5) == wire
+    assert parse_notice(wire) == notice
+
+
+@pytest.mark.parametrize(
+    "wire, notice",
+    [
+        (b"7_kv_2_1_0", Notice(7, "kv", chunk=2, is_last=True)),
+        (b"7_kv_2_1", Notice(7, "kv", chunk=2, is_last=True)),  # releases before senders
+        (b"7_aux", Notice(7, "aux")),
+        (b"7_state_0", Notice(7, "state")),
+    ],
+)
+def test_what_stock_prefill_sends(wire, notice):
+    assert parse_notice(wire) == notice
+
+
+def read_as_stock(message):
+    """How a stock decode splits a notification: at most four underscores, the sender an int."""
+    parts = message.decode("ascii").split("_", 4)
+    sender = int(parts[4]) if parts[1] == "kv" else None
+    return int(parts[0]), parts[1], sender
+
+
+@given(st.integers(0, 2**62), st.integers(0, 99), st.booleans(), st.integers(0, 999))
+def test_stock_decode_reads_ours(room, chunk, is_last, sender):
+    kv = format_notice(Notice(room, "kv", chunk=chunk, is_last=is_last), sender)
+    assert read_as_stock(kv) == (room, "kv", sender)
+    assert read_as_stock(format_notice(Notice(room, "aux"), sender))[:2] == (room, "aux")
+    failed = format_notice(Notice(room, "failed", reason="é_\n_x"), sender)
+    assert read_as_stock(failed)[:2] == (room, "failed")
+
+
+@given(st.binary(max_size=40))
+def test_noise_is_dropped_not_raised(noise):
+    parse_notice(noise)
+    assert parse_notice(b"x_" + noise) is None
+
+
+def complete(senders, chunks, state):
+    for who in senders:
+        for chunk in range(chunks):
+            yield who, Notice(1, "kv", chunk=chunk, is_last=chunk == chunks - 1)
+        yield who, Notice(1, "aux")
+        if state:
+            yield who, Notice(1, "state")
+
+
+@given(
+    senders=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    state=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_done_with_the_last_part_and_not_before(senders, chunks, state, order):
+    """Whatever the order, each part is waited for; stock calls a room done with the first aux."""
+    parts = list(complete([f"agent-{i}" for i in range(senders)], chunks, state))
+    order.shuffle(parts)
+    arrivals = Arrivals(senders=senders, expects_state=state)
+    for who, notice in parts:
+        assert not arrivals.is_done()
+        arrivals.add(who, notice)
+        arrivals.add(who, notice)
+    assert arrivals.is_done() and not arrivals.is_failed()
+
+
+def test_not_done_before_the_number_of_senders_is_known():
+    arrivals = Arrivals()
+    for who, notice in complete(["a"], 1, False):
+        arrivals.add(who, notice)
+    assert not arrivals.is_done()
+
+
+def test_a_failed_room_is_over():
+    arrivals = Arrivals(senders=2)
+    arrivals.add("a", Notice(1, "failed", reason="why"))
+    assert arrivals.is_done() and arrivals.is_failed()

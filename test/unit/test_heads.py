@@ -1,0 +1,86 @@
+"""Head mapping against heads dealt out like cards; the stock engine's failing inputs by name."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_layout import (
+    Heads,
+    LayoutError,
+    connected_prefill_ranks,
+    heads_of_rank,
+    share_of_sender,
+    tp_size_conflict,
+)
+from oracle import deal_heads, splittable
+
+sizes = st.integers(1, 16)
+
+
+@given(total=sizes, ranks=sizes)
+def test_a_rank_holds_the_heads_it_is_dealt(total, ranks):
+    if not splittable(total, ranks):
+        with pytest.raises(LayoutError, match=rf"{total} KV heads .* TP size {ranks}"):
+            heads_of_rank(0, ranks, total)
+        return
+    for rank, hand in enumerate(deal_heads(total, ranks)):
+        heads = heads_of_rank(rank, ranks, total)
+        assert list(range(heads.start, heads.stop)) == hand
+
+
+@given(prefill=sizes, decode=sizes, total=sizes)
+def test_each_decode_head_has_exactly_one_writer(prefill, decode, total):
+    if tp_size_conflict(prefill, decode):
+        assert prefill % decode and decode % prefill
+        return
+    if not (splittable(total, prefill) and splittable(total, decode)):
+        return
+    for rank, hand in enumerate(deal_heads(total, decode)):
+        written = []
+        for sender in connected_prefill_ranks(rank, prefill, decode):
+            share = share_of_sender(
+                heads_of_rank(sender, prefill, total),
+                heads_of_rank(rank, decode, total),
+                (sender, prefill),
+                (rank, decode),
+            )
+            written += range(share.start, share.stop)
+            assert set(range(share.start, share.stop)) <= set(deal_heads(total, prefill)[sender])
+        assert written == hand
+
+
+@given(prefill=sizes, decode=sizes)
+def test_connections_are_mutual_and_complete(prefill, decode):
+    if tp_size_conflict(prefill, decode):
+        return
+    serving = [rank for d in range(decode) for rank in connected_prefill_ranks(d, prefill, decode)]
+    assert set(serving) == set(range(prefill))
+    assert len(serving) == max(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    "total, ranks, dealt",
+    [
+        (4, 8, [0, 0, 1, 1, 2, 2, 3, 3]),  # stock: rank % heads, 0 1 2 3 0 1 2 3
+        (2, 4, [0, 0, 1, 1]),
+        (1, 3, [0, 0, 0]),
+    ],
+)
+def test_replicas_are_neighbours(total, ranks, dealt):
+    assert [heads_of_rank(rank, ranks, total) for rank in range(ranks)] == [
+        Heads(head, head + 1, total) for head in dealt
+    ]
+
+
+def test_a_replicated_head_is_written_once():
+    shares = [
+        share_of_sender(heads_of_rank(p, 4, 2), heads_of_rank(0, 1, 2), (p, 4), (0, 1))
+        for p in range(4)
+    ]
+    assert [share.count for share in shares] == [1, 0, 1, 0]
+
+
+def test_sizes_that_do_not_divide_are_named():
+    assert tp_size_conflict(2, 4) is None
+    conflict = tp_size_conflict(3, 2)
+    assert "prefill attention TP size 3" in conflict
+    assert "decode attention TP size 2" in conflict

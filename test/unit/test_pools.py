@@ -1,0 +1,96 @@
+"""Describing pools by what they have; the stand-ins carry the engine pools' attributes."""
+
+from types import SimpleNamespace
+
+import pytest
+from kv_layout import Heads, LayoutError, describe_pools, memory_kind
+
+
+def mha(layers=2, start=0, heads=2):
+    return SimpleNamespace(head_num=heads, layer_num=layers, start_layer=start)
+
+
+def mla(layers=2, start=0, **more):
+    return SimpleNamespace(kv_lora_rank=8, layer_num=layers, start_layer=start, **more)
+
+
+def described(target, draft=None, count=4, state=False, tp=(0, 1), total=2, draft_total=None):
+    lens = list(range(100, 100 + count))
+    buffers = describe_pools(target, draft, lens, state, tp, total, draft_total)
+    assert [buffer.page_bytes for buffer in buffers] == lens
+    return [(b.component, b.draft, b.layer) for b in buffers], [b.heads for b in buffers]
+
+
+def test_mha_stage():
+    what, heads = described(mha(start=3), tp=(1, 2), total=4)
+    assert what == [("k", False, 3), ("k", False, 4), ("v", False, 3), ("v", False, 4)]
+    assert set(heads) == {Heads(2, 4, 4)}
+
+
+def test_replicated_heads_come_from_the_model_not_from_the_pool():
+    assert set(described(mha(heads=1), tp=(3, 4), total=2)[1]) == {Heads(1, 2, 2)}
+
+
+def test_a_total_that_does_not_fit_the_pool_is_not_believed():
+    assert set(described(mha(heads=4), tp=(1, 2), total=2)[1]) == {Heads(4, 8, 8)}
+
+
+def test_draft_follows_target():
+    what, heads = described(mha(1), mha(1, heads=1), tp=(1, 2), total=4, draft_total=1)
+    assert what == [("k", False, 0), ("v", False, 0), ("k", True, 0), ("v", True, 0)]
+    assert heads == [Heads(2, 4, 4)] * 2 + [Heads(0, 1, 1)] * 2
+
+
+def test_mla_in_one_buffer():
+    assert described(mla(kv_buffer=[]), count=2)[0] == [("kv", False, 0), ("kv", False, 1)]
+
+
+@pytest.mark.parametrize("index, names", [(None, "kv"), ([], ["k", "v", "index_k"])])
+def test_mla_on_npu(index, names):
+    what, heads = described(mla(1, 5, index_k_buffer=index), count=len(names))
+    assert what == [(name, False, 5) for name in names]
+    assert set(heads) == {None}
+
+
+def test_sliding_window_hybrid():
+    pool = SimpleNamespace(
+        full_kv_pool=mha(2),
+        swa_kv_pool=mha(1),
+        layers_mapping={0: (0, False), 1: (0, True), 2: (1, False)},
+    )
+    assert [layer for _, _, layer in described(pool)[0]] == [0, 2, 0, 2]
+    assert described(pool, count=2, state=True)[0] == [("swa_k", False, 1), ("swa_v", False, 1)]
+
+
+def test_recurrent_hybrid():
+    mamba = SimpleNamespace(
+        num_mamba_layers=3, get_contiguous_buf_infos=lambda: (range(6), range(6), range(6))
+    )
+    pool = SimpleNamespace(
+        full_kv_pool=mha(2), full_attention_layer_id_mapping={3: 0, 7: 1}, mamba_pool=mamba
+    )
+    assert [layer for _, _, layer in described(pool)[0]] == [3, 7, 3, 7]
+    what, heads = described(pool, count=6, state=True)
+    assert what == [(f"mamba_{i}", False, n) for i in (0, 1) for n in range(3)]
+    assert set(heads) == {None}
+
+
+def test_index_keys_as_state():
+    pool = mla(2, 4, kv_buffer=[], index_k_with_scale_buffer=[])
+    assert described(pool, count=2, state=True)[0] == [("index_k", False, 4), ("index_k", False, 5)]
+
+
+def test_no_state():
+    assert described(mha(), count=0, state=True)[0] == []
+
+
+def test_an_unknown_pool_stops_the_server_by_name():
+    with pytest.raises(LayoutError, match="should register 4 KV buffers, the engine registers 5"):
+        describe_pools(mha(), None, [1] * 5, False, (0, 1), 2, None)
+
+
+@pytest.mark.parametrize(
+    "device, kind", [("cpu", "DRAM"), ("cuda:1", "VRAM"), ("npu", "VRAM"), ("cpu:0", "DRAM")]
+)
+def test_memory_kind(device, kind):
+    assert memory_kind(SimpleNamespace(device=device)) == kind

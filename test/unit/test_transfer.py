@@ -1,0 +1,173 @@
+"""Describe, match, plan and copy in simulated memory; every byte of decode is read back."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kv_layout import LayoutError, Pointers, plan_for_peer, tp_size_conflict
+from oracle import Model, World, evenly, facts_of, run, splittable, unevenly
+
+sizes = st.integers(1, 16)
+MLA = {"k": 3, "v": 2}
+MLA_INDEXED = {"k": 3, "v": 2, "index_k": 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(prefill=sizes, decode=sizes, total=sizes, page_size=st.sampled_from([1, 2]))
+@example(prefill=4, decode=2, total=4, page_size=2)  # stock writes outside the slot
+@example(prefill=4, decode=8, total=4, page_size=2)  # stock divides by zero
+@example(prefill=2, decode=8, total=4, page_size=2)  # later releases swap heads
+@example(prefill=8, decode=16, total=4, page_size=2)  # 0.5.23 fails an assertion
+@example(prefill=4, decode=1, total=2, page_size=1)  # stock hangs
+@example(prefill=1, decode=4, total=2, page_size=1)  # stock answers 500
+def test_any_tp_sizes(prefill, decode, total, page_size):
+    if tp_size_conflict(prefill, decode):
+        return
+    if not (splittable(total, prefill) and splittable(total, decode)):
+        return
+    run(Model(1, total), prefill, decode, [[0]], page_size=page_size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    prefill_drafts=st.integers(0, 2),
+    decode_drafts=st.integers(0, 3),
+    same_stages=st.booleans(),
+    stock_decode=st.booleans(),
+    widths=st.sampled_from([MLA, MLA_INDEXED, {"kv": 2}]),
+)
+def test_any_stages_and_drafts(
+    sizes, prefill_drafts, decode_drafts, same_stages, stock_decode, widths
+):
+    stages = unevenly(sizes)
+    if stock_decode and same_stages and len(sizes) > 1:
+        # A stage's layers plus drafts may be as many as the model's: stock does not tell which.
+        decode_drafts = 0
+    run(
+        Model(sum(sizes), widths=widths),
+        1,
+        1,
+        stages,
+        stages if same_stages else None,
+        prefill_drafts,
+        decode_drafts,
+        stock_decode=stock_decode,
+    )
+
+
+@pytest.mark.parametrize("stock_decode", [False, True])
+@pytest.mark.parametrize("sizes", [[23, 23, 24, 24], [30, 31], [2, 2, 3], [3, 4], [2, 2]])
+def test_uneven_mha_stages(sizes, stock_decode):
+    """94 layers over PP 4: stock sends stage 0's V 0 to K 92; 61 over PP 2: V 30 to V 0."""
+    layers = sum(sizes)
+    run(Model(layers, 1), 1, 1, unevenly(sizes), page_size=1, stock_decode=stock_decode)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 4), (4, 2), (2, 2)]),
+    total=st.sampled_from([1, 2, 4]),
+    stages=st.integers(1, 3),
+    drafts=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    widths=st.sampled_from([{"k": 2, "v": 2}, {"k": 3, "v": 1}]),
+    stock_decode=st.booleans(),
+    draft_heads=st.sampled_from([None, 4]),
+)
+def test_stages_and_tp_sizes_together(tp, total, stages, drafts, widths, stock_decode, draft_heads):
+    if stock_decode and not drafts[0]:
+        draft_heads = None  # nothing on prefill's side tells what a stock peer's draft is like
+    model = Model(5, total, widths, draft_heads)
+    run(model, *tp, evenly(5, stages), None, *drafts, stock_decode=stock_decode)
+
+
+@given(
+    pages=st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 7)),
+        max_size=8,
+        unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_any_pages(pages):
+    src, dst = [a for a, _ in pages], [b for _, b in pages]
+    copies = run(Model(2, 2), 1, 1, [[0, 1]], src_pages=src, dst_pages=dst)
+    runs = sum(
+        i == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1 for i in range(len(pages))
+    )
+    assert copies == 4 * runs  # k and v of two layers
+
+
+def test_tokens_of_unequal_heads_are_not_merged():
+    """Page size 1, neighbouring pages, half of the heads: one copy a token."""
+    copies = run(Model(1, 2), 2, 1, [[0]], page_size=1, src_pages=[1, 2, 3], dst_pages=[4, 5, 6])
+    assert copies == 2 * 2 * 3  # senders x components x tokens
+
+
+def peers(model=None, other=None, tp=(1, 1), page_size=2, **changed):
+    world = World(page_size, 4)
+    model = model or Model(2, 2)
+    other = other or model
+    src = world.rank(model, (0, tp[0]), (0, 1), list(range(model.layers)), 0)
+    dst = world.rank(other, (0, tp[1]), (0, 1), list(range(other.layers)), 0)
+    return src, dst
+
+
+def refusal(src, dst, peer=None):
+    with pytest.raises(LayoutError) as caught:
+        plan_for_peer(
+            src.layout, Pointers(src.pointers), peer or dst.layout, Pointers(dst.pointers)
+        )
+    return str(caught.value)
+
+
+def test_refuses_tp_sizes_of_which_neither_divides_the_other():
+    text = refusal(*peers(Model(2, 6), tp=(3, 2)))
+    assert "prefill attention TP size 3" in text and "decode attention TP size 2" in text
+
+
+def test_refuses_other_layer_counts():
+    assert "number of layers: prefill has 2, decode has 3" in refusal(*peers(other=Model(3, 2)))
+
+
+def test_refuses_other_head_counts():
+    text = refusal(*peers(Model(2, 2), Model(2, 4)))
+    assert "KV heads in all: prefill has 2, decode has 4" in text
+
+
+def test_refuses_other_head_widths():
+    text = refusal(*peers(Model(2, 2), Model(2, 2, {"k": 4, "v": 2})))
+    assert "k, layer 0, bytes a page: prefill has 64, decode has 128" in text
+
+
+def test_refuses_a_missing_component():
+    text = refusal(*peers(Model(2, widths=MLA_INDEXED), Model(2, widths=MLA)))
+    assert "must send index_k, layer 0" in text and "k layers 0-1, v layers 0-1" in text
+
+
+def test_refuses_fewer_pointers_than_described():
+    src, dst = peers()
+    dst.pointers.pop()
+    assert "describes 4 buffers and registered 3" in refusal(src, dst)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"page_bytes": 17}, "decode registered 17 bytes a page, prefill expects 64"),
+        ({"kv_pointers": 3}, "decode registered 3 KV buffers"),
+        ({"kv_pointers": 2}, "decode registered 2 KV buffers"),
+        ({"state_pointers": 2}, "decode registered 2 state buffers"),
+    ],
+)
+def test_refuses_a_stock_peer_that_fits_nothing(changed, said):
+    src, dst = peers()
+    assert said in refusal(src, dst, facts_of(dst, **changed))
+
+
+def test_different_page_counts_are_an_error():
+    src, dst = peers()
+    plan = plan_for_peer(src.layout, Pointers(src.pointers), dst.layout, Pointers(dst.pointers))
+    with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):
+        plan.kv.copies([0, 1], [0])
+    assert len(plan.kv.copies([], [])) == 0
+    assert plan.kv.copies([0, 1], [2, 3]).total_bytes == 4 * 2 * 64
