@@ -1,4 +1,4 @@
-"""Prepare .pd-env/: Python environments with the stock and the patched engine, ready for the CPU host.
+"""Prepare .pd-env/: Python environments with the stock and the patched engine.
 
     base/     torch and every package that the engine imports, once
     stock/    the published engine, untouched

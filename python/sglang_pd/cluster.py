@@ -6,15 +6,12 @@ environments that `scripts/setup.sh` makes.
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import os
 import random
-import shutil
-import signal
 import socket
 import subprocess
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +22,7 @@ from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
+KEEPER = Path(__file__).with_name("keeper.py")
 HOST = "127.0.0.1"
 START_SECONDS = 240  # a TP 4 server on two busy cores takes about a minute
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
@@ -94,27 +92,24 @@ class Server:
     ready_path: str = "/health"
 
     def start(self) -> None:
-        """Start it.  Call from a thread that lives as long as the server: it dies with that."""
+        """Start it under a keeper, which ends it when this process ends, however that is."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.scratch = Path(tempfile.mkdtemp(prefix="pd-"))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", str(KEEPER), *self.command],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment, "TMPDIR": str(self.scratch)},
-                cwd=self.scratch,
+                env={**os.environ, **self.environment},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def is_ready(self) -> bool:
-        """Whether it answers.
+    def is_ready(self, client: httpx.Client) -> bool:
+        """Whether it answers ``client``.
 
         Raises:
             ServerFailed: it has ended.
@@ -123,7 +118,7 @@ class Server:
         if status is not None:
             raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
         try:
-            return httpx.get(self.url + self.ready_path, timeout=5).status_code == 200
+            return client.get(self.url + self.ready_path).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -133,16 +128,8 @@ class Server:
 
     def stop(self) -> None:
         """End the process and all that it started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdin.close()
         self.process.wait()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _die_with_parent() -> None:
-    """In a new child: have the kernel kill it when its parent is gone."""
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def engine_server(
@@ -234,16 +221,17 @@ def wait_ready(
     """Poll the servers until each is ready, and say so of each once."""
     deadline = time.monotonic() + seconds
     waiting = list(servers)
-    while waiting:
-        for server in list(waiting):
-            if server.is_ready():
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while waiting:
+            ready = [server for server in waiting if server.is_ready(client)]
+            for server in ready:
                 waiting.remove(server)
                 on_ready(server)
-        if waiting and time.monotonic() > deadline:
-            tails = "\n".join(server.log_tail() for server in waiting)
-            raise ServerFailed(f"not ready after {seconds:.0f} s\n{tails}")
-        if waiting:
-            time.sleep(0.3)
+            if waiting and time.monotonic() > deadline:
+                tails = "\n".join(server.log_tail() for server in waiting)
+                raise ServerFailed(f"not ready after {seconds:.0f} s\n{tails}")
+            if not ready:
+                time.sleep(0.5)
 
 
 def ask(

@@ -49,7 +49,10 @@ class _Graft:
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
         imports, typing, symbols = self._sort(ours)
         body = self._imports(list(engine.body), imports, typing, {symbol_name(s) for s in symbols})
-        grafted = engine.with_changes(body=self._symbols(body, symbols, "")).bytes
+        grafted = engine.with_changes(
+            body=self._symbols(body, symbols, ""),
+            has_trailing_newline=engine.has_trailing_newline or not engine.body,
+        ).bytes
         try:
             compile(grafted, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -268,10 +271,11 @@ def _decorators(node: cst.ClassDef) -> str:
 
 
 def _bases(node: cst.ClassDef) -> str:
-    """Bases and keywords of a class, spacing evened out."""
+    """Bases and keywords of a class, evenly spaced."""
     even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
-    args = ", ".join(_code(arg.with_changes(**even)) for arg in (*node.bases, *node.keywords))
-    return f"({args})" if args else ""
+    args = (_code(arg.with_changes(**even)) for arg in (*node.bases, *node.keywords))
+    text = ", ".join("".join(arg.split()) for arg in args)
+    return f"({text})" if text else ""
 
 
 def _code(node: cst.CSTNode) -> str:

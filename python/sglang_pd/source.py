@@ -38,9 +38,7 @@ def parse(text: bytes, where: str) -> cst.Module:
     try:
         module = cst.parse_module(text)
     except (cst.ParserSyntaxError, ValueError, LookupError) as error:
-        raise GraftError(
-            f"{where} is not Python that LibCST {cst.__version__} reads: {error}"
-        ) from error
+        raise GraftError(f"{where} is not Python that LibCST reads: {error}") from error
     if not module.body:
         return module
     first = module.body[0]

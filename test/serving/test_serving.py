@@ -18,7 +18,7 @@ STOCK_PATIENCE = 45  # the same prompts take the patched engine a tenth of this
 
 
 def outcome_of(answers: list[cluster.Answer], expected: list[cluster.Answer]) -> tuple[str, str]:
-    """What became of the prompts ("right", "wrong", or how the first failed), and in what it shows."""
+    """What became of the prompts: "right", "wrong", or how the first failed; and the details."""
     failures = [answer.failure for answer in answers if answer.failure]
     if not failures:
         return _compare(answers, expected)

@@ -52,3 +52,9 @@ def engine_copy(published, tmp_path):
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(folder, site / folder.name, ignore=skip)
     return site
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+    """A killed process loses nothing that the system has; only a power failure needs the sync."""
+    monkeypatch.setattr("os.fsync", lambda fd: None)

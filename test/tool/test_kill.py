@@ -4,10 +4,9 @@ import errno
 import os
 import stat
 import sys
-from pathlib import Path
 
 import pytest
-from toy import VERSION, die, forked, is_change, write
+from toy import die, forked, is_change, write
 
 from sglang_pd import operations
 from sglang_pd.errors import Code, Refusal
@@ -78,9 +77,15 @@ def truth(now: dict, before: dict, after: dict, owner: str = "") -> str:
     owned = {"pools": ("srt/pool.py", "srt/layout"), "net": ("srt/net/conn.py", "srt/net/plan.py")}
     changed = [path for path in before | after if before.get(path) != after.get(path)]
     if owner:
-        changed = [path for path in changed if path.startswith(tuple(f"sglang/{p}" for p in owned[owner]))]
+        changed = [
+            path for path in changed if path.startswith(tuple(f"sglang/{p}" for p in owned[owner]))
+        ]
     states = {
-        "absent" if now.get(path) == before.get(path) else "applied" if now.get(path) == after[path] else "torn"
+        "absent"
+        if now.get(path) == before.get(path)
+        else "applied"
+        if now.get(path) == after[path]
+        else "torn"
         for path in changed
     }
     assert "torn" not in states
@@ -104,7 +109,7 @@ def check_status(toy, before: dict, after: dict) -> str:
 @pytest.fixture
 def views(toy, tmp_path):
     """Bytes of the engine before and after apply."""
-    applied = toy.copy(tmp_path / "applied")
+    applied = toy.branch(tmp_path / "applied")
     apply(applied)
     return contents(toy), contents(applied)
 
@@ -112,7 +117,7 @@ def views(toy, tmp_path):
 def each_kill(toy, tmp_path, work):
     """A fresh copy of the toy for each change of `work`, killed there."""
     for n in range(1000):
-        copy = toy.copy(tmp_path / f"kill-{n}")
+        copy = toy.branch(tmp_path / f"kill-{n}")
         if not killed(n, lambda copy=copy: work(copy)):
             assert n > 20
             return
@@ -124,7 +129,7 @@ def test_apply_killed_at_every_write(toy, tmp_path, views):
     start, seen = toy.snapshot(), set()
     for copy in each_kill(toy, tmp_path, apply):
         seen.add(check_status(copy, *views))
-        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        other = copy.branch(copy.site.with_suffix(".other"))
         revert(copy)
         assert copy.snapshot() == start
         assert check_status(copy, *views) == "absent"
@@ -144,7 +149,7 @@ def test_revert_killed_at_every_write(toy, tmp_path, views):
         write(path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc", "compiled")
     for copy in each_kill(toy, tmp_path, revert):
         seen.add(truth(contents(copy), *views))
-        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        other = copy.branch(copy.site.with_suffix(".other"))
         revert(copy)
         assert without_compiled(copy) == start
         assert not (copy.root / "srt" / "layout").exists()
@@ -163,18 +168,15 @@ def without_compiled(toy) -> dict:
 def test_update_killed_at_every_write(toy, tmp_path):
     """An older patch set is applied, then a newer one that adds and drops a file."""
     start = toy.snapshot()
+    fresh = toy.branch(tmp_path / "fresh")
     apply(toy)
     (toy.trees / "sglang" / "srt" / "layout" / "deep" / "more.py").unlink()
     write(toy.trees / "sglang" / "srt" / "layout" / "extra.py", "EXTRA = 3\n")
-    fresh = toy.copy(tmp_path / "fresh")
-    revert(fresh)
     fresh.pin()
-    pins = (fresh.releases / VERSION / "fingerprints.json").read_text()
-    (toy.releases / VERSION / "fingerprints.json").write_text(pins)
     assert operations.status(toy.engine(), toy.release()).state == "outdated"
     apply(fresh)
     for copy in each_kill(toy, tmp_path, apply):
-        other = copy.copy(copy.site.parent.with_suffix(".other"))
+        other = copy.branch(copy.site.with_suffix(".other"))
         revert(copy)
         assert copy.snapshot() == start
         apply(other)
@@ -184,12 +186,11 @@ def test_update_killed_at_every_write(toy, tmp_path):
         assert other.snapshot() == start
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
-def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path, code):
+def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path):
     start = toy.snapshot()
 
     def fail() -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def child(copy, n) -> int:
         at_change(n, fail)
@@ -200,10 +201,10 @@ def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path,
         return 0
 
     for n in range(1000):
-        copy = toy.copy(tmp_path / f"fail-{n}")
+        copy = toy.branch(tmp_path / f"fail-{n}")
         result = forked(lambda copy=copy, n=n: child(copy, n))
         if result == 0 and operations.status(copy.engine(), copy.release()).state == "applied":
             break
         assert result == Code.IO
-        assert copy.snapshot() == start, Path(copy.site)
+        assert copy.snapshot() == start
     assert n > 20

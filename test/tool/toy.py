@@ -108,6 +108,11 @@ class Toy:
         shutil.copytree(self.site.parent, folder)
         return Toy(folder / "site", folder / "releases", folder / "trees")
 
+    def branch(self, folder: Path) -> "Toy":
+        """Another engine for the same patch set."""
+        shutil.copytree(self.site, folder)
+        return Toy(folder, self.releases, self.trees)
+
     @property
     def root(self) -> Path:
         return self.site / "sglang"

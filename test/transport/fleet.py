@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+
 from sglang_pd.cluster import free_ports, interpreter
 from sglang_pd.cpu_host import ENVIRONMENT
 
@@ -117,7 +118,9 @@ class Nursery:
         while not self.path.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
-                raise RuntimeError(f"{engine} engine did not start:\n{self.log.read_text()[-4000:]}")
+                raise RuntimeError(
+                    f"{engine} engine did not start:\n{self.log.read_text()[-4000:]}"
+                )
             time.sleep(0.1)
 
     def born(self) -> Rank:
@@ -160,7 +163,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`; `reasons` is why."""
+    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`."""
 
     state: str
     prefill: tuple[dict, ...]
@@ -254,8 +257,3 @@ def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, sides[role], configs))
         yield Servers(fleet, **sides)
-
-
-def mixed(fleet: Fleet, **changes) -> Fleet:
-    """`fleet` with some fields changed."""
-    return replace(fleet, **changes)

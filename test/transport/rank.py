@@ -16,6 +16,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -27,9 +31,6 @@ from sglang.srt.disaggregation.utils import (
     get_kv_class,
     is_mla_backend,
 )
-from sglang.srt.distributed import parallel_state
-from sglang.srt.layers import dp_attention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 HOST = "127.0.0.1"
 UNTOUCHED = -1
@@ -99,7 +100,7 @@ class Rank:
                         yield (component, is_draft, pool.start_layer + i), buffer.numpy()
 
     def _manager(self):
-        """The manager as the engine's own queue makes it, with the scheduler's facts stood in for."""
+        """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
         c = self.config
         queue_class = PrefillBootstrapQueue if self.is_prefill else DecodePreallocQueue
         queue = object.__new__(queue_class)
@@ -219,7 +220,10 @@ class Rank:
             for key, buffer in self._buffers()
             if not np.array_equal(buffer, self.expected[key])
         ]
-        if int(self.aux.output_ids[slot, 0]) != room or int(self.aux.bootstrap_room[slot, 0]) != room:
+        if (
+            int(self.aux.output_ids[slot, 0]) != room
+            or int(self.aux.bootstrap_room[slot, 0]) != room
+        ):
             wrong.append(f"aux slot {slot}: {self.aux.output_ids[slot, 0]}")
         receiver.clear()
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}

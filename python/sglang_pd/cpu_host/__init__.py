@@ -17,6 +17,9 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is computed here
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # models are made on the spot, never fetched
+    # A scheduler that waits for a core must not be taken for a dead one.
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "30",  # seconds
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "20",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
 }
 

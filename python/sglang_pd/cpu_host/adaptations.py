@@ -59,9 +59,11 @@ def whole_kv_heads(update_config: ModuleType) -> None:
     With more TP ranks than KV heads the CPU engine pads the model with dummy heads.  A rank then
     does not hold the heads that it would hold on an NPU, and a right head mapping looks wrong.
     """
-    update_config.adjust_config_with_unaligned_cpu_tp = (
-        lambda model_config, load_config, tp_size: model_config
-    )
+
+    def unchanged(model_config, load_config, tp_size):
+        return model_config
+
+    update_config.adjust_config_with_unaligned_cpu_tp = unchanged
 
 
 def nixl_memory_kind(nixl_api: ModuleType) -> None:

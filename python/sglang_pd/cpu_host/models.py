@@ -80,13 +80,18 @@ class TinyModel:
 
 
 def byte_tokenizer():
-    """A tokenizer with one token per byte (0-255) and an end token (256)."""
+    """A tokenizer with one token per byte (0-255), an end token (256), and unused ones.
+
+    Each token reads as a single printable character of its own, bytes as in the alphabet of
+    byte-level BPE, so two answers have equal tokens exactly if their texts are equal.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    unused = [chr(ord("\u4e00") + i) for i in range(len(alphabet) + 1, VOCABULARY)]
+    ids = {character: i for i, character in enumerate([*alphabet, END, *unused])}
+    tokenizer = Tokenizer(models.BPE(ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END])
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)

@@ -1,0 +1,472 @@
+"""The rules of docs/graft.md, one by one, and what holds for any pair of files."""
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pd.graft import graft
+from sglang_pd.source import GraftError, fingerprint, lookup, parse
+
+PATH = "srt/a/b.py"
+OWN = "sglang.srt.a.b"
+
+
+def text(source: str) -> str:
+    return dedent(source).lstrip("\n")
+
+
+def grafted(engine: str, ours: str) -> str:
+    return graft(text(engine).encode(), text(ours).encode(), PATH)[0].decode()
+
+
+def check(engine: str, ours: str, expected: str) -> None:
+    assert grafted(engine, ours) == text(expected)
+
+
+def refused(engine: str, ours: str, *words: str) -> None:
+    with pytest.raises(GraftError) as error:
+        grafted(engine, ours)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_function_and_a_constant_are_replaced_and_all_else_keeps_its_bytes():
+    check(
+        """
+        '''Doc.'''
+        A = [1,2 ,3]   # odd
+
+
+        # section
+
+        # about f
+        @deco( 1 )
+        def f(x): return  x
+
+        def g( y ):
+            return {y:1}
+        # trailing
+        """,
+        """
+        '''Ours.'''
+        A = 4
+
+
+        # why f
+        def f(x, y):
+            return y
+        """,
+        """
+        '''Doc.'''
+        A = 4
+
+
+        # section
+
+        # why f
+        def f(x, y):
+            return y
+
+        def g( y ):
+            return {y:1}
+        # trailing
+        """,
+    )
+
+
+def test_new_symbols_follow_the_previous_of_ours_or_precede_the_next():
+    check(
+        """
+        def f():
+            return 1
+
+
+        def g():
+            return 2
+
+
+        def h():
+            return 3
+        """,
+        """
+        FIRST = 0
+
+
+        def g():
+            return 20
+
+
+        AFTER_G = 1
+        LAST = 2
+        """,
+        """
+        def f():
+            return 1
+        FIRST = 0
+
+
+        def g():
+            return 20
+
+
+        AFTER_G = 1
+        LAST = 2
+
+
+        def h():
+            return 3
+        """,
+    )
+
+
+def test_without_a_common_symbol_new_ones_stand_at_the_end():
+    check("A = 1\n", "B = A\n\n\ndef f(): return B\n", "A = 1\nB = A\n\n\ndef f(): return B\n")
+
+
+@pytest.mark.parametrize("header", ["", "(Base, metaclass=Meta)"])
+def test_an_opened_class_keeps_its_header_docstring_and_other_members(header):
+    check(
+        """
+        class A( Base,metaclass = Meta ):
+            '''Doc.'''
+
+            x: int = 1
+            y = 2
+
+            # old reason
+            def f(self): return 1
+
+            class Inner:
+                z = 1
+
+            def g(self): return 2
+        """,
+        f"""
+        class A{header}:
+            '''Ours.'''
+
+            x: int = 10
+            new: int = 3  # a field
+
+            # new reason
+            async def f(self):
+                return 2
+
+            class Inner:
+                z = 2
+
+            def between(self):
+                return 3
+        """,
+        """
+        class A( Base,metaclass = Meta ):
+            '''Doc.'''
+
+            x: int = 10
+            y = 2
+            new: int = 3  # a field
+
+            # new reason
+            async def f(self):
+                return 2
+
+            class Inner:
+                z = 2
+
+            def between(self):
+                return 3
+
+            def g(self): return 2
+        """,
+    )
+
+
+def test_a_new_field_of_a_class_without_fields_follows_the_docstring():
+    check(
+        "class A:\n    '''Doc.'''\n    def f(self): return 1\n",
+        "class A:\n    x: int\n",
+        "class A:\n    '''Doc.'''\n    x: int\n    def f(self): return 1\n",
+    )
+
+
+def test_a_new_method_that_was_first_of_our_class_gets_a_blank_line():
+    check(
+        "class A:\n    def f(self): return 1\n",
+        "class A:\n    def new(self):\n        return 2\n",
+        "class A:\n    def f(self): return 1\n\n    def new(self):\n        return 2\n",
+    )
+
+
+def test_a_new_class_is_added_whole():
+    check(
+        "A = 1\n",
+        "class B(A):\n    '''Doc.'''\n\n    x: int = 1\n",
+        "A = 1\n\n\nclass B(A):\n    '''Doc.'''\n\n    x: int = 1\n",
+    )
+
+
+def test_the_engines_indentation_and_line_ends_are_used():
+    engine = b"class A:\r\n\tdef f(self):\r\n\t\treturn 1\r\n"
+    ours = b"class A:\n    def f(self):\n        if self:\n            return 2\n"
+    got, _ = graft(engine, ours, PATH)
+    assert got == b"class A:\r\n\tdef f(self):\r\n\t\tif self:\r\n\t\t\treturn 2\r\n"
+
+
+def test_into_an_empty_file():
+    assert grafted("", "import os\n\nA = os.sep\n") == "import os\n\nA = os.sep\n"
+
+
+# Imports
+
+
+def test_only_missing_imports_are_added_after_the_last_one_above_code():
+    check(
+        """
+        from __future__ import annotations
+
+        import os
+        from typing import (
+            Dict,
+            List,
+        )
+        from .c import near
+
+        A = 1
+        import late
+        """,
+        """
+        from __future__ import annotations
+
+        import os.path
+        from typing import Dict, Set
+        from typing import Tuple as T
+
+        import numpy as np
+        from sglang.srt.a.c import near
+
+        A = 2
+        """,
+        """
+        from __future__ import annotations
+
+        import os
+        from typing import (
+            Dict,
+            List,
+        )
+        from .c import near
+        import os.path
+        from typing import Set
+        from typing import Tuple as T
+        import numpy as np
+
+        A = 2
+        import late
+        """,
+    )
+
+
+def test_a_long_import_is_wrapped():
+    names = [f"a_rather_long_name_{k}" for k in range(5)]
+    got = grafted("A = 1\n", f"from somewhere import {', '.join(names)}\n")
+    assert got == "from somewhere import (\n" + "".join(f"    {n},\n" for n in names) + ")\nA = 1\n"
+
+
+def test_imports_go_after_the_docstring_of_a_file_without_imports():
+    check("'''Doc.'''\nA = 1\n", "import os\n", "'''Doc.'''\nimport os\nA = 1\n")
+
+
+def test_imports_for_typing_join_the_engines_block():
+    check(
+        """
+        from typing import TYPE_CHECKING
+        import a
+        if TYPE_CHECKING:
+            from x import Y
+        A = 1
+        """,
+        """
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+            import a
+            from x import Y, Z
+        """,
+        """
+        from typing import TYPE_CHECKING
+        import a
+        if TYPE_CHECKING:
+            from x import Y
+            from x import Z
+        A = 1
+        """,
+    )
+
+
+def test_imports_for_typing_make_a_block_where_there_is_none():
+    check(
+        "import a\n\nA = 1\n",
+        "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from x import Z\n",
+        """
+        import a
+        from typing import TYPE_CHECKING
+
+        if TYPE_CHECKING:
+            from x import Z
+
+        A = 1
+        """,
+    )
+
+
+def test_a_name_known_for_typing_only_is_imported_where_ours_needs_it():
+    check(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from x import Y\n",
+        "from x import Y\n",
+        "from typing import TYPE_CHECKING\nfrom x import Y\nif TYPE_CHECKING:\n    from x import Y\n",
+    )
+
+
+def test_an_import_of_the_own_module_is_checked_and_dropped():
+    engine = "import os\nA = 1\nif A:\n    B = 2\n"
+    ours = f"from {OWN} import A, B, C, os\nC = A + B\n"
+    assert grafted(engine, ours) == "import os\nA = 1\nif A:\n    B = 2\nC = A + B\n"
+    refused(engine, f"from {OWN} import missing\n", "`missing`", "no such name")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("engine", "ours", "words"),
+    [
+        ("def f(): 1\ndef f(): 2\n", "def f(): 3\n", ["`f`", "2 times"]),
+        ("if 1:\n    def f(): 2\n", "def f(): 3\n", ["`f`", "part of another statement"]),
+        ("try:\n    f = 1\nexcept E:\n    f = 2\n", "f = 3\n", ["`f`"]),
+        ("from x import f\n", "def f(): 3\n", ["`f`", "import"]),
+        ("a = f = 1\n", "f = 3\n", ["`f`"]),
+        ("a, f = 1, 2\n", "f = 3\n", ["`f`"]),
+        ("f = 1; g = 2\n", "f = 3\n", ["`f`"]),
+        ("f = 1\nf += 1\n", "f = 3\n", ["`f`", "2 times"]),
+        ("for f in 1, 2: 3\n", "f = 3\n", ["`f`"]),
+        ("with a as f: 3\n", "f = 3\n", ["`f`"]),
+        ("if (f := 1): 3\n", "f = 3\n", ["`f`"]),
+        ("def f(): 1\n", "class f:\n    x = 1\n", ["`f`", "function", "class"]),
+        ("f = 1\n", "def f(): 1\n", ["`f`", "constant", "function"]),
+        ("class A(B):\n    x = 1\n", "class A(C):\n    x = 2\n", ["`class A`", "(B)", "(C)"]),
+        ("@d\nclass A:\n    x = 1\n", "@e\nclass A:\n    x = 2\n", ["`class A`", "@d", "@e"]),
+        ("class A: x = 1\n", "class A:\n    x = 2\n", ["`class A`", "one line"]),
+        (
+            "class A:\n    @property\n    def f(self): 1\n    @f.setter\n    def f(self, x): 2\n",
+            "class A:\n    def f(self): 3\n",
+            ["class A", "`f`", "2 times"],
+        ),
+        ("A = 1\n", "A = 2\nA = 3\n", ["our", "`A` twice"]),
+        ("A = 1\n", "print(A)\n", ["print(A)", "no function"]),
+        ("A = 1\n", "if A:\n    B = 1\n", ["if A:", "no function"]),
+        ("A = 1\n", "a, b = 1, 2\n", ["a, b = 1, 2"]),
+        ("class A:\n    x = 1\n", "class A:\n    import os\n", ["import os", "in A"]),
+        ("from x import f\n", "from y import f\n", ["`y.f`", "`x.f`"]),
+        ("def f(): 1\n", "from y import f\n", ["`y.f`", "something else"]),
+        (
+            "try:\n    import f\nexcept E:\n    f = 1\n",
+            "import f\n",
+            ["`f`", f"from {OWN} import f"],
+        ),
+        ("import a.b\n", "from c import a\n", ["`c.a`", "`a`"]),
+        ("A = 1\n", "from x import *\n", ["absolute"]),
+        ("A = 1\n", "from . import x\n", ["absolute"]),
+        ("A = 1\n", "from __future__ import annotations\n", ["__future__", "change the meaning"]),
+        ("A = 1\n", "return 1\n", ["our"]),
+        ("A = (\n", "A = 1\n", ["the engine's", "LibCST"]),
+        ("A = 1\n", "def f(x, x): 1\n", ["no valid Python"]),
+    ],
+)
+def test_refused_by_name(engine, ours, words):
+    refused(engine, ours, PATH, *words)
+
+
+def test_fingerprints_see_the_symbol_and_nothing_around_it():
+    def of(source: str, symbol: str = "A.f") -> str:
+        return fingerprint(lookup(parse(text(source).encode(), PATH), symbol, PATH))
+
+    plain = of("class A:\n    @d\n    def f(self):\n        return 1\n")
+    assert plain == of(
+        "import os\n\n\nclass A(os):\n\n    # why\n    @d\n    def f(self):\n        return 1\n"
+    )
+    assert plain == of("class A:\n  @d\n  def f(self):\n    return 1\n")
+    assert plain != of("class A:\n    def f(self):\n        return 1\n")
+    assert plain != of("class A:\n    @d\n    def f(self):\n        return  1\n")
+    assert plain != of("class A:\n    @d\n    def f(self):\n        # new\n        return 1\n")
+
+
+# Any two files
+
+NAMES = list("abcdefgh")
+
+
+@st.composite
+def members(draw, indent: str = ""):
+    """Source of functions, constants and classes with distinct names, in any order and spacing."""
+    parts = []
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=6)):
+        number = draw(st.integers(0, 3))
+        above = draw(st.sampled_from(["", "\n", "\n\n", "# why\n", "\n# section\n\n# why\n"]))
+        # A name is of one kind everywhere, so that any two files fit each other.
+        if name in "abc":
+            body = draw(
+                st.sampled_from([f"return {number}", f"# note\n    return  {number}\n\n    # end"])
+            )
+            part = f"def {name}(x):\n    {body}\n"
+        elif name in "defg" or indent:
+            part = draw(st.sampled_from([f"{name} = {number}\n", f"{name}: int={number} # odd\n"]))
+        else:
+            inner = draw(members("    ")) or "    'Nothing.'\n"
+            part = f"class {name}:\n{inner}"
+        parts.append(above + part)
+    lines = "".join(parts).splitlines()
+    return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
+
+
+def symbols(source: str) -> dict[str, str]:
+    """{dotted name: text of it} of a file's functions, constants and members."""
+    import ast
+
+    found = {}
+
+    def walk(body, prefix):
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                walk(node.body, f"{prefix}{node.name}.")
+            elif not isinstance(node, ast.Expr):
+                target = (
+                    node.targets[0]
+                    if isinstance(node, ast.Assign)
+                    else getattr(node, "target", node)
+                )
+                name = getattr(target, "id", None) or node.name
+                found[prefix + name] = ast.get_source_segment(source, node)
+
+    walk(ast.parse(source).body, "")
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(engine=members(), ours=members())
+def test_any_graft_holds_ours_and_the_rest_of_the_engine(engine, ours):
+    got, before = graft(engine.encode(), ours.encode(), PATH)
+    assert symbols(got.decode()) == symbols(engine) | symbols(ours)
+    assert {name for name, mark in before.items() if mark} <= set(symbols(engine))
+
+    again, _ = graft(got, ours.encode(), PATH)
+    assert again == got
+
+    sections = engine.splitlines().count("# section")
+    assert got.decode().splitlines().count("# section") >= sections
+
+
+@settings(max_examples=50, deadline=None)
+@given(engine=members())
+def test_nothing_grafted_changes_nothing(engine):
+    assert graft(engine.encode(), b"'''Only a docstring.'''\n", PATH) == (engine.encode(), {})

@@ -1,0 +1,71 @@
+"""A request that cannot be served fails on both sides at once, with its reason; the next works."""
+
+import time
+
+import pytest
+from fleet import Fleet, Side
+
+pytestmark = pytest.mark.transport
+
+
+def refused(serve, fleet, seconds=10):
+    """The outcome of a request between servers that cannot work together, and that it came fast."""
+    with serve(fleet) as servers:
+        begun = time.monotonic()
+        outcome = servers.request([1, 2], [3, 4], seconds=30)
+        assert outcome.state == "failed", outcome
+        assert {answer["state"] for answer in (*outcome.prefill, *outcome.decode)} == {"failed"}
+        assert time.monotonic() - begun < seconds
+        # Not only the first request: the refusal stays.
+        assert servers.request([1, 2], [3, 4], seconds=30).state == "failed"
+    return outcome.reasons
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_tp_sizes_neither_of_which_divides_the_other(serve, backend):
+    fleet = Fleet(Side(tp=3), Side(tp=2), kv_heads=6, draft_heads=6, backend=backend)
+    reasons = refused(serve, fleet)
+    assert "prefill attention TP size 3" in reasons
+    assert "decode attention TP size 2" in reasons
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_other_page_size(serve, backend):
+    reasons = refused(serve, Fleet(Side(page_size=8), Side(page_size=16), backend=backend))
+    assert "prefill page size 8 and decode page size 16 differ" in reasons
+
+
+def test_other_layer_count(serve):
+    reasons = refused(serve, Fleet(Side(model_layers=3), Side(model_layers=2)))
+    assert "number of layers: prefill has 3, decode has 2" in reasons
+
+
+def test_other_head_width(serve):
+    reasons = refused(serve, Fleet(Side(k_width=4), Side(k_width=8)))
+    assert "k, layer 0, bytes a page: prefill has 2048, decode has 4096" in reasons
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [Fleet(), Fleet(Side(tp=2), Side()), Fleet(Side(), Side(tp=2)), Fleet(Side(pp=2))],
+    ids=lambda fleet: f"{fleet.prefill}-{fleet.decode}",
+)
+def test_an_error_while_sending_fails_that_request_alone(serve, fleet):
+    """Decode has set aside fewer pages than prefill computes: stock's scheduler dies of it."""
+    with serve(fleet) as servers:
+        begun = time.monotonic()
+        outcome = servers.request([1, 2, 3], [3, 4, 5], leave_out=1, seconds=30)
+        assert {answer["state"] for answer in (*outcome.prefill, *outcome.decode)} == {"failed"}
+        assert "prefill sends 3 pages where decode has set aside 2" in outcome.reasons
+        assert time.monotonic() - begun < 5
+        again = servers.request([1, 2, 3], [6, 7, 8])
+        assert again.state == "right", again
+        for kept in servers.kept():
+            assert set(kept.values()) == {0}, kept
+
+
+def test_stock_raises_in_the_scheduler(serve):
+    with serve(Fleet(), "stock", "stock") as servers:
+        outcome = servers.request([1, 2, 3], [3, 4, 5], leave_out=1, seconds=5)
+        assert outcome.prefill[0]["state"] == "raised", outcome
+        assert outcome.decode[0]["state"] == "hang", outcome
