@@ -28,6 +28,9 @@ BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 ENGINE = "sglang==0.5.9"
 DEFAULT_TORCH = "torch==2.13.0"
+# Only a fifth of all modules is ever imported: Python compiles those when it imports them.
+PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
+FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
 # Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.
 SYSTEM_LIBRARIES = {
@@ -180,7 +183,7 @@ def base(title: str) -> None:
     names = [line for line in REQUIREMENTS.read_text().splitlines() if "==" in line]
     with Progress(f"{title} in .pd-env/base") as progress:
         run(progress, sys.executable, "-m", "venv", "--clear", BASE)
-        pip = [BASE / "bin" / "python", "-m", "pip", "install", "--progress-bar", "off"]
+        pip = [BASE / "bin" / "python", "-m", "pip", "install", *PIP_OPTIONS]
         run(progress, *pip, "--no-deps", "-r", REQUIREMENTS, total=len(names))
         if torch == "existing":
             (site_packages(BASE) / "existing_torch.pth").write_text(f"{existing_torch()}\n")
@@ -213,8 +216,12 @@ def engine(title: str, name: str) -> None:
     with Progress(f"{title} in .pd-env/{name}") as progress:
         run(progress, sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
         pip = [BASE / "bin" / "python", "-m", "pip", "--python", folder / "bin" / "python"]
-        run(progress, *pip, "install", "--progress-bar", "off", "--no-deps", ENGINE)
+        run(progress, *pip, "install", *PIP_OPTIONS, "--no-deps", ENGINE)
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
+        progress.detail = "first import"
+        on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
+        check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
+        run(progress, "env", *on_cpu_host, *check)
         (folder / ".ready").write_text(key)
 
 

@@ -53,13 +53,13 @@ class Answer:
     seconds: float = 0.0
 
 
-def interpreter(engine: str) -> Path:
-    """Python of the environment that holds the ``stock`` or ``patched`` engine.
+def interpreter(environment: str) -> Path:
+    """Python of ``stock``, ``patched`` or ``base``, which has all but an engine.
 
     Raises:
         FileNotFoundError: the environment has not been made.
     """
-    python = PD_ENV / engine / "bin" / "python"
+    python = PD_ENV / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(f"{python} is not there: run scripts/setup.sh first")
     return python
@@ -108,14 +108,17 @@ class Server:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
     def is_ready(self, client: httpx.Client) -> bool:
         """Whether it answers ``client``.
 
         Raises:
             ServerFailed: it has ended.
         """
-        status = self.process.poll()
-        if status is not None:
+        if self.has_ended():
+            status = self.process.returncode
             raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
         try:
             return client.get(self.url + self.ready_path).status_code == 200
@@ -146,7 +149,8 @@ def engine_server(
     """An engine server on the CPU host, small and quick to start; ``options`` are added."""
     port, nccl_port = free_ports(2)
     command = [str(interpreter(engine)), "-m", "sglang.launch_server"]
-    command += ["--model-path", str(model), "--host", HOST, "--port", str(port)]
+    command += ["--model-path", str(model), "--served-model-name", "tiny"]
+    command += ["--host", HOST, "--port", str(port)]
     command += ["--nccl-port", str(nccl_port), "--device", "cpu", "--dtype", "float32"]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     command += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
@@ -163,7 +167,7 @@ def pd_servers(
     topology: Topology, model: Path, logs: Path, prefill_engine: str, decode_engine: str
 ) -> tuple[Server, Server, Server]:
     """A prefill server, a decode server and the router before them."""
-    bootstrap_port, router_port = free_ports(2)
+    bootstrap_port, router_port, metrics_port = free_ports(3)
     common = ["--disaggregation-transfer-backend", topology.backend]
     common += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     prefill = engine_server(
@@ -185,8 +189,10 @@ def pd_servers(
         page_size=topology.page_size,
         options=["--disaggregation-mode", "decode", *common],
     )
-    command = [str(interpreter(decode_engine)), "-m", "sglang_router.launch_router"]
+    # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
+    command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(router_port)]
+    command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
     command += ["--worker-startup-timeout-secs", str(START_SECONDS)]
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "5"]

@@ -49,10 +49,10 @@ class _Graft:
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
         imports, typing, symbols = self._sort(ours)
         body = self._imports(list(engine.body), imports, typing, {symbol_name(s) for s in symbols})
-        grafted = engine.with_changes(
-            body=self._symbols(body, symbols, ""),
-            has_trailing_newline=engine.has_trailing_newline or not engine.body,
-        ).bytes
+        body = self._symbols(body, symbols, "")
+        if body and not engine.body:
+            engine = engine.with_changes(has_trailing_newline=True)
+        grafted = engine.with_changes(body=body).bytes
         try:
             compile(grafted, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -110,9 +110,8 @@ class _Graft:
         for alias, names in imported(node, self.module):
             if "typing.TYPE_CHECKING" in names.values():
                 continue
-            if [self._bound(name, origin, table, typing) for name, origin in names.items()].count(
-                False
-            ):
+            known = [self._bound(name, at, table, typing) for name, at in names.items()]
+            if not all(known):
                 wanted.append(_alias_text(alias))
         if not wanted:
             return None
@@ -205,8 +204,8 @@ class _Graft:
         for part in (_decorators, _bases):
             if part(new) not in ("", part(old)):
                 raise GraftError(
-                    f"{self.path}: `class {symbol}` has `{part(new)}` in ours, `{part(old)}` in the "
-                    "engine; an opened class repeats them or leaves them out"
+                    f"{self.path}: `class {symbol}` has `{part(new)}` in ours, `{part(old)}` in "
+                    "the engine; an opened class repeats them or leaves them out"
                 )
         members = _without_docstring(statements(new, f"our {self.path}"))
         body = self._symbols(statements(old, f"the engine's {self.path}"), members, f"{symbol}.")

@@ -1,6 +1,7 @@
 """The commands' work: apply, revert, status and diff of a release's patch set on an engine."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -38,7 +39,7 @@ def apply(engine: Engine, release: Release, dry_run: bool = False) -> list[Edit]
     with transaction.locked(root):
         journal = read_journal(root)
         if journal:
-            transaction.refuse_edited(root, journal)
+            transaction.check_undoable(root, journal)
         edits = _edits(engine, release, journal)
         is_complete = journal is not None and transaction.is_complete(root, journal)
         if not edits or (is_complete and _is_current(journal, edits)):
@@ -118,8 +119,8 @@ def _edits(engine: Engine, release: Release, journal: Journal | None) -> list[Ed
     old = read(name)
     folder = engine.root.name
     listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
-    placeholder = Edit(name, old, b"")
-    listed |= {f"{folder}/{path}": None for path in transaction.kept([*edits, placeholder])}
+    with_record = [*edits, Edit(name, old, b"")]
+    listed |= {f"{folder}/{path}": None for path in transaction.kept(with_record)}
     return [*edits, Edit(name, old, record.updated(old, listed))]
 
 
@@ -162,7 +163,7 @@ def _overall(states: list[str]) -> str:
 
 def _notes(engine: Engine, journal: Journal | None, state: str) -> list[str]:
     notes = []
-    if any((engine.root / name).exists() for name in (transaction.SCRATCH, transaction.TRASH)):
+    if transaction.has_leftovers(engine.root):
         notes.append(
             "an apply or revert was interrupted, or is under way; revert removes what it left"
         )
@@ -182,11 +183,11 @@ def _file_diff(name: str, edit: Edit) -> Iterator[bytes]:
     yield f"diff --git a/{name} b/{name}\n".encode()
     if edit.old is None:
         yield b"new file mode 100644\n"
-    old = (edit.old or b"").decode().splitlines(keepends=True)
-    new = edit.new.decode().splitlines(keepends=True)
-    for line in unified_diff(old, new, before, f"b/{name}"):
-        yield (
-            line.encode()
-            if line.endswith("\n")
-            else f"{line}\n\\ No newline at end of file\n".encode()
-        )
+    for line in unified_diff(_lines(edit.old or b""), _lines(edit.new), before, f"b/{name}"):
+        ending = "" if line.endswith("\n") else "\n\\ No newline at end of file\n"
+        yield f"{line}{ending}".encode()
+
+
+def _lines(content: bytes) -> list[str]:
+    # Not `splitlines`, for which a form feed ends a line too.
+    return re.findall(r"[^\n]*\n|[^\n]+", content.decode())

@@ -39,7 +39,8 @@ def pin(engine: Engine, release: Release) -> Pins:
             for symbol in same(ours, path, pins[path])
             if not isinstance(lookup(parse(ours, path), symbol, path), cst.SimpleStatementLine)
         ]
-    problems += unrecorded(release.patches, symbol_ids(changed(release.tree, pins)))
+    if not problems:
+        problems = unrecorded(release.patches, symbol_ids(changed(release.tree, pins)))
     if problems:
         raise Refusal(Code.PATCH_SET, "\n".join(problems))
     return pins

@@ -56,11 +56,11 @@ def absolute(node: cst.ImportFrom, module: str) -> str:
 
 
 def dotted(node: cst.BaseExpression) -> str:
-    return (
-        dotted(node.value) + "." + node.attr.value
-        if isinstance(node, cst.Attribute)
-        else node.value
-    )
+    """`a.b.c` of names and attributes; "" for any other expression."""
+    if isinstance(node, cst.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr.value}" if base else ""
+    return node.value if isinstance(node, cst.Name) else ""
 
 
 def imported(
@@ -75,10 +75,8 @@ def imported(
             return
         source = absolute(node, module)
         for alias in node.names:
-            yield (
-                alias,
-                {alias.evaluated_alias or alias.evaluated_name: f"{source}.{alias.evaluated_name}"},
-            )
+            name = alias.evaluated_name
+            yield alias, {alias.evaluated_alias or name: f"{source}.{name}"}
         return
     for alias in node.names:
         name = alias.evaluated_name
@@ -91,7 +89,6 @@ def is_typing_block(statement: cst.CSTNode) -> bool:
     return (
         isinstance(statement, cst.If)
         and statement.orelse is None
-        and isinstance(statement.test, (cst.Name, cst.Attribute))
         and dotted(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
     )
 

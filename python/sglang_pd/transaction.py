@@ -3,7 +3,7 @@
 First everything is staged in a scratch folder inside the engine: the originals, the new contents,
 and a journal of both sides' digests. One rename makes it the state folder; from then on the journal
 says how to undo. Then each staged file is renamed onto its target. Undoing renames the originals
-back and removes the state folder last. At every moment each target is whole: old or new.
+back, then removes the journal, then what is left. At every moment each target is whole: old or new.
 """
 
 import fcntl
@@ -21,7 +21,6 @@ from sglang_pd.plan import Edit
 
 STATE = ".sglang_pd"
 SCRATCH = ".sglang_pd.new"  # being staged: holds nothing of worth
-TRASH = ".sglang_pd.old"  # undone: holds nothing of worth
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,6 @@ def present(root: Path, entry: Entry) -> str:
     return "new" if digest == entry.new else "old" if digest == entry.old else "edited"
 
 
-def edited(root: Path, journal: Journal) -> list[str]:
-    return [entry.path for entry in journal.entries if present(root, entry) == "edited"]
-
-
 def is_complete(root: Path, journal: Journal) -> bool:
     return all(present(root, entry) == "new" for entry in journal.entries)
 
@@ -139,11 +134,13 @@ def check_writable(root: Path, paths: list[str]) -> None:
                     Code.NO_PERMISSION,
                     f"no permission to write {place}; run as its owner, or make it writable",
                 )
-            if os.stat(place).st_dev != os.stat(root).st_dev:
-                raise Refusal(
-                    Code.NO_PERMISSION,
-                    f"{place} is on another file system than {root}: not replaceable in one go",
-                )
+        # Of folders only: files of a container's image may show the device of another layer.
+        if os.stat(folder).st_dev != os.stat(root).st_dev:
+            raise Refusal(
+                Code.NO_PERMISSION,
+                f"{folder} is on another file system than {root}: its files cannot be replaced "
+                "in one step",
+            )
 
 
 def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
@@ -151,9 +148,10 @@ def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
 
     Raises Refusal NO_PERMISSION, the engine as before, or IO, the engine without any edits.
     """
-    check_writable(root, [edit.path for edit in edits])
+    journal = read_journal(root)
+    check_writable(root, [item.path for item in (*edits, *(journal.entries if journal else ()))])
     sweep(root)
-    if journal := read_journal(root):
+    if journal:
         _undo(root, journal)
     try:
         _stage(root, edits, release, tool)
@@ -182,50 +180,53 @@ def _told(error: BaseException, what: str) -> BaseException:
 def undo(root: Path) -> bool:
     """Restores every byte; False if there was nothing to restore. Hold the lock.
 
-    Raises Refusal, writing nothing: EDITED for a file that is neither old nor new, NO_PERMISSION,
-    or IO for an original that is missing from the state folder.
+    Raises Refusal as `check_undoable` and `check_writable` do, writing nothing.
     """
     journal = read_journal(root)
     if journal is None:
-        if any((root / name).exists() for name in (STATE, SCRATCH, TRASH)):
+        if has_leftovers(root):
             check_writable(root, [])
             sweep(root)
         return False
-    refuse_edited(root, journal)
-    for entry in journal.entries:
-        saved = root / STATE / "old" / entry.staged
-        if (
-            entry.old is not None
-            and present(root, entry) == "new"
-            and sha256(read_file(saved) or b"") != entry.old
-        ):
-            raise Refusal(
-                Code.IO,
-                f"the original of {entry.path} is missing or damaged at {saved}; reinstall SGLang",
-            )
+    check_undoable(root, journal)
     check_writable(root, [entry.path for entry in journal.entries])
     sweep(root)
     _undo(root, journal)
     return True
 
 
-def refuse_edited(root: Path, journal: Journal) -> None:
-    if found := edited(root, journal):
+def check_undoable(root: Path, journal: Journal) -> None:
+    """Raises Refusal EDITED for a file that is neither old nor new, IO for a lost original."""
+    states = {entry.path: present(root, entry) for entry in journal.entries}
+    if found := [path for path, state in states.items() if state == "edited"]:
         raise Refusal(
             Code.EDITED,
             f"edited since the patch set was applied: {', '.join(found)} (in {root}). Take these "
             "edits back first. If the engine was reinstalled over the patch set instead, delete "
             f"{root / STATE}",
         )
+    for entry in journal.entries:
+        saved = root / STATE / "old" / entry.staged
+        is_needed = entry.old is not None and states[entry.path] == "new"
+        if is_needed and sha256(read_file(saved) or b"") != entry.old:
+            raise Refusal(
+                Code.IO,
+                f"the original of {entry.path} is missing or damaged at {saved}; reinstall SGLang",
+            )
+
+
+def has_leftovers(root: Path) -> bool:
+    """Whether an interrupted run left folders that nobody needs."""
+    return (root / SCRATCH).exists() or ((root / STATE).exists() and not read_journal(root))
 
 
 def sweep(root: Path) -> None:
     """Removes what an interrupted run left and nobody needs."""
-    for name in (SCRATCH, TRASH):
-        if (root / name).exists():
-            shutil.rmtree(root / name)
-    if (root / STATE / "new").exists() and not os.listdir(root / STATE / "new"):
-        os.rmdir(root / STATE / "new")
+    if has_leftovers(root):
+        shutil.rmtree(root / SCRATCH, ignore_errors=True)
+    if not read_journal(root):
+        shutil.rmtree(root / STATE, ignore_errors=True)
+    _remove_if_empty(root / STATE / "new")
 
 
 def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
@@ -266,9 +267,10 @@ def _undo(root: Path, journal: Journal) -> None:
         _remove_if_empty(root / folder / "__pycache__")
         _remove_if_empty(root / folder)
     _sync_parents(root, journal)
-    os.rename(root / STATE, root / TRASH)
-    _sync(root)
-    shutil.rmtree(root / TRASH)
+    # The state folder itself cannot be renamed where it is part of a container's image.
+    os.unlink(root / STATE / "journal.json")
+    _sync(root / STATE)
+    shutil.rmtree(root / STATE)
 
 
 def _missing_folders(root: Path, edits: list[Edit]) -> list[str]:

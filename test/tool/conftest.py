@@ -11,14 +11,12 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
-ROOT = HERE.parents[1]
-PUBLISHED = "0.5.9"
+
+from toy import PUBLISHED, ROOT, Toy  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def toy_template(tmp_path_factory):
-    from toy import Toy
-
     return Toy.make(tmp_path_factory.mktemp("toy"))
 
 

@@ -322,9 +322,9 @@ def test_imports_for_typing_make_a_block_where_there_is_none():
 
 def test_a_name_known_for_typing_only_is_imported_where_ours_needs_it():
     check(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from x import Y\n",
+        "import typing\nif typing.TYPE_CHECKING:\n    from x import Y\n",
         "from x import Y\n",
-        "from typing import TYPE_CHECKING\nfrom x import Y\nif TYPE_CHECKING:\n    from x import Y\n",
+        "import typing\nfrom x import Y\nif typing.TYPE_CHECKING:\n    from x import Y\n",
     )
 
 
@@ -379,6 +379,7 @@ def test_an_import_of_the_own_module_is_checked_and_dropped():
         ("A = 1\n", "from . import x\n", ["absolute"]),
         ("A = 1\n", "from __future__ import annotations\n", ["__future__", "change the meaning"]),
         ("A = 1\n", "return 1\n", ["our"]),
+        ("if g().h:\n    f = 1\n", "f = 2\n", ["`f`", "part of another statement"]),
         ("A = (\n", "A = 1\n", ["the engine's", "LibCST"]),
         ("A = 1\n", "def f(x, x): 1\n", ["no valid Python"]),
     ],

@@ -11,6 +11,8 @@ from pathlib import Path
 from sglang_pd import patches, pin, record
 from sglang_pd.engine import Engine, find_engine
 
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = "0.5.9"
 VERSION = "9.9"
 
 ENGINE = {

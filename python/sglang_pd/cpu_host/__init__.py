@@ -7,19 +7,17 @@ environment (`scripts/cpu_host.sh` puts it there), and refuses to run beside a r
 
 SWITCH = "SGLANG_PD_CPU_HOST"
 
-# OpenMP with more threads than a rank's share of the cores makes ranks fight for them.
 ENVIRONMENT = {
     SWITCH: "1",
     "SGLANG_USE_CPU_ENGINE": "1",  # the engine then takes "cpu" for its device
     "TRITON_INTERPRET": "1",  # paged allocation is a Triton kernel
     "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so",  # else a CUDA build of torch brings NCCL in
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
     "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is computed here
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # models are made on the spot, never fetched
-    # A scheduler that waits for a core must not be taken for a dead one.
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "30",  # seconds
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "20",
+    # Half a minute, not ten seconds: a server that waits for a core must not be taken for dead.
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
 }
 

@@ -89,7 +89,7 @@ def byte_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    unused = [chr(ord("\u4e00") + i) for i in range(len(alphabet) + 1, VOCABULARY)]
+    unused = [chr(ord("А") + i) for i in range(VOCABULARY - len(alphabet) - 1)]
     ids = {character: i for i, character in enumerate([*alphabet, END, *unused])}
     tokenizer = Tokenizer(models.BPE(ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

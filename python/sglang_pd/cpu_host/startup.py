@@ -4,6 +4,7 @@ The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so 
 of a server, spawned ones too, starts with it.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -31,6 +32,8 @@ def activate() -> None:
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
+    # Importing the engine makes a million objects that stay; collecting among them takes a second.
+    gc.set_threshold(100_000)
     name_only.install()
     _bind_threads()
     after_import("torch", adaptations.torch_streams)

@@ -1,0 +1,182 @@
+"""The steps of `scripts/evidence.sh`, which says what each measures."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / ".pd-env" / "evidence"
+MEASURES = KEPT / "measures.json"
+SERVING = KEPT / "serving.jsonl"
+REPORT = ROOT / "docs" / "evidence.md"
+
+
+def timed(command: list[str], folder: Path) -> tuple[int, float, str]:
+    """Run a command, its output shown as it comes; returns status, seconds and output."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    for line in process.stdout:
+        sys.stdout.write(line)
+        lines.append(line)
+    return process.wait(), round(time.monotonic() - start, 1), "".join(lines)
+
+
+def keep(**measures) -> None:
+    """Add the measurements to those kept."""
+    known = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
+    KEPT.mkdir(parents=True, exist_ok=True)
+    MEASURES.write_text(json.dumps({**known, **measures}, indent=1))
+
+
+def measure_setup() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        for name in filter(None, listed.stdout.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+        cold_status, cold, _ = timed(["scripts/setup.sh"], copy)
+        warm_status, warm, _ = timed(["scripts/setup.sh"], copy)
+        if cold_status or warm_status:
+            sys.exit("evidence: scripts/setup.sh failed in a fresh copy")
+        size = sum(path.lstat().st_size for path in (copy / ".pd-env").rglob("*") if path.is_file())
+    keep(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
+
+
+def measure_demo() -> None:
+    status, seconds, output = timed(["scripts/demo.sh"], ROOT)
+    stock_status, stock_seconds, stock_output = timed(["scripts/demo.sh", "--stock"], ROOT)
+    keep(
+        demo={"status": status, "seconds": seconds, "verdict": verdict(output)},
+        demo_stock={
+            "status": stock_status,
+            "seconds": stock_seconds,
+            "verdict": verdict(stock_output),
+        },
+    )
+
+
+def verdict(output: str) -> str:
+    """The demo's summary line."""
+    found = re.findall(r"^\d+ of \d+ prompts have equal tokens.*$", output, re.MULTILINE)
+    return found[-1] if found else "the servers did not start"
+
+
+def measure_tests() -> None:
+    SERVING.unlink(missing_ok=True)
+    status, seconds, output = timed(["scripts/test.sh", "--nightly"], ROOT)
+    found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
+    keep(
+        tests={
+            "status": status,
+            "seconds": seconds,
+            "summary": found[-1] if found else "pytest did not finish",
+        }
+    )
+
+
+def report() -> None:
+    """Write the report, whole or not at all."""
+    measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
+    text = "\n".join([*heading(), *figures(measures), "", *scenarios()]) + "\n"
+    REPORT.parent.mkdir(exist_ok=True)
+    draft = REPORT.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(REPORT)
+    print(f"evidence: wrote {REPORT.relative_to(ROOT)}")
+
+
+def heading() -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        "# Evidence",
+        "",
+        "Made by `scripts/evidence.sh`; not written by hand.",
+        "",
+        f"{datetime.date.today()}, {os.cpu_count()} cores, {memory:.0f} GiB, no accelerator, "
+        f"Python {platform.python_version()}.",
+        "",
+    ]
+
+
+def figures(measures: dict) -> list[str]:
+    """A table of times; a measurement that was not taken says so."""
+    absent = {"seconds": "not measured", "status": "-"}
+    demo, stock = measures.get("demo", absent), measures.get("demo_stock", absent)
+    tests = measures.get("tests", absent)
+    rows = [
+        ("set-up, cold", measures.get("setup_cold", "not measured"), "scripts/setup.sh"),
+        ("set-up, warm", measures.get("setup_warm", "not measured"), "scripts/setup.sh"),
+        ("demo, patched", demo["seconds"], f"status {demo['status']}: {demo.get('verdict')}"),
+        ("demo, stock", stock["seconds"], f"status {stock['status']}: {stock.get('verdict')}"),
+        ("all tests", tests["seconds"], f"status {tests['status']}: {tests.get('summary')}"),
+    ]
+    return [
+        "| what | seconds | |",
+        "|---|---|---|",
+        *(f"| {what} | {seconds} | {note} |" for what, seconds, note in rows),
+        "",
+        f"The environments take {measures.get('setup_gib', '?')} GiB.",
+    ]
+
+
+def scenarios() -> list[str]:
+    """A table: for each scenario what each pair of engines did, from the latest record."""
+    latest: dict[str, dict[str, dict]] = {}
+    for line in SERVING.read_text().splitlines() if SERVING.exists() else []:
+        record = json.loads(line)
+        latest.setdefault(record["scenario"], {})[record["engine"]] = record
+    engines = ["stock", "patched", "stock-to-patched", "patched-to-stock"]
+    lines = [
+        "Real prefill and decode servers behind the real router; six prompts of 1 to 600 tokens,",
+        "sent together; token ids and logprobs (tolerance 2e-3) against one stock server, TP 1.",
+        "Seconds include starting the servers.",
+        "",
+        f"| scenario | {' | '.join(engines)} |",
+        "|---" * (len(engines) + 1) + "|",
+    ]
+    for name, records in latest.items():
+        cells = [
+            f"{records[engine]['outcome']}, {records[engine]['seconds']:.0f} s"
+            if engine in records
+            else ""
+            for engine in engines
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+STEPS = {"setup": measure_setup, "demo": measure_demo, "tests": measure_tests, "report": report}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(prog="scripts/evidence.sh")
+    ask.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}")
+    chosen = ask.parse_args().steps or list(STEPS)
+    unknown = [step for step in chosen if step not in STEPS]
+    if unknown:
+        ask.error(f"unknown step {unknown[0]!r}: choose from {', '.join(STEPS)}")
+    for step in chosen:
+        STEPS[step]()
+
+
+if __name__ == "__main__":
+    main()

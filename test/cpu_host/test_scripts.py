@@ -1,0 +1,62 @@
+"""The scripts' own behaviour: usage, refusals, and a second run that does nothing."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("script", ["cpu_host", "setup", "demo", "evidence", "test"])
+def test_help(script):
+    found = run(SCRIPTS / f"{script}.sh", "--help")
+    assert found.returncode == 0, found.stderr
+    assert "usage" in found.stdout.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--engine", "mine", "true"], "--engine is 'mine'"),
+        (["--engine"], "--engine is ''"),
+        ([], "usage:"),
+    ],
+)
+def test_cpu_host_refuses_what_it_does_not_know(arguments, reason):
+    found = run(SCRIPTS / "cpu_host.sh", *arguments)
+    assert found.returncode == 2
+    assert reason in found.stderr
+
+
+def test_setup_refuses_an_unknown_engine():
+    found = run(SCRIPTS / "setup.sh", "newest")
+    assert found.returncode == 2
+    assert "newest" in found.stderr
+
+
+def test_setup_without_python_3_11_says_so(tmp_path):
+    for tool in ("bash", "dirname", "awk"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    found = run(SCRIPTS / "setup.sh", env={"PATH": str(tmp_path)})
+    assert found.returncode == 1
+    assert "no Python 3.11" in found.stderr
+
+
+def test_a_command_runs_with_the_cpu_host_and_its_status_is_kept():
+    ask = "import os, sys, sglang; print(os.environ['SGLANG_PD_CPU_HOST']); sys.exit(7)"
+    found = run(SCRIPTS / "cpu_host.sh", "--engine", "stock", "python", "-c", ask)
+    assert found.returncode == 7, found.stderr
+    assert found.stdout == "1\n"
+
+
+def test_a_second_setup_does_nothing():
+    assert run(SCRIPTS / "setup.sh", "stock").returncode == 0
+    assert run(SCRIPTS / "setup.sh", "stock").stderr == ""

@@ -1,0 +1,119 @@
+"""Starting and stopping child processes: nothing survives, failures show at once."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_pd import cluster
+
+# A server with a child: answers on a port, or ends at once.
+WITH_CHILD = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[2], "w").write(str(child.pid))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
+    (port,) = cluster.free_ports(1)
+    command = [sys.executable, "-c", WITH_CHILD, str(port), str(folder / "child")]
+    return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
+
+
+def wait_until(condition, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_all_processes_end_with_the_block(tmp_path):
+    server, child = server_with_child(tmp_path)
+    with cluster.running([server], seconds=30):
+        pid = int(child.read_text())
+        assert psutil.pid_exists(pid)
+    assert wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_all_processes_end_with_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import sys, time
+from pathlib import Path
+from sglang_pd import cluster
+command = [sys.executable, "-c", {WITH_CHILD!r}, sys.argv[1], sys.argv[2]]
+server = cluster.Server("with-child", command, int(sys.argv[1]), Path(sys.argv[2] + ".log"))
+server.start()
+time.sleep(600)
+"""
+    )
+    (port,) = cluster.free_ports(1)
+    child = tmp_path / "child"
+    paths = os.pathsep.join(sys.path)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(port), str(child)],
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    try:
+        assert wait_until(lambda: child.exists() and child.read_text() != "")
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    pid = int(child.read_text())
+    assert wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):
+    (port,) = cluster.free_ports(1)
+    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    server = cluster.Server("broken", command, port, tmp_path / "log")
+    start = time.monotonic()
+    with (
+        pytest.raises(cluster.ServerFailed, match=r"(?s)broken ended with status 3.*no such model"),
+        cluster.running([server], seconds=60),
+    ):
+        pytest.fail("it must not become ready")
+    assert time.monotonic() - start < 30
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
+    (port,) = cluster.free_ports(1)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    server = cluster.Server("slow", command, port, tmp_path / "log")
+    with (
+        pytest.raises(cluster.ServerFailed, match="not ready after 1 s"),
+        cluster.running([server], seconds=1),
+    ):
+        pytest.fail("it must not become ready")
+    assert server.process.poll() is not None
+
+
+def test_free_ports_are_distinct_and_free():
+    ports = cluster.free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind((cluster.HOST, port))
+
+
+def test_silence_is_a_hang_and_refusal_is_not(tmp_path):
+    with socket.socket() as silent:
+        silent.bind((cluster.HOST, 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        answers = cluster.ask(f"http://{cluster.HOST}:{port}", [[1], [2]], 4, seconds=1)
+    assert [answer.failure for answer in answers] == ["hang", "hang"]
+    (refused,) = cluster.ask(f"http://{cluster.HOST}:{port}", [[1]], 4, seconds=5)
+    assert refused.failure.startswith("connection: ")

@@ -1,0 +1,179 @@
+"""The command line: exit codes, JSON, and what people read."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from toy import VERSION, write
+from typer.testing import CliRunner
+
+from sglang_pd import __version__, patches
+from sglang_pd.cli import app
+from sglang_pd.errors import Code
+from sglang_pd.pin import main
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def call(toy, monkeypatch):
+    """Runs a command on the toy: exit code, stdout, stderr."""
+    monkeypatch.setattr(patches, "RELEASES", toy.releases)
+    monkeypatch.setattr(patches, "TREES", toy.trees)
+
+    def run(*words, engine=toy.site):
+        got = runner.invoke(app, [*words, "--engine", str(engine)])
+        return got.exit_code, got.stdout, got.stderr
+
+    return run
+
+
+def test_from_absent_to_applied_and_back(call, toy):
+    code, text, _ = call("status")
+    assert (code, str(toy.root) in text, "absent" in text) == (Code.ABSENT, True, True)
+    code, text, _ = call("apply", "--dry-run")
+    assert (code, "would be applied" in text, "srt/net/plan.py" in text) == (0, True, True)
+    code, text, _ = call("apply")
+    assert (code, f"2 patches applied to SGLang {VERSION}" in text) == (0, True)
+    code, text, _ = call("apply")
+    assert (code, "already applied" in text) == (0, True)
+    assert call("status")[0] == 0
+    assert call("diff")[1].startswith("diff --git a/sglang/srt/layout/__init__.py")
+    code, text, _ = call("revert")
+    assert (code, "restored" in text) == (0, True)
+    code, text, _ = call("revert")
+    assert (code, "nothing to revert" in text) == (0, True)
+
+
+def test_status_as_json(call, toy):
+    code, text, _ = call("status", "--json")
+    told = json.loads(text)
+    assert code == Code.ABSENT
+    assert told["tool"] == __version__
+    assert told["engine"] == {"path": str(toy.root), "version": VERSION, "release": VERSION}
+    assert (told["state"], told["edited"], told["drifts"], told["notes"]) == ("absent", [], [], [])
+    net, pools = told["patches"]
+    assert net == {
+        "id": "net",
+        "title": "title of net",
+        "upstream": "none",
+        "state": "absent",
+        "symbols": {"srt/net/conn.py::send": "absent", "srt/net/plan.py": "absent"},
+    }
+    assert set(pools["symbols"]) == {
+        *("srt/pool.py::Pool.nbytes", "srt/pool.py::Pool.width", "srt/pool.py::TABLE"),
+        *("srt/layout/__init__.py", "srt/layout/deep/more.py"),
+    }
+
+
+def test_refusals_as_text_and_json(call, tmp_path):
+    code, out, err = call("status", engine=tmp_path)
+    assert (code, out, "refused: no SGLang at" in err) == (Code.NO_ENGINE, "", True)
+    code, out, err = call("status", "--json", engine=tmp_path)
+    assert code == Code.NO_ENGINE
+    assert err == ""
+    error = json.loads(out)["error"]
+    assert (error["code"], error["name"]) == (Code.NO_ENGINE, "NO_ENGINE")
+
+
+def test_drift_and_half_applied_have_their_codes(call, toy):
+    write(toy.root / "srt/net/plan.py", "THEIRS = 1\n")
+    assert call("status")[0] == call("apply")[0] == Code.DRIFTED
+    (toy.root / "srt/net/plan.py").unlink()
+    call("apply")
+    (toy.root / "srt/net/plan.py").unlink()
+    code, text, _ = call("status")
+    assert (code, "half-applied" in text) == (Code.HALF_APPLIED, True)
+
+
+def test_revert_knows_engines_of_any_release(call, toy):
+    call("apply")
+    write(toy.root / "version.py", "__version__ = '1.0'\n")
+    assert call("status")[0] == Code.UNSUPPORTED
+    assert call("revert")[0] == 0
+
+
+def test_module_and_help_start(toy):
+    module = [sys.executable, "-m", "sglang_pd"]
+    ran = subprocess.run(
+        [*module, "--help"], cwd=patches.PACKAGE.parent, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    for command in ("status", "apply", "revert", "diff"):
+        assert command in ran.stdout
+
+
+# Pinning
+
+
+@pytest.fixture
+def pin(toy, call):
+    """Runs the developers' command on the toy's patch set: exit code, stderr."""
+    developers = typer.Typer()
+    developers.command()(main)
+
+    def run():
+        got = runner.invoke(developers, ["--engine", str(toy.site), "--release", VERSION])
+        return got.exit_code, got.stderr
+
+    return run
+
+
+def test_pin_writes_the_fingerprints(toy, pin):
+    file = toy.releases / VERSION / "fingerprints.json"
+    before = json.loads(file.read_text())
+    file.unlink()
+    assert pin() == (0, "")
+    assert json.loads(file.read_text()) == before
+    assert before["srt/net/plan.py"] is None
+    assert before["srt/pool.py"]["TABLE"] is None
+    assert len(before["srt/pool.py"]["Pool.nbytes"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "words"),
+    [
+        ("trees/sglang/srt/stray.py", "A = 1\n", "srt/stray.py belongs to no patch record"),
+        (
+            "trees/sglang/srt/net/plan.py",
+            None,
+            "patch net names srt/net/plan.py, which the tree has not",
+        ),
+        (
+            "trees/sglang/srt/net/conn.py",
+            "def send(x):\n    return x\n",
+            "srt/net/conn.py::send is the engine's own text",
+        ),
+        ("trees/sglang/srt/net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
+    ],
+)
+def test_pin_refuses_what_does_not_fit(toy, pin, path, text, words):
+    file = toy.site.parent / path
+    file.unlink() if text is None else write(file, text)
+    before = (toy.releases / VERSION / "fingerprints.json").read_text()
+    code, text = pin()
+    assert (code, words in text) == (Code.PATCH_SET, True), text
+    assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
+
+
+def test_pin_wants_an_unmodified_engine(toy, pin):
+    conn = toy.root / "srt/net/conn.py"
+    conn.write_text(conn.read_text() + "# edited\n")
+    code, text = pin()
+    assert (code, "not as its wheel installed it" in text) == (Code.EDITED, True)
+
+
+def test_a_constant_that_only_repeats_the_engines_is_not_ours(toy, call):
+    ours = toy.trees / "sglang/srt/pool.py"
+    write(ours, ours.read_text() + "SIZE = 4\n")
+    write(toy.trees / "sglang/srt/net/other.py", "UNTOUCHED = True\n")
+    toy.pin()
+    symbols = [
+        s for patch in json.loads(call("status", "--json")[1])["patches"] for s in patch["symbols"]
+    ]
+    assert "srt/pool.py::SIZE" not in symbols
+    code, text, _ = call("apply")
+    assert (code, "other.py" in text) == (0, False)
+    assert call("status")[0] == 0

@@ -1,0 +1,103 @@
+"""Wheels: ours carries the patch set and leaves the engine alone; the engine's uninstalls whole."""
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from toy import ROOT, VERSION
+
+from sglang_pd import operations, patches
+from sglang_pd.engine import find_engine
+
+
+def pip(*words) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """(interpreter, site-packages) of a new virtual environment."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    return tmp_path / "venv/bin/python", site
+
+
+def toy_wheel(toy, folder: Path) -> Path:
+    toy.record.with_name("WHEEL").write_text(
+        "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    metadata = toy.record.with_name("METADATA")
+    metadata.write_text("Metadata-Version: 2.1\n" + metadata.read_text())
+    wheel = folder / f"sglang-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in toy.site.rglob("*"):
+            archive.write(path, path.relative_to(toy.site))
+    return wheel
+
+
+def test_pip_uninstalls_a_patched_engine_whole(toy, environment, tmp_path):
+    python, site = environment
+    before = set(site.rglob("*"))
+    pip("--python", python, "install", "--no-index", toy_wheel(toy, tmp_path))
+    engine = find_engine(site)
+    assert operations.apply(engine, toy.release())
+    code = "import sglang.srt.layout.deep.more, sglang.srt.pool"
+    ran = subprocess.run([python, "-c", code], env={})  # it may write compiled files
+    assert ran.returncode == 0
+    assert list(site.glob("sglang/srt/layout/__pycache__/*.pyc"))
+    pip("--python", python, "uninstall", "--yes", "sglang")
+    assert set(site.rglob("*")) == before
+
+
+def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
+    python, site = environment
+    wheel = toy_wheel(toy, tmp_path)
+    pip("--python", python, "install", "--no-index", wheel)
+    operations.apply(find_engine(site), toy.release())
+    pip("--python", python, "install", "--no-index", "--force-reinstall", wheel)
+    told = operations.status(find_engine(site), toy.release())
+    assert (told.state, told.notes) == ("absent", [])
+
+
+def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
+    engine_copy, environment, tmp_path
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "python"):
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.exists():
+            shutil.copy(path, source / name)
+    pip("wheel", "--no-deps", "--quiet", "-w", tmp_path, source)
+    (wheel,) = tmp_path.glob("sglang_pd-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"sglang_pd"}
+    tree = {name.removeprefix("sglang_pd/tree/") for name in names if "/tree/" in name}
+    ours = {
+        str(path.relative_to(ROOT / "python")) for path in (ROOT / "python/sglang").rglob("*.py")
+    }
+    assert tree == ours
+
+    python, site = environment
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel)
+    assert not (site / "sglang").exists()
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    tool = python.with_name("sglang-pd")
+    for command, code in (("status", 10), ("apply", 0), ("status", 0), ("revert", 0)):
+        ran = subprocess.run(
+            [tool, command, "--engine", engine_copy],
+            env={"PYTHONPATH": ":".join(others)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == code, ran.stdout + ran.stderr
+    assert patches.TREES == ROOT / "python"
