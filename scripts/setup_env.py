@@ -28,7 +28,9 @@ BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 ENGINE = "sglang==0.5.9"
 DEFAULT_TORCH = "torch==2.13.0"
-# Only a fifth of all modules is ever imported: Python compiles those when it imports them.
+# Modules are compiled on all cores rather than by pip: else at each import where the environment
+# says PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
+NOT_COMPILED = "/tests/|py312"
 PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
@@ -190,9 +192,16 @@ def base(title: str) -> None:
         else:
             progress.detail = "torch"
             run(progress, *pip, *shlex.split(torch))
+        compile_modules(progress, site_packages(BASE))
         run(progress, BASE / "bin" / "python", "-c", "import torch; print(torch.__version__)")
         (BASE / ".torch").write_text(torch)
         (BASE / ".ready").write_text(key)
+
+
+def compile_modules(progress: Progress, folder: Path) -> None:
+    progress.detail = "compiling modules"
+    compile_all = [BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0"]
+    run(progress, *compile_all, "-x", NOT_COMPILED, folder)
 
 
 def existing_torch() -> Path:
@@ -218,6 +227,7 @@ def engine(title: str, name: str) -> None:
         pip = [BASE / "bin" / "python", "-m", "pip", "--python", folder / "bin" / "python"]
         run(progress, *pip, "install", *PIP_OPTIONS, "--no-deps", ENGINE)
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
+        compile_modules(progress, site_packages(folder))
         progress.detail = "first import"
         on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
         check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
@@ -253,7 +263,7 @@ def patch_set(title: str) -> None:
 
 def is_tool(path: Path) -> bool:
     """Whether ``sglang_pd/PATH`` decides what `apply` writes; the CPU host and the demo do not."""
-    return path.name not in ("cpu_host", "cluster.py", "demo.py", "__pycache__")
+    return path.name not in ("cpu_host", "cluster.py", "keeper.py", "demo.py", "__pycache__")
 
 
 def main() -> None:

@@ -222,8 +222,7 @@ def has_leftovers(root: Path) -> bool:
 
 def sweep(root: Path) -> None:
     """Removes what an interrupted run left and nobody needs."""
-    if has_leftovers(root):
-        shutil.rmtree(root / SCRATCH, ignore_errors=True)
+    shutil.rmtree(root / SCRATCH, ignore_errors=True)
     if not read_journal(root):
         shutil.rmtree(root / STATE, ignore_errors=True)
     _remove_if_empty(root / STATE / "new")

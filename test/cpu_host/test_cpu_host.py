@@ -1,5 +1,7 @@
 """The CPU host: off unless asked for, never beside a real NPU, replacing only what is missing."""
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_pd.cpu_host import SWITCH, thread_binding
+from sglang_pd.cpu_host.import_hooks import after_import
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
@@ -126,8 +129,40 @@ def test_nixl_memory_kind_is_changed_for_the_stock_engine_only(tmp_path, patched
     assert json.loads(found.stdout) == kinds, found.stderr
 
 
-def test_kv_heads_are_not_padded():
-    pytest.importorskip("sglang", reason="needs the engine: run with scripts/cpu_host.sh")
-    from sglang.srt.configs import update_config
+def test_kv_heads_are_not_padded(tmp_path):
+    configs = tmp_path / "sglang" / "srt" / "configs"
+    configs.mkdir(parents=True)
+    for folder in (configs, configs.parent, configs.parent.parent):
+        (folder / "__init__.py").write_text("")
+    (configs / "update_config.py").write_text(
+        "def adjust_config_with_unaligned_cpu_tp(model_config, load_config, tp_size):\n"
+        "    return 'padded'\n"
+    )
+    found = python(
+        "from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp as f\n"
+        "print(f('as it was', 'load', 4))",
+        path=tmp_path,
+        **{SWITCH: "1"},
+    )
+    assert found.stdout == "as it was\n", found.stderr
 
-    assert update_config.adjust_config_with_unaligned_cpu_tp("config", "load", 4) == "config"
+
+def test_a_hook_runs_once_after_the_module_and_does_not_import_it(tmp_path, monkeypatch):
+    (tmp_path / "hooked_module.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen = []
+    after_import("hooked_module", lambda module: seen.append(module.value))
+    assert importlib.util.find_spec("hooked_module") is not None
+    assert seen == []
+    try:
+        importlib.import_module("hooked_module")
+        importlib.import_module("hooked_module")
+        assert seen == [1]
+    finally:
+        sys.modules.pop("hooked_module", None)
+
+
+def test_a_hook_on_a_loaded_module_is_refused():
+    with pytest.raises(RuntimeError, match="json is imported already"):
+        after_import("json", print)

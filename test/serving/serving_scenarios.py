@@ -35,7 +35,7 @@ class Scenario:
     topology: Topology
     model: TinyModel
     stock: str
-    always: tuple[str, ...] = ("patched",)  # engines it runs on without --nightly
+    always: tuple[str, ...] = ("patched",)  # the tests that it is in without --nightly
 
 
 def nixl(name: str, model: TinyModel, stock: str, always=("patched",), **sizes) -> Scenario:
@@ -55,7 +55,7 @@ SCENARIOS = [
     nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock", "patched"), prefill_pp=2),
     nixl("tp1_to_1", FOUR_HEADS, "right", page_size=16),
     nixl("tp2_to_2", FOUR_HEADS, "right", prefill_tp=2, decode_tp=2),
-    nixl("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=128),
+    nixl("tp1_to_2", FOUR_HEADS, "right", ("patched", "mixed"), decode_tp=2, page_size=128),
     nixl("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
     mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
     mooncake("tp2_to_1", FOUR_HEADS, "right", ("patched",), prefill_tp=2),

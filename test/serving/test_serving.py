@@ -4,6 +4,9 @@ Each scenario runs on the stock engine, where it must do what the table says, an
 one, where token ids and logprobs must be right.
 """
 
+import json
+import time
+
 import pytest
 from serving_scenarios import MIXED, NEW_TOKENS, SCENARIOS, Scenario, model_folder, prompts
 
@@ -62,28 +65,44 @@ def serve(
         return answers, [server.name for server in servers if server.has_ended()]
 
 
-def on(engine: str, scenarios: list[Scenario]) -> list:
-    """Parameters for the scenarios, those that do not always run on ``engine`` marked nightly."""
+def on(test: str, scenarios: list[Scenario]) -> list:
+    """Parameters for the scenarios, those that are not always in ``test`` marked nightly."""
     return [
         pytest.param(
             scenario,
             id=scenario.name,
-            marks=[] if engine in scenario.always else [pytest.mark.nightly],
+            marks=[] if test in scenario.always else [pytest.mark.nightly],
         )
         for scenario in scenarios
     ]
 
 
+def record(scenario: str, engine: str, outcome: str, detail: str, seconds: float) -> None:
+    """Append what a scenario did to .pd-env/evidence/serving.jsonl, for `scripts/evidence.sh`."""
+    file = cluster.PD_ENV / "evidence" / "serving.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    line = {
+        "scenario": scenario,
+        "engine": engine,
+        "outcome": outcome,
+        "seconds": round(seconds, 1),
+        "detail": detail,
+    }
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
 @pytest.fixture
-def serves(reference, record):
+def serves(reference):
     """Function: serve a scenario, record its outcome, and return it."""
 
     def served(scenario, prefill_engine, decode_engine, seconds) -> tuple[str, str]:
         expected = reference(scenario.model)
+        start = time.monotonic()
         answers, ended = serve(scenario, prefill_engine, decode_engine, seconds)
         result, detail = outcome(answers, ended, expected)
         pair = dict.fromkeys((prefill_engine, decode_engine))
-        record(scenario.name, "-to-".join(pair), result, detail)
+        record(scenario.name, "-to-".join(pair), result, detail, time.monotonic() - start)
         return result, detail
 
     return served

@@ -119,7 +119,7 @@ def each_kill(toy, tmp_path, work):
     for n in range(1000):
         copy = toy.branch(tmp_path / f"kill-{n}")
         if not killed(n, lambda copy=copy: work(copy)):
-            assert n > 20
+            assert n > 10
             return
         yield copy
     raise AssertionError("never ended")

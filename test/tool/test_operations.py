@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from toy import ENGINE, TREE, VERSION, forked, snapshot, write
+from toy import ENGINE, TREE, VERSION, Toy, forked, snapshot, write
 
 from sglang_pd import operations, record, transaction
 from sglang_pd.engine import find_engine
@@ -306,6 +306,29 @@ def test_symbolic_links_are_not_written_through(toy, tmp_path):
     cached = target.rename(tmp_path / "cached.py")
     target.symlink_to(cached)
     refused(toy, apply, Code.NO_PERMISSION, "symbolic link", str(target))
+
+
+@pytest.mark.parametrize("applied_in_image", [True, False])
+def test_an_engine_in_a_container_image(toy, tmp_path, applied_in_image):
+    """The image's files are the lower layer of an overlay, whose folders cannot be renamed."""
+    start = toy.snapshot()
+    if applied_in_image:
+        apply(toy)
+    for name in ("upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    layers = f"lowerdir={toy.site},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    mount = ["mount", "-t", "overlay", "overlay", "-o", layers, tmp_path / "merged"]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting an overlay needs root, and a kernel that allows it")
+    try:
+        container = Toy(tmp_path / "merged", toy.releases, toy.trees)
+        apply(container)
+        assert status(container).state == "applied"
+        assert revert(container)
+        assert status(container).state == "absent"
+        assert container.snapshot() == start
+    finally:
+        subprocess.run(["umount", tmp_path / "merged"], check=True)
 
 
 def test_two_at_once(toy):

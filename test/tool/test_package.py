@@ -71,7 +71,7 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
 ):
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "python"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "python"):
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))

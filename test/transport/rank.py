@@ -45,7 +45,7 @@ def deal_heads(total: int, ranks: int) -> list[list[int]]:
 
 
 class Rank:
-    """`config` is a `fleet.RankConfig` as a dictionary."""
+    """`config` is one element of `fleet.Fleet.ranks`."""
 
     def __init__(self, config: dict):
         self.config = SimpleNamespace(**config)

@@ -35,8 +35,10 @@ def test_other_page_size(serve, backend):
     assert "prefill page size 8 and decode page size 16 differ" in reasons
 
 
-def test_other_layer_count(serve):
-    reasons = refused(serve, Fleet(Side(model_layers=3), Side(model_layers=2)))
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_other_layer_count(serve, backend):
+    fleet = Fleet(Side(model_layers=3), Side(model_layers=2), backend=backend)
+    reasons = refused(serve, fleet)
     assert "number of layers: prefill has 3, decode has 2" in reasons
 
 

@@ -174,3 +174,13 @@ def test_stock_decode_counts_patched_senders(serve, name):
     with serve(HEADS[name], "patched", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2])
         assert outcome.state == "right", outcome
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_many_copies(serve, backend):
+    """4,800 token slices a sender in one chunk, more than Mooncake's TCP transport takes at a time."""
+    pages = list(range(0, 1200, 2))
+    fleet = tp(2, 1, layers=4, page_size=1, pages=1200, backend=backend)
+    with serve(fleet) as servers:
+        outcome = servers.request(pages, [page + 1 for page in pages])
+        assert outcome.state == "right", outcome

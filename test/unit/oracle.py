@@ -7,7 +7,7 @@ and each (component, model, layer, head, token) is a number that is looked for w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 from kv_layout import (
@@ -33,6 +33,14 @@ def deal_heads(total: int, ranks: int) -> list[list[int]]:
 
 def splittable(total: int, ranks: int) -> bool:
     return total % ranks == 0 or ranks % total == 0
+
+
+# Every (prefill TP, decode TP, total of KV heads) up to 16 that an engine serves.
+TOPOLOGIES = [
+    (prefill, decode, total)
+    for prefill, decode, total in product(range(1, 17), repeat=3)
+    if splittable(prefill, decode) and splittable(total, prefill) and splittable(total, decode)
+]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,18 @@ def test_not_done_before_the_number_of_senders_is_known():
     assert not arrivals.is_done()
 
 
-def test_a_failed_room_is_over():
+def test_a_failed_room_is_over_when_no_sender_writes_any_more():
     arrivals = Arrivals(senders=2)
     arrivals.add("a", Notice(1, "failed", reason="why"))
-    assert arrivals.is_done() and arrivals.is_failed()
+    arrivals.add("a", Notice(1, "failed", reason="why"))
+    assert arrivals.is_failing
+    assert not arrivals.is_done()
+    arrivals.add("b", Notice(1, "failed", reason="because of a"))
+    assert arrivals.is_done()
+    assert arrivals.is_failed()
+
+
+def test_a_lost_prefill_server_ends_a_room_at_once():
+    arrivals = Arrivals(senders=2, is_failure=True)
+    assert arrivals.is_done()
+    assert arrivals.is_failed()

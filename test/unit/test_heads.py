@@ -1,7 +1,5 @@
 """Head mapping against heads dealt out like cards; the stock engine's failing inputs by name."""
 
-from itertools import product
-
 import pytest
 from kv_layout import (
     Heads,
@@ -11,7 +9,7 @@ from kv_layout import (
     share_of_sender,
     tp_size_conflict,
 )
-from oracle import deal_heads, splittable
+from oracle import TOPOLOGIES, deal_heads, splittable
 
 SIZES = range(1, 17)
 
@@ -26,13 +24,6 @@ def test_a_rank_holds_the_heads_it_is_dealt(total, ranks):
     for rank, hand in enumerate(deal_heads(total, ranks)):
         heads = heads_of_rank(rank, ranks, total)
         assert list(range(heads.start, heads.stop)) == hand
-
-
-TOPOLOGIES = [
-    (prefill, decode, total)
-    for prefill, decode, total in product(SIZES, repeat=3)
-    if splittable(prefill, decode) and splittable(total, prefill) and splittable(total, decode)
-]
 
 
 @pytest.mark.parametrize("prefill", SIZES)

@@ -3,27 +3,23 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_layout import LayoutError, Pointers, plan_for_peer, tp_size_conflict
-from oracle import Model, World, evenly, facts_of, run, splittable, unevenly
+from kv_layout import Buffer, Heads, LayoutError, PeerFacts, Pointers, RankLayout, plan_for_peer
+from oracle import TOPOLOGIES, Model, World, evenly, facts_of, run, unevenly
 
-sizes = st.integers(1, 16)
 MLA = {"k": 3, "v": 2}
 MLA_INDEXED = {"k": 3, "v": 2, "index_k": 1}
 
 
-@settings(max_examples=60, deadline=None)
-@given(prefill=sizes, decode=sizes, total=sizes, page_size=st.sampled_from([1, 2]))
-@example(prefill=4, decode=2, total=4, page_size=2)  # stock writes outside the slot
-@example(prefill=4, decode=8, total=4, page_size=2)  # stock divides by zero
-@example(prefill=2, decode=8, total=4, page_size=2)  # later releases swap heads
-@example(prefill=8, decode=16, total=4, page_size=2)  # 0.5.23 fails an assertion
-@example(prefill=4, decode=1, total=2, page_size=1)  # stock hangs
-@example(prefill=1, decode=4, total=2, page_size=1)  # stock answers 500
-def test_any_tp_sizes(prefill, decode, total, page_size):
-    if tp_size_conflict(prefill, decode):
-        return
-    if not (splittable(total, prefill) and splittable(total, decode)):
-        return
+@settings(max_examples=80, deadline=None)
+@given(topology=st.sampled_from(TOPOLOGIES), page_size=st.sampled_from([1, 2]))
+@example(topology=(4, 2, 4), page_size=2)  # stock writes outside the slot
+@example(topology=(4, 8, 4), page_size=2)  # stock divides by zero
+@example(topology=(2, 8, 4), page_size=2)  # later releases swap heads
+@example(topology=(8, 16, 4), page_size=2)  # 0.5.23 fails an assertion
+@example(topology=(4, 1, 2), page_size=1)  # stock hangs
+@example(topology=(1, 4, 2), page_size=1)  # stock answers 500
+def test_any_tp_sizes(topology, page_size):
+    prefill, decode, total = topology
     run(Model(1, total), prefill, decode, [[0]], page_size=page_size)
 
 
@@ -171,3 +167,57 @@ def test_different_page_counts_are_an_error():
         plan.kv.copies([0, 1], [0])
     assert len(plan.kv.copies([], [])) == 0
     assert plan.kv.copies([0, 1], [2, 3]).total_bytes == 4 * 2 * 64
+
+
+def layout(kv, state=(), pp=(0, 1), tp=(0, 1), layers=4):
+    return RankLayout(*tp, *pp, 2, "bfloat16", "VRAM", layers, tuple(kv), tuple(state))
+
+
+def pointers(*counts):
+    return Pointers(*(range(1000, 1000 + count) for count in counts))
+
+
+MAMBA = [Buffer("mamba_0", False, n, 64) for n in range(2)]
+ATTENTION = [Buffer(c, False, 1, 64, Heads(0, 1, 1)) for c in "kv"]
+
+
+def test_refuses_recurrent_state_between_unequal_pp_sizes():
+    """Each stage has slots for all recurrent layers; only its own hold anything."""
+    src, dst = layout(ATTENTION, MAMBA, pp=(1, 2)), layout(ATTENTION, MAMBA)
+    with pytest.raises(LayoutError, match="recurrent state: prefill PP size 2, decode PP size 1"):
+        plan_for_peer(src, pointers(2, 2), dst, pointers(2, 2))
+
+
+def test_refuses_to_guess_the_layers_of_a_hybrid():
+    src = layout(ATTENTION, MAMBA, pp=(1, 2))
+    with pytest.raises(LayoutError, match="does not say for which layers"):
+        plan_for_peer(src, pointers(2, 2), PeerFacts(0, 1, 4, 2), pointers(4, 2))
+
+
+def test_refuses_to_split_recurrent_state_by_tp():
+    src = layout(ATTENTION, MAMBA)
+    with pytest.raises(LayoutError, match="prefill TP size 1 cannot be split for decode TP size 2"):
+        plan_for_peer(src, pointers(2, 2), PeerFacts(0, 2, 2, 2), pointers(2, 2))
+
+
+def test_state_that_another_way_carries_is_not_inferred():
+    """Mooncake slices recurrent state by itself."""
+    src = layout(ATTENTION, MAMBA)
+    plan = plan_for_peer(src, pointers(2, 2), PeerFacts(0, 2, 2, None), pointers(2))
+    assert plan.state is None
+    assert len(plan.kv.copies([0], [0])) == 2  # k and v, the one head that all ranks hold
+
+
+def test_a_stock_peer_with_another_kind_of_draft():
+    """MLA target, MHA draft (EAGLE-3): one group of target pointers, two of draft pointers."""
+    target = [Buffer("kv", False, n, 64) for n in range(4)]
+    draft = [Buffer(c, True, 0, 32, Heads(0, 1, 1)) for c in "kv"]
+    src = layout(target + draft)
+    plan = plan_for_peer(src, pointers(6), PeerFacts(0, 1, 6), pointers(6))
+    copies = plan.kv.copies([0], [0])
+    assert copies.src.tolist() == copies.dst.tolist() == list(range(1000, 1006))
+
+
+def test_refuses_a_stage_without_layers_for_a_stock_peer():
+    with pytest.raises(LayoutError, match="holds 0 of a model"):
+        plan_for_peer(layout([], pp=(1, 2)), pointers(0), PeerFacts(0, 1, 8), pointers(8))

@@ -25,11 +25,17 @@ class NoEvent:
         return True
 
 
-class NoStream(contextlib.nullcontext):
+class NoStream:
     """``torch.cuda.Stream`` where everything is synchronous."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(self)
+        """Priority and device make no difference."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        return False
 
     def wait_stream(self, stream) -> None:
         """Nothing is ever outstanding."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Dict, List, Optional, Tuple
 
 import requests
@@ -14,8 +15,8 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerFacts,
     PeerPlan,
     Pointers,
-    RankLayout,
     connected_prefill_ranks,
+    decode_layout,
     plan_for_peer,
     tp_size_conflict,
 )
@@ -28,24 +29,40 @@ ABORT = b"ABORT"
 
 
 class CommonKVManager:
+    # Rooms are touched by the scheduler and by the bootstrap thread; a process has one manager.
+    rooms_lock = threading.RLock()
+
     def plan_transfers(
-        self, peer: str, layout: Optional[RankLayout], facts: PeerFacts, pointers: Pointers
+        self, peer: str, frame: bytes, facts: PeerFacts, pointers: Pointers
     ) -> Tuple[Optional[PeerPlan], str]:
         """The plan for a decode rank that registers, or None and why it is refused.
 
-        `layout` is what the peer says of itself, None for a stock one, of which `facts` are known.
+        `frame` is what the peer says of itself, empty from a stock one, of which `facts` are known.
         """
         own = Pointers(self.kv_args.kv_data_ptrs, self.kv_args.state_data_ptrs)
-        if layout is None:
-            logger.warning(
-                f"Decode {peer} runs a release that does not describe its KV buffers; "
-                "they are taken to be those of the same model."
-            )
         try:
+            layout = decode_layout(frame)
+            if layout is None:
+                logger.warning(
+                    f"Decode {peer} runs a release that does not describe its KV buffers; "
+                    "they are taken to be those of the same model."
+                )
             return plan_for_peer(self.kv_args.layout, own, layout or facts, pointers), ""
         except LayoutError as error:
-            logger.error(f"Decode {peer} is refused: {error}")
-            return None, str(error)
+            reason = str(error)
+        except Exception as error:
+            # An entry that is missing would be worse: its rooms would wait for ever.
+            logger.exception(f"Decode {peer} cannot be planned for")
+            reason = f"prefill cannot plan for this decode server: {error!r}"
+        logger.error(f"Decode {peer} is refused: {reason}")
+        return None, reason
+
+    def advance(self, room: int, status: KVPoll) -> None:
+        """Move a room on. It never moves back, and a failed room stays failed."""
+        with self.rooms_lock:
+            current = self.request_status.get(room, status)
+            failed = KVPoll.Failed in (current, status)
+            self.request_status[room] = KVPoll.Failed if failed else max(current, status)
 
     def take_abort(self, room: bytes, reason: bytes) -> None:
         """Fail the room that decode has given up."""
@@ -80,10 +97,9 @@ class CommonKVReceiver:
         self._choose_targets()
         mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
         key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
-        if key in mgr.connection_pool:
-            self.bootstrap_infos = mgr.connection_pool[key]
-            return
-        infos = self._find_targets()
+        # The heartbeat thread empties the pool and the tables when a prefill server is lost.
+        self.bootstrap_infos = mgr.connection_pool.get(key)
+        infos = None if self.bootstrap_infos else self._find_targets()
         if infos:
             self.bootstrap_infos = mgr.connection_pool[key] = infos
             # Once for each prefill rank, not for each request.
@@ -93,9 +109,8 @@ class CommonKVReceiver:
         """Set `prefill_*` from the manager's tables, the first time from the bootstrap server."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         tables: List[Dict] = [getattr(self.kv_mgr, f"prefill_{name}_table") for name in names]
-        if self.bootstrap_addr in self.kv_mgr.prefill_dp_size_table:
-            sizes = [table.get(self.bootstrap_addr) for table in tables]
-        else:
+        sizes = [table.get(self.bootstrap_addr) for table in tables]
+        if None in sizes[:3]:
             sizes = self._get_prefill_parallel_info_from_server()
             if None in sizes[:3]:
                 return False
@@ -166,8 +181,11 @@ class CommonKVReceiver:
     def _refuse(self, reason: str) -> None:
         """Fail the room here, and on prefill where it would wait for us in vain."""
         self._fail(reason)
-        if self.kv_mgr.kv_args.engine_rank or self.kv_mgr.pp_rank:
-            return
+        if self.kv_mgr.kv_args.engine_rank == self.kv_mgr.pp_rank == 0:
+            # Not in the scheduler's time: it asks the bootstrap server for every rank.
+            threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
+
+    def _abort_on_prefill(self, reason: str) -> None:
         sizes = self._ask_bootstrap_server(-1, -1, -1)
         if not sizes or not sizes.get("takes_aborts"):
             return

@@ -58,7 +58,7 @@ class Arrivals:
     Attributes:
         senders: Prefill ranks that must report; None until it is known.
         expects_state: Each of them sends state, too.
-        is_failure: The room failed; nothing more is waited for.
+        is_failure: The prefill server is lost; nothing more is waited for.
     """
 
     senders: Optional[int] = None
@@ -68,6 +68,7 @@ class Arrivals:
     _expected: dict[Hashable, int] = field(default_factory=dict)
     _aux: set[Hashable] = field(default_factory=set)
     _state: set[Hashable] = field(default_factory=set)
+    _failed: set[Hashable] = field(default_factory=set)
 
     def add(self, sender: Hashable, notice: Notice) -> None:
         """Count `notice` from `sender`; a repeated one changes nothing."""
@@ -80,14 +81,20 @@ class Arrivals:
         elif notice.kind == "state":
             self._state.add(sender)
         elif notice.kind == "failed":
-            self.is_failure = True
+            self._failed.add(sender)
+
+    @property
+    def is_failing(self) -> bool:
+        """Some sender has given up; others may still be writing."""
+        return bool(self._failed)
 
     def is_failed(self) -> bool:
-        return self.is_failure
+        """The room failed, and no sender writes any more."""
+        return self.is_failure or (self.is_failing and len(self._failed) >= (self.senders or 0))
 
     def is_done(self) -> bool:
         """The room is over: failed, or each sender's chunks, aux and (if any) state are written."""
-        if self.is_failure:
+        if self.is_failed():
             return True
         counted = [self._expected, self._aux] + ([self._state] if self.expects_state else [])
         if self.senders is None or any(len(one) < self.senders for one in counted):

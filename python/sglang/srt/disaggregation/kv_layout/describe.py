@@ -36,9 +36,10 @@ class Heads(msgspec.Struct, frozen=True, array_like=True):
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
     """One registered buffer: a run of pages (or of state slots) of one component of one layer.
 
-    `layer` is the layer's number in its whole model, whatever stage holds it; `draft` says that
-    this model is the speculative draft. `page_bytes` is the distance from one page to the next. A
-    page of a buffer with `heads` is `[page_size, heads.count, head bytes]`; else it is opaque.
+    `layer` is the layer's number in its whole model, whatever stage holds it (of recurrent state:
+    its number among the layers that have one); `draft` says that this model is the speculative
+    draft. `page_bytes` is the distance from one page to the next. A page of a buffer with `heads`
+    is `[page_size, heads.count, head bytes]`; else it is opaque.
     """
 
     component: str
@@ -87,3 +88,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def name(self) -> str:
         """For messages, such as `TP 1/2 PP 0/1`."""
         return f"TP {self.tp_rank}/{self.tp_size} PP {self.pp_rank}/{self.pp_size}"
+
+
+def is_recurrent(layout: RankLayout) -> bool:
+    """The model keeps recurrent (Mamba) state, one slot a request, which no TP rank can split."""
+    return any(buffer.component.startswith("mamba") for buffer in layout.state)

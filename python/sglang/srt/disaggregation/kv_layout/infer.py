@@ -4,7 +4,7 @@ A stock peer sends only pointers. They are component-major, target before draft,
 
     [k 0..L, v 0..L, (index_k 0..L), draft k 0..d, draft v 0..d, (draft index_k 0..d)]
 
-so their number gives L + d for as many groups as our own pool has components.
+so their number tells the draft's layers, for as many groups as our own pools have components.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from .describe import Buffer, Heads, LayoutError, RankLayout
+from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .heads import heads_of_rank
 
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """What every release registers: attention TP, pointer counts, the first buffer's page bytes."""
+    """What every release registers: attention TP, pointer counts, the first buffer's page bytes.
+
+    `state_pointers` is None where the transport sends state by other means.
+    """
 
     tp_rank: int
     tp_size: int
     kv_pointers: int
-    state_pointers: int = 0
+    state_pointers: Optional[int] = 0
     page_bytes: Optional[int] = None
 
 
@@ -59,30 +62,41 @@ def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
 
 def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
     target = _first_layers(own.kv, draft=False)
-    each, rest = divmod(peer.kv_pointers, len(target))
-    layers = [buffer.layer for buffer in own.kv if buffer.key[:2] == target[0].key[:2]]
-    if own.pp_size > 1 and each >= own.total_layers:
-        layers = list(range(own.total_layers))
-    drafts = each - len(layers)
-    if rest or drafts < 0:
+    layers = [buffer.layer for buffer in own.kv if target and buffer.key[:2] == target[0].key[:2]]
+    same_stage = peer.kv_pointers == len(own.kv)
+    if own.pp_size > 1 and not same_stage and (_is_hybrid(own) or not target):
         raise LayoutError(
-            f"decode registered {peer.kv_pointers} KV buffers; prefill ({own.name}) holds "
-            f"{len(target)} a layer for {len(layers)} of {own.total_layers} layers; "
+            f"decode registered {peer.kv_pointers} KV buffers and does not say for which layers; "
+            f"prefill ({own.name}) holds {len(own.kv)} of a model whose layers differ in kind; "
+            "apply the patch set to decode, too, or use PP 1"
+        )
+    if own.pp_size > 1 and peer.kv_pointers >= len(target) * own.total_layers:
+        layers = list(range(own.total_layers))
+    held = [_as_held_by(peer, one, False, layer) for one in target for layer in layers]
+    return (*held, *_infer_drafts(own, peer, len(held)))
+
+
+def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer]:
+    """What follows the target's buffers; of no interest where we have no draft to send."""
+    left = peer.kv_pointers - targets
+    draft = _first_layers(own.kv, draft=True)
+    if left < 0 or (draft and left % len(draft)):
+        raise LayoutError(
+            f"decode registered {peer.kv_pointers} KV buffers where prefill ({own.name}) expects "
+            f"{targets} for the target model and {len(draft)} for each draft layer; "
             "serve the same model on both sides"
         )
-    draft = _first_layers(own.kv, draft=True) or target
-    return tuple(
-        _as_held_by(peer, one, draft=is_draft, layer=layer)
-        for is_draft, parts, numbers in ((False, target, layers), (True, draft, range(drafts)))
-        for one in parts
-        for layer in numbers
-    )
+    if not draft:
+        return [Buffer("undescribed", True, n, 0) for n in range(left)]
+    layers = range(left // len(draft))
+    return [_as_held_by(peer, one, True, layer) for one in draft for layer in layers]
 
 
 def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
     """State by position: the same buffers as ours, or each component's layers counted from 0."""
-    recurrent = any(buffer.component.startswith("mamba") for buffer in own.state)
-    if recurrent and peer.state_pointers and peer.tp_size != own.tp_size:
+    if peer.state_pointers is None:
+        return ()
+    if is_recurrent(own) and peer.tp_size != own.tp_size:
         raise LayoutError(
             f"recurrent state of prefill TP size {own.tp_size} cannot be split for decode TP size "
             f"{peer.tp_size}; use one TP size for hybrid models"
@@ -97,6 +111,11 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
             f"{len(own.state)}; serve the same model on both sides"
         )
     return tuple(_as_held_by(peer, one, False, layer) for one in first for layer in range(each))
+
+
+def _is_hybrid(own: RankLayout) -> bool:
+    """Only some of the model's layers have full attention."""
+    return any(buffer.component != "index_k" for buffer in own.state)
 
 
 def _first_layers(buffers: tuple[Buffer, ...], draft: bool) -> list[Buffer]:

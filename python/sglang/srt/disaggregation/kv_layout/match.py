@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .describe import Buffer, Heads, LayoutError, RankLayout
+from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .heads import share_of_sender, tp_size_conflict
 
 
@@ -46,6 +46,12 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
         reasons.append(
             f"decode PP size {dst.pp_size} is neither 1 nor prefill's PP size {src.pp_size}; "
             "start decode with one of these"
+        )
+    if is_recurrent(src) and src.pp_size != dst.pp_size:
+        # Every stage has room for all recurrent layers and computes only its own.
+        reasons.append(
+            f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
+            "use one PP size for hybrid models"
         )
     for what, ours, theirs in (
         ("page size", src.page_size, dst.page_size),

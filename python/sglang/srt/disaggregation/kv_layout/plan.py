@@ -86,6 +86,11 @@ class TransferPlan:
 
     groups: tuple[_Group, ...]
 
+    @property
+    def is_sliced(self) -> bool:
+        """Some copies are of single tokens, so there are many of them."""
+        return not all(group.whole for group in self.groups)
+
     def copies(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> Copies:
         """Copies that bring the pages `src_pages` of this rank to `dst_pages` of the peer.
 

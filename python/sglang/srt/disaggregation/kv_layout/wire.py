@@ -7,7 +7,6 @@ description we cannot read, which is served as if it had sent none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Optional
 
 import msgspec
@@ -24,15 +23,14 @@ def encode_layout(layout: RankLayout) -> bytes:
     return _TAG + msgspec.msgpack.encode(layout)
 
 
-def decode_layout(frames: Sequence[bytes], position: int) -> Optional[RankLayout]:
-    """The description at `frames[position]`; None from a peer that sends none.
+def decode_layout(frame: bytes) -> Optional[RankLayout]:
+    """The description in `frame`; None where that is empty or bears another tag.
 
     Raises:
         LayoutError: The frame bears our tag and cannot be read.
     """
-    if len(frames) <= position or not frames[position].startswith(_TAG):
+    if not frame.startswith(_TAG):
         return None
-    frame = frames[position]
     if len(frame) > _MAX_BYTES:
         raise LayoutError(f"a layout frame of {len(frame)} bytes; at most {_MAX_BYTES} are read")
     try:

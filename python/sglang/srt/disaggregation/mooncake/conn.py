@@ -5,12 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import os
 import struct
 import threading
 from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
 import numpy.typing as npt
+import zmq
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -25,8 +28,6 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerFacts,
     PeerPlan,
     Pointers,
-    RankLayout,
-    decode_layout,
     encode_layout,
 )
 
@@ -35,14 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Copies in one call to the engine: token slices can number millions a chunk.
-MAX_BATCH = 1 << 17
+# Copies in one call to the engine where token slices number a million a chunk.
+SLICE_BATCH = 8192
+# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process.
+TCP_BATCH = 256
 
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
-    # What the decode rank says of its buffers; None from a stock one.
-    layout: Optional[RankLayout] = None
+    # What the decode rank says of its buffers; empty from a stock one.
+    layout_frame: bytes = b""
     # Set by the manager: the copies to this rank, or why there can be none.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
@@ -68,7 +71,7 @@ class KVArgsRegisterInfo:
             dst_kv_item_len=int(msg[9]),
             dst_state_item_lens=numbers(10, "I"),
             dst_state_dim_per_tensor=numbers(11, "I"),
-            layout=decode_layout(msg, 12),
+            layout_frame=msg[12] if len(msg) > 12 else b"",
         )
 
 
@@ -82,6 +85,15 @@ class MooncakeKVManager(CommonKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """Write these pages of all layers to the peer. Returns 0, or not 0 if it failed."""
+        return self._send_by_plan(mooncake_session_id, prefill_kv_indices, dst_kv_indices, executor)
+
+    def _send_by_plan(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
         info = self.decode_kv_args_table[mooncake_session_id]
         if info.plan is None:
             logger.error(f"No KV is sent to {mooncake_session_id}: {info.refusal}")
@@ -91,7 +103,7 @@ class MooncakeKVManager(CommonKVManager):
         except LayoutError as error:
             logger.error(f"No KV is sent to {mooncake_session_id}: {error}")
             return -1
-        return self._write(mooncake_session_id, copies, executor)
+        return self._write(mooncake_session_id, copies, info.plan.kv.is_sliced, executor)
 
     def send_kvcache_slice(
         self,
@@ -105,16 +117,22 @@ class MooncakeKVManager(CommonKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """The same between different TP sizes: the plan made at registration knows the heads."""
-        return self.send_kvcache(
-            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor
-        )
+        # Not by way of send_kvcache, which Ascend overrides with copies of whole pages.
+        return self._send_by_plan(mooncake_session_id, prefill_kv_indices, dst_kv_indices, executor)
 
     def _write(
-        self, session: str, copies: Copies, executor: concurrent.futures.ThreadPoolExecutor
+        self,
+        session: str,
+        copies: Copies,
+        is_sliced: bool,
+        executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
-        # Custom memory pools (NVLink) gain from several threads, RDMA from one large batch.
-        parallel = executor._max_workers if self.enable_custom_mem_pool else 1
-        size = max(1, min(MAX_BATCH, -(-len(copies) // parallel)))
+        """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
+        size = SLICE_BATCH if is_sliced else len(copies)
+        if os.environ.get("MC_FORCE_TCP"):
+            size = min(size, TCP_BATCH)
+        if self.enable_custom_mem_pool:  # NVLink gains from several threads
+            size = min(size, -(-len(copies) // executor._max_workers))
 
         def write(start: int) -> int:
             part = slice(start, start + size)
@@ -125,15 +143,13 @@ class MooncakeKVManager(CommonKVManager):
                 copies.length[part].tolist(),
             )
 
-        starts = range(0, len(copies), size)
-        results = executor.map(write, starts) if parallel > 1 else map(write, starts)
+        # All are waited for, also when one fails: pages must not be freed under a write.
+        results = list(executor.map(write, range(0, len(copies), size or 1)))
         return next((status for status in results if status != 0), 0)
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
-        current = self.request_status.get(bootstrap_room, status)
-        failed = KVPoll.Failed in (current, status)
-        self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+        self.advance(bootstrap_room, status)
 
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
@@ -154,22 +170,39 @@ class MooncakeKVManager(CommonKVManager):
         elif frames[0] == b"None":
             self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
         else:
-            info = TransferInfo.from_zmq(frames)
-            peers = self.transfer_infos.setdefault(info.room, {})
-            peers[info.mooncake_session_id] = info
-            if len(peers) == info.required_dst_info_num:
-                self.update_status(info.room, KVPoll.WaitingForInput)
+            self._open_room(TransferInfo.from_zmq(frames))
+
+    def _open_room(self, info: TransferInfo) -> None:
+        refusal = self.decode_kv_args_table[info.mooncake_session_id].refusal
+        if refusal:
+            self.record_failure(info.room, refusal)
+            self.update_status(info.room, KVPoll.Failed)
+            self._tell_failure(info)
+            return
+        peers = self.transfer_infos.setdefault(info.room, {})
+        peers[info.mooncake_session_id] = info
+        if len(peers) == info.required_dst_info_num:
+            self.update_status(info.room, KVPoll.WaitingForInput)
+
+    def _tell_failure(self, info: TransferInfo) -> None:
+        """As `sync_status_to_decode_endpoint`, whose sockets belong to the transfer threads."""
+        sender = self.attn_tp_rank * self.pp_size + self.pp_rank
+        numbers = (info.room, KVPoll.Failed, sender)
+        with zmq.Context.instance().socket(zmq.PUSH) as sock:
+            sock.setsockopt(zmq.IPV6, int(is_valid_ipv6_address(info.endpoint)))
+            sock.connect(format_tcp_address(info.endpoint, info.dst_port))
+            sock.send_multipart([str(number).encode("ascii") for number in numbers])
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
         info.plan, info.refusal = self.plan_transfers(
             session,
-            info.layout,
+            info.layout_frame,
             PeerFacts(
                 tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
                 tp_size=info.dst_attn_tp_size,
                 kv_pointers=len(info.dst_kv_ptrs),
-                state_pointers=len(info.dst_state_data_ptrs),
+                state_pointers=None,
                 page_bytes=info.dst_kv_item_len,
             ),
             Pointers(info.dst_kv_ptrs),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import struct
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Dict, List, Optional
 
 import numpy as np
 import numpy.typing as npt
 import requests
 from sglang.srt.environ import envs
-from sglang.srt.server_args import ServerArgs
 
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -32,9 +32,7 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerFacts,
     PeerPlan,
     Pointers,
-    RankLayout,
     TransferPlan,
-    decode_layout,
     encode_layout,
     format_notice,
     parse_notice,
@@ -46,11 +44,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Failed rooms that prefill remembers for decode ranks that ask late.
+MAX_GIVEN_UP = 4096
+# How long a failed room waits for this rank's writes, and on decode for the other senders.
+WRITES_END_SECONDS = 1.0
+SENDERS_END_SECONDS = 5.0
+
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
-    # What the decode rank says of its buffers; None from a stock one.
-    layout: Optional[RankLayout] = None
+    # What the decode rank says of its buffers; empty from a stock one.
+    layout_frame: bytes = b""
     # Set by the manager: the copies to this rank, or why there can be none.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
@@ -75,8 +79,23 @@ class KVArgsRegisterInfo:
             decode_tp_size=int(msg[9]),
             decode_tp_rank=int(msg[10]),
             dst_kv_item_len=int(msg[11]),
-            layout=decode_layout(msg, 12),
+            layout_frame=msg[12] if len(msg) > 12 else b"",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some pages of one request, computed; `where` is their place among all its pages.
+
+    The last chunk brings the slot of the metadata, and state slots or pages if the model has any.
+    """
+
+    number: int
+    pages: npt.NDArray[np.int32]
+    where: slice
+    is_last: bool
+    aux_slot: Optional[int] = None
+    state_slots: Optional[List[int]] = None
 
 
 class NixlKVManager(CommonKVManager):
@@ -84,8 +103,8 @@ class NixlKVManager(CommonKVManager):
         self,
         args: KVArgs,
         disaggregation_mode: DisaggregationMode,
-        server_args: ServerArgs,
-        is_mla_backend: Optional[bool] = False,
+        server_args,
+        is_mla_backend=False,
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
@@ -94,7 +113,7 @@ class NixlKVManager(CommonKVManager):
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
-            self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+            self.given_up: OrderedDict[int, str] = OrderedDict()
             self._start_bootstrap_thread()
         else:
             self._watch_prefill_servers()
@@ -108,9 +127,13 @@ class NixlKVManager(CommonKVManager):
             ) from error
         backend = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
         threads = 8 if self.disaggregation_mode == DisaggregationMode.PREFILL else 0
-        agent = nixl_agent(
-            str(uuid.uuid4()), nixl_agent_config(backends=[backend], num_threads=threads)
-        )
+        config = nixl_agent_config(backends=[backend], num_threads=threads)
+        with contextlib.suppress(ImportError):
+            # The bootstrap thread adds peers while the scheduler sends; older NIXL cannot be told.
+            from nixl._api import nixl_thread_sync_t
+
+            config.sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        agent = nixl_agent(str(uuid.uuid4()), config)
         plugins = agent.get_plugin_list()
         if backend not in plugins:
             raise ValueError(
@@ -133,9 +156,7 @@ class NixlKVManager(CommonKVManager):
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
-        current = self.request_status.get(bootstrap_room, status)
-        failed = KVPoll.Failed in (current, status)
-        self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+        self.advance(bootstrap_room, status)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str):
         """Keep the first reason why a room failed, for the client."""
@@ -289,16 +310,7 @@ class NixlKVManager(CommonKVManager):
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(
-        self,
-        bootstrap_room: int,
-        kv_indices: npt.NDArray[np.int32],
-        index_slice: slice,
-        is_last: bool,
-        chunk_id: int,
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
-    ):
+    def add_transfer_request(self, bootstrap_room: int, chunk: Chunk) -> List:
         """Start the writes of one chunk to every decode rank of the room.
 
         Returns the handles of those that were started. What goes wrong fails the room, never the
@@ -308,33 +320,14 @@ class NixlKVManager(CommonKVManager):
         try:
             for req in list(self.transfer_infos[bootstrap_room].values()):
                 if not req.is_dummy():
-                    self._send_chunk(
-                        req,
-                        kv_indices,
-                        index_slice,
-                        is_last,
-                        chunk_id,
-                        aux_index,
-                        state_indices,
-                        handles,
-                    )
+                    self._send_chunk(req, chunk, handles)
         except Exception as error:
-            logger.exception(f"Room {bootstrap_room}: chunk {chunk_id} could not be sent")
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk.number} could not be sent")
             self.record_failure(bootstrap_room, f"Prefill could not send KV: {error}")
             self.update_status(bootstrap_room, KVPoll.Failed)
         return handles
 
-    def _send_chunk(
-        self,
-        req: TransferInfo,
-        kv_indices: npt.NDArray[np.int32],
-        index_slice: slice,
-        is_last: bool,
-        chunk_id: int,
-        aux_index: Optional[int],
-        state_indices: Optional[List[int]],
-        handles: List,
-    ) -> None:
+    def _send_chunk(self, req: TransferInfo, chunk: Chunk, handles: List) -> None:
         """Start one chunk's writes to one decode rank, adding their handles as they come."""
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
@@ -348,20 +341,20 @@ class NixlKVManager(CommonKVManager):
         add(
             self.send_kvcache(
                 peer,
-                kv_indices,
+                chunk.pages,
                 info.dst_kv_ptrs,
-                req.dst_kv_indices[index_slice],
+                req.dst_kv_indices[chunk.where],
                 info.gpu_id,
-                notif("kv", chunk=chunk_id, is_last=is_last),
+                notif("kv", chunk=chunk.number, is_last=chunk.is_last),
             )
         )
-        if not is_last:
+        if not chunk.is_last:
             return
-        if state_indices is not None:
+        if chunk.state_slots is not None:
             add(
                 self.maybe_send_extra(
                     peer,
-                    state_indices,
+                    chunk.state_slots,
                     info.dst_state_data_ptrs,
                     req.dst_state_indices,
                     info.gpu_id,
@@ -369,17 +362,30 @@ class NixlKVManager(CommonKVManager):
                     info.decode_tp_size,
                 )
             )
-        add(self.send_aux(peer, aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
+        add(self.send_aux(peer, chunk.aux_slot, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
 
-    def tell_failure(self, bootstrap_room: int) -> None:
-        """Tell the room's decode ranks that it failed and why; stock ones do not read it."""
-        reason = self.failure_records.get(bootstrap_room, "prefill failed")
-        notif = format_notice(Notice(bootstrap_room, "failed", reason=reason), self.sender)
-        for peer in self.transfer_infos.pop(bootstrap_room, {}):
-            try:
-                self.agent.send_notif(peer, notif)
-            except Exception as error:
-                logger.warning(f"Room {bootstrap_room}: decode {peer} was not told: {error}")
+    def give_up(self, bootstrap_room: int) -> str:
+        """Prefill: end a failed room and tell its decode ranks why; returns that.
+
+        Those that ask for the room only now are told when they do. Stock ones do not read it.
+        """
+        with self.rooms_lock:
+            peers = self.transfer_infos.get(bootstrap_room, {})
+            reason = self.forget(bootstrap_room) or "another prefill rank failed"
+            self.given_up[bootstrap_room] = reason
+            if len(self.given_up) > MAX_GIVEN_UP:
+                self.given_up.popitem(last=False)
+            for info in peers.values():
+                if not info.is_dummy():
+                    self._tell_failure(bootstrap_room, info.agent_name, reason)
+        return reason
+
+    def _tell_failure(self, bootstrap_room: int, peer: str, reason: str) -> None:
+        notice = Notice(bootstrap_room, "failed", reason=reason)
+        try:
+            self.agent.send_notif(peer, format_notice(notice, self.sender))
+        except Exception as error:
+            logger.warning(f"Room {bootstrap_room}: decode {peer} was not told: {error}")
 
     def update_transfer_status(self):
         """Decode: take in the notifications that have come since the last call."""
@@ -393,7 +399,6 @@ class NixlKVManager(CommonKVManager):
                     self.transfer_statuses[notice.room].add(peer, notice)
                     if notice.kind == "failed":
                         self.record_failure(notice.room, f"Prefill failed: {notice.reason}")
-                        self.update_status(notice.room, KVPoll.Failed)
 
     def _start_bootstrap_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
@@ -422,7 +427,7 @@ class NixlKVManager(CommonKVManager):
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         info.plan, info.refusal = self.plan_transfers(
             info.agent_name,
-            info.layout,
+            info.layout_frame,
             PeerFacts(
                 tp_rank=info.decode_tp_rank % info.decode_tp_size,
                 tp_size=info.decode_tp_size,
@@ -436,65 +441,45 @@ class NixlKVManager(CommonKVManager):
 
     def _open_room(self, info: TransferInfo) -> None:
         refusal = self.decode_kv_args_table[info.agent_name].refusal
-        peers = self.transfer_infos.setdefault(info.room, {})
-        peers[info.agent_name] = info
-        if refusal:
-            self.record_failure(info.room, refusal)
-            self.update_status(info.room, KVPoll.Failed)
-        elif len(peers) == info.required_dst_info_num:
-            self.update_status(info.room, KVPoll.WaitingForInput)
+        with self.rooms_lock:
+            if info.room in self.given_up:
+                self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
+                return
+            peers = self.transfer_infos.setdefault(info.room, {})
+            peers[info.agent_name] = info
+            if refusal:
+                self.record_failure(info.room, refusal)
+                self.update_status(info.room, KVPoll.Failed)
+            elif len(peers) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
 
 
 class NixlKVSender(CommonKVSender):
-    def __init__(
-        self,
-        mgr: NixlKVManager,
-        bootstrap_addr: str,
-        bootstrap_room: int,
-        dest_tp_ranks: List[int],
-        pp_rank: int,
-    ):
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        self.xfer_handles = []
-        self.has_sent = False
-        self.chunk_id = 0
-        self.conclude_state: Optional[KVPoll] = None
-        self.init_time = time.time()
+    conclude_state: Optional[KVPoll] = None
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
         """Start sending one chunk; a failed room sends no more."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return
-        index_slice = slice(self.curr_idx, self.curr_idx + len(kv_indices))
-        self.curr_idx = index_slice.stop
-        is_last = self.curr_idx == self.num_kv_indices
-        self.xfer_handles += self.kv_mgr.add_transfer_request(
-            self.bootstrap_room,
-            kv_indices,
-            index_slice,
-            is_last,
-            self.chunk_id,
-            self.aux_index,
-            state_indices,
-        )
+        where = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        is_last = where.stop == self.num_kv_indices
+        chunk = Chunk(self.chunk_id, kv_indices, where, is_last, self.aux_index, state_indices)
+        self.xfer_handles += self.kv_mgr.add_transfer_request(self.bootstrap_room, chunk)
+        self.curr_idx = where.stop
         self.chunk_id += 1
-        self.has_sent = self.has_sent or is_last
+        self.has_sent = is_last
 
     def poll(self) -> KVPoll:
-        """The room's state. Neither success nor failure is told before the last write has ended."""
+        """The room's state; this rank tells success or failure when its last write has ended."""
         if self.conclude_state is not None:
             return self.conclude_state
         self._drop_ended_writes()
         status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Bootstrapping and self._timed_out():
-            status = KVPoll.Failed
         if status != KVPoll.Failed and not self.has_sent:
             return status
         if self.xfer_handles:
             return KVPoll.Transferring
-        if status == KVPoll.Failed:
-            self.kv_mgr.tell_failure(self.bootstrap_room)
         self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
         return self.conclude_state
 
@@ -513,35 +498,29 @@ class NixlKVSender(CommonKVSender):
                 running.append(handle)
         self.xfer_handles = running
 
-    def _timed_out(self) -> bool:
-        waited = time.time() - self.init_time
-        if waited < self.kv_mgr.bootstrap_timeout:
-            return False
-        self._fail(
-            f"Decode did not ask for this request within {waited:.0f} s; "
-            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit"
-        )
-        return True
-
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-
-    def abort(self):
-        """Give up the room: at once where nothing was sent, else when the writes have ended."""
-        self._fail("Aborted by AbortReq.")
 
     def clear(self):
         self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self):
+        """End the room, which this or another rank failed, when no write of ours is under way."""
         self.conclude_state = KVPoll.Failed
-        self.kv_mgr.tell_failure(self.bootstrap_room)
-        reason = self.kv_mgr.forget(self.bootstrap_room)
-        raise RuntimeError(reason or "another rank failed")
+        deadline = time.monotonic() + WRITES_END_SECONDS
+        while self.xfer_handles and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self._drop_ended_writes()
+        if self.xfer_handles:
+            logger.error(f"Room {self.bootstrap_room}: {len(self.xfer_handles)} writes do not end")
+        raise RuntimeError(self.kv_mgr.give_up(self.bootstrap_room))
 
 
 class NixlKVReceiver(CommonKVReceiver):
+    # When the first sender gave up.
+    failing_since: Optional[float] = None
+
     def init(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -585,19 +564,27 @@ class NixlKVReceiver(CommonKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.started_transfer:
             manager.update_transfer_status()
-            waited = time.time() - self.init_time
             if manager.check_transfer_done(room):
                 failed = manager.transfer_statuses[room].is_failed()
                 manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
-            elif waited >= manager.waiting_timeout:
-                self._fail(
-                    f"KV did not arrive within {waited:.0f} s; "
-                    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
-                )
+            else:
+                self._lose_patience(manager.transfer_statuses[room].is_failing)
         status = manager.check_status(room)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
-            manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+
+    def _lose_patience(self, failing: bool) -> None:
+        now = time.time()
+        if failing:
+            # Our pages must not be freed while another sender still writes to them.
+            self.failing_since = self.failing_since or now
+            if now - self.failing_since >= SENDERS_END_SECONDS:
+                self._fail("a prefill rank failed, and others do not say whether they have ended")
+        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
+            self._fail(
+                f"KV did not arrive within {now - self.init_time:.0f} s; "
+                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
+            )
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -631,12 +618,15 @@ class NixlKVReceiver(CommonKVReceiver):
         return [GUARD, *super()._abort_frames(reason)]
 
     def clear(self):
-        self.kv_mgr.forget(self.bootstrap_room)
+        self._end()
+
+    def _end(self) -> Optional[str]:
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+        return self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed
-        reason = self.kv_mgr.forget(self.bootstrap_room)
-        raise RuntimeError(reason or "another rank failed, or prefill was lost")
+        raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
 
 
 class NixlKVBootstrapServer(CommonKVBootstrapServer):
