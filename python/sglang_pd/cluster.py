@@ -90,6 +90,7 @@ class Server:
     log: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     ready_path: str = "/health"
+    needs_others: bool = False  # started when the others are ready
 
     def start(self) -> None:
         """Start it under a keeper, which ends it when this process ends, however that is."""
@@ -111,15 +112,14 @@ class Server:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def is_ready(self, client: httpx.Client) -> bool:
-        """Whether it answers ``client``.
-
-        Raises:
-            ServerFailed: it has ended.
-        """
+    def check_running(self) -> None:
+        """Raise `ServerFailed` if it has ended."""
         if self.has_ended():
             status = self.process.returncode
             raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
+
+    def is_ready(self, client: httpx.Client) -> bool:
+        """Whether it answers ``client``."""
         try:
             return client.get(self.url + self.ready_path).status_code == 200
         except httpx.HTTPError:
@@ -194,11 +194,12 @@ def pd_servers(
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(router_port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
-    command += ["--worker-startup-timeout-secs", str(START_SECONDS)]
-    command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "5"]
+    command += ["--worker-startup-check-interval", "1"]
     # A retry would hide the first answer, an open circuit the next ones.
     command += ["--disable-retries", "--disable-circuit-breaker"]
     router = Server("router", command, router_port, logs / "router.log", ready_path="/readiness")
+    # It gives up on a server that does not answer for about 100 s.
+    router.needs_others = True
     return prefill, decode, router
 
 
@@ -213,30 +214,35 @@ def running(
     Raises:
         ServerFailed: one ended early, or was not ready after ``seconds``.
     """
+    deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
-        for server in servers:
-            server.start()
-            stack.callback(server.stop)
-        wait_ready(servers, seconds, on_ready)
+        for last in (False, True):
+            group = [server for server in servers if server.needs_others == last]
+            for server in group:
+                server.start()
+                stack.callback(server.stop)
+            wait_ready(group, deadline, on_ready)
         yield
 
 
 def wait_ready(
-    servers: Sequence[Server], seconds: float, on_ready: Callable[[Server], None]
+    servers: Sequence[Server], deadline: float, on_ready: Callable[[Server], None]
 ) -> None:
-    """Poll the servers until each is ready, and say so of each once."""
-    deadline = time.monotonic() + seconds
+    """Poll the servers in order until each is ready, and say so of each once.
+
+    ``deadline`` is a time of ``time.monotonic()``.
+    """
     waiting = list(servers)
     with httpx.Client(timeout=5, trust_env=False) as client:
         while waiting:
-            ready = [server for server in waiting if server.is_ready(client)]
-            for server in ready:
-                waiting.remove(server)
-                on_ready(server)
-            if waiting and time.monotonic() > deadline:
+            for server in waiting:
+                server.check_running()
+            if waiting[0].is_ready(client):
+                on_ready(waiting.pop(0))
+            elif time.monotonic() > deadline:
                 tails = "\n".join(server.log_tail() for server in waiting)
-                raise ServerFailed(f"not ready after {seconds:.0f} s\n{tails}")
-            if not ready:
+                raise ServerFailed(f"{waiting[0].name} was not ready in time\n{tails}")
+            else:
                 time.sleep(0.5)
 
 

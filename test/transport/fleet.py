@@ -52,6 +52,7 @@ class Fleet:
     k_width: int = 4
     v_width: int = 2
     mla: bool = False
+    index_keys: bool = False  # MLA with an indexer, whose keys travel as state; page size 64
 
     def stage_sizes(self, pp: int) -> list[int]:
         if pp == len(self.stages):

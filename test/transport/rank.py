@@ -18,7 +18,11 @@ import numpy as np
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+)
 
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -76,7 +80,15 @@ class Rank:
             "start_layer": start,
             "end_layer": start + layers - 1,
         }
-        if c.mla:
+        if c.index_keys:
+            pool = NSATokenToKVPool(
+                kv_lora_rank=c.k_width,
+                qk_rope_head_dim=c.v_width,
+                kv_cache_dim=c.k_width + c.v_width,
+                index_head_dim=128,
+                **common,
+            )
+        elif c.mla:
             pool = MLATokenToKVPool(kv_lora_rank=c.k_width, qk_rope_head_dim=c.v_width, **common)
         else:
             widths = {"head_num": len(heads), "head_dim": c.k_width, "v_head_dim": c.v_width}
@@ -92,10 +104,16 @@ class Rank:
         return {"k": pool.k_buffer, "v": pool.v_buffer}
 
     def _buffers(self):
-        """((component, is draft, layer), array of shape [tokens, heads, width]) of each buffer."""
+        """((component, is draft, layer), array) of each buffer.
+
+        KV has the shape [tokens, heads, width], state (index keys) [pages, bytes].
+        """
         for is_draft, pool in ((False, self.pool), (True, self.draft)):
             if pool is not None:
-                for component, buffers in self._parts(pool).items():
+                parts = self._parts(pool)
+                if self.config.index_keys and not is_draft:
+                    parts["state"] = pool.index_k_with_scale_buffer
+                for component, buffers in parts.items():
                     for i, buffer in enumerate(buffers):
                         yield (component, is_draft, pool.start_layer + i), buffer.numpy()
 
@@ -120,11 +138,11 @@ class Rank:
             prefill_pp_size=c.prefill_pp_size,
             decode_tp_size=c.decode_tp_size,
             decode_dp_size=1,
-            gpu_id=0,
+            gpu_id=c.tp_rank,
             transfer_backend=TransferBackend(c.backend),
             scheduler=SimpleNamespace(
                 dp_rank=None,
-                gpu_id=0,
+                gpu_id=c.tp_rank,
                 model_config=model_config,
                 draft_worker=SimpleNamespace(model_config=draft_config),
                 server_args=SimpleNamespace(
@@ -155,6 +173,11 @@ class Rank:
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
         """Each element says what it is: room, component, model, layer, head, token, element."""
         component, is_draft, layer = key
+        if component == "state":
+            for i, page in enumerate(pages):
+                start = room * 7 + layer * 31 + i * 13
+                buffer[page] = np.arange(start, start + buffer.shape[1]) % 251
+            return
         heads = [0] if self.config.mla else self.heads[is_draft]
         size = self.config.page_size
         number = room * 4 + "kv".index(component[0]) * 2 + is_draft
@@ -185,9 +208,14 @@ class Rank:
         sender.init(len(pages), slot)
         at = 0
         for chunk in chunks:
-            sender.send(np.array(pages[at : at + chunk], dtype=np.int32))
-            at += chunk
+            part, at = pages[at : at + chunk], at + chunk
+            sender.send(np.array(part, dtype=np.int32), self._state(pages, at == len(pages)))
         return self._await(sender, seconds)
+
+    def _state(self, pages: list[int], is_last: bool) -> np.ndarray | None:
+        """State goes with the last chunk; the index keys' pages are the request's."""
+        wanted = self.config.index_keys and is_last
+        return np.array(pages, dtype=np.int32) if wanted else None
 
     def receive(
         self, room: int, pages: list[int], arrives: list, leave_out: int, seconds: float
@@ -208,7 +236,7 @@ class Rank:
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
-            receiver.init(np.array(asked, dtype=np.int32), slot)
+            receiver.init(np.array(asked, dtype=np.int32), slot, self._state(asked, True))
         end = self._await(receiver, seconds)
         if end["state"] != "success":
             return end

@@ -58,6 +58,9 @@ STAGES = {
     "mla_pp2_odd": Fleet(Side(pp=2), layers=3, mla=True),
     "mla_tp2_to_1": Fleet(Side(tp=2), mla=True),
     "mla_tp1_to_2": Fleet(Side(), Side(tp=2), mla=True),
+    "nsa": Fleet(mla=True, index_keys=True, page_size=64),
+    "nsa_tp2_to_1": Fleet(Side(tp=2), mla=True, index_keys=True, page_size=64),
+    "nsa_pp2_odd": Fleet(Side(pp=2), layers=3, mla=True, index_keys=True, page_size=64),
 }
 
 
@@ -145,22 +148,17 @@ def test_stock_with_a_narrower_v(serve):
 
 
 # Wherever stock alone works, one side may be stock: a rollout goes server by server.
+MIXED = {
+    **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_2", "tp1_to_2")},
+    **{f"nixl-{name}": STAGES[name] for name in ("pp2", "pp2_to_pp2", "draft_on_both")},
+    **{f"nixl-{name}": STAGES[name] for name in ("mla_tp1_to_2", "nsa")},
+    "mooncake-tp1_to_1": tp(1, 1, backend="mooncake"),
+    "mooncake-tp2_to_1": tp(2, 1, backend="mooncake"),
+}
+
+
 @pytest.mark.parametrize("engines", [("stock", "patched"), ("patched", "stock")], ids="->".join)
-@pytest.mark.parametrize(
-    "fleet",
-    [
-        HEADS["tp1_to_1"],
-        HEADS["tp2_to_2"],
-        HEADS["tp1_to_2"],
-        STAGES["pp2"],
-        STAGES["pp2_to_pp2"],
-        STAGES["draft_on_both"],
-        STAGES["mla_tp1_to_2"],
-        tp(1, 1, backend="mooncake"),
-        tp(2, 1, backend="mooncake"),
-    ],
-    ids=lambda fleet: f"{fleet.backend}-{fleet.prefill}-{fleet.decode}-{fleet.mla}",
-)
+@pytest.mark.parametrize("fleet", MIXED.values(), ids=MIXED)
 def test_mixed_fleet(serve, fleet, engines):
     with serve(same_widths(fleet), *engines) as servers:
         for src, dst, chunks in REQUESTS:
@@ -178,7 +176,7 @@ def test_stock_decode_counts_patched_senders(serve, name):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_many_copies(serve, backend):
-    """4,800 token slices a sender in one chunk, more than Mooncake's TCP transport takes at a time."""
+    """4,800 token slices a sender in one chunk: more than Mooncake takes over TCP at a time."""
     pages = list(range(0, 1200, 2))
     fleet = tp(2, 1, layers=4, page_size=1, pages=1200, backend=backend)
     with serve(fleet) as servers:

@@ -179,16 +179,16 @@ class NixlKVManager(CommonKVManager):
             RuntimeError: NIXL takes one of them not; the server must not start.
         """
         args = self.kv_args
-        kind = args.layout.memory
-        self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, kind)
-        self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM")
+        # Host memory too bears the published device number: stock peers address it by that.
+        pool = (args.layout.memory, args.gpu_id)
+        self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
+        self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
         if args.state_data_ptrs:
             self.state_descs = self._register(
-                "state", args.state_data_ptrs, args.state_data_lens, kind
+                "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
 
-    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str):
-        device = self._device(kind)
+    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str, device: int):
         try:
             descs = self.agent.register_memory(
                 [(ptr, size, device, "") for ptr, size in zip(ptrs, lens)], kind
@@ -204,17 +204,14 @@ class NixlKVManager(CommonKVManager):
             )
         return descs
 
-    def _device(self, kind: str) -> int:
-        return self.kv_args.gpu_id if kind == "VRAM" else 0
-
     def _post(self, peer: str, copies: Copies, plan: PeerPlan, gpu_id: int, notif: bytes):
         """Start one write; returns its handle, or None where only the notification had to go."""
         if not len(copies):
             self.agent.send_notif(peer, notif)
             return None
-        own, theirs = self.kv_args.layout.memory, plan.layout.memory
-        src = self._descs(copies.src, copies.length, own, self._device(own))
-        dst = self._descs(copies.dst, copies.length, theirs, gpu_id if theirs == "VRAM" else 0)
+        args = self.kv_args
+        src = self._descs(copies.src, copies.length, args.layout.memory, args.gpu_id)
+        dst = self._descs(copies.dst, copies.length, plan.layout.memory, gpu_id)
         return self._start(peer, src, dst, notif)
 
     def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
