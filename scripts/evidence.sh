@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Measure what this project claims, and write docs/evidence.md from the measurements.
 #
-# usage: scripts/evidence.sh [setup|demo|tests|report...]
+# usage: scripts/evidence.sh [setup|demo|tests|nightly|report...]
 #
-#   setup   scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
-#   demo    scripts/demo.sh on the patched engine and with --stock
-#   tests   scripts/test.sh --nightly, which records what each serving scenario did
-#   report  docs/evidence.md from what was measured last
+#   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
+#   demo     scripts/demo.sh on the patched engine and with --stock
+#   tests    scripts/test.sh; each serving scenario is recorded
+#   nightly  what scripts/test.sh leaves out
+#   report   docs/evidence.md from what was measured last
 #
-# Without a step: all of them, about an hour and a half on two cores.
+# Without a step: all of them, about two hours on two cores.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
