@@ -24,7 +24,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
 KEEPER = Path(__file__).with_name("keeper.py")
 HOST = "127.0.0.1"
-START_SECONDS = 240  # a TP 4 server on two busy cores takes about a minute
+START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
 
 

@@ -60,11 +60,11 @@ SCENARIOS = [
     mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
     mooncake("tp2_to_1", FOUR_HEADS, "right", ("patched",), prefill_tp=2),
     mooncake("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=16),
-    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", prefill_tp=4),
-    mooncake("tp1_to_4_replicated", TWO_HEADS, "wrong", decode_tp=4),
-    mooncake("tp2_to_4_replicated", TWO_HEADS, "wrong", prefill_tp=2, decode_tp=4),
+    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", ("patched",), prefill_tp=4),
+    mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", decode_tp=4),
+    mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", prefill_tp=2, decode_tp=4),
     mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", prefill_tp=2, prefill_pp=2),
-    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", prefill_pp=2),
+    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("patched",), prefill_pp=2),
     mooncake("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
 ]
 
