@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from toy import VERSION, write
@@ -25,7 +26,10 @@ def find_in(python_path, *arguments) -> str:
         "import sys; sys.path[:0] = sys.argv[1].split(':'); "
         "from sglang_pd.engine import find_engine; print(find_engine().root)"
     )
-    tool = [str(patches.PACKAGE.parent), *[path for path in sys.path if "site-packages" in path]]
+    # The tool's own packages, without an engine that is installed for other tests.
+    packages = [path for path in sys.path if "site-packages" in path]
+    packages = [path for path in packages if not (Path(path) / "sglang").exists()]
+    tool = [str(patches.PACKAGE.parent), *packages]
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, ":".join([*map(str, python_path), *tool])],
         capture_output=True,
