@@ -141,10 +141,10 @@ def test_stock(serve, name):
 
 
 def test_stock_with_a_narrower_v(serve):
-    """Stock sends V in K's lengths, past the end of the buffer; patched is right above."""
+    """Stock sends V in K's lengths: past the end of the memory, or into the neighbour's."""
     with serve(HEADS["tp1_to_1"], "stock", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
-        assert outcome.prefill[0]["state"] == "raised", outcome
+        assert outcome.state in ("raised", "wrong"), outcome
 
 
 # Wherever stock alone works, one side may be stock: a rollout goes server by server.
