@@ -64,6 +64,19 @@ class CommonKVManager:
             failed = KVPoll.Failed in (current, status)
             self.request_status[room] = KVPoll.Failed if failed else max(current, status)
 
+    def read_bootstrap_messages(self) -> None:
+        """Prefill: start the thread that reads them; one that cannot be read is dropped."""
+
+        def serve():
+            while True:
+                frames = self.server_socket.recv_multipart()
+                try:
+                    self._take_bootstrap_message(frames)
+                except Exception:
+                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
+
+        threading.Thread(target=serve, daemon=True).start()
+
     def take_abort(self, room: bytes, reason: bytes) -> None:
         """Fail the room that decode has given up."""
         number = int(room.decode("ascii"))

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import os
 import struct
-import threading
 from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
@@ -153,16 +152,7 @@ class MooncakeKVManager(CommonKVManager):
 
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
-
-        def serve():
-            while True:
-                frames = self.server_socket.recv_multipart()
-                try:
-                    self._take_bootstrap_message(frames)
-                except Exception:
-                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
-
-        threading.Thread(target=serve, daemon=True).start()
+        self.read_bootstrap_messages()
 
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] == ABORT:

@@ -399,16 +399,7 @@ class NixlKVManager(CommonKVManager):
 
     def _start_bootstrap_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
-
-        def serve():
-            while True:
-                frames = self.server_socket.recv_multipart()
-                try:
-                    self._take_bootstrap_message(frames)
-                except Exception:
-                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
-
-        threading.Thread(target=serve, daemon=True).start()
+        self.read_bootstrap_messages()
 
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
