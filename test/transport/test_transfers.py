@@ -176,9 +176,10 @@ def test_stock_decode_counts_patched_senders(serve, name):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_many_copies(serve, backend):
-    """4,800 token slices a sender in one chunk: more than Mooncake takes over TCP at a time."""
-    pages = list(range(0, 1200, 2))
-    fleet = tp(2, 1, layers=4, page_size=1, pages=1200, backend=backend)
+    """14,400 token slices from each of 4 senders, all at once: as much as Mooncake's TCP takes."""
+    pages = list(range(0, 2400, 2))
+    sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
+    fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, backend=backend)
     with serve(fleet) as servers:
-        outcome = servers.request(pages, [page + 1 for page in pages])
+        outcome = servers.request(pages, [page + 1 for page in pages], seconds=60)
         assert outcome.state == "right", outcome

@@ -32,6 +32,11 @@ class CommonKVManager:
     # Rooms are touched by the scheduler and by the bootstrap thread; a process has one manager.
     rooms_lock = threading.RLock()
 
+    @property
+    def sender(self) -> int:
+        """This prefill rank's number among all that may serve a decode rank, over TP and PP."""
+        return self.attn_tp_rank * self.pp_size + self.pp_rank
+
     def plan_transfers(
         self, peer: str, frame: bytes, facts: PeerFacts, pointers: Pointers
     ) -> Tuple[Optional[PeerPlan], str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
 import struct
+import threading
 from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
@@ -37,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 8192
-# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process.
-TCP_BATCH = 256
+# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process, and
+# a caller spins until its copies have ended: with more callers than cores none ends in time.
+TCP_BATCH = 512
+_TCP_TURN = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -128,19 +132,17 @@ class MooncakeKVManager(CommonKVManager):
     ) -> int:
         """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
         size = SLICE_BATCH if is_sliced else len(copies)
+        turn = contextlib.nullcontext()
         if os.environ.get("MC_FORCE_TCP"):
-            size = min(size, TCP_BATCH)
+            size, turn = min(size, TCP_BATCH), _TCP_TURN
         if self.enable_custom_mem_pool:  # NVLink gains from several threads
             size = min(size, -(-len(copies) // executor._max_workers))
 
         def write(start: int) -> int:
             part = slice(start, start + size)
-            return self.engine.batch_transfer_sync(
-                session,
-                copies.src[part].tolist(),
-                copies.dst[part].tolist(),
-                copies.length[part].tolist(),
-            )
+            lists = [column[part].tolist() for column in (copies.src, copies.dst, copies.length)]
+            with turn:
+                return self.engine.batch_transfer_sync(session, *lists)
 
         # All are waited for, also when one fails: pages must not be freed under a write.
         results = list(executor.map(write, range(0, len(copies), size or 1)))
@@ -176,8 +178,7 @@ class MooncakeKVManager(CommonKVManager):
 
     def _tell_failure(self, info: TransferInfo) -> None:
         """As `sync_status_to_decode_endpoint`, whose sockets belong to the transfer threads."""
-        sender = self.attn_tp_rank * self.pp_size + self.pp_rank
-        numbers = (info.room, KVPoll.Failed, sender)
+        numbers = (info.room, KVPoll.Failed, self.sender)
         with zmq.Context.instance().socket(zmq.PUSH) as sock:
             sock.setsockopt(zmq.IPV6, int(is_valid_ipv6_address(info.endpoint)))
             sock.connect(format_tcp_address(info.endpoint, info.dst_port))

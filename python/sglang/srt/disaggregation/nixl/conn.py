@@ -108,8 +108,6 @@ class NixlKVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
-        # Unique over TP x PP, as Mooncake numbers its senders.
-        self.sender = self.attn_tp_rank * self.pp_size + self.pp_rank
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
