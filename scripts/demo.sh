@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# Set up, apply the patch set, and see prefill TP 2 -> decode TP 1 over NIXL give right tokens.
+# Set up, apply the patch set, and see a prefill and a decode server give a single server's tokens.
 #
-# usage: scripts/demo.sh [--stock]
+# usage: scripts/demo.sh [nixl|ascend] [--stock]
 #
-#   scripts/demo.sh           on the patched engine; status 0 if all tokens equal a single server's
-#   scripts/demo.sh --stock   on the stock engine: no answer comes within a minute; status 1
+#   scripts/demo.sh                  prefill TP 2 -> decode TP 1 over NIXL; status 0 if all are equal
+#   scripts/demo.sh ascend           an MLA model, prefill PP 2 -> decode PP 1, ascend backend
+#   scripts/demo.sh --stock          on the stock engine: no answer comes within a minute; status 1
+#   scripts/demo.sh ascend --stock   on the stock engine: wrong tokens; status 1
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
     exit 0
 fi
+for word in "$@"; do # before the set-up, which may take minutes
+    if [[ $word != nixl && $word != ascend && $word != --stock ]]; then
+        echo "demo: '$word' is not nixl, ascend or --stock; see --help" >&2
+        exit 2
+    fi
+done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
 exec "$root/.pd-env/stock/bin/python" -m sglang_pd.demo "$@"

@@ -1,7 +1,7 @@
 """Start real prefill, decode and single servers and the router, ask them, and stop them for sure.
 
 For the demo and the serving tests: everything runs on this machine, on the CPU host, in the
-environments that `scripts/setup.sh` makes.
+environments that `scripts/setup.sh` makes; or on its NPUs, in the Python that runs this.
 """
 
 import asyncio
@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
 from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
+from sglang_pd.device import DTYPES, device, npus
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
@@ -26,6 +28,8 @@ KEEPER = Path(__file__).with_name("keeper.py")
 HOST = "127.0.0.1"
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
+NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
+NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
 
 
 class ServerFailed(RuntimeError):
@@ -34,13 +38,34 @@ class ServerFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Sizes of the two sides, and how KV travels between them.  ``page_size`` is in tokens."""
+    """Sizes of the two sides, and how KV travels between them.
+
+    ``page_size`` is in tokens; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
+    """
 
     backend: str = "nixl"
     prefill_tp: int = 1
     prefill_pp: int = 1
     decode_tp: int = 1
     page_size: int = 1
+    fia: bool = False
+
+    @property
+    def attention(self) -> str:
+        """The attention backend; it decides which pools hold the KV."""
+        return "ascend" if self.backend == "ascend" else "torch_native"
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of prefill and of decode."""
+        return self.prefill_tp * self.prefill_pp, self.decode_tp
+
+    def environment(self, store_port: int) -> dict[str, str]:
+        """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
+        if self.backend != "ascend":
+            return {}
+        store = f"tcp://{HOST}:{store_port}"
+        return {"ASCEND_MF_STORE_URL": store, "ASCEND_USE_FIA": str(int(self.fia))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +81,32 @@ class Answer:
 def interpreter(environment: str) -> Path:
     """Python of ``stock``, ``patched`` or ``base``, which has all but an engine.
 
+    On an NPU that is the Python that runs this, for ``patched`` and ``base``.
+
     Raises:
-        FileNotFoundError: the environment has not been made.
+        FileNotFoundError: the environment has not been made, or is ``stock`` on an NPU.
     """
+    if device() == "npu":
+        if environment == "stock":
+            raise FileNotFoundError(NO_STOCK)
+        return Path(sys.executable)
     python = PD_ENV / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(f"{python} is not there: run scripts/setup.sh first")
     return python
+
+
+def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | None:
+    """Why a fleet of so many ranks cannot run on this device; None if it can."""
+    if device() == "cpu":
+        return None
+    if backend != "ascend":
+        return f"on an NPU KV travels by ascend, not by {backend}"
+    if "stock" in engines:
+        return NO_STOCK
+    if ranks > npus():
+        return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
+    return None
 
 
 def free_ports(count: int) -> list[int]:
@@ -144,32 +188,51 @@ def engine_server(
     tp: int = 1,
     pp: int = 1,
     page_size: int = 1,
+    attention: str = "torch_native",
+    first_npu: int = 0,
     options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Server:
-    """An engine server on the CPU host, small and quick to start; ``options`` are added."""
+    """An engine server, small and quick to start, on the CPU host or on NPUs.
+
+    ``options`` are added to its command, ``environment`` to its environment. On NPUs its ranks
+    have one each, from ``first_npu`` on; attention and page size are then those that NPUs have.
+    """
     port, nccl_port = free_ports(2)
+    on_npu = device() == "npu"
+    if on_npu:
+        attention, page_size = "ascend", NPU_PAGE_SIZE
     command = [str(interpreter(engine)), "-m", "sglang.launch_server"]
     command += ["--model-path", str(model), "--served-model-name", "tiny"]
     command += ["--host", HOST, "--port", str(port)]
-    command += ["--nccl-port", str(nccl_port), "--device", "cpu", "--dtype", "float32"]
+    command += ["--nccl-port", str(nccl_port)]
+    command += ["--device", device(), "--dtype", DTYPES[device()]]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     command += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
     command += ["--chunked-prefill-size", "256", "--random-seed", "0"]
-    command += ["--attention-backend", "torch_native", "--grammar-backend", "none"]
+    command += ["--attention-backend", attention, "--grammar-backend", "none"]
     command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
-    return Server(
-        name, [*command, *options], port, logs / f"{name}.log", {**ENVIRONMENT, **binding}
-    )
+    if on_npu:
+        command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
+        host = {}
+    else:
+        host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
+    variables = {**host, **environment}
+    return Server(name, [*command, *options], port, logs / f"{name}.log", variables)
 
 
 def pd_servers(
     topology: Topology, model: Path, logs: Path, prefill_engine: str, decode_engine: str
 ) -> tuple[Server, Server, Server]:
     """A prefill server, a decode server and the router before them."""
-    bootstrap_port, router_port, metrics_port = free_ports(3)
-    common = ["--disaggregation-transfer-backend", topology.backend]
-    common += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+    bootstrap_port, router_port, metrics_port, store_port = free_ports(4)
+    transfer = ["--disaggregation-transfer-backend", topology.backend]
+    transfer += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+    common = {
+        "page_size": topology.page_size,
+        "attention": topology.attention,
+        "environment": topology.environment(store_port),
+    }
     prefill = engine_server(
         "prefill",
         prefill_engine,
@@ -177,8 +240,8 @@ def pd_servers(
         logs,
         tp=topology.prefill_tp,
         pp=topology.prefill_pp,
-        page_size=topology.page_size,
-        options=["--disaggregation-mode", "prefill", *common],
+        options=["--disaggregation-mode", "prefill", *transfer],
+        **common,
     )
     decode = engine_server(
         "decode",
@@ -186,8 +249,9 @@ def pd_servers(
         model,
         logs,
         tp=topology.decode_tp,
-        page_size=topology.page_size,
-        options=["--disaggregation-mode", "decode", *common],
+        first_npu=topology.ranks[0],
+        options=["--disaggregation-mode", "decode", *transfer],
+        **common,
     )
     # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
     command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]

@@ -1,13 +1,14 @@
-"""Show disaggregated serving over NIXL between TP 2 and TP 1 beside a single server.
+"""Show disaggregated serving beside a single server: TP 2 and TP 1 over NIXL, or MLA with PP 2.
 
 Run by `scripts/demo.sh`.  On the patched engine both give the same tokens; on the stock engine no
-answer comes.  Exit status 0 if every prompt was answered with equal tokens, 1 if not, 2 if the
-servers did not start.
+answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  Exit status 0 if every prompt
+was answered with equal tokens, 1 if not, 2 if the servers did not start.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyModel
+from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, TinyModel
 
-MODEL = TinyModel()
-TOPOLOGY = cluster.Topology("nixl", prefill_tp=2, decode_tp=1, page_size=16)
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16
 PATIENCE = 60  # seconds; a right answer takes a few
@@ -35,6 +34,36 @@ PROMPTS = [
     "The decode server continues from them, one token after the other. " * 3,
     "0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987. " * 6,
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """A fleet, its model, and the fleet in words."""
+
+    topology: cluster.Topology
+    model: TinyModel
+    fleet: str
+
+
+class Backend(str, enum.Enum):
+    """What carries the KV."""
+
+    nixl = "nixl"
+    ascend = "ascend"
+
+
+SHOWS = {
+    Backend.nixl: Show(
+        cluster.Topology("nixl", prefill_tp=2, page_size=16),
+        TinyGQA(),
+        "prefill TP 2, decode TP 1 over NIXL",
+    ),
+    Backend.ascend: Show(
+        cluster.Topology("ascend", prefill_pp=2, page_size=16),
+        TinyMLA(layers=7),
+        "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +142,15 @@ def report(served: list[Completion], single: list[Completion], console: Console)
     return equal
 
 
-def run(stock: bool) -> int:
+def run(show: Show, stock: bool) -> int:
     """Start the servers, ask them, print the report; returns the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
-    model = MODEL.make(cluster.PD_ENV / "models")
-    prefill, decode, router = cluster.pd_servers(TOPOLOGY, model, LOGS, engine, engine)
+    model = show.model.make(cluster.PD_ENV / "models")
+    prefill, decode, router = cluster.pd_servers(show.topology, model, LOGS, engine, engine)
     single = cluster.engine_server("single", "stock", model, LOGS)
     console.print(
-        f"{engine} engine: router, prefill TP {TOPOLOGY.prefill_tp}, decode TP "
-        f"{TOPOLOGY.decode_tp} over NIXL; and one single server (stock). Starting ..."
+        f"{engine} engine: router, {show.fleet}; and one single server (stock). Starting ..."
     )
     try:
         with running([prefill, decode, router, single], console):
@@ -141,13 +169,16 @@ def run(stock: bool) -> int:
 
 
 def main(
+    backend: Annotated[
+        Backend, typer.Argument(help="Carry KV over NIXL from TP 2 to TP 1, or MLA's from PP 2.")
+    ] = Backend.nixl,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Serve with the stock engine: no answer comes.")
+        bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")
     ] = False,
 ) -> None:
-    """Serve with prefill TP 2 and decode TP 1 over NIXL, and compare with a single server."""
+    """Serve with a prefill and a decode server, and compare with a single server."""
     try:
-        sys.exit(run(stock))
+        sys.exit(run(SHOWS[backend], stock))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,6 +1,8 @@
 """Grafts a file of ours onto the engine's file of the same path. The rules: docs/graft.md."""
 
-from collections.abc import Sequence
+import ast
+import builtins
+from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
@@ -13,6 +15,8 @@ from sglang_pd.source import (
     find,
     fingerprint,
     imported,
+    imports_of,
+    is_guarded_import,
     is_typing_block,
     parse,
     statements,
@@ -47,8 +51,9 @@ class _Graft:
         self.before: dict[str, str | None] = {}
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
-        imports, typing, symbols = self._sort(ours)
+        imports, typing, guarded, symbols = self._sort(ours)
         body = self._imports(list(engine.body), imports, typing, {symbol_name(s) for s in symbols})
+        body = self._guard(body, guarded, ours)
         body = self._symbols(body, symbols, "")
         if body and not engine.body:
             engine = engine.with_changes(has_trailing_newline=True)
@@ -61,18 +66,21 @@ class _Graft:
         return grafted, self.before
 
     def _sort(self, ours: cst.Module):
-        """Our module-level imports, our imports for type checking, and our symbols."""
+        """Our module-level imports, those for type checking, the guarded ones, and our symbols."""
         imports: list[cst.CSTNode] = []
         typing: list[cst.CSTNode] = []
+        guarded: list[cst.If] = []
         symbols: list[cst.CSTNode] = []
         for statement in _without_docstring(ours.body):
-            if small := _imports_of(statement):
+            if small := imports_of(statement):
                 imports += small
-            elif is_typing_block(statement) and all(map(_imports_of, statement.body.body)):
-                typing += [small for line in statement.body.body for small in _imports_of(line)]
+            elif is_typing_block(statement) and all(map(imports_of, statement.body.body)):
+                typing += [small for line in statement.body.body for small in imports_of(line)]
+            elif is_guarded_import(statement):
+                guarded.append(statement)
             else:
                 symbols.append(statement)
-        return imports, typing, symbols
+        return imports, typing, guarded, symbols
 
     # Imports
 
@@ -100,10 +108,7 @@ class _Graft:
     def _missing(self, node, table: dict[str, list[Bound]], ours: set, typing: bool) -> str | None:
         """The text of our import statement less what the engine's file has; None if it has all."""
         if isinstance(node, cst.ImportFrom):
-            if isinstance(node.names, cst.ImportStar) or node.relative:
-                raise GraftError(
-                    f"our {self.path}: imports must be absolute, and name what they import"
-                )
+            self._check_absolute(node)
             if absolute(node, self.module) == self.module:
                 return self._check_own(node, table, ours)
         wanted = []
@@ -128,6 +133,12 @@ class _Graft:
             return line
         return "\n".join([f"from {source} import (", *(f"    {name}," for name in wanted), ")"])
 
+    def _check_absolute(self, node: cst.ImportFrom) -> None:
+        if isinstance(node.names, cst.ImportStar) or node.relative:
+            raise GraftError(
+                f"our {self.path}: imports must be absolute, and name what they import"
+            )
+
     def _check_own(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
         """An import of the file's own module only tells linters of the engine's names."""
         for alias in node.names:
@@ -142,13 +153,96 @@ class _Graft:
         bounds = table.get(name, [])
         for bound in bounds:
             if bound.kind not in ("import", "typing") or bound.origin != origin:
-                meaning = f"`{bound.origin}`" if bound.origin else f"something else ({bound.kind})"
+                other = bound.origin not in ("", origin)
+                meaning = f"`{bound.origin}`" if other else f"something else ({bound.kind})"
                 raise GraftError(
                     f"our {self.path} imports `{origin}` as `{name}`, which is {meaning} in the "
                     "engine's file; import it under another name, or, to use the engine's own, "
                     f"write `from {self.module} import {name}` under `if TYPE_CHECKING:`"
                 )
         return any(typing or bound.kind == "import" for bound in bounds)
+
+    # Guarded imports
+
+    def _guard(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
+        """The engine's statements with our guarded imports for its unconditional ones."""
+        place = _after_imports(body)
+        added, removed = [], set()
+        for block in blocks:
+            origins = self._guarded(block, ours)
+            found = self._imports_to_guard(body, origins)
+            if fingerprint(block) in map(fingerprint, found):
+                continue  # a later engine's own guard
+            for statement in found:
+                self._check_replaceable(statement, origins, block, body[:place])
+            _, comments = _split_comments(block.leading_lines)
+            added.append(block.with_changes(leading_lines=[BLANK, *comments]))
+            removed.update(found)
+        for block in added:
+            self._check_test(block, [s for s in body[:place] if s not in removed])
+        body[place:place] = added
+        for at in reversed([at for at, s in enumerate(body) if s in removed]):
+            lines = body[at].leading_lines
+            kept = _split_comments(lines)[0] if at else lines  # a file's first lines are its own
+            following = body[at + 1]
+            following = following.with_changes(leading_lines=[*kept, *following.leading_lines])
+            body[at : at + 2] = [following]
+        return body
+
+    def _guarded(self, block: cst.If, ours: cst.Module) -> dict[str, str]:
+        """What our block binds: {name: origin}."""
+        for node in (node for line in block.body.body for node in imports_of(line)):
+            if isinstance(node, cst.ImportFrom):
+                self._check_absolute(node)
+        bounds = bindings(block, self.module)
+        for name, bound in bounds.items():
+            if bound.kind != "guarded" or "." in name:
+                raise GraftError(
+                    f"our {self.path}: `{_head(block)}` binds `{name}`, and may only import plain "
+                    "names, each of one thing (`import a.b as c`)"
+                )
+            if sum(name in bindings(s, self.module) for s in ours.body) > 1:
+                raise GraftError(f"our {self.path} binds `{name}` twice; `{_head(block)}` does it")
+        return {name: bound.origin for name, bound in bounds.items()}
+
+    def _imports_to_guard(self, body: list, origins: dict[str, str]) -> list[cst.CSTNode]:
+        """The engine's statements that import any of our guarded names; notes what they were."""
+        found = []
+        for name in origins:
+            at = find(body, name, f"the engine's {self.path}", ("import", "guarded"))
+            self.before[name] = None if at is None else fingerprint(body[at])
+            if at is not None:
+                found.append(body[at])
+        return found
+
+    def _check_replaceable(self, old: cst.CSTNode, origins: dict, block: cst.If, top: list) -> None:
+        """`old` is at the engine's top, alone on its line, and imports no more than ours."""
+        bounds = bindings(old, self.module)
+        if (
+            old not in top
+            or len(imports_of(old)) != 1
+            or any(origins.get(name) != bound.origin for name, bound in bounds.items())
+        ):
+            raise GraftError(
+                f"{self.path}: `{_head(block)}` guards {_quoted(origins)} in ours; the engine's "
+                f"`{_head(old)}` is no import, above its first line of code, of just that"
+            )
+
+    def _check_test(self, block: cst.If, top: list) -> None:
+        """What the test calls must be imported above it; compiling does not show it."""
+        tree = ast.parse(_code(block.test).strip(), mode="eval")
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        bound = {
+            name
+            for statement in top
+            for name, how in bindings(statement, self.module).items()
+            if how.kind == "import"
+        }
+        if missing := names - bound - set(dir(builtins)):
+            raise GraftError(
+                f"our {self.path}: `{_head(block)}` needs {_quoted(missing)}, which nothing "
+                "imports above the engine's first line of code, where it will stand"
+            )
 
     # Symbols
 
@@ -175,10 +269,9 @@ class _Graft:
     def _name(self, statement: cst.CSTNode, scope: str) -> str:
         name = symbol_name(statement)
         if name is None:
-            text = _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
             raise GraftError(
-                f"our {self.path}: `{text}` in {scope[:-1] or 'the module'} is no function, "
-                "class or assignment to one name"
+                f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                "function, class or assignment to one name"
             )
         return name
 
@@ -222,17 +315,11 @@ def _without_docstring(body: Sequence) -> list:
     return list(body[1:] if is_docstring else body)
 
 
-def _imports_of(statement: cst.CSTNode) -> list:
-    """The imports of a line that holds nothing else, else an empty list."""
-    small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
-    return list(small) if all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small) else []
-
-
 def _after_imports(body: list) -> int:
     """Position after the last import above the first line of code."""
     at = len(body) - len(_without_docstring(body))
     for k in range(at, len(body)):
-        if _imports_of(body[k]):
+        if imports_of(body[k]):
             at = k + 1
         elif not is_typing_block(body[k]):
             break
@@ -279,6 +366,15 @@ def _bases(node: cst.ClassDef) -> str:
 
 def _code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
+
+
+def _head(statement: cst.CSTNode) -> str:
+    """First line of a statement."""
+    return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _kind(node: cst.CSTNode) -> str:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import libcst as cst
 import typer
 
 from sglang_pd import record
@@ -13,7 +12,7 @@ from sglang_pd.errors import Code, Refusal
 from sglang_pd.graft import graft
 from sglang_pd.patches import Patch, Pins, Release, load, symbol_ids
 from sglang_pd.plan import changed, same
-from sglang_pd.source import GraftError, lookup, parse
+from sglang_pd.source import Definition, GraftError, lookup, parse
 from sglang_pd.transaction import STATE, read_file
 
 
@@ -37,7 +36,7 @@ def pin(engine: Engine, release: Release) -> Pins:
         problems += [
             f"{path}::{symbol} is the engine's own text; drop it from our file"
             for symbol in same(ours, path, pins[path])
-            if not isinstance(lookup(parse(ours, path), symbol, path), cst.SimpleStatementLine)
+            if isinstance(lookup(parse(ours, path), symbol, path), Definition)
         ]
     if not problems:
         problems = unrecorded(release.patches, symbol_ids(changed(release.tree, pins)))

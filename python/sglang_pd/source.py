@@ -21,11 +21,12 @@ class Bound:
     """How a statement binds a name.
 
     kind: `symbol`, a statement that defines this name alone; `import`; `typing`, an import under
-    `if TYPE_CHECKING:`; `other`, anything else (under `if` or `try`, several targets, ...).
+    `if TYPE_CHECKING:`; `guarded`, an import under another `if` that holds only imports; `other`,
+    anything else (under `if` or `try`, several targets, ...).
     origin: the dotted name of what an import binds, else "".
     """
 
-    kind: Literal["symbol", "import", "typing", "other"]
+    kind: Literal["symbol", "import", "typing", "guarded", "other"]
     origin: str = ""
 
 
@@ -93,6 +94,22 @@ def is_typing_block(statement: cst.CSTNode) -> bool:
     )
 
 
+def imports_of(statement: cst.CSTNode) -> list[cst.Import | cst.ImportFrom]:
+    """The imports of a line that holds nothing else, else an empty list."""
+    small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+    return list(small) if all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small) else []
+
+
+def is_guarded_import(statement: cst.CSTNode) -> bool:
+    """True for an `if` of nothing but imports, without `else` and not for type checking."""
+    return (
+        isinstance(statement, cst.If)
+        and statement.orelse is None
+        and all(map(imports_of, statement.body.body))
+        and not is_typing_block(statement)
+    )
+
+
 def symbol_name(statement: cst.CSTNode) -> str | None:
     """The name that the statement defines, where it is one definition of one name; else None."""
     if isinstance(statement, Definition):
@@ -117,6 +134,8 @@ def bindings(statement: cst.CSTNode, module: str) -> dict[str, Bound]:
         return {name: Bound("symbol")}
     if isinstance(statement, cst.SimpleStatementLine):
         kind = "import"
+    elif is_guarded_import(statement):
+        kind = "guarded"
     else:
         kind = "typing" if is_typing_block(statement) else "other"
     collector = _Collector(kind, module)
@@ -171,10 +190,22 @@ def _names(target: cst.BaseExpression) -> Iterator[str]:
             yield from _names(element.value)
 
 
-def find(body: Iterable[cst.CSTNode], name: str, where: str) -> int | None:
-    """Position of the one statement that defines `name` in a body; None where nothing binds it.
+_HOW = {
+    "symbol": "a definition",
+    "import": "an import",
+    "typing": "an import",
+    "guarded": "an import under `if`",
+    "other": "part of another statement (`if`, `try`, ...)",
+}
 
-    Raises GraftError where the name is bound twice, or in no statement of its own.
+
+def find(
+    body: Iterable[cst.CSTNode], name: str, where: str, kinds: Iterable[str] = ("symbol",)
+) -> int | None:
+    """Position of the one statement that binds `name` in a body; None where nothing binds it.
+
+    kinds: of `Bound`, those that will do. Raises GraftError where the name is bound twice, or
+    otherwise.
     """
     found = [
         (at, bound[name].kind) for at, s in enumerate(body) if name in (bound := bindings(s, ""))
@@ -186,14 +217,10 @@ def find(body: Iterable[cst.CSTNode], name: str, where: str) -> int | None:
             f"{where}: `{name}` is defined {len(found)} times; whole symbols only can be replaced"
         )
     at, kind = found[0]
-    if kind != "symbol":
-        how = (
-            "an import"
-            if kind in ("import", "typing")
-            else "part of another statement (`if`, `try`, ...)"
-        )
+    if kind not in kinds:
+        what = "a definition" if "symbol" in kinds else "an import"
         raise GraftError(
-            f"{where}: `{name}` is bound by {how}; only a definition of its own can be replaced"
+            f"{where}: `{name}` is bound by {_HOW[kind]}; only {what} of its own can be replaced"
         )
     return at
 
@@ -210,13 +237,16 @@ def statements(node: cst.Module | cst.ClassDef, where: str) -> list[cst.CSTNode]
 
 
 def lookup(module: cst.Module, symbol: str, where: str) -> cst.CSTNode | None:
-    """The statement of a dotted symbol (`Class.method`), None if absent. Raises as `find`."""
+    """The statement of a dotted symbol (`Class.method`), None if absent. Raises as `find`.
+
+    An imported name has the import as its statement, or the `if` that guards it.
+    """
     node: cst.CSTNode = module
     for name in symbol.split("."):
         if not isinstance(node, (cst.Module, cst.ClassDef)):
             return None
         body = statements(node, where)
-        at = find(body, name, where)
+        at = find(body, name, where, ("symbol", "import", "guarded"))
         if at is None:
             return None
         node = body[at]

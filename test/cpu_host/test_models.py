@@ -5,11 +5,12 @@ import threading
 
 import pytest
 
-from sglang_pd.cpu_host.models import VOCABULARY, TinyModel, byte_tokenizer
+from sglang_pd.cpu_host.models import VOCABULARY, TinyGQA, TinyMLA, byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
 
-SMALL = TinyModel(layers=1, heads=2, kv_heads=1, head_dim=16, hidden=32)
+SMALL = TinyGQA(layers=1, heads=2, kv_heads=1, head_dim=16, hidden=32)
+SMALL_MLA = TinyMLA(layers=1, heads=2, latent=16, rope=8, head_dim=16, hidden=32)
 
 
 def test_same_parameters_same_weights(tmp_path):
@@ -24,6 +25,46 @@ def test_config_is_what_was_asked_for(tmp_path):
     assert config["num_key_value_heads"] == 1
     assert config["head_dim"] == 16
     assert config["dtype"] == "float32"
+
+
+def test_mla_config_is_what_the_engine_asks_for(tmp_path):
+    config = json.loads((SMALL_MLA.make(tmp_path) / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (16, 8)
+    assert config["q_lora_rank"] is None
+    assert config["rope_scaling"]["rope_type"] == "yarn"
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 1
+    assert config["moe_layer_freq"] == 1
+
+
+def logprobs_after(network, tokens, damage) -> list[float]:
+    """Of all tokens after ``tokens``, the KV of all but the last of which is damaged before use."""
+    import torch
+
+    with torch.no_grad():
+        cache = network(tokens[:, :-1], use_cache=True).past_key_values
+        damage(cache)
+        logits = network(tokens[:, -1:], past_key_values=cache).logits
+    return logits[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("model", [TinyGQA(), TinyMLA(layers=7)], ids=["gqa", "mla"])
+def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
+    """A page of 16 tokens in one layer that is not what it must be can be seen in one token."""
+    import torch
+
+    network = transformers.AutoModelForCausalLM.from_pretrained(model.make(tmp_path)).eval()
+    tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
+    right = logprobs_after(network, tokens, lambda cache: None)
+    for layer in range(model.layers):
+        for part in ("keys", "values"):
+
+            def damage(cache, layer=layer, part=part):
+                getattr(cache.layers[layer], part)[:, :, 32:48] = 0
+
+            wrong = logprobs_after(network, tokens, damage)
+            apart = (wrong - right).abs().max()
+            assert apart > 0.01, f"{part} of layer {layer}: logprobs differ by {apart:.4f} only"
 
 
 def test_made_at_once_by_two(tmp_path):

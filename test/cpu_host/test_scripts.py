@@ -36,6 +36,13 @@ def test_cpu_host_refuses_what_it_does_not_know(arguments, reason):
     assert reason in found.stderr
 
 
+@pytest.mark.parametrize("words", [["hccl"], ["ascend", "--patched"], ["--stock", "mooncake"]])
+def test_demo_refuses_what_it_does_not_know(words):
+    found = run(SCRIPTS / "demo.sh", *words)
+    assert found.returncode == 2
+    assert f"'{words[-1]}' is not nixl, ascend or --stock" in found.stderr
+
+
 def test_setup_refuses_an_unknown_engine():
     found = run(SCRIPTS / "setup.sh", "newest")
     assert found.returncode == 2

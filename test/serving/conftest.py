@@ -9,20 +9,22 @@ from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from sglang_pd import cluster
 from sglang_pd.cpu_host.models import TinyModel
+from sglang_pd.device import device
 
 
 @pytest.fixture(scope="session")
 def reference():
     """Function: what one stock server, TP 1, answers to the prompts on a model.
 
-    Its answers are kept in .pd-env/, by all that decides them.
+    Its answers are kept in .pd-env/, by all that decides them. On an NPU the patched engine is the
+    only one; without disaggregation it does what stock does.
     """
 
     def answers(model: TinyModel) -> list[cluster.Answer]:
         asked = json.dumps([prompts(), NEW_TOKENS]).encode()
         weights = (model_folder(model) / "model.safetensors").read_bytes()
         key = hashlib.sha256(asked + weights).hexdigest()[:16]
-        kept = cluster.PD_ENV / "references" / f"{model.name}-{key}.json"
+        kept = cluster.PD_ENV / "references" / f"{device()}-{model.name}-{key}.json"
         if not kept.exists():
             made = _ask_single_server(model)
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,8 @@ def reference():
 
 def _ask_single_server(model: TinyModel) -> list[cluster.Answer]:
     logs = cluster.PD_ENV / "logs" / "serving" / "reference"
-    server = cluster.engine_server("single", "stock", model_folder(model), logs)
+    engine = "patched" if device() == "npu" else "stock"
+    server = cluster.engine_server("single", engine, model_folder(model), logs)
     with cluster.running([server]):
         made = cluster.ask(server.url, prompts(), NEW_TOKENS, seconds=180)
     for answer in made:

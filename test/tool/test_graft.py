@@ -1,12 +1,17 @@
 """The rules of docs/graft.md, one by one, and what holds for any pair of files."""
 
+from dataclasses import replace
+from hashlib import sha256
 from textwrap import dedent
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_pd import operations, pin
+from sglang_pd.errors import Code, Refusal
 from sglang_pd.graft import graft
+from sglang_pd.plan import changed, survey
 from sglang_pd.source import GraftError, fingerprint, lookup, parse
 
 PATH = "srt/a/b.py"
@@ -335,6 +340,154 @@ def test_an_import_of_the_own_module_is_checked_and_dropped():
     refused(engine, f"from {OWN} import missing\n", "`missing`", "no such name")
 
 
+# Guarded imports
+
+GUARD = "if on_npu():\n    import npu\n"
+OURS = f"from host import on_npu\n\n{GUARD}"
+
+
+def test_a_guarded_import_takes_the_place_of_the_engines():
+    check(
+        """
+        # License
+
+        import torch
+
+        # why theirs
+        import npu  # noqa: F401
+
+        from host import size
+        if TYPE_CHECKING:
+            from x import Y
+
+        A = 1
+        """,
+        """
+        '''Ours.'''
+        from host import on_npu
+
+        # section
+
+        # why ours
+        if on_npu():
+            # after the rest
+            import npu
+
+
+        def f():
+            return npu.version
+        """,
+        """
+        # License
+
+        import torch
+
+
+        from host import size
+        from host import on_npu
+
+        # why ours
+        if on_npu():
+            # after the rest
+            import npu
+        if TYPE_CHECKING:
+            from x import Y
+
+        A = 1
+
+
+        def f():
+            return npu.version
+        """,
+    )
+
+
+def test_guarded_imports_that_the_engine_lacks_are_added():
+    second = "if a.b:\n    from c import d as e\n"
+    check(
+        "import a\n\nA = 1\n",
+        f"{OURS}{second}",
+        f"import a\nfrom host import on_npu\n\n{GUARD}\n{second}\nA = 1\n",
+    )
+
+
+def test_comments_at_the_top_of_the_file_outlive_its_first_import():
+    check("# License\nimport npu\nimport host\n", OURS, f"# License\nimport host\n{OURS}")
+    check(
+        "# License\nimport npu\n", "if 1:\n    import npu\n", "# License\n\nif 1:\n    import npu\n"
+    )
+
+
+def test_one_guard_for_several_imports():
+    engine = b"from .k import (\n    a,\n    b,\n)\nimport os\nimport npu\nA = a\n"
+    ours = b"if os.sep:\n    import npu\n    from sglang.srt.a.k import a, b\n    import c as d\n"
+    got, before = graft(engine, b"import os\n" + ours, PATH)
+    assert got == b"import os\n\n" + ours + b"A = a\n"
+    module = parse(engine, PATH)
+    assert before == {
+        "npu": fingerprint(module.body[2]),
+        "a": fingerprint(module.body[0]),
+        "b": fingerprint(module.body[0]),
+        "d": None,
+    }
+
+
+def test_a_guard_takes_the_engines_indentation_and_line_ends():
+    engine = b"import npu\r\nimport host\r\nif host:\r\n\tA = 1\r\n"
+    got, _ = graft(engine, b"import host\nif host.npu:\n    import npu\n", PATH)
+    assert got == (b"import host\r\n\r\nif host.npu:\r\n\timport npu\r\nif host:\r\n\tA = 1\r\n")
+
+
+def test_an_engine_with_the_same_guard_keeps_its_own():
+    engine = f"import os\nfrom host import on_npu\nB = 1\n# theirs\n{GUARD}A = 1\n".encode()
+    got, before = graft(engine, OURS.encode(), PATH)
+    assert got == engine
+    assert before == {"npu": sha256(GUARD.encode()).hexdigest()}
+
+
+def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
+    """The toy's pool imports `os`; ours guards it."""
+    untouched = toy.snapshot()
+    ours = toy.trees / "sglang/srt/pool.py"
+    guard = "import sys\n\nif sys.platform:\n    import os\n"
+    ours.write_text(ours.read_text().replace("\n\n\nclass", f"\n{guard}\n\nclass"))
+    toy.pin()
+    release, engine = toy.release(), toy.engine()
+    assert release.pins["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
+    owned = [record for record in release.patches if record.owns("srt/pool.py::os")]
+    assert [record.id for record in owned] == ["pools"]
+    with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
+        pin.pin(engine, replace(release, patches=[]))
+
+    def state() -> str:
+        return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]
+
+    operations.apply(engine, release)
+    assert (state(), operations.status(engine, release).state) == ("applied", "applied")
+    assert operations.apply(engine, release) == []
+    assert operations.revert(engine)
+    assert toy.snapshot() == untouched
+    assert operations.status(engine, release).state == "absent"
+
+    pool = toy.root / "srt/pool.py"
+    pool.write_text(pool.read_text().replace("import os\n", "import os, sys\n"))
+    toy.write_record()
+    with pytest.raises(Refusal, match="srt/pool.py::os: expected sha256") as error:
+        operations.apply(engine, release)
+    assert error.value.code == Code.DRIFTED
+
+
+def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
+    guard = "import sys\n\nif sys.platform:\n    import os\n"
+    for path in (toy.root / "srt/net/conn.py", toy.trees / "sglang/srt/net/conn.py"):
+        path.write_text(f"{guard}\n\n{path.read_text()}")
+    toy.write_record()
+    toy.pin()
+    release = toy.release()
+    assert release.pins["srt/net/conn.py"].keys() == {"os", "send"}
+    assert changed(release.tree, release.pins)["srt/net/conn.py"].keys() == {"send"}
+
+
 # Refusals
 
 
@@ -380,6 +533,49 @@ def test_an_import_of_the_own_module_is_checked_and_dropped():
         ("A = 1\n", "from __future__ import annotations\n", ["__future__", "change the meaning"]),
         ("A = 1\n", "return 1\n", ["our"]),
         ("if g().h:\n    f = 1\n", "f = 2\n", ["`f`", "part of another statement"]),
+        ("import npu, os\n", OURS, ["`npu`", "`import npu, os`", "if on_npu():"]),
+        ("import npu; A = 1\n", OURS, ["`npu`", "`import npu; A = 1`"]),
+        ("import npu; import os\n", OURS, ["`npu`", "`import npu; import os`"]),
+        ("import npu; from x import *\n", OURS, ["`npu`", "`import npu; from x import *`"]),
+        ("import npu.x\n", OURS, ["`npu`", "`import npu.x`"]),
+        ("import x as npu\n", OURS, ["`npu`", "`import x as npu`"]),
+        ("A = 1\nimport npu\n", OURS, ["`npu`", "first line of code"]),
+        ("import npu\nimport npu\n", OURS, ["`npu`", "2 times"]),
+        (f"import npu\n{GUARD}", OURS, ["`npu`", "2 times"]),
+        ("npu = None\n", OURS, ["`npu`", "a definition"]),
+        ("def npu(): 1\n", OURS, ["`npu`", "a definition"]),
+        ("try:\n    import npu\nfinally:\n    A = 1\n", OURS, ["`npu`", "another statement"]),
+        ("if TYPE_CHECKING:\n    import npu\n", OURS, ["`npu`", "bound by an import"]),
+        ("if A:\n    import npu\n", OURS, ["`npu`", "`if A:`", "`if on_npu():`"]),
+        ("if on_npu(): import npu\n", OURS, ["`npu`", "another statement"]),
+        (f"{GUARD}else:\n    npu = 1\n", OURS, ["`npu`", "another statement"]),
+        (f"{GUARD}else:\n    A = 1\n", OURS, ["`npu`", "another statement"]),
+        (GUARD, "import npu\n", ["`npu`", "something else (guarded)"]),
+        (GUARD, "def npu(): 1\n", ["`npu`", "an import under `if`"]),
+        ("import npu\n", f"{OURS}else:\n    npu = 1\n", ["if on_npu():", "no function"]),
+        ("import npu\n", "if on_npu(): import npu\n", ["if on_npu():", "no function"]),
+        ("import npu\n", f"{OURS}    A = 1\n", ["if on_npu():", "no function"]),
+        ("import npu\n", f"import npu\n{OURS}", ["our", "`npu` twice"]),
+        ("import npu\n", f"{OURS}npu = 1\n", ["our", "`npu` twice"]),
+        ("import npu\n", f"{OURS}\n{GUARD}", ["our", "`npu` twice"]),
+        ("A = 1\n", f"{OURS}    import x as npu\n", ["our", "`npu`", "each of one thing"]),
+        ("A = 1\n", f"{OURS}    import b.c\n", ["our", "`b.c`", "import a.b as c"]),
+        ("A = 1\n", f"{OURS}    from . import c\n", ["our", "absolute"]),
+        ("A = 1\n", f"{OURS}    from c import *\n", ["our", "absolute"]),
+        ("A = 1\n", "if (B := 1):\n    import npu\n", ["our", "`B`", "only import"]),
+        (
+            "class C:\n    x = 1\n",
+            "class C:\n    if 1:\n        import npu\n",
+            ["`if 1:`", "in C", "no function"],
+        ),
+        ("import npu\nA = 1\n", "if A:\n    import npu\n", ["our", "needs `A`"]),
+        ("import npu\n", "if npu.x:\n    import npu\n", ["our", "needs `npu`"]),
+        (
+            "if TYPE_CHECKING:\n    import host\nimport os\n",
+            "if TYPE_CHECKING:\n    import host\nif host.x:\n    import npu\n",
+            ["our", "needs `host`"],
+        ),
+        ("A = 1\nimport host\n", "import host\nif host.x:\n    import npu\n", ["needs `host`"]),
         ("A = (\n", "A = 1\n", ["the engine's", "LibCST"]),
         ("A = 1\n", "def f(x, x): 1\n", ["no valid Python"]),
     ],
@@ -471,3 +667,26 @@ def test_any_graft_holds_ours_and_the_rest_of_the_engine(engine, ours):
 @given(engine=members())
 def test_nothing_grafted_changes_nothing(engine):
     assert graft(engine.encode(), b"'''Only a docstring.'''\n", PATH) == (engine.encode(), {})
+
+
+ABOVE = st.sampled_from(["", "\n", "# why\n", "\n# section\n\n# why\n"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    names=st.lists(st.sampled_from("abcde"), unique=True),
+    above=st.lists(ABOVE, min_size=7, max_size=7),
+    at=st.integers(0, 5),
+)
+def test_any_import_is_guarded_and_no_other_line_changes(names, above, at):
+    lines = [f"import {name}\n" for name in names]
+    lines.insert(at, "import npu  # odd\n")
+    first, guard = "import host\n", "\n# ours\nif host.npu:\n    import npu\n"
+    engine = expected = first
+    for line, lead in zip(lines, above):
+        engine += lead + line
+        expected += lead.removesuffix("# why\n") if "npu" in line else lead + line
+    engine, expected = (text + above[-1] + "A = 1\n" for text in (engine, expected + guard))
+    got, _ = graft(engine.encode(), (first + guard).encode(), PATH)
+    assert got.decode() == expected
+    assert graft(got, (first + guard).encode(), PATH)[0] == got

@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fleet as fleets
 
+from sglang_pd.cluster import why_not_here
+
 
 @pytest.fixture(scope="session")
 def nursery():
@@ -27,9 +29,14 @@ def nursery():
 
 @pytest.fixture()
 def serve(nursery):
-    """A function that runs a fleet with the named engines on prefill and decode."""
+    """A function that runs a fleet with the named engines on prefill and decode.
+
+    It skips the test where this device cannot run it.
+    """
 
     def run(fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched"):
+        if reason := why_not_here(fleet.backend, fleet.size, (prefill, decode)):
+            pytest.skip(reason)
         return fleets.running(fleet, nursery(prefill), nursery(decode))
 
     return run

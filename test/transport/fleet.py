@@ -17,11 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_pd.cluster import free_ports, interpreter
+from sglang_pd.cluster import HOST, free_ports, interpreter
 from sglang_pd.cpu_host import ENVIRONMENT
+from sglang_pd.device import await_peers, device
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120
+CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
 @dataclass(frozen=True)
@@ -52,20 +54,27 @@ class Fleet:
     k_width: int = 4
     v_width: int = 2
     mla: bool = False
-    index_keys: bool = False  # MLA with an indexer, whose keys travel as state; page size 64
+    index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
+    fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:
         if pp == len(self.stages):
             return list(self.stages)
         return [len(part) for part in np.array_split(range(self.layers), pp)]
 
-    def ranks(self, role: str, bootstrap_port: int) -> list[dict]:
-        """The configuration of each rank, as `rank.Rank` takes it."""
+    @property
+    def size(self) -> int:
+        """Ranks of both sides."""
+        return self.prefill.tp * self.prefill.pp + self.decode.tp * self.decode.pp
+
+    def ranks(self, role: str, bootstrap_port: int, store_port: int) -> list[dict]:
+        """The configuration of each rank, as `rank.Rank` takes it. On NPUs each has its own."""
         side: Side = getattr(self, role)
         sizes = self.stage_sizes(side.pp)
         if side.model_layers:
             sizes = [side.model_layers]
         starts = np.cumsum([0, *sizes]).tolist()
+        first = 0 if role == "prefill" else self.prefill.tp * self.prefill.pp
         common = {
             key: value
             for key, value in asdict(self).items()
@@ -76,6 +85,9 @@ class Fleet:
                 **common,
                 "role": role,
                 "bootstrap_port": bootstrap_port,
+                "store": store_url(store_port),
+                "device": device(),
+                "gpu_id": first + pp_rank * side.tp + tp_rank,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
@@ -99,17 +111,31 @@ class Fleet:
         return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
 
 
-class Nursery:
-    """A process per engine that has imported it and forks ranks."""
+def store_url(port: int) -> str:
+    """Of the store where MemFabric's engines meet."""
+    return f"tcp://{HOST}:{port}"
 
-    def __init__(self, engine: str):
+
+class Nursery:
+    """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
+
+    What has asked for NPUs must not fork processes that use them.
+    """
+
+    def __init__(self, engine: str, fresh: bool | None = None):
+        fresh = device() == "npu" if fresh is None else fresh
         self.folder = tempfile.TemporaryDirectory(prefix="pd-")
         self.path = Path(self.folder.name) / "socket"
         self.log = Path(self.folder.name) / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(interpreter(engine)), str(HERE / "rank.py"), str(self.path)],
-                env={**os.environ, **ENVIRONMENT, "SGLANG_HOST_IP": "127.0.0.1"},
+                [
+                    str(interpreter(engine)),
+                    str(HERE / "rank.py"),
+                    "fresh" if fresh else "fork",
+                    str(self.path),
+                ],
+                env={**os.environ, **(CPU_HOST if device() == "cpu" else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -239,7 +265,7 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
 @contextlib.contextmanager
 def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers]:
     """Start all ranks of both servers, and end them when the block is left."""
-    (port,) = free_ports(1)
+    port, store_port = free_ports(2)
     with contextlib.ExitStack() as stack:
 
         def born(nursery: Nursery) -> Rank:
@@ -247,14 +273,21 @@ def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers
             stack.callback(rank.close)
             return rank
 
-        answer = born(prefill).call("bootstrap", backend=fleet.backend, bootstrap_port=port)
+        answer = born(prefill).call(
+            "bootstrap",
+            backend=fleet.backend,
+            bootstrap_port=port,
+            store=store_url(store_port),
+        )
         if answer["state"] != "started":
             raise RuntimeError(f"bootstrap server: {answer}")
         time.sleep(0.3)
         sides = {}
         for role, nursery in (("prefill", prefill), ("decode", decode)):
-            configs = fleet.ranks(role, port)
+            configs = fleet.ranks(role, port, store_port)
             sides[role] = [born(nursery) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, sides[role], configs))
+        if fleet.backend == "ascend":
+            await_peers()
         yield Servers(fleet, **sides)

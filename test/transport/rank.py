@@ -1,8 +1,9 @@
 """One prefill or decode rank with the engine's real pools and KV manager, and no model.
 
-`python rank.py SOCKET` imports the engine once and then forks a process for every connection to the
-Unix socket. Such a process is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each.
-Runs under the Python of the stock or the patched engine.
+`python rank.py fork SOCKET` imports the engine once and then forks a process for every connection
+to the Unix socket; `fresh` instead of `fork` starts the process anew, `on FD` is such a process.
+It is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each. Buffers lie on the
+device that its configuration names. Runs under the Python of the stock or the patched engine.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
+from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -34,6 +36,10 @@ from sglang.srt.disaggregation.utils import (
     TransferBackend,
     get_kv_class,
     is_mla_backend,
+)
+from sglang.srt.hardware_backend.npu.memory_pool_npu import (
+    NPUMHATokenToKVPool,
+    NPUMLATokenToKVPool,
 )
 
 HOST = "127.0.0.1"
@@ -54,6 +60,9 @@ class Rank:
     def __init__(self, config: dict):
         self.config = SimpleNamespace(**config)
         c = self.config
+        os.environ.update(ASCEND_USE_FIA=str(c.fia), ASCEND_MF_STORE_URL=c.store)
+        if c.device == "npu":
+            torch.npu.set_device(c.gpu_id)
         self.is_prefill = c.role == "prefill"
         parallel_state._ATTN_TP = SimpleNamespace(rank_in_group=c.tp_rank, world_size=c.tp_size)
         parallel_state._PP = SimpleNamespace(rank_in_group=c.pp_rank, world_size=c.pp_size)
@@ -65,7 +74,7 @@ class Rank:
         self.pool = self._pool(c.layers, c.start_layer, self.heads[False])
         self.draft = self._pool(c.draft_layers, 0, self.heads[True]) if c.draft_layers else None
         self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
-        self.expected = {key: buffer.copy() for key, buffer in self._buffers()}
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
 
     def _pool(self, layers: int, start: int, heads: list[int]):
@@ -75,12 +84,14 @@ class Rank:
             "page_size": c.page_size,
             "dtype": torch.int64,
             "layer_num": layers,
-            "device": "cpu",
+            "device": c.device,
             "enable_memory_saver": False,
             "start_layer": start,
             "end_layer": start + layers - 1,
         }
-        if c.index_keys:
+        if c.backend == "ascend":
+            pool = self._npu_pool(heads, common)
+        elif c.index_keys:
             pool = NSATokenToKVPool(
                 kv_lora_rank=c.k_width,
                 qk_rope_head_dim=c.v_width,
@@ -98,24 +109,45 @@ class Rank:
                 buffer.fill_(UNTOUCHED)
         return pool
 
+    def _npu_pool(self, heads: list[int], common: dict):
+        c = self.config
+        if not c.mla:
+            return NPUMHATokenToKVPool(head_num=len(heads), head_dim=c.k_width, **common)
+        return NPUMLATokenToKVPool(
+            kv_lora_rank=c.k_width,
+            qk_rope_head_dim=c.v_width,
+            index_head_dim=3 if c.index_keys else None,
+            **common,
+        )
+
     def _parts(self, pool) -> dict[str, list[torch.Tensor]]:
-        if self.config.mla:
-            return {"kv": pool.kv_buffer}
-        return {"k": pool.k_buffer, "v": pool.v_buffer}
+        """Each component's layers, of shape [tokens, heads, width] whatever the pool's view is."""
+        if isinstance(pool, NPUMLATokenToKVPool):
+            parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+            if pool.index_k_buffer is not None:
+                parts["index_k"] = pool.index_k_buffer
+        elif self.config.mla:
+            parts = {"kv": pool.kv_buffer}
+        else:
+            parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+        return {
+            name: [layer.view(-1, *layer.shape[-2:]) for layer in layers]
+            for name, layers in parts.items()
+        }
 
     def _buffers(self):
-        """((component, is draft, layer), array) of each buffer.
+        """((component, is draft, layer), tensor) of each buffer, on the device.
 
         KV has the shape [tokens, heads, width], state (index keys) [pages, bytes].
         """
         for is_draft, pool in ((False, self.pool), (True, self.draft)):
             if pool is not None:
                 parts = self._parts(pool)
-                if self.config.index_keys and not is_draft:
+                if isinstance(pool, NSATokenToKVPool):
                     parts["state"] = pool.index_k_with_scale_buffer
                 for component, buffers in parts.items():
                     for i, buffer in enumerate(buffers):
-                        yield (component, is_draft, pool.start_layer + i), buffer.numpy()
+                        yield (component, is_draft, pool.start_layer + i), buffer
 
     def _manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
@@ -138,11 +170,11 @@ class Rank:
             prefill_pp_size=c.prefill_pp_size,
             decode_tp_size=c.decode_tp_size,
             decode_dp_size=1,
-            gpu_id=c.tp_rank,
+            gpu_id=c.gpu_id,
             transfer_backend=TransferBackend(c.backend),
             scheduler=SimpleNamespace(
                 dp_rank=None,
-                gpu_id=c.tp_rank,
+                gpu_id=c.gpu_id,
                 model_config=model_config,
                 draft_worker=SimpleNamespace(model_config=draft_config),
                 server_args=SimpleNamespace(
@@ -168,7 +200,9 @@ class Rank:
     def fill(self, room: int, pages: list[int]) -> None:
         """Prefill's result: this rank's heads of every token of the request's pages."""
         for key, buffer in self._buffers():
-            self._write(buffer, key, room, pages)
+            array = buffer.cpu().numpy()
+            self._write(array, key, room, pages)
+            buffer.copy_(torch.from_numpy(array))
 
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
         """Each element says what it is: room, component, model, layer, head, token, element."""
@@ -180,7 +214,7 @@ class Rank:
             return
         heads = [0] if self.config.mla else self.heads[is_draft]
         size = self.config.page_size
-        number = room * 4 + "kv".index(component[0]) * 2 + is_draft
+        number = room * 8 + "kvi".index(component[0]) * 2 + is_draft
         for i, page in enumerate(pages):
             token = np.arange(i * size, (i + 1) * size)[:, None, None]
             head = np.array(heads)[None, :, None]
@@ -214,7 +248,7 @@ class Rank:
 
     def _state(self, pages: list[int], is_last: bool) -> np.ndarray | None:
         """State goes with the last chunk; the index keys' pages are the request's."""
-        wanted = self.config.index_keys and is_last
+        wanted = isinstance(self.pool, NSATokenToKVPool) and is_last
         return np.array(pages, dtype=np.int32) if wanted else None
 
     def receive(
@@ -243,10 +277,11 @@ class Rank:
         for key, array in self.expected.items():
             if list(key[1:]) in arrives:
                 self._write(array, key, room, pages)
+        arrived = {key: buffer.cpu().numpy() for key, buffer in self._buffers()}
         wrong = [
-            f"{key}: {int((buffer != self.expected[key]).sum())} of {buffer.size} elements"
-            for key, buffer in self._buffers()
-            if not np.array_equal(buffer, self.expected[key])
+            f"{key}: {int((array != self.expected[key]).sum())} of {array.size} elements"
+            for key, array in arrived.items()
+            if not np.array_equal(array, self.expected[key])
         ]
         if (
             int(self.aux.output_ids[slot, 0]) != room
@@ -281,9 +316,17 @@ class Rank:
 
 
 def bootstrap(config: dict):
-    """The bootstrap server of a prefill server's backend."""
-    backend = TransferBackend(config["backend"])
-    return get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)(HOST, config["bootstrap_port"])
+    """What a prefill server starts: the bootstrap server, and for MemFabric its store."""
+    os.environ["ASCEND_MF_STORE_URL"] = config["store"]
+    return start_disagg_service(
+        SimpleNamespace(
+            disaggregation_mode="prefill",
+            disaggregation_transfer_backend=config["backend"],
+            host=HOST,
+            disaggregation_bootstrap_port=config["bootstrap_port"],
+            node_rank=0,
+        )
+    )
 
 
 def serve(connection: socket.socket) -> None:
@@ -312,7 +355,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def main(path: str) -> None:
+def main(how: str, path: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -324,11 +367,21 @@ def main(path: str) -> None:
                 die_with_parent()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
-                serve(connection)
-                # Transfer threads of the engine never end by themselves.
-                os._exit(0)
+                if how == "fresh":
+                    os.set_inheritable(connection.fileno(), True)
+                    this = [sys.executable, __file__, "on", str(connection.fileno())]
+                    os.execv(sys.executable, this)
+                live(connection)
             connection.close()
 
 
+def live(connection: socket.socket) -> None:
+    serve(connection)
+    # Transfer threads of the engine never end by themselves.
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "on":
+        live(socket.socket(fileno=int(sys.argv[2])))
+    main(*sys.argv[1:])

@@ -116,6 +116,55 @@ def test_mooncake(serve, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
+def ascend(prefill=None, decode=None, **more):
+    """The NPU pools over MemFabric's calls; K and V of these pools are of one width."""
+    return Fleet(prefill or Side(), decode or Side(), backend="ascend", **more)
+
+
+MLA_PP2 = {"mla": True, "layers": 3, "stages": (1, 2)}
+ASCEND = {
+    "mla": ascend(mla=True),
+    "mla_index_keys": ascend(mla=True, index_keys=True),
+    "mla_30_31": ascend(Side(pp=2), mla=True, layers=61, stages=(30, 31)),
+    "mla_2_2_3": ascend(Side(pp=3), mla=True, layers=7, stages=(2, 2, 3)),
+    "mla_23_23_24_24": ascend(
+        Side(pp=4), mla=True, layers=94, stages=(23, 23, 24, 24), page_size=2
+    ),
+    "mla_index_keys_2_2_3": ascend(
+        Side(pp=3), mla=True, index_keys=True, layers=7, stages=(2, 2, 3)
+    ),
+    "mla_pp2_tp2_to_tp2": ascend(Side(pp=2, tp=2), Side(tp=2), **MLA_PP2),
+    "mla_pp2_to_pp2": ascend(Side(pp=2), Side(pp=2), **MLA_PP2),
+    "mla_draft_on_prefill": ascend(Side(pp=2, draft_layers=1), **MLA_PP2),
+    "mla_draft_on_decode": ascend(Side(pp=2), Side(draft_layers=1), **MLA_PP2),
+    "mla_draft_on_both": ascend(Side(pp=2, draft_layers=1), Side(draft_layers=1), **MLA_PP2),
+    "mla_draft_unequal": ascend(Side(pp=2, draft_layers=2), Side(draft_layers=1), **MLA_PP2),
+    "mla_index_keys_draft_unequal": ascend(
+        Side(pp=2, draft_layers=1), Side(draft_layers=2), **MLA_PP2, index_keys=True
+    ),
+    "mla_draft_pp2_to_pp2": ascend(
+        Side(pp=2, draft_layers=1), Side(pp=2, draft_layers=2), **MLA_PP2
+    ),
+    "tp2_to_1": ascend(Side(tp=2)),
+    "pp2_odd": ascend(Side(pp=2), layers=5),
+    "fia": ascend(fia=True),
+    "fia_pp2_odd": ascend(Side(pp=2), layers=5, fia=True),
+    "fia_tp2_to_1": ascend(Side(tp=2), fia=True),
+    "fia_tp1_to_2": ascend(Side(), Side(tp=2), fia=True),
+    "fia_pp2_tp2_to_1_draft": ascend(
+        Side(pp=2, tp=2, draft_layers=1), Side(draft_layers=1), layers=3, fia=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASCEND)
+def test_ascend(serve, name):
+    with serve(ASCEND[name]) as servers:
+        for src, dst, chunks in REQUESTS:
+            outcome = servers.request(src, dst, chunks)
+            assert outcome.state == "right", (src, dst, chunks, outcome)
+
+
 # What the same requests do on the stock engine, where K and V are of one width.
 STOCK = {
     "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
@@ -129,6 +178,22 @@ STOCK = {
     "nixl-pp2_tp2_to_1": (STAGES["pp2_tp2_to_1"], "hang"),
     "mooncake-tp2_to_1": (tp(2, 1, backend="mooncake"), "right"),
     "mooncake-pp2_odd": (Fleet(Side(pp=2), layers=7, backend="mooncake"), "wrong"),
+    **{
+        f"ascend-{name}": (ASCEND[name], state)
+        for name, state in {
+            "mla": "right",
+            "mla_index_keys": "right",
+            "tp2_to_1": "right",
+            "mla_30_31": "wrong",
+            "mla_2_2_3": "wrong",
+            "mla_index_keys_2_2_3": "wrong",
+            "mla_draft_on_both": "wrong",
+            "pp2_odd": "wrong",
+            "fia": "wrong",
+            "fia_pp2_odd": "wrong",
+            "fia_tp2_to_1": "wrong",
+        }.items()
+    },
 }
 
 
@@ -154,6 +219,9 @@ MIXED = {
     **{f"nixl-{name}": STAGES[name] for name in ("mla_tp1_to_2", "nsa")},
     "mooncake-tp1_to_1": tp(1, 1, backend="mooncake"),
     "mooncake-tp2_to_1": tp(2, 1, backend="mooncake"),
+    **{f"ascend-{name}": ASCEND[name] for name in ("mla", "mla_index_keys", "tp2_to_1")},
+    "ascend-mla_draft_on_both": ascend(Side(draft_layers=1), Side(draft_layers=1), mla=True),
+    "ascend-mla_draft_on_decode": ascend(Side(), Side(draft_layers=1), mla=True),
 }
 
 

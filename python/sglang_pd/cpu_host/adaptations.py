@@ -1,7 +1,10 @@
 """What the CPU host changes in imported modules, and why.  Each function takes the module."""
 
 import contextlib
+import importlib
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -88,6 +91,46 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
         self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
 
     agent.__init__ = make_with_host_memory
+
+
+@contextlib.contextmanager
+def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
+    """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.
+
+    The stock module imports ``torch_npu``; the patched one does so on an NPU only, and has it from
+    here.  Whoever else asks finds none, for it would take this machine for one with an NPU.
+    """
+    importlib.import_module("sglang.srt.mem_cache.memory_pool")  # imports half the world
+    operators = importlib.import_module("sglang_pd.cpu_host.npu_operators")
+    sys.modules["torch_npu"] = operators
+    try:
+        yield
+    finally:
+        del sys.modules["torch_npu"]
+    memory_pool_npu.torch_npu = operators
+
+
+def ascend_attention(attention_registry: ModuleType) -> None:
+    """Let ``ascend`` be attention over the NPU pools without an NPU's kernels."""
+
+    def make(runner):
+        from sglang_pd.cpu_host.ascend_attention import AscendAttention
+
+        return AscendAttention(runner)
+
+    attention_registry.ATTENTION_BACKENDS["ascend"] = make
+
+
+def absorbed_mla(attention_backend_handler: ModuleType) -> None:
+    """Compute MLA by the absorbed method, which takes K and V from the pool, at all times.
+
+    What else the engine would choose calls an NPU's kernels, or takes K and V past the pool.
+    """
+    method = attention_backend_handler.AttnForwardMethod.MLA
+    for backend in ("ascend", "torch_native"):
+        attention_backend_handler.AttentionBackendRegistry.register(
+            backend, lambda attention, forward_batch: method
+        )
 
 
 def engine_is_patched() -> bool:

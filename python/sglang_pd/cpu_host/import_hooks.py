@@ -1,10 +1,13 @@
-"""Run a function right after a named module has been imported, once, without importing it."""
+"""Run code around the execution of a named module, once, without importing it."""
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable
 from types import ModuleType
+
+Context = contextlib.AbstractContextManager
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -13,23 +16,38 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
     Raises:
         RuntimeError: the module is loaded already, so importers may hold what it was.
     """
+
+    @contextlib.contextmanager
+    def then_act(module: ModuleType):
+        yield
+        action(module)
+
+    around_import(name, then_act)
+
+
+def around_import(name: str, context: Callable[[ModuleType], Context]) -> None:
+    """Execute the module ``name`` inside ``context(module)``.
+
+    Raises:
+        RuntimeError: the module is loaded already, so importers may hold what it was.
+    """
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already; hooks must be set at interpreter start")
-    sys.meta_path.insert(0, _AfterImport(name, action))
+    sys.meta_path.insert(0, _AroundImport(name, context))
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class _AroundImport(importlib.abc.MetaPathFinder):
     """A finder for one module, which lets the other finders find it and wraps its loader."""
 
-    def __init__(self, name: str, action: Callable[[ModuleType], None]):
+    def __init__(self, name: str, context: Callable[[ModuleType], Context]):
         self.name = name
-        self.action = action
+        self.context = context
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
         for finder in sys.meta_path:
-            if isinstance(finder, _AfterImport):
+            if isinstance(finder, _AroundImport):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
@@ -41,7 +59,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self.action(module)
+            with self.context(module):
+                execute(module)
 
         loader.exec_module = exec_module

@@ -5,6 +5,7 @@ hides corruption.  They are float32, so that TP 1, 2 and 4 agree to three decima
 one server can be the reference for all.
 """
 
+import abc
 import dataclasses
 import os
 import shutil
@@ -17,22 +18,22 @@ CONTEXT = 4096  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class TinyModel:
-    """Grouped-query attention of the Qwen3 family; ``heads`` query heads, ``kv_heads`` KV heads."""
+class TinyModel(abc.ABC):
+    """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token."""
 
     layers: int = 4
     heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 64
     hidden: int = 128
     seed: int = 0
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
-        return (
-            f"qwen3-l{self.layers}-h{self.heads}-kv{self.kv_heads}-d{self.head_dim}"
-            f"-e{self.hidden}-s{self.seed}"
-        )
+        """Folder of the checkpoint, which tells every parameter."""
+
+    @abc.abstractmethod
+    def network(self, **common):
+        """A transformers model with random weights; ``common`` goes into its config."""
 
     def make(self, folder: Path) -> Path:
         """Folder of the checkpoint below ``folder``, written there first if it is not yet.
@@ -56,27 +57,86 @@ class TinyModel:
 
     def _write(self, folder: Path) -> None:
         import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hidden,
-            intermediate_size=2 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=CONTEXT,
-            initializer_range=0.25,
-            tie_word_embeddings=False,
-            eos_token_id=256,
-            pad_token_id=256,
-            dtype="float32",
-        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            Qwen3ForCausalLM(config).save_pretrained(folder)
+            network = self.network(
+                vocab_size=VOCABULARY,
+                hidden_size=self.hidden,
+                intermediate_size=2 * self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                max_position_embeddings=CONTEXT,
+                initializer_range=0.25,
+                tie_word_embeddings=False,
+                eos_token_id=256,
+                pad_token_id=256,
+                dtype="float32",
+            )
+        network.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyGQA(TinyModel):
+    """Grouped-query attention of the Qwen3 family with ``kv_heads`` KV heads."""
+
+    kv_heads: int = 4
+    head_dim: int = 64
+
+    @property
+    def name(self) -> str:
+        return (
+            f"qwen3-l{self.layers}-h{self.heads}-kv{self.kv_heads}-d{self.head_dim}"
+            f"-e{self.hidden}-s{self.seed}"
+        )
+
+    def network(self, **common):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(num_key_value_heads=self.kv_heads, head_dim=self.head_dim, **common)
+        return Qwen3ForCausalLM(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyMLA(TinyModel):
+    """Multi-head latent attention of the DeepSeek-V2 family, every layer dense.
+
+    The cache holds ``latent`` + ``rope`` elements a token and layer; ``head_dim`` is the width of
+    a head's value, and of its key without the RoPE part.
+    """
+
+    latent: int = 64
+    rope: int = 32
+    head_dim: int = 32
+
+    @property
+    def name(self) -> str:
+        return (
+            f"deepseek2-l{self.layers}-h{self.heads}-c{self.latent}-r{self.rope}-d{self.head_dim}"
+            f"-e{self.hidden}-s{self.seed}"
+        )
+
+    def network(self, **common):
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        config = DeepseekV2Config(
+            kv_lora_rank=self.latent,
+            q_lora_rank=None,
+            qk_nope_head_dim=self.head_dim,
+            qk_rope_head_dim=self.rope,
+            v_head_dim=self.head_dim,
+            first_k_dense_replace=self.layers,
+            moe_layer_freq=1,  # the engine asks for it, transformers does not
+            # On a CPU the engine knows YaRN alone for MLA; a factor of 1 makes it plain RoPE.
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 1.0,
+                "original_max_position_embeddings": CONTEXT,
+            },
+            **common,
+        )
+        return DeepseekV2ForCausalLM(config)
 
 
 def byte_tokenizer():

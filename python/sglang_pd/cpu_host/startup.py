@@ -8,9 +8,12 @@ import gc
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 from sglang_pd.cpu_host import SWITCH, adaptations, name_only, thread_binding
-from sglang_pd.cpu_host.import_hooks import after_import
+from sglang_pd.cpu_host.import_hooks import after_import, around_import
+
+PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
 
 
 def activate() -> None:
@@ -35,11 +38,18 @@ def activate() -> None:
     # Importing the engine makes a million objects that stay; collecting among them takes a second.
     gc.set_threshold(100_000)
     name_only.install()
+    sys.path.append(str(PACKAGES))  # last, so that real ones win
     _bind_threads()
     after_import("torch", adaptations.torch_streams)
     after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
         after_import(f"{build}._api", adaptations.nixl_memory_kind)
+    engine = "sglang.srt"
+    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
+    after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
+    after_import(
+        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
+    )
 
 
 def _bind_threads() -> None:

@@ -1,4 +1,4 @@
-"""The prefill queue's KV manager, wired through `setup_kv_args`."""
+"""The prefill queue's KV manager, wired through `utils`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
+    describe_kv_args,
     get_kv_class,
     setup_kv_args,
+    setup_state_kv_args,
 )
 
 
@@ -19,14 +21,11 @@ class PrefillBootstrapQueue:
         kv_args.decode_tp_size = self.decode_tp_size // self.decode_dp_size
         kv_args.prefill_pp_size = self.pp_size
         kv_args.prefill_start_layer = self.token_to_kv_pool.start_layer
-        setup_kv_args(
-            kv_args,
-            self.scheduler,
-            self.token_to_kv_pool,
-            self.draft_token_to_kv_pool,
-            self.metadata_buffers,
-            self.pp_rank,
-        )
+        pools = self.token_to_kv_pool, self.draft_token_to_kv_pool
+        total_kv_layers = self.scheduler.model_config.num_hidden_layers
+        setup_kv_args(kv_args, self.scheduler, *pools, self.metadata_buffers, self.pp_rank)
+        setup_state_kv_args(kv_args, *pools, total_kv_layers)
+        describe_kv_args(kv_args, self.scheduler, *pools)
         manager_class = get_kv_class(self.transfer_backend, KVClassType.MANAGER)
         server_args = self.scheduler.server_args
         return manager_class(kv_args, DisaggregationMode.PREFILL, server_args, self.is_mla_backend)

@@ -1,4 +1,7 @@
-"""Fill `KVArgs` from the engine's pools, for prefill and decode alike."""
+"""Fill `KVArgs` from the engine's pools, for prefill and decode alike.
+
+Each `_init_kv_manager` calls `setup_kv_args`, `setup_state_kv_args` and `describe_kv_args`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,9 @@ def setup_kv_args(
     metadata_buffers: MetadataBuffers,
     pp_rank: int,
 ) -> None:
-    """Register KV, draft KV, state and aux buffers in `kv_args` and describe them.
+    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
 
     The draft's pages have the target's indices, so its buffers follow the target's in one list.
-
-    Raises:
-        LayoutError: A pool that the patch set does not know.
     """
     ptrs, lens, item_lens = [], [], []
     for pool in (token_to_kv_pool, draft_token_to_kv_pool):
@@ -38,7 +38,6 @@ def setup_kv_args(
     kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
         metadata_buffers.get_buf_infos()
     )
-    setup_state_kv_args(kv_args, token_to_kv_pool)
     kv_args.pp_rank = pp_rank
     kv_args.system_dp_rank = scheduler.dp_rank
     kv_args.page_size = token_to_kv_pool.page_size
@@ -47,53 +46,79 @@ def setup_kv_args(
     kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
     if not is_mla_backend(token_to_kv_pool):
         kv_args.kv_head_num = token_to_kv_pool.head_num
-    kv_args.layout = _describe(kv_args, scheduler, token_to_kv_pool, draft_token_to_kv_pool)
 
 
-def setup_state_kv_args(kv_args: KVArgs, token_to_kv_pool: KVCache) -> None:
-    """Register what the target keeps beside KV: index keys, sliding windows, recurrent state."""
+def setup_state_kv_args(
+    kv_args: KVArgs,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache] = None,
+    total_kv_layers: Optional[int] = None,
+) -> None:
+    """Register what is kept beside KV: index keys, sliding windows, recurrent state.
+
+    A draft pool of the target's kind adds its own after the target's (PR #23539). On an NPU index
+    keys are KV's third group and not state, so there the groups are counted instead (PR #23893).
+
+    Args:
+        total_kv_layers: Layers of the whole target model.
+    """
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, NSATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
+
     kv_args.state_type = "none"
     kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = [], [], []
-    if not hasattr(token_to_kv_pool, "get_state_buf_infos"):
+    kv_args.state_dim_per_tensor = []
+    if isinstance(token_to_kv_pool, NPUMLATokenToKVPool):
+        kv_args.kv_buf_groups = 2 if token_to_kv_pool.index_k_buffer is None else 3
+        kv_args.total_kv_layers = total_kv_layers
         return
-    kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = (
-        token_to_kv_pool.get_state_buf_infos()
-    )
-    for state_type, pool_class in (
-        ("swa", SWAKVPool),
-        ("mamba", HybridLinearKVPool),
-        ("nsa", NSATokenToKVPool),
-    ):
-        if isinstance(token_to_kv_pool, pool_class):
-            kv_args.state_type = state_type
-    if hasattr(token_to_kv_pool, "get_state_dim_per_tensor"):
-        kv_args.state_dim_per_tensor = token_to_kv_pool.get_state_dim_per_tensor()
+    kinds = {"swa": SWAKVPool, "mamba": HybridLinearKVPool, "nsa": NSATokenToKVPool}
+    for state_type, pool_class in kinds.items():
+        if not isinstance(token_to_kv_pool, pool_class):
+            continue
+        kv_args.state_type = state_type
+        for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+            if isinstance(pool, pool_class):
+                ptrs, lens, item_lens = pool.get_state_buf_infos()
+                kv_args.state_data_ptrs += ptrs
+                kv_args.state_data_lens += lens
+                kv_args.state_item_lens += item_lens
+                if hasattr(pool, "get_state_dim_per_tensor"):
+                    kv_args.state_dim_per_tensor += pool.get_state_dim_per_tensor()
 
 
-def _describe(
-    kv_args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
-) -> RankLayout:
+def describe_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+) -> None:
+    """Set `kv_args.layout`: what each buffer that is now registered holds.
+
+    Raises:
+        LayoutError: A pool that the patch set does not know.
+    """
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
     tp = (get_attention_tp_rank(), get_attention_tp_size())
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
     heads = (
         kv_args.total_kv_head_num,
-        _draft_kv_head_num(scheduler) if draft is not None else None,
+        None if draft_token_to_kv_pool is None else _draft_kv_head_num(scheduler),
     )
-    return RankLayout(
+    kv_args.layout = RankLayout(
         tp_rank=tp[0],
         tp_size=tp[1],
         pp_rank=kv_args.pp_rank,
         pp_size=scheduler.server_args.pp_size,
         page_size=kv_args.page_size,
-        dtype=str(target.dtype).removeprefix("torch."),
-        memory=memory_kind(target),
+        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
+        memory=memory_kind(token_to_kv_pool),
         total_layers=scheduler.model_config.num_hidden_layers,
-        kv=describe_pools(target, draft, kv_args.kv_item_lens, False, tp, *heads),
-        state=describe_pools(target, None, kv_args.state_item_lens, True, tp, *heads),
+        kv=describe_pools(*pools, kv_args.kv_item_lens, False, tp, *heads),
+        state=describe_pools(*pools, kv_args.state_item_lens, True, tp, *heads),
     )
 
 

@@ -9,9 +9,9 @@ receiving end. Nothing here imports the engine or torch.
 from .arrivals import Arrivals, Notice, format_notice, parse_notice
 from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import connected_prefill_ranks, heads_of_rank, share_of_sender, tp_size_conflict
-from .infer import PeerFacts, infer_layout
+from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, refusals
-from .peer import PeerPlan, Pointers, plan_for_peer
+from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, memory_kind
 from .wire import decode_layout, encode_layout
@@ -30,6 +30,7 @@ __all__ = [
     "RankLayout",
     "TransferPlan",
     "connected_prefill_ranks",
+    "counted_layout",
     "decode_layout",
     "describe_pools",
     "encode_layout",
@@ -39,6 +40,7 @@ __all__ = [
     "make_plan",
     "match_buffers",
     "memory_kind",
+    "pair_layers",
     "parse_notice",
     "plan_for_peer",
     "refusals",

@@ -60,6 +60,29 @@ def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
     )
 
 
+def counted_layout(
+    components: tuple[str, ...], start_layer: int, total_layers: int, kv_pointers: int
+) -> RankLayout:
+    """The KV buffers of a prefill rank of which only the first layer and the counts are known.
+
+    Layers beyond the model's `total_layers` are the draft's. Enough to pair layers, not to copy:
+    bytes and heads are left out.
+
+    Raises:
+        LayoutError: The pointers cannot be dealt out to the components.
+    """
+    held, rest = divmod(kv_pointers, len(components))
+    if rest:
+        raise LayoutError(
+            f"{kv_pointers} KV buffers are not {len(components)} ({', '.join(components)}) a layer"
+        )
+    layers = range(start_layer, min(start_layer + held, total_layers))
+    numbers = {False: layers, True: range(held - len(layers))}
+    kv = [Buffer(c, d, n, 1) for d in numbers for c in components for n in numbers[d]]
+    stages = 1 if len(layers) == total_layers else 2  # how many more makes no difference
+    return RankLayout(0, 1, 0, stages, 1, "", "", total_layers, tuple(kv))
+
+
 def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
     target = _first_layers(own.kv, draft=False)
     layers = [buffer.layer for buffer in own.kv if target and buffer.key[:2] == target[0].key[:2]]

@@ -11,6 +11,7 @@ A pair agrees in component, model and layer; of heads, it carries those that bot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
@@ -80,20 +81,36 @@ def match_buffers(
         LayoutError: The target model's buffer is missing on the destination, or the two sides'
             pages cannot hold the same thing.
     """
+    pairs = (
+        _pair(src, dst, i, j, src_buffers[i], dst_buffers[j])
+        for i, j in same_layers(src, dst, src_buffers, dst_buffers)
+    )
+    return tuple(pair for pair in pairs if pair.row_bytes)
+
+
+def same_layers(
+    src: RankLayout,
+    dst: RankLayout,
+    src_buffers: tuple[Buffer, ...],
+    dst_buffers: tuple[Buffer, ...],
+) -> Iterator[tuple[int, int]]:
+    """Indices of buffers that hold the same component of the same layer, heads left aside.
+
+    A draft buffer that only one side has is left out.
+
+    Raises:
+        LayoutError: The target model's buffer is missing on the destination.
+    """
     where = {buffer.key: i for i, buffer in enumerate(dst_buffers)}
-    pairs = []
     for i, buffer in enumerate(src_buffers):
         j = where.get(buffer.key)
         if j is not None:
-            pair = _pair(src, dst, i, j, buffer, dst_buffers[j])
-            if pair.row_bytes:
-                pairs.append(pair)
+            yield i, j
         elif not buffer.draft:
             raise LayoutError(
                 f"prefill ({src.name}) must send {buffer.name}, which decode ({dst.name}) does not "
                 f"hold: it registered {_summary(dst_buffers)}; serve the same model on both sides"
             )
-    return tuple(pairs)
 
 
 def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer) -> Pair:

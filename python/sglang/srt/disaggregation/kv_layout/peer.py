@@ -8,7 +8,7 @@ from typing import Optional, Union
 
 from .describe import Buffer, LayoutError, RankLayout
 from .infer import PeerFacts, infer_layout
-from .match import match_buffers, refusals
+from .match import match_buffers, refusals, same_layers
 from .plan import TransferPlan, make_plan
 
 
@@ -49,11 +49,8 @@ def plan_for_peer(
         raise LayoutError("; ".join(reasons))
 
     def plan(ours: tuple[Buffer, ...], src, theirs: tuple[Buffer, ...], dst) -> TransferPlan:
-        for who, buffers, pointers in ((own, ours, src), (layout, theirs, dst)):
-            if len(buffers) != len(pointers):
-                raise LayoutError(
-                    f"{who.name} describes {len(buffers)} buffers and registered {len(pointers)}"
-                )
+        _check_count(own, ours, src)
+        _check_count(layout, theirs, dst)
         pairs = match_buffers(own, layout, ours, theirs)
         return make_plan(pairs, own.page_size, ours, src, theirs, dst)
 
@@ -61,3 +58,32 @@ def plan_for_peer(
     if own_pointers.state is not None and peer_pointers.state is not None:
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
     return PeerPlan(layout, plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv), state)
+
+
+def pair_layers(
+    own: RankLayout,
+    own_kv: Sequence[int],
+    peer: Union[RankLayout, PeerFacts],
+    peer_kv: Sequence[int],
+) -> list[tuple[Buffer, int, int]]:
+    """(our buffer, our pointer, the peer's pointer) of each KV buffer that both sides hold.
+
+    In our order. For callers that copy by themselves; `plan_for_peer` knows of heads, too.
+
+    Raises:
+        LayoutError: The peer lacks a layer of the target model, or describes other buffers than it
+            registered.
+    """
+    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
+    _check_count(own, own.kv, own_kv)
+    _check_count(layout, layout.kv, peer_kv)
+    return [
+        (own.kv[i], own_kv[i], peer_kv[j]) for i, j in same_layers(own, layout, own.kv, layout.kv)
+    ]
+
+
+def _check_count(who: RankLayout, buffers: Sequence[Buffer], pointers: Sequence[int]) -> None:
+    if len(buffers) != len(pointers):
+        raise LayoutError(
+            f"{who.name} describes {len(buffers)} buffers and registered {len(pointers)}"
+        )

@@ -50,7 +50,7 @@ def describe_pools(
     """
     parts = []
     for pool, is_draft, total in ((target, False, total_kv_heads), (draft, True, draft_kv_heads)):
-        if pool is None:
+        if pool is None or (state and is_draft and not _same_kind(target, pool)):
             continue
         for component, layers, held in _state(pool) if state else _kv(pool):
             heads = None if held is None else _heads(held, tp, total)
@@ -90,6 +90,11 @@ def _state(pool: Any) -> Components:
     if hasattr(pool, "index_k_with_scale_buffer"):
         return [("index_k", _stage(pool), None)]
     return []
+
+
+def _same_kind(target: Any, draft: Any) -> bool:
+    """Only then is the draft's state registered with the target's."""
+    return [name for name, *_ in _state(target)] == [name for name, *_ in _state(draft)]
 
 
 def _stage(pool: Any) -> list[int]:

@@ -79,6 +79,32 @@ class KVArgsRegisterInfo:
 
 
 class MooncakeKVManager(CommonKVManager):
+    def register_buffer_to_engine(self) -> None:
+        """Register KV, aux and state in one batch: of some transports, ranges that touch merge.
+
+        Raises:
+            RuntimeError: A buffer cannot be registered; the text names it.
+        """
+        args, layout = self.kv_args, self.kv_args.layout
+        names = [
+            *(f"KV {buffer.name}" for buffer in layout.kv),
+            *(f"aux {i}" for i in range(len(args.aux_data_ptrs))),
+            *(f"state {buffer.name}" for buffer in layout.state),
+        ]
+        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *args.state_data_ptrs]
+        lens = [*args.kv_data_lens, *args.aux_data_lens, *args.state_data_lens]
+        if self.engine.batch_register(ptrs, lens) == 0:
+            return
+        each = zip(names, ptrs, lens)
+        alone = [one for one in each if self.engine.batch_register([one[1]], [one[2]]) != 0]
+        failed = [f"{name} ({length:,} bytes)" for name, _, length in alone]
+        raise RuntimeError(
+            f"The transfer engine did not register this rank's {len(ptrs)} buffers of "
+            f"{sum(lens):,} bytes in one batch; one by one it fails for: "
+            f"{', '.join(failed) or 'none'}. Without them no KV can be transferred; look for "
+            "limits of locked memory and of memory regions, or choose a smaller KV pool"
+        )
+
     def send_kvcache(
         self,
         mooncake_session_id: str,
@@ -107,6 +133,21 @@ class MooncakeKVManager(CommonKVManager):
             logger.error(f"No KV is sent to {mooncake_session_id}: {error}")
             return -1
         return self._write(mooncake_session_id, copies, info.plan.kv.is_sliced, executor)
+
+    def _send_kvcache_generic(
+        self,
+        mooncake_session_id: str,
+        src_data_ptrs: List[int],
+        dst_data_ptrs: List[int],
+        item_lens: List[int],
+        prefill_data_indices: npt.NDArray[np.int32],
+        dst_data_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """Write pages of state, which alone still comes this way. 0, or not 0 if it failed."""
+        plan = self.decode_kv_args_table[mooncake_session_id].plan.state
+        copies = plan.copies(prefill_data_indices, dst_data_indices)
+        return self._write(mooncake_session_id, copies, plan.is_sliced, executor)
 
     def send_kvcache_slice(
         self,
@@ -186,6 +227,8 @@ class MooncakeKVManager(CommonKVManager):
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
+        # Recurrent state is sent without a plan: between TP sizes it is cut along its dimensions.
+        state = None if self.kv_args.state_type == "mamba" else info.dst_state_data_ptrs
         info.plan, info.refusal = self.plan_transfers(
             session,
             info.layout_frame,
@@ -193,10 +236,10 @@ class MooncakeKVManager(CommonKVManager):
                 tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
                 tp_size=info.dst_attn_tp_size,
                 kv_pointers=len(info.dst_kv_ptrs),
-                state_pointers=None,
+                state_pointers=None if state is None else len(state),
                 page_bytes=info.dst_kv_item_len,
             ),
-            Pointers(info.dst_kv_ptrs),
+            Pointers(info.dst_kv_ptrs, state),
         )
         self.decode_kv_args_table[session] = info
         with self.session_lock:

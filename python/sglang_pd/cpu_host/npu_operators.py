@@ -1,0 +1,50 @@
+"""The operators of ``torch_npu`` that write into the engine's NPU pools, on CPU tensors.
+
+As on the device, an index outside the buffer is an error, never a write elsewhere.
+"""
+
+import torch
+
+
+def npu_scatter_nd_update_(
+    buffer: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor
+) -> torch.Tensor:
+    """Set row ``indices[i, 0]`` of ``buffer`` to ``updates[i]``, in place.
+
+    Shapes: ``buffer`` [rows, ...], ``indices`` [n, 1], ``updates`` [n, ...].
+
+    Raises:
+        IndexError: an index is negative or not below the number of rows.
+        ValueError: shapes or dtypes do not fit.
+    """
+    if indices.dim() != 2 or indices.shape[1] != 1:
+        raise ValueError(f"indices have the shape {tuple(indices.shape)}, it must be [n, 1]")
+    rows = indices[:, 0].long()
+    if updates.dtype != buffer.dtype or updates.shape != (len(rows), *buffer.shape[1:]):
+        raise ValueError(
+            f"{len(rows)} updates {tuple(updates.shape)} of {updates.dtype} do not fit a buffer "
+            f"{tuple(buffer.shape)} of {buffer.dtype}"
+        )
+    if ((rows < 0) | (rows >= len(buffer))).any():
+        raise IndexError(f"indices {rows.tolist()} leave a buffer of {len(buffer)} rows")
+    buffer[rows] = updates
+    return buffer
+
+
+def _npu_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:
+    """Write each token's key and value into its slot; slots count through all pages.
+
+    Shapes: ``key`` and ``value`` [tokens, heads, width], the caches [pages, page size, heads,
+    width], ``slot_indices`` [tokens].  Raises as `npu_scatter_nd_update_` does.
+    """
+    if slot_indices.dtype != torch.int32:
+        raise ValueError(f"slot_indices are {slot_indices.dtype}, they must be torch.int32")
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        slots = cache.view(-1, *cache.shape[2:])
+        npu_scatter_nd_update_(slots, slot_indices.view(-1, 1), new)

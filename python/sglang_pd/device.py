@@ -1,0 +1,58 @@
+"""What servers and tests run on: Ascend NPUs where there are any, the CPU host elsewhere."""
+
+import importlib.util
+import os
+import time
+
+VARIABLE = "SGLANG_PD_DEVICE"
+# Attention on an NPU knows no float32. Of its types float16 is nearest to what is right.
+DTYPES = {"cpu": "float32", "npu": "float16"}
+
+
+def device() -> str:
+    """``cpu`` or ``npu``: what ``SGLANG_PD_DEVICE`` names, else ``npu`` where one is seen.
+
+    Raises:
+        ValueError: it names something else.
+        RuntimeError: it names ``npu``, and there is none; so a runner's tests cannot all skip.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        return "npu" if npus() else "cpu"
+    if named not in DTYPES:
+        raise ValueError(f"{VARIABLE} is {named!r}; set it to one of {', '.join(DTYPES)}")
+    if named == "npu" and not npus():
+        raise RuntimeError(f"{VARIABLE} is npu, but {_what_lacks()}")
+    return named
+
+
+def npus() -> int:
+    """How many NPUs this process sees."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return 0
+    import torch
+    import torch_npu  # noqa: F401 - gives torch its `npu`
+
+    return torch.npu.device_count()
+
+
+def why_no_npu() -> str | None:
+    """Why tests that need an NPU do not run; None where they do."""
+    if device() == "npu":
+        return None
+    return f"no NPU: {VARIABLE} is cpu" if VARIABLE in os.environ else f"no NPU: {_what_lacks()}"
+
+
+def _what_lacks() -> str:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    return "torch_npu sees no device"
+
+
+def await_peers() -> None:
+    """Wait until MemFabric knows peers that have started now; elsewhere they are known at once.
+
+    It looks for them every 3 s, and not for their memory the first two times.
+    """
+    if device() == "npu":
+        time.sleep(12)

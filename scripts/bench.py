@@ -1,0 +1,391 @@
+"""Stock's planning against ours, in one process that has the stock engine: `scripts/bench.sh`.
+
+Both sides are asked for the same transfer by the engine's own call, on managers without a network:
+a stand-in takes what a transport takes, three lists (MemFabric, Mooncake) or two arrays `[n, 3]`
+(NIXL). Ours is the real code of the patch set, loaded beside the engine. That both copy the same
+bytes is checked before anything is timed.
+"""
+
+import dataclasses
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PATCH_SET = Path(__file__).resolve().parents[1] / "python" / "sglang" / "srt" / "disaggregation"
+ENGINE = "sglang.srt.disaggregation"
+PEER = "peer"
+PAGE_SIZE = 128  # tokens
+ELEMENT = 2  # bytes, bfloat16
+CHECKED = [1, 2, 5, 16]
+SWEEP = [1, 2, 4, 16, 64, 256]
+LARGE = [1024, 8192]
+# Pages that follow one another on both sides, in pages a run; None: all of them.
+FRAGMENTS = {"contiguous": None, "half": 2, "full": 1}
+SECONDS = 0.6  # of timing a row, but within this many repeats of each side
+MIN_REPEATS, MAX_REPEATS = 7, 300
+# Else: not slower. Medians of the same code against itself lie up to a tenth apart here.
+NO_SLOWER = 0.9
+# (kind, pages, fragmented, figure): at least this many times as fast as stock.
+TARGETS = {
+    ("MLA k v index_k, Ascend", 1024, "full", "arrays"): 25.0,
+    ("MLA k v index_k, Ascend", 1024, "full", "ours"): 6.0,
+}
+
+
+class Transport:
+    """Stands in for a transfer engine and for a NIXL agent; keeps the copies if asked to."""
+
+    def __init__(self, keep: bool = False):
+        self.keep = keep
+        self.copies: list[np.ndarray] = []
+
+    def batch_transfer_sync(self, session, src, dst, lengths) -> int:
+        if self.keep:
+            self.copies.append(np.array([src, dst, lengths]))
+        return 0
+
+    def get_xfer_descs(self, rows, kind):
+        return rows
+
+    def initialize_xfer(self, operation, src, dst, peer, notif) -> int:
+        if self.keep:
+            if not np.array_equal(src[:, 1:], dst[:, 1:]):  # bytes, and device 0 on both sides
+                raise ValueError("source and destination descriptors differ in length or device")
+            self.copies.append(np.array([src[:, 0], dst[:, 0], src[:, 1]]))
+        return 1
+
+    def transfer(self, handle) -> str:
+        return "DONE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A pool, a backend, and both sides' manager classes."""
+
+    name: str
+    stock: type
+    ours: type
+    own: object  # `RankLayout` of the prefill rank
+    peer: object  # and of the decode rank
+    sliced: bool
+    lists: bool
+
+    def caller(self, manager_class: type, transport: Transport) -> Callable:
+        """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
+        own, peer = self.own, self.peer
+        src, dst = pointers(own, 1), pointers(peer, 2)
+        manager = object.__new__(manager_class)
+        manager.agent = manager.engine = transport
+        manager.attn_tp_size = own.tp_size
+        manager.is_mla_backend = own.kv[0].heads is None
+        manager.enable_custom_mem_pool = False
+        manager.kv_args = SimpleNamespace(
+            engine_rank=own.tp_rank,
+            kv_data_ptrs=src,
+            kv_item_lens=[buffer.page_bytes for buffer in own.kv],
+            kv_head_num=own.kv[0].heads and own.kv[0].heads.count,
+            page_size=own.page_size,
+            prefill_start_layer=0,
+            gpu_id=0,
+            layout=own,
+        )
+        manager.decode_kv_args_table = {
+            PEER: SimpleNamespace(plan=self.plan(), refusal="", gpu_id=0, dst_kv_ptrs=dst)
+        }
+        page_bytes = peer.kv[0].page_bytes
+        if self.lists:
+            executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
+            tail = (peer.tp_rank, peer.tp_size, page_bytes) if self.sliced else ()
+            tail = (*tail, executor)
+        else:
+            sizes = (own.tp_size, peer.tp_size, peer.tp_rank, page_bytes)
+            tail = (0, "notif", *(sizes if self.sliced else ()))
+        send = manager.send_kvcache_slice if self.sliced else manager.send_kvcache
+        return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
+
+    def plan(self):
+        """Ours for this pair of ranks, as made when decode registers."""
+        kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
+        own, peer = (
+            kv_layout.Pointers(pointers(layout, side))
+            for side, layout in enumerate((self.own, self.peer), 1)
+        )
+        return kv_layout.plan_for_peer(self.own, own, self.peer, peer)
+
+
+def pointers(layout, side: int) -> list[int]:
+    """Made-up addresses, far enough apart for any pool."""
+    return [(side << 50) + (i << 40) for i in range(len(layout.kv))]
+
+
+def load(name: str, path: Path) -> ModuleType:
+    """Import a file, or a package's folder, under this name."""
+    package = path.is_dir()
+    spec = importlib.util.spec_from_file_location(
+        name,
+        path / "__init__.py" if package else path,
+        submodule_search_locations=[str(path)] if package else None,
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def kinds() -> list[Kind]:
+    """What is compared. Needs the stock engine."""
+    stock_common = importlib.import_module(f"{ENGINE}.common.conn")
+    stock = {
+        name: importlib.import_module(f"{ENGINE}.{name}.conn")
+        for name in ("ascend", "mooncake", "nixl")
+    }
+    load(f"{ENGINE}.kv_layout", PATCH_SET / "kv_layout")
+    # Ours find these beside the engine's own names when the patch set is applied.
+    for name, value in vars(load("patch_set.common", PATCH_SET / "common" / "conn.py")).items():
+        vars(stock_common).setdefault(name, value)
+    ours_mooncake = load("patch_set.mooncake", PATCH_SET / "mooncake" / "conn.py").MooncakeKVManager
+    ours_nixl = load("patch_set.nixl", PATCH_SET / "nixl" / "conn.py").NixlKVManager
+    # Ours for Ascend is what it has from Mooncake's.
+    ascend = {"stock": stock["ascend"].AscendKVManager, "ours": ours_mooncake, "lists": True}
+    mooncake = {"stock": stock["mooncake"].MooncakeKVManager, "ours": ours_mooncake, "lists": True}
+    nixl = {"stock": stock["nixl"].NixlKVManager, "ours": ours_nixl, "lists": False}
+    plain = {"own": mla(index=False), "peer": mla(index=False), "sliced": False}
+    indexed = {"own": mla(index=True), "peer": mla(index=True), "sliced": False}
+    slices = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
+    return [
+        Kind("MLA k v, Ascend", **ascend, **plain),
+        Kind("MLA k v index_k, Ascend", **ascend, **indexed),
+        Kind("MLA k v index_k, NIXL", **nixl, **indexed),
+        Kind("GQA TP 2 to 1, Mooncake", **mooncake, **slices),
+        Kind("GQA TP 2 to 1, NIXL", **nixl, **slices),
+    ]
+
+
+def rank(tp: tuple[int, int], layers: int, buffers: list):
+    layout = sys.modules[f"{ENGINE}.kv_layout"]
+    return layout.RankLayout(*tp, 0, 1, PAGE_SIZE, "bfloat16", "VRAM", layers, tuple(buffers))
+
+
+def mla(index: bool):
+    """DeepSeek V3's 61 layers as NPU pools hold them, V3.2's with index keys."""
+    layout = sys.modules[f"{ENGINE}.kv_layout"]
+    widths = {"k": 512, "v": 64, **({"index_k": 128} if index else {})}
+    return rank(
+        (0, 1),
+        61,
+        [
+            layout.Buffer(component, False, layer, PAGE_SIZE * width * ELEMENT)
+            for component, width in widths.items()
+            for layer in range(61)
+        ],
+    )
+
+
+def gqa(tp_rank: int, tp_size: int):
+    """64 layers of 8 KV heads of 128 elements."""
+    layout = sys.modules[f"{ENGINE}.kv_layout"]
+    held = 8 // tp_size
+    heads = layout.Heads(tp_rank * held, tp_rank * held + held, 8)
+    return rank(
+        (tp_rank, tp_size),
+        64,
+        [
+            layout.Buffer(component, False, layer, PAGE_SIZE * held * 128 * ELEMENT, heads)
+            for component in "kv"
+            for layer in range(64)
+        ],
+    )
+
+
+def pages_of(count: int, fragments: str, seed: int) -> np.ndarray:
+    """`count` pages in runs of the length that `fragments` names; int32, as the engine has them."""
+    run = FRAGMENTS[fragments] or count
+    starts = np.random.default_rng(seed).permutation(-(-count // run)) * (run + 1)
+    return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
+
+
+def cases(every: list[Kind]) -> Iterator[tuple[Kind, int, str]]:
+    """Kind, pages, fragmentation of each row."""
+    for kind in every:
+        for count in SWEEP if kind.sliced else SWEEP + LARGE:
+            if kind.sliced or count == 1:  # tokens are copied alike however their pages lie
+                wanted = ["full"]
+            else:
+                wanted = FRAGMENTS if count in LARGE else ["contiguous", "full"]
+            for fragments in wanted:
+                yield kind, count, fragments
+
+
+def merged(copies: list[np.ndarray]) -> np.ndarray:
+    """`[3, n]` of source, destination, bytes: in order of source, neighbours made one copy."""
+    src, dst, length = np.concatenate([np.empty((3, 0), np.int64), *copies], axis=1)
+    order = np.lexsort((dst, src))
+    src, dst, length = src[order], dst[order], length[order]
+    apart = (np.diff(src) != length[:-1]) | (np.diff(dst) != length[:-1])
+    first = np.flatnonzero(np.concatenate((np.full(min(1, src.size), True), apart)))
+    total = np.add.reduceat(length, first) if src.size else length
+    return np.array([src[first], dst[first], total])
+
+
+def check(kind: Kind, src: np.ndarray, dst: np.ndarray) -> int:
+    """How many copies our side makes.
+
+    Raises:
+        ValueError: The two sides do not copy the same bytes to the same places.
+    """
+    kept = {}
+    for side in (kind.stock, kind.ours):
+        transport = Transport(keep=True)
+        kind.caller(side, transport)(src, dst)
+        kept[side] = transport.copies
+    if not np.array_equal(merged(kept[kind.stock]), merged(kept[kind.ours])):
+        raise ValueError(f"{kind.name}, {src.size} pages: stock and ours copy different bytes")
+    return sum(part.shape[1] for part in kept[kind.ours])
+
+
+def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
+    """Median of each side's times, taken in turns."""
+    times = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(of_side) for name, of_side in times.items()}
+
+
+def peak_mb(side: Callable) -> float:
+    """Most memory that one call holds at once, in 10^6 bytes; NumPy's counts too."""
+    tracemalloc.start()
+    side()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1e6
+
+
+def measure(kind: Kind, count: int, fragments: str) -> dict:
+    """One row of the table."""
+    src, dst = (pages_of(count, fragments, seed) for seed in (1, 2))
+    copies = check(kind, src, dst)
+    calls = {
+        "stock": kind.caller(kind.stock, Transport()),
+        "ours": kind.caller(kind.ours, Transport()),
+    }
+    if kind.lists and not kind.sliced:
+        calls["arrays"] = kind.plan().kv.copies
+    sides = {name: lambda call=call: call(src, dst) for name, call in calls.items()}
+    once = sum(seconds(sides, 3).values())  # and warm
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(SECONDS / once)))
+    times = seconds(sides, repeats)
+    return {
+        "kind": kind.name,
+        "pages": count,
+        "fragmented": fragments,
+        "copies": copies,
+        "repeats": repeats,
+        "ms": {name: value * 1e3 for name, value in times.items()},
+        "peak_mb": {name: peak_mb(side) for name, side in sides.items()},
+        "faster": {name: times["stock"] / times[name] for name in times if name != "stock"},
+    }
+
+
+def misses(rows: list[dict]) -> list[str]:
+    """What is slower than it has to be, in words."""
+    found = []
+    for row in rows:
+        case = (row["kind"], row["pages"], row["fragmented"])
+        for figure, faster in row["faster"].items():
+            wanted = TARGETS.get((*case, figure), NO_SLOWER)
+            if faster < wanted:
+                found.append(
+                    f"{case[0]}, {case[1]} pages, {case[2]}: {figure} {faster:.2f} times "
+                    f"as fast as stock, {wanted:g} wanted"
+                )
+    return found
+
+
+def table(rows: list[dict]) -> Table:
+    shown = Table(title="One transfer planned: medians, stock and ours in turns")
+    for heading in ("kind", "pages", "fragmented"):
+        shown.add_column(heading)
+    for heading in ("copies", "stock ms", "ours ms", "faster", "arrays ms", "faster", "peak MB"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
+        arrays = (f"{ms['arrays']:.3f}", f"{faster['arrays']:.1f}") if "arrays" in ms else ("", "")
+        shown.add_row(
+            row["kind"],
+            f"{row['pages']:,}",
+            row["fragmented"],
+            f"{row['copies']:,}",
+            f"{ms['stock']:.3f}",
+            f"{ms['ours']:.3f}",
+            f"{faster['ours']:.2f}",
+            *arrays,
+            f"{peak['stock']:.1f} > {peak['ours']:.1f}",
+        )
+    return shown
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Compare the patch set with the stock engine."""
+
+
+@app.command()
+def plan(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
+    ] = None,
+    only_check: Annotated[
+        bool, typer.Option("--check", help="Only compare what both sides copy, at small sizes.")
+    ] = False,
+) -> None:
+    """Time stock's planning and ours; status 1 if ours is slower anywhere or misses a target."""
+    os.environ.pop("MC_FORCE_TCP", None)  # the CPU host's; batches over RDMA are what counts
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    every = kinds()
+    if only_check:
+        for kind, count, fragments in itertools.product(every, CHECKED, FRAGMENTS):
+            check(kind, *(pages_of(count, fragments, seed) for seed in (1, 2)))
+        console.print(f"{len(every)} kinds of transfer: stock and ours copy the same bytes")
+        return
+    gc.disable()  # it would cost stock most, whose tuples it follows
+    rows = []
+    for case in cases(every):
+        row = measure(*case)
+        if misses([row]):  # once more, for the machine may have been busy
+            row = measure(*case)
+        rows.append(row)
+        gc.collect()
+    missed = misses(rows)
+    console.print(table(rows))
+    for line in missed:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({"rows": rows, "missed": missed}, indent=1))
+    raise typer.Exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    app()

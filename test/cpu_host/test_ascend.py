@@ -1,0 +1,244 @@
+"""The stand-ins for Ascend: operators, attention over the real NPU pools, and MemFabric."""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pd.cpu_host import SWITCH
+
+if os.environ.get(SWITCH) != "1":
+    pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.models.deepseek_common import attention_backend_handler
+
+from sglang.srt.hardware_backend.npu import memory_pool_npu
+from sglang_pd.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
+
+PAGE = 16
+START_LAYER, LAYERS, LAYER = 3, 2, 4  # a later pipeline stage; attention runs on its second layer
+Q_HEADS, KV_HEADS, WIDTH = 4, 2, 8
+LATENT, ROPE = 12, 4
+
+
+def test_scatter_sets_rows_and_no_others():
+    buffer = torch.rand(40, 1, 3)
+    rows = torch.tensor([7, 0, 39])
+    updates = torch.rand(3, 1, 3)
+    expected = buffer.clone()
+    for row, update in zip(rows.tolist(), updates, strict=True):
+        expected[row] = update
+    assert npu_scatter_nd_update_(buffer, rows.view(-1, 1), updates) is buffer
+    assert torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize("row", [-1, 40])
+def test_scatter_outside_the_buffer_is_refused(row):
+    buffer = torch.zeros(40, 1, 3)
+    with pytest.raises(IndexError, match="40 rows"):
+        npu_scatter_nd_update_(buffer, torch.tensor([[5], [row]]), torch.ones(2, 1, 3))
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize(
+    ("indices", "updates"),
+    [
+        (torch.zeros(2, dtype=torch.long), torch.zeros(2, 1, 3)),
+        (torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, 4)),
+        (torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, 1, 3)),
+        (torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, 3, dtype=torch.float16)),
+    ],
+)
+def test_scatter_refuses_what_does_not_fit(indices, updates):
+    with pytest.raises(ValueError, match="indices have|do not fit"):
+        npu_scatter_nd_update_(torch.zeros(40, 1, 3), indices, updates)
+
+
+def test_keys_and_values_are_written_into_their_slots():
+    key, value = torch.rand(3, 2, 4), torch.rand(3, 2, 5)
+    keys, values = torch.zeros(6, PAGE, 2, 4), torch.zeros(6, PAGE, 2, 5)
+    slots = [0, 17, 95]
+    _npu_reshape_and_cache(key, value, keys, values, torch.tensor(slots, dtype=torch.int32))
+    for cache, new in ((keys, key), (values, value)):
+        written = [cache[slot // PAGE, slot % PAGE] for slot in slots]
+        assert torch.equal(torch.stack(written), new)
+        assert cache.count_nonzero() == new.count_nonzero()
+    with pytest.raises(IndexError, match="96 rows"):
+        _npu_reshape_and_cache(key, value, keys, values, torch.tensor([1, 2, 96]).int())
+
+
+def test_nobody_but_the_pools_has_torch_npu():
+    assert memory_pool_npu.torch_npu.npu_scatter_nd_update_ is npu_scatter_nd_update_
+    assert "torch_npu" not in sys.modules
+    assert importlib.util.find_spec("torch_npu") is None
+    assert not hasattr(torch, "npu")
+
+
+def test_mla_is_absorbed():
+    methods = attention_backend_handler.AttnForwardMethod
+    for backend in ("ascend", "torch_native"):
+        choose = attention_backend_handler.AttentionBackendRegistry.get_handler(backend)
+        assert choose(object(), object()) is methods.MLA
+
+
+def pools(kind: str, monkeypatch):
+    """An NPU pool, and the pool of the same content that the torch-native backend knows."""
+    monkeypatch.setenv("ASCEND_USE_FIA", str(int(kind == "fia")))
+    common = {
+        "size": 8 * PAGE,
+        "page_size": PAGE,
+        "dtype": torch.float32,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+        "start_layer": START_LAYER,
+        "end_layer": START_LAYER + LAYERS - 1,
+    }
+    if kind == "mla":
+        mla = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
+        npu = memory_pool_npu.NPUMLATokenToKVPool(index_head_dim=None, **mla, **common)
+        return npu, MLATokenToKVPool(**mla, **common)
+    mha = {"head_num": KV_HEADS, "head_dim": WIDTH}
+    return memory_pool_npu.NPUMHATokenToKVPool(**mha, **common), MHATokenToKVPool(**mha, **common)
+
+
+def layer_of(kind: str) -> SimpleNamespace:
+    key, value = (LATENT + ROPE, LATENT) if kind == "mla" else (WIDTH, WIDTH)
+    return SimpleNamespace(
+        layer_id=LAYER,
+        tp_q_head_num=Q_HEADS,
+        tp_k_head_num=1 if kind == "mla" else KV_HEADS,
+        qk_head_dim=key,
+        v_head_dim=value,
+        scaling=key**-0.5,
+        is_cross_attention=False,
+        attn_type=None,
+        k_scale=None,
+        v_scale=None,
+    )
+
+
+def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
+    """Random (q, k, v) and keywords as the engine gives ``ascend``, and as it gives others."""
+    if kind != "mla":
+        kv = torch.randn(2, tokens, KV_HEADS, WIDTH)
+        plain = (torch.randn(tokens, Q_HEADS * WIDTH), kv[0], kv[1])
+        return plain, {}, plain
+    q, q_rope = torch.randn(tokens, Q_HEADS, LATENT), torch.randn(tokens, Q_HEADS, ROPE)
+    k, k_rope = torch.randn(tokens, 1, LATENT), torch.randn(tokens, 1, ROPE)
+    joined = (torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1), k)
+    return (q, k, k), {"q_rope": q_rope, "k_rope": k_rope}, joined
+
+
+def batches():
+    """Four steps of two requests: a prefill, its next chunk, and two tokens decoded."""
+    slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere but in page 0
+    table = torch.zeros(4, 64, dtype=torch.int32)
+    rows = torch.tensor([1, 3])
+    table[rows, :40] = slots.int()
+    before = torch.tensor([0, 0])
+    for new in torch.tensor([[20, 5], [9, 4], [1, 1], [1, 1]]):
+        after = before + new
+        places = [row[start:end] for row, start, end in zip(slots, before, after, strict=True)]
+        yield {
+            "out_cache_loc": torch.cat(places),
+            "req_to_token_pool": SimpleNamespace(req_to_token=table),
+            "req_pool_indices": rows,
+            "seq_lens": after,
+            "extend_prefix_lens": before,
+            "extend_seq_lens": new,
+        }
+        before = after
+
+
+@pytest.mark.parametrize("kind", ["paged", "fia", "mla"])
+def test_attention_equals_the_torch_native_one(kind, monkeypatch):
+    torch.manual_seed(0)
+    npu_pool, plain_pool = pools(kind, monkeypatch)
+    runner = SimpleNamespace(device="cpu")
+    ascend, native = (ATTENTION_BACKENDS[name](runner) for name in ("ascend", "torch_native"))
+    layer = layer_of(kind)
+    for number, batch in enumerate(batches()):
+        given, rope, joined = arguments(kind, tokens=len(batch["out_cache_loc"]))
+        step = "forward_extend" if number < 2 else "forward_decode"
+        npu_batch = SimpleNamespace(**batch, token_to_kv_pool=npu_pool)
+        plain_batch = SimpleNamespace(**batch, token_to_kv_pool=plain_pool)
+        got = getattr(ascend, step)(*given, layer, npu_batch, **rope)
+        want = getattr(native, step)(*joined, layer, plain_batch)
+        assert want.abs().min() > 0
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        assert npu_batch.token_to_kv_pool is npu_pool
+
+
+# A process with a registered and an unregistered buffer; at a line of input it tells the first's
+# contents.
+RECEIVER = """
+import ctypes, hashlib, json, sys
+from memfabric_hybrid import TransferEngine
+from sglang.srt.utils import get_local_ip_auto
+size = int(sys.argv[1])
+registered, other = (ctypes.create_string_buffer(size) for _ in range(2))
+engine = TransferEngine()
+session = f"{get_local_ip_auto()}:{engine.get_rpc_port()}"
+start = ctypes.addressof(registered)
+assert engine.initialize("tcp://store", session, "Decode", 0, engine.TransDataOpType.SDMA) == 0
+assert engine.batch_register_memory([start], [size]) == 0
+print(json.dumps([session, start, ctypes.addressof(other)]), flush=True)
+sys.stdin.readline()
+print(hashlib.sha256(registered.raw).hexdigest(), any(other.raw), flush=True)
+"""
+
+
+@pytest.fixture
+def memfabric(monkeypatch):
+    monkeypatch.setenv("MC_FORCE_TCP", "true")
+    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
+    return importlib.import_module("memfabric_hybrid")
+
+
+def test_memfabric_writes_into_another_process(memfabric):
+    piece, pieces = 8, 3 * memfabric.BATCH // 2
+    data = torch.randint(256, (pieces, piece), dtype=torch.uint8)
+    engine = memfabric.TransferEngine()
+    assert engine.register_memory(data.data_ptr(), data.nbytes) == 0
+    command = [sys.executable, "-c", RECEIVER, str(data.nbytes)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as receiver:
+        session, start, unregistered = json.loads(receiver.stdout.readline())
+        order = torch.randperm(pieces)
+        src = (data.data_ptr() + piece * torch.arange(pieces)).tolist()
+        dst = (start + piece * order).tolist()
+        assert engine.batch_transfer_sync_write(session, src, dst, [piece] * pieces) == 0
+        assert engine.transfer_sync_write(session, src[0], unregistered, piece) < 0
+        found, other = receiver.communicate("tell")[0].split()
+    expected = torch.empty_like(data)
+    expected[order] = data
+    assert found == hashlib.sha256(expected.numpy().tobytes()).hexdigest()
+    assert other == "False"
+
+
+def test_memfabric_needs_a_store(memfabric):
+    with pytest.raises(ValueError, match="URL is None"):
+        memfabric.create_config_store(None)
+    engine = object.__new__(memfabric.TransferEngine)
+    assert engine.initialize(None, "host:1", "Prefill", 0, engine.TransDataOpType.SDMA) < 0
+
+
+def test_memfabric_says_that_mooncake_does_not_start(memfabric, monkeypatch):
+    class Broken:
+        def initialize(self, *arguments):
+            return -3
+
+    monkeypatch.setattr("mooncake.engine.TransferEngine", Broken)
+    with pytest.raises(RuntimeError, match="did not start on 127.0.0.1: status -3"):
+        memfabric.TransferEngine()

@@ -1,0 +1,197 @@
+"""What the engine's own classes do with given inputs, as plain data.
+
+The tests call these in the patched engine; `python probes.py NAME...` runs them in another and
+prints JSON, so that the stock engine can be asked the same.
+"""
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
+from sglang.srt.disaggregation.ascend.conn import AscendKVManager
+from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.hardware_backend.npu.memory_pool_npu import (
+    NPUMHATokenToKVPool,
+    NPUMLATokenToKVPool,
+)
+from sglang_pd.device import device
+
+# KV heads, their width, and the parts of an MLA token
+HEADS, WIDTH, LATENT, ROPE, INDEX = 2, 8, 16, 4, 6
+
+
+@contextlib.contextmanager
+def _fia(on: bool) -> Iterator[None]:
+    before = os.environ.get("ASCEND_USE_FIA")
+    os.environ["ASCEND_USE_FIA"] = str(on)
+    try:
+        yield
+    finally:
+        del os.environ["ASCEND_USE_FIA"]
+        if before is not None:
+            os.environ["ASCEND_USE_FIA"] = before
+
+
+def _common(layers: int, start_layer: int, page_size: int) -> dict:
+    return {
+        "size": 4 * page_size,
+        "page_size": page_size,
+        "dtype": torch.float32,
+        "layer_num": layers,
+        "device": device(),
+        "enable_memory_saver": False,
+        "start_layer": start_layer,
+        "end_layer": start_layer + layers - 1,
+    }
+
+
+def mha_pool(fia: bool, page_size: int, start_layer: int = 0, layers: int = 2):
+    with _fia(fia):
+        return NPUMHATokenToKVPool(
+            head_num=HEADS, head_dim=WIDTH, **_common(layers, start_layer, page_size)
+        )
+
+
+def mla_pool(index_keys: bool, page_size: int, start_layer: int = 0, layers: int = 2):
+    return NPUMLATokenToKVPool(
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE,
+        index_head_dim=INDEX if index_keys else None,
+        **_common(layers, start_layer, page_size),
+    )
+
+
+def pages(buffers, page_size: int) -> list[list[int]]:
+    """[address of each page] of each buffer, found by the tensor itself and not by arithmetic."""
+    tokens = [buffer.reshape(-1, *buffer.shape[-2:]) for buffer in buffers]
+    return [
+        [layer[at].data_ptr() for at in range(0, layer.shape[0], page_size)] for layer in tokens
+    ]
+
+
+def said_pages(infos) -> list[list[int]]:
+    """The same by what a pool says: pointer, bytes and bytes a page of each buffer."""
+    return [list(range(pointer, pointer + length, item)) for pointer, length, item in zip(*infos)]
+
+
+def fia_pages(fia: bool, page_size: int, start_layer: int) -> bool:
+    """Whether the pool says where each page of K and V is."""
+    pool = mha_pool(fia, page_size, start_layer)
+    buffers = [*pool.k_buffer, *pool.v_buffer]
+    return said_pages(pool.get_contiguous_buf_infos()) == pages(buffers, page_size)
+
+
+def _manager(kind: type, start_layer: int, **more) -> object:
+    manager = object.__new__(kind)
+    manager.kv_args = SimpleNamespace(prefill_start_layer=start_layer, **more)
+    return manager
+
+
+def mha_pairs(sizes: list[int], stage: int, decode_drafts: int) -> list[list]:
+    """[ours, decode's] of each pair; pointers are numbers, decode's the same as ours plus 1000."""
+    total, start = sum(sizes), sum(sizes[:stage])
+    layers = range(start, start + sizes[stage])
+    src = [*layers, *(100 + n for n in layers)]
+    dst = [*range(1000, 1000 + total), *range(1100, 1100 + total)]
+    dst += [1200 + n for n in range(2 * decode_drafts)]
+    manager = _manager(MooncakeKVManager, start, total_kv_layers=total)
+    src_k, src_v, dst_k, dst_v, count = manager.get_mha_kv_ptrs_with_pp(src, dst)
+    assert count == len(src_k) == len(src_v)
+    return [list(pair) for pair in zip([*src_k, *src_v], [*dst_k, *dst_v])]
+
+
+def mla_pairs(sizes: list[int], stage: int, groups: int, drafts: list[int]) -> list[list]:
+    """The same for `groups` buffers a layer; `drafts` are prefill's (last stage) and decode's."""
+    total, start = sum(sizes), sum(sizes[:stage])
+
+    def pointers(layers, draft_layers: int) -> list[int]:
+        numbers = [*layers], [90 + n for n in range(draft_layers)]
+        return [100 * group + n for part in numbers for group in range(groups) for n in part]
+
+    own_drafts = drafts[0] if stage == len(sizes) - 1 else 0
+    src = pointers(range(start, start + sizes[stage]), own_drafts)
+    dst = [1000 + pointer for pointer in pointers(range(total), drafts[1])]
+    manager = _manager(AscendKVManager, start, kv_buf_groups=groups, total_kv_layers=total)
+    got_src, got_dst, count = manager.get_mla_kv_ptrs_with_pp(src, dst)
+    assert count == len(got_src)
+    return [list(pair) for pair in zip(got_src, got_dst)]
+
+
+def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
+    """As `mha_pairs`, for mori's memory descriptors and one stage. AMD's library is names only."""
+    for name in ("mori", "mori.cpp", "mori.io"):
+        module = ModuleType(name)
+        module.__getattr__ = lambda attribute: object
+        sys.modules.setdefault(name, module)
+    kind = importlib.import_module("sglang.srt.disaggregation.mori.conn").MoriKVManager
+    manager = _manager(kind, 0, total_kv_layers=layers)
+    manager.kv_mem_descs = [f"{part} {n}" for part in "kv" for n in range(layers)]
+    dst = manager.kv_mem_descs + [
+        f"draft {part} {n}" for part in "kv" for n in range(decode_drafts)
+    ]
+    src_k, src_v, dst_k, dst_v, _ = manager._get_mha_mem_desc_slices(dst)
+    return [list(pair) for pair in zip([*src_k, *src_v], [*dst_k, *dst_v])]
+
+
+class PickyEngine:
+    """MemFabric's and Mooncake's registration; a length in `refused` cannot be registered."""
+
+    def __init__(self, refused: list[int]):
+        self.refused = refused
+        self.batches: list[list[int]] = []
+
+    def batch_register_memory(self, ptrs: list[int], lengths: list[int]) -> int:
+        self.batches.append(list(lengths))
+        return -1 if set(lengths) & set(self.refused) else 0
+
+
+def registration(backend: str, refused: list[int]) -> dict:
+    """What is registered in which batches of lengths, and the error if there is one."""
+    kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
+    named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
+    manager = _manager(
+        kind,
+        0,
+        kv_data_ptrs=[1, 2],
+        kv_data_lens=[10, 20],
+        aux_data_ptrs=[3],
+        aux_data_lens=[30],
+        state_data_ptrs=[4],
+        state_data_lens=[40],
+        layout=SimpleNamespace(kv=named, state=[SimpleNamespace(name="index_k, layer 3")]),
+    )
+    picky = PickyEngine(refused)
+    manager.engine = object.__new__(AscendTransferEngine)
+    manager.engine.engine = picky
+    error = ""
+    try:
+        manager.register_buffer_to_engine()
+    except RuntimeError as raised:
+        error = str(raised)
+    return {"batches": picky.batches, "error": error}
+
+
+def imports_torch_npu_unasked() -> bool:
+    """Whether the NPU pools' module imports torch_npu wherever it is imported."""
+    module = inspect.getmodule(NPUMHATokenToKVPool)
+    return "\nimport torch_npu\n" in inspect.getsource(module)
+
+
+if __name__ == "__main__":
+    answers = []
+    for call in json.loads(sys.argv[1]):
+        name, *arguments = call
+        try:
+            answers.append(globals()[name](*arguments))
+        except Exception as error:
+            answers.append({"raised": f"{type(error).__name__}: {error}"})
+    print("\n" + json.dumps(answers))

@@ -1,0 +1,61 @@
+"""`get_mha_kv_ptrs_with_pp`, `get_mla_kv_ptrs_with_pp`: our pointers and decode's, by layer."""
+
+import itertools
+
+import probes
+import pytest
+
+pytestmark = pytest.mark.engine
+
+SPLITS = [[23, 23, 24, 24], [30, 31], [2, 2, 3], [3, 4], [2, 2], [7]]
+
+
+def assert_right(pairs, count):
+    assert len(pairs) == count
+    assert all(theirs == ours + 1000 for ours, theirs in pairs), pairs
+
+
+@pytest.mark.parametrize("decode_drafts", [0, 1, 2])
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_mha(sizes, decode_drafts):
+    for stage, layers in enumerate(sizes):
+        assert_right(probes.mha_pairs(sizes, stage, decode_drafts), 2 * layers)
+
+
+def test_stock_mha(stock):
+    """94 layers over PP 4: stage 0 sends V 0 to K 92; 61 over PP 2: stage 1 sends V 30 to V 0."""
+    first, second, even = stock(
+        ["mha_pairs", [23, 23, 24, 24], 0, 0],
+        ["mha_pairs", [30, 31], 1, 0],
+        ["mha_pairs", [2, 2], 1, 0],
+    )
+    assert [100, 1092] in first
+    assert [130, 1100] in second
+    assert_right(even, 4)
+
+
+def test_mori_with_a_draft_on_decode_alone(stock):
+    pairs = probes.mori_pairs(3, 1)
+    assert len(pairs) == 6 and all(ours == theirs for ours, theirs in pairs)
+    (wrong,) = stock(["mori_pairs", 3, 1])
+    assert ["v 0", "v 1"] in wrong
+
+
+DRAFTS = list(itertools.product([0, 1, 2], repeat=2))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("drafts", DRAFTS, ids=str)
+@pytest.mark.parametrize("sizes", [[30, 31], [2, 2, 3], [4, 3], [7]], ids=str)
+def test_mla(sizes, drafts, groups):
+    for stage, layers in enumerate(sizes):
+        common = min(drafts) if stage == len(sizes) - 1 else 0
+        pairs = probes.mla_pairs(sizes, stage, groups, list(drafts))
+        assert_right(pairs, groups * (layers + common))
+
+
+def test_stock_mla(stock):
+    """k of a stage finds its k; v and index keys, which follow, go to other layers' k."""
+    right, wrong = stock(["mla_pairs", [2, 2], 1, 1, [0, 0]], ["mla_pairs", [2, 2], 0, 2, [0, 0]])
+    assert_right(right, 2)
+    assert [100, 1002] in wrong

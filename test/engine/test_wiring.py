@@ -1,0 +1,135 @@
+"""Both queues' `_init_kv_manager` with the engine's pools: what `KVArgs` then says."""
+
+from types import SimpleNamespace
+
+import probes
+import pytest
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
+
+from sglang.srt.disaggregation import decode, prefill
+from sglang.srt.disaggregation.base import KVArgs
+from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
+
+pytestmark = pytest.mark.engine
+
+QUEUES = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
+LAYERS = 7  # of the whole model; a pool holds two of them
+
+
+@pytest.fixture(params=QUEUES)
+def wire(request, monkeypatch):
+    """A function from pools to the `KVArgs` that the manager is made with."""
+    module = {"prefill": prefill, "decode": decode}[request.param]
+    classes = {
+        KVClassType.KVARGS: KVArgs,
+        KVClassType.MANAGER: lambda kv_args, *rest: SimpleNamespace(kv_args=kv_args),
+    }
+    monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
+    single = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(parallel_state, "_ATTN_TP", single, raising=False)
+    monkeypatch.setattr(dp_attention, "_ATTN_DP_RANK", 0)
+    monkeypatch.setattr(dp_attention, "_ATTN_DP_SIZE", 1)
+
+    def kv_args(target, draft=None) -> KVArgs:
+        model = SimpleNamespace(num_hidden_layers=LAYERS, get_total_num_kv_heads=lambda: 2)
+        queue = object.__new__(QUEUES[request.param])
+        queue.__dict__.update(
+            token_to_kv_pool=target,
+            draft_token_to_kv_pool=draft,
+            is_mla_backend=isinstance(target, MLATokenToKVPool),
+            metadata_buffers=MetadataBuffers(4, 16, torch.float32),
+            transfer_backend=None,
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            prefill_pp_size=1,
+            decode_tp_size=1,
+            decode_dp_size=1,
+            gpu_id=0,
+            scheduler=SimpleNamespace(
+                dp_rank=None,
+                gpu_id=0,
+                model_config=model,
+                draft_worker=SimpleNamespace(model_config=model),
+                server_args=SimpleNamespace(disaggregation_ib_device=None, pp_size=1),
+            ),
+        )
+        return queue._init_kv_manager().kv_args
+
+    return kv_args
+
+
+def nsa_pool(layers, start_layer=0):
+    return NSATokenToKVPool(
+        size=128,
+        page_size=64,
+        kv_lora_rank=16,
+        dtype=torch.float32,
+        qk_rope_head_dim=4,
+        layer_num=layers,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=20,
+        start_layer=start_layer,
+        end_layer=start_layer + layers - 1,
+    )
+
+
+def keys(buffers):
+    return [(b.component, b.draft, b.layer) for b in buffers]
+
+
+@pytest.mark.parametrize("index_keys, groups", [(False, 2), (True, 3)])
+def test_npu_mla(wire, index_keys, groups):
+    """Index keys are registered once, as KV's third group; without an indexer there are two."""
+    args = wire(probes.mla_pool(index_keys, 16, start_layer=3))
+    assert (args.kv_buf_groups, args.total_kv_layers) == (groups, LAYERS)
+    assert (args.state_type, args.state_data_ptrs) == ("none", [])
+    assert len(set(args.kv_data_ptrs)) == len(args.kv_data_ptrs) == 2 * groups
+    names = ["k", "v", "index_k"][:groups]
+    assert keys(args.layout.kv) == [(c, False, n) for c in names for n in (3, 4)]
+
+
+def test_npu_mla_groups_do_not_depend_on_the_draft(wire):
+    """Counted after the draft's pointers are appended, a short stage seems to have more groups."""
+    args = wire(probes.mla_pool(False, 16, layers=1), probes.mla_pool(False, 16, layers=1))
+    assert args.kv_buf_groups == 2
+    assert keys(args.layout.kv) == [(c, d, 0) for d in (False, True) for c in ("k", "v")]
+
+
+def test_npu_mha(wire):
+    args = wire(probes.mha_pool(fia=True, page_size=16, start_layer=3))
+    assert args.layout.total_layers == LAYERS
+    assert keys(args.layout.kv) == [(c, False, n) for c in ("k", "v") for n in (3, 4)]
+    assert {b.page_bytes for b in args.layout.kv} == {16 * probes.HEADS * probes.WIDTH * 4}
+
+
+def test_nsa_state_of_target_and_draft(wire):
+    """PR #23539: the draft's index keys after the target's."""
+    target, draft = nsa_pool(2, start_layer=3), nsa_pool(1)
+    args = wire(target, draft)
+    assert args.state_type == "nsa"
+    buffers = [*target.index_k_with_scale_buffer, *draft.index_k_with_scale_buffer]
+    assert args.state_data_ptrs == [buffer.data_ptr() for buffer in buffers]
+    expected = [("index_k", False, 3), ("index_k", False, 4), ("index_k", True, 0)]
+    assert keys(args.layout.state) == expected
+
+
+def test_a_draft_without_state_of_its_own(wire):
+    draft = MLATokenToKVPool(
+        size=128,
+        page_size=64,
+        dtype=torch.float32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    args = wire(nsa_pool(2), draft)
+    assert keys(args.layout.state) == [("index_k", False, 0), ("index_k", False, 1)]

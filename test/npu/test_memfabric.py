@@ -1,0 +1,97 @@
+"""MemFabric itself: it registers a rank's pools in one batch, and moves them between processes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.npu
+
+# MemFabric rounds what is registered to 2 MiB: of a model with 61 small layers, dozens of buffers
+# share such a piece; of the others each layer has several.
+SMALL = {"layers": 61, "page_size": 2}
+LARGE = {"layers": 2, "page_size": 128, "pages": 60, "k_width": 64, "v_width": 8}
+MODELS = {
+    "mla_small": {"mla": True, **SMALL},
+    "mla_index_keys_small": {"mla": True, "index_keys": True, **SMALL},
+    "mla_large": {"mla": True, **LARGE},
+    "paged_large": LARGE,
+    "fia_small": {"fia": True, **SMALL},
+    "fia_large": {"fia": True, **LARGE},
+}
+REQUESTS = [
+    ([3], [5], None),
+    ([1, 2, 3, 4], [4, 5, 6, 7], None),
+    ([2, 3, 8, 5, 6, 11], [10, 9, 3, 4, 5, 0], [2, 1, 3]),
+]
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """A function to the process that makes ranks, which is started when it is first called."""
+    import fleet
+
+    made = []
+
+    def of() -> fleet.Nursery:
+        if not made:
+            made.append(fleet.Nursery("patched"))
+        return made[0]
+
+    yield of
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_between_two_processes(nursery, name):
+    """Every byte of the decode rank's pools, each rank on an NPU of its own."""
+    import fleet
+
+    model = fleet.Fleet(backend="ascend", **MODELS[name])
+    with fleet.running(model, nursery(), nursery()) as servers:
+        for src, dst, chunks in REQUESTS:
+            outcome = servers.request(src, dst, chunks)
+            assert outcome.state == "right", (src, dst, chunks, outcome)
+
+
+class Counting:
+    """MemFabric's engine, and the batches that it registered."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.batches: list[list[int]] = []
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        self.batches.append(lengths)
+        return self.engine.batch_register_memory(addresses, lengths)
+
+
+def test_a_rank_registers_in_one_batch(probes, monkeypatch):
+    import torch
+    from memfabric_hybrid import create_config_store
+    from sglang.srt.utils import get_local_ip_auto
+
+    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+    from sglang_pd.cluster import free_ports
+
+    (port,) = free_ports(1)
+    monkeypatch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{port}")
+    create_config_store(f"tcp://127.0.0.1:{port}")
+    # Memory must outlive its registration.
+    pool, metadata = probes.mla_pool(True, 16, layers=7), MetadataBuffers(8, 16, torch.float32)
+    kv, aux = pool.get_contiguous_buf_infos(), metadata.get_buf_infos()
+    engine = probes.AscendTransferEngine(get_local_ip_auto(), 0, DisaggregationMode.PREFILL)
+    engine.engine = counting = Counting(engine.engine)
+    manager = object.__new__(probes.AscendKVManager)
+    manager.engine = engine
+    manager.kv_args = SimpleNamespace(
+        kv_data_ptrs=kv[0],
+        kv_data_lens=kv[1],
+        aux_data_ptrs=aux[0],
+        aux_data_lens=aux[1],
+        state_data_ptrs=[],
+        state_data_lens=[],
+        layout=SimpleNamespace(kv=[SimpleNamespace(name=hex(p)) for p in kv[0]], state=[]),
+    )
+    manager.register_buffer_to_engine()  # it raises where MemFabric refuses
+    assert counting.batches == [[*kv[1], *aux[1]]]

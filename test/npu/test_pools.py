@@ -1,0 +1,94 @@
+"""The NPU pools on an NPU: what they say of their pages, and the operators that write them."""
+
+import ctypes
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.npu
+
+PAGE = 16
+POOLS = {
+    "paged": lambda probes: probes.mha_pool(False, PAGE, start_layer=3),
+    "fia": lambda probes: probes.mha_pool(True, PAGE, start_layer=3),
+    "mla": lambda probes: probes.mla_pool(False, PAGE, start_layer=3),
+    "mla_index_keys": lambda probes: probes.mla_pool(True, PAGE, start_layer=3),
+}
+DEVICE_TO_HOST = 2  # ACL's number for that direction of a copy
+
+
+def device_memory(address: int, size: int) -> bytes:
+    """What the NPU holds at one of its addresses, by its runtime and without torch."""
+    host = ctypes.create_string_buffer(size)
+    status = ctypes.CDLL("libascendcl.so").aclrtMemcpy(
+        host,
+        ctypes.c_size_t(size),
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(size),
+        ctypes.c_int(DEVICE_TO_HOST),
+    )
+    assert status == 0, f"aclrtMemcpy of {size} bytes at {address:#x}: {status}"
+    return host.raw
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_pages_are_found_by_their_device_addresses(probes, kind):
+    import torch
+
+    pool = POOLS[kind](probes)
+    keys = getattr(pool, "index_k_buffer", None)
+    buffers = [*pool.k_buffer, *pool.v_buffer, *([] if keys is None else keys)]
+    for buffer in buffers:
+        assert buffer.device.type == "npu"
+        buffer.copy_(torch.randn(buffer.shape))
+    torch.npu.synchronize()
+    infos = list(zip(*pool.get_contiguous_buf_infos(), strict=True))
+    assert len(infos) == len(buffers)
+    for (address, length, item), buffer in zip(infos, buffers, strict=True):
+        tokens = buffer.cpu().reshape(-1, *buffer.shape[-2:])
+        pages = [page.numpy().tobytes() for page in tokens.split(PAGE)]
+        assert (len(pages), length) == (length // item, item * len(pages))
+        for number, page in enumerate(pages):
+            assert device_memory(address + number * item, item) == page
+
+
+def test_torch_npu_is_bound(probes):
+    module = importlib.import_module("sglang.srt.hardware_backend.npu.memory_pool_npu")
+    assert module.torch_npu is sys.modules["torch_npu"]
+
+
+@pytest.mark.parametrize("fia", ["0", "1"])
+def test_tokens_are_written_where_their_pages_are(probes, monkeypatch, fia):
+    """`set_kv_buffer` calls torch_npu; the bytes that it writes are those that are sent."""
+    import torch
+
+    monkeypatch.setenv("ASCEND_USE_FIA", fia)
+    page, heads, width = 128, 2, 128
+    pool = probes.NPUMHATokenToKVPool(
+        size=4 * page,
+        page_size=page,
+        dtype=torch.float16,
+        head_num=heads,
+        head_dim=width,
+        layer_num=1,
+        device="npu",
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=0,
+    )
+    places = [page, page + 1, 3 * page + 5]
+    k, v = torch.randn(2, len(places), heads, width, dtype=torch.float16)
+    pool.set_kv_buffer(
+        SimpleNamespace(layer_id=0),
+        torch.tensor(places, dtype=torch.int32, device="npu"),
+        k.npu(),
+        v.npu(),
+    )
+    torch.npu.synchronize()
+    addresses, _, items = pool.get_contiguous_buf_infos()
+    for tokens, address, item in zip((k, v), addresses, items, strict=True):
+        for token, place in zip(tokens, places, strict=True):
+            at = address + place // page * item + place % page * (item // page)
+            assert device_memory(at, item // page) == token.numpy().tobytes()

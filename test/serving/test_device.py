@@ -1,0 +1,167 @@
+"""What decides where servers run, and how they would be started there; none is, and no NPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import test_serving
+from serving_scenarios import SCENARIOS, MildMLA
+
+from sglang_pd import cluster, device
+
+ASCEND = [scenario for scenario in SCENARIOS if scenario.topology.backend == "ascend"]
+
+
+@pytest.fixture
+def four_npus(monkeypatch):
+    """As on a runner with four NPUs."""
+    monkeypatch.setattr(device, "npus", lambda: 4)
+    monkeypatch.setattr(cluster, "npus", lambda: 4)
+    monkeypatch.delenv(device.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def no_npu(monkeypatch):
+    monkeypatch.setattr(device, "npus", lambda: 0)
+    monkeypatch.delenv(device.VARIABLE, raising=False)
+
+
+def option(server: cluster.Server, name: str) -> str:
+    return server.command[server.command.index(name) + 1]
+
+
+def test_an_npu_is_taken_where_there_is_one(four_npus):
+    assert (device.device(), device.why_no_npu()) == ("npu", None)
+
+
+def test_else_the_cpu_host(no_npu):
+    assert device.device() == "cpu"
+    assert device.why_no_npu() == "no NPU: torch_npu is not installed"
+
+
+def test_the_variable_decides(four_npus, monkeypatch):
+    monkeypatch.setenv(device.VARIABLE, "cpu")
+    assert (device.device(), device.why_no_npu()) == ("cpu", "no NPU: SGLANG_PD_DEVICE is cpu")
+    monkeypatch.setenv(device.VARIABLE, "npu")
+    assert device.device() == "npu"
+    monkeypatch.setenv(device.VARIABLE, "NPU")
+    with pytest.raises(ValueError, match="'NPU'; set it to one of cpu, npu"):
+        device.device()
+
+
+def test_an_npu_that_is_named_must_be_there(no_npu, monkeypatch):
+    """Else a runner whose NPUs are lost would skip every test, and be green."""
+    monkeypatch.setenv(device.VARIABLE, "npu")
+    with pytest.raises(RuntimeError, match="is npu, but torch_npu is not installed"):
+        device.why_no_npu()
+
+
+def test_only_npus_wait_for_their_peers(no_npu, monkeypatch):
+    waits = []
+    monkeypatch.setattr(device.time, "sleep", waits.append)
+    device.await_peers()
+    monkeypatch.setattr(device, "npus", lambda: 1)
+    device.await_peers()
+    assert len(waits) == 1 and waits[0] > 9
+
+
+def test_servers_on_npus(four_npus, tmp_path):
+    topology = cluster.Topology("ascend", prefill_tp=1, prefill_pp=2, page_size=16, fia=True)
+    servers = cluster.pd_servers(topology, Path("model"), tmp_path, "patched", "patched")
+    prefill, decode, router = servers
+    for server in (prefill, decode):
+        assert server.command[0] == sys.executable
+        assert option(server, "--device") == "npu"
+        assert option(server, "--dtype") == "float16"
+        assert option(server, "--attention-backend") == "ascend"
+        assert option(server, "--page-size") == "128"
+        assert option(server, "--disaggregation-transfer-backend") == "ascend"
+        assert set(server.environment) == {"ASCEND_MF_STORE_URL", "ASCEND_USE_FIA"}
+        assert server.environment["ASCEND_USE_FIA"] == "1"
+    assert [option(server, "--base-gpu-id") for server in (prefill, decode)] == ["0", "2"]
+    assert prefill.environment == decode.environment
+    store = prefill.environment["ASCEND_MF_STORE_URL"]
+    assert store.startswith("tcp://127.0.0.1:")
+    assert int(store.rpartition(":")[2]) not in {server.port for server in servers}
+    assert router.command[:3] == [sys.executable, "-m", "sglang_router.launch_router"]
+
+
+def test_no_stock_engine_on_npus(four_npus):
+    with pytest.raises(FileNotFoundError, match="there is one engine"):
+        cluster.interpreter("stock")
+
+
+def test_servers_on_the_cpu_host(no_npu, monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "interpreter", lambda engine: Path(engine))
+    topology = cluster.Topology("ascend", prefill_pp=2, page_size=16)
+    prefill, decode, _ = cluster.pd_servers(topology, Path("m"), tmp_path, "stock", "patched")
+    assert (prefill.command[0], decode.command[0]) == ("stock", "patched")
+    for server in (prefill, decode):
+        assert (option(server, "--device"), option(server, "--dtype")) == ("cpu", "float32")
+        assert option(server, "--page-size") == "16"
+        assert "--base-gpu-id" not in server.command
+        assert server.environment["SGLANG_PD_CPU_HOST"] == "1"
+
+
+def test_what_four_npus_serve(four_npus):
+    served = [
+        scenario.name
+        for scenario in SCENARIOS
+        if not cluster.why_not_here(
+            scenario.topology.backend, sum(scenario.topology.ranks), ("patched", "patched")
+        )
+    ]
+    left_out = {scenario.name for scenario in ASCEND} - set(served)
+    assert left_out == {"ascend-mla_pp2_tp2_to_2", "ascend-mla_pp2_tp2_to_1"}
+    assert all(name.startswith("ascend-") for name in served)
+
+
+@pytest.mark.parametrize(
+    "backend, ranks, engines, reason",
+    [
+        ("nixl", 2, ("patched", "patched"), "KV travels by ascend, not by nixl"),
+        ("ascend", 5, ("patched", "patched"), "it takes 5 NPUs, one for each rank; here are 4"),
+        ("ascend", 2, ("stock", "patched"), "one engine, that of this Python"),
+    ],
+)
+def test_what_npus_do_not_run_says_why(four_npus, backend, ranks, engines, reason):
+    assert reason in cluster.why_not_here(backend, ranks, engines)
+
+
+def test_the_cpu_host_runs_all(no_npu):
+    assert cluster.why_not_here("nixl", 8, ("stock", "patched")) is None
+
+
+def answers(*rows):
+    return [cluster.Answer(tuple(ids), tuple(logprobs)) for ids, logprobs in rows]
+
+
+WANT = answers(([1, 2, 3], [-0.5, -0.5, -0.5]), ([4, 5, 6], [-0.1, -0.1, -0.1]))
+TIE = answers(([1, 7, 9], [-0.5, -0.51, -3.0]), ([4, 5, 6], [-0.1, -0.1, -0.1]))
+NO_TIE = answers(([1, 7, 9], [-0.5, -0.7, -3.0]), ([4, 5, 6], [-0.1, -0.1, -0.1]))
+APART = answers(([1, 2, 3], [-0.5, -0.5, -0.5]), ([4, 5, 6], [-0.1, -0.2, -0.1]))
+
+
+@pytest.mark.parametrize(
+    "got, cpu, npu",
+    [
+        (WANT, "right", "right"),
+        (TIE, "wrong", "right"),
+        (NO_TIE, "wrong", "wrong"),
+        (APART, "wrong", "wrong"),
+    ],
+    ids=["equal", "tie", "no_tie", "apart"],
+)
+def test_answers_are_compared_as_their_precision_allows(got, cpu, npu, monkeypatch):
+    for where, expected in (("cpu", cpu), ("npu", npu)):
+        monkeypatch.setattr(test_serving, "device", lambda where=where: where)
+        assert test_serving.outcome(got, [], WANT)[0] == expected
+
+
+def test_models_for_npus(tmp_path):
+    pytest.importorskip("torch", reason="weights are made by torch")
+    folder = MildMLA(layers=1).make(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert folder.name.endswith("-mild")
+    assert (config["initializer_range"], config["kv_lora_rank"]) == (0.08, 512)

@@ -1,0 +1,92 @@
+"""The benchmark compares equal work, and says so when a side is slower than it has to be."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import kv_layout
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "scripts" / "bench.sh"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "scripts" / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def copies(*rows):
+    return [np.array(rows).T]
+
+
+def test_order_and_cuts_do_not_matter(bench):
+    one = bench.merged(copies((0, 100, 8), (8, 108, 8), (32, 0, 4)))
+    other = bench.merged([*copies((32, 0, 2)), *copies((34, 2, 2)), *copies((0, 100, 16))])
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(one, [[0, 32], [100, 0], [16, 4]])
+    assert bench.merged([]).shape == (3, 0)
+
+
+@pytest.mark.parametrize("wrong", [(8, 109, 8), (9, 108, 8), (8, 108, 7)])
+def test_another_byte_matters(bench, wrong):
+    right = bench.merged(copies((0, 100, 8), (8, 108, 8)))
+    assert not np.array_equal(right, bench.merged(copies((0, 100, 8), wrong)))
+
+
+class ByPlan:
+    """Sends as the benchmark's kinds do, by our plan, buffers in reverse."""
+
+    late = 0
+
+    def send_kvcache(self, peer, src, dst_pointers, dst, executor):
+        plan = self.decode_kv_args_table[peer].plan.kv
+        at, to, size = (column[::-1] for column in plan.lists(src, dst))
+        return self.engine.batch_transfer_sync(peer, at, [byte + self.late for byte in to], size)
+
+
+class OneByteLate(ByPlan):
+    late = 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("fragments", ["contiguous", "half", "full"])
+def test_other_bytes_are_found(bench, monkeypatch, count, fragments):
+    monkeypatch.setitem(sys.modules, f"{bench.ENGINE}.kv_layout", kv_layout)
+    pool = bench.mla(index=True)
+    pages = [bench.pages_of(count, fragments, seed) for seed in (1, 2)]
+    equal = bench.Kind("k", ByPlan, ByPlan, pool, pool, sliced=False, lists=True)
+    runs = -(-count // (bench.FRAGMENTS[fragments] or count))
+    assert bench.check(equal, *pages) == 183 * runs
+    unequal = bench.Kind("k", ByPlan, OneByteLate, pool, pool, sliced=False, lists=True)
+    with pytest.raises(ValueError, match="copy different bytes"):
+        bench.check(unequal, *pages)
+
+
+def test_what_is_too_slow_is_named(bench):
+    row = {"kind": "MLA k v index_k, Ascend", "pages": 1024, "fragmented": "full"}
+    assert bench.misses([{**row, "faster": {"ours": 6.0, "arrays": 25.0}}]) == []
+    missed = bench.misses([{**row, "faster": {"ours": 5.9, "arrays": 24.0}}])
+    assert ["ours 5.90" in missed[0], "arrays 24.00" in missed[1]] == [True, True]
+    assert bench.misses([{**row, "pages": 1, "faster": {"ours": 1.01, "arrays": 1.0}}]) == []
+    assert "1 pages" in bench.misses([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
+
+
+def test_help():
+    found = subprocess.run([BENCH, "--help"], capture_output=True, text=True)
+    assert found.returncode == 0 and "usage: scripts/bench.sh plan" in found.stdout
+
+
+@pytest.mark.engine
+def test_stock_and_ours_copy_the_same_bytes():
+    """The real stock managers and ours, in the stock environment."""
+    if not (ROOT / ".pd-env" / "stock" / ".ready").exists():
+        pytest.skip("no stock engine in .pd-env: scripts/setup.sh makes it")
+    found = subprocess.run([BENCH, "plan", "--check"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "copy the same bytes" in found.stdout
