@@ -4,7 +4,7 @@
 # usage: scripts/bench.sh plan [--json FILE] [--check]
 #
 #   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
-#                 slower anywhere, or misses a target
+#                 slower anywhere (by a tenth, for noise), or misses a target
 #   --json FILE   the figures, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail

@@ -17,11 +17,11 @@ if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
 
 import torch
+from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
-from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang_pd.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
 
 PAGE = 16

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import torch
-
 from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
@@ -23,6 +22,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
 )
+
 from sglang_pd.device import device
 
 # KV heads, their width, and the parts of an MLA token

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import probes
 import pytest
 import torch
-from sglang.srt.distributed import parallel_state
-from sglang.srt.layers import dp_attention
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
-
 from sglang.srt.disaggregation import decode, prefill
 from sglang.srt.disaggregation.base import KVArgs
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
 
 pytestmark = pytest.mark.engine
 

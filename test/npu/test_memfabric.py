@@ -69,9 +69,9 @@ class Counting:
 def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     import torch
     from memfabric_hybrid import create_config_store
+    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang.srt.utils import get_local_ip_auto
 
-    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang_pd.cluster import free_ports
 
     (port,) = free_ports(1)

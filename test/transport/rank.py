@@ -17,15 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from sglang.srt.distributed import parallel_state
-from sglang.srt.layers import dp_attention
-from sglang.srt.managers.disagg_service import start_disagg_service
-from sglang.srt.mem_cache.memory_pool import (
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    NSATokenToKVPool,
-)
-
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -37,9 +28,17 @@ from sglang.srt.disaggregation.utils import (
     get_kv_class,
     is_mla_backend,
 )
+from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
+)
+from sglang.srt.layers import dp_attention
+from sglang.srt.managers.disagg_service import start_disagg_service
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
 )
 
 HOST = "127.0.0.1"

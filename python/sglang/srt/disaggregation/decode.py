@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from sglang.srt.layers.dp_attention import get_attention_tp_size
-
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
@@ -13,6 +11,7 @@ from sglang.srt.disaggregation.utils import (
     setup_kv_args,
     setup_state_kv_args,
 )
+from sglang.srt.layers.dp_attention import get_attention_tp_size
 
 
 class DecodePreallocQueue:

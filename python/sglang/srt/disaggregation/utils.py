@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Optional
 from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, memory_kind
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.memory_pool import KVCache
-
     from sglang.srt.disaggregation.base import KVArgs
     from sglang.srt.disaggregation.utils import MetadataBuffers, is_mla_backend
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 def setup_kv_args(
@@ -62,10 +61,9 @@ def setup_state_kv_args(
     Args:
         total_kv_layers: Layers of the whole target model.
     """
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, NSATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
 
     kv_args.state_type = "none"
     kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = [], [], []

@@ -8,7 +8,6 @@ from typing import Dict, List, Optional, Tuple
 
 import requests
 from aiohttp import web
-
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import os
 import struct
+import sys
 import threading
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
 import zmq
-from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
-
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
@@ -24,13 +22,14 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
 )
 from sglang.srt.disaggregation.kv_layout import (
-    Copies,
     LayoutError,
     PeerFacts,
     PeerPlan,
     Pointers,
+    TransferPlan,
     encode_layout,
 )
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import TransferInfo
@@ -127,12 +126,12 @@ class MooncakeKVManager(CommonKVManager):
         if info.plan is None:
             logger.error(f"No KV is sent to {mooncake_session_id}: {info.refusal}")
             return -1
+        pages = (prefill_kv_indices, dst_kv_indices)
         try:
-            copies = info.plan.kv.copies(prefill_kv_indices, dst_kv_indices)
+            return self._write(mooncake_session_id, info.plan.kv, *pages, executor)
         except LayoutError as error:
             logger.error(f"No KV is sent to {mooncake_session_id}: {error}")
             return -1
-        return self._write(mooncake_session_id, copies, info.plan.kv.is_sliced, executor)
 
     def _send_kvcache_generic(
         self,
@@ -146,8 +145,8 @@ class MooncakeKVManager(CommonKVManager):
     ) -> int:
         """Write pages of state, which alone still comes this way. 0, or not 0 if it failed."""
         plan = self.decode_kv_args_table[mooncake_session_id].plan.state
-        copies = plan.copies(prefill_data_indices, dst_data_indices)
-        return self._write(mooncake_session_id, copies, plan.is_sliced, executor)
+        pages = (prefill_data_indices, dst_data_indices)
+        return self._write(mooncake_session_id, plan, *pages, executor)
 
     def send_kvcache_slice(
         self,
@@ -167,27 +166,39 @@ class MooncakeKVManager(CommonKVManager):
     def _write(
         self,
         session: str,
-        copies: Copies,
-        is_sliced: bool,
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
-        size = SLICE_BATCH if is_sliced else len(copies)
-        turn = contextlib.nullcontext()
-        if os.environ.get("MC_FORCE_TCP"):
-            size, turn = min(size, TCP_BATCH), _TCP_TURN
+        at_most = SLICE_BATCH if plan.is_sliced else sys.maxsize
         if self.enable_custom_mem_pool:  # NVLink gains from several threads
-            size = min(size, -(-len(copies) // executor._max_workers))
+            total = plan.most_copies(len(src_pages))
+            at_most = min(at_most, -(-total // executor._max_workers))
 
-        def write(start: int) -> int:
-            part = slice(start, start + size)
-            lists = [column[part].tolist() for column in (copies.src, copies.dst, copies.length)]
-            with turn:
-                return self.engine.batch_transfer_sync(session, *lists)
+        def write(part: TransferPlan) -> int:
+            lists = part.lists(src_pages, dst_pages)
+            if os.environ.get("MC_FORCE_TCP"):
+                return self._write_over_tcp(session, lists)
+            return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
-        # All are waited for, also when one fails: pages must not be freed under a write.
-        results = list(executor.map(write, range(0, len(copies), size or 1)))
+        parts = plan.parts(len(src_pages), at_most)
+        if len(parts) == 1 or executor._max_workers == 1:
+            results = map(write, parts)  # one after the other, for which no thread is needed
+        else:
+            # All are waited for, also when one fails: pages must not be freed under a write.
+            results = list(executor.map(write, parts))
         return next((status for status in results if status != 0), 0)
+
+    def _write_over_tcp(self, session: str, lists: Tuple[List[int], List[int], List[int]]) -> int:
+        for start in range(0, len(lists[0]), TCP_BATCH):
+            few = [column[start : start + TCP_BATCH] for column in lists]
+            with _TCP_TURN:
+                status = self.engine.batch_transfer_sync(session, *few)
+            if status != 0:
+                return status
+        return 0
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""

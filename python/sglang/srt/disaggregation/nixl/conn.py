@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Dict, List, Optional
 import numpy as np
 import numpy.typing as npt
 import requests
-from sglang.srt.environ import envs
-
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
@@ -27,7 +25,6 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.kv_layout import (
     Arrivals,
-    Copies,
     Notice,
     PeerFacts,
     PeerPlan,
@@ -38,6 +35,7 @@ from sglang.srt.disaggregation.kv_layout import (
     parse_notice,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
@@ -202,16 +200,6 @@ class NixlKVManager(CommonKVManager):
             )
         return descs
 
-    def _post(self, peer: str, copies: Copies, plan: PeerPlan, gpu_id: int, notif: bytes):
-        """Start one write; returns its handle, or None where only the notification had to go."""
-        if not len(copies):
-            self.agent.send_notif(peer, notif)
-            return None
-        args = self.kv_args
-        src = self._descs(copies.src, copies.length, args.layout.memory, args.gpu_id)
-        dst = self._descs(copies.dst, copies.length, plan.layout.memory, gpu_id)
-        return self._start(peer, src, dst, notif)
-
     def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
         rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
         return self.agent.get_xfer_descs(rows, kind)
@@ -231,9 +219,19 @@ class NixlKVManager(CommonKVManager):
         notif: str,
     ):
         """Write pages by `plan`, KV's or state's; returns a handle, None with nothing to write."""
-        info = self.decode_kv_args_table[peer_name]
-        copies = plan.copies(prefill_data_indices, dst_data_indices)
-        return self._post(peer_name, copies, info.plan, info.gpu_id, notif.encode("ascii"))
+        args, info = self.kv_args, self.decode_kv_args_table[peer_name]
+        src, dst = plan.descriptors(
+            prefill_data_indices, dst_data_indices, args.gpu_id, info.gpu_id
+        )
+        if not len(src):
+            self.agent.send_notif(peer_name, notif.encode("ascii"))
+            return None
+        return self._start(
+            peer_name,
+            self.agent.get_xfer_descs(src, args.layout.memory),
+            self.agent.get_xfer_descs(dst, info.plan.layout.memory),
+            notif.encode("ascii"),
+        )
 
     def send_kvcache(
         self,
