@@ -360,7 +360,7 @@ def plan(
         bool, typer.Option("--check", help="Only compare what both sides copy, at small sizes.")
     ] = False,
 ) -> None:
-    """Time stock's planning and ours; status 1 if ours is a tenth slower anywhere or misses a target."""
+    """Time both sides; status 1 if ours is a tenth slower anywhere or misses a target."""
     os.environ.pop("MC_FORCE_TCP", None)  # the CPU host's; batches over RDMA are what counts
     console = Console() if sys.stdout.isatty() else Console(width=160)
     every = kinds()

@@ -15,7 +15,7 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("script", ["cpu_host", "setup", "demo", "evidence", "test"])
+@pytest.mark.parametrize("script", ["bench", "cpu_host", "setup", "demo", "evidence", "test"])
 def test_help(script):
     found = run(SCRIPTS / f"{script}.sh", "--help")
     assert found.returncode == 0, found.stderr
