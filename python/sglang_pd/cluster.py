@@ -28,6 +28,7 @@ KEEPER = Path(__file__).with_name("keeper.py")
 HOST = "127.0.0.1"
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
+MAX_TOKENS = 8192  # of a server's KV pool
 NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
 NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
 
@@ -41,6 +42,8 @@ class Topology:
     """Sizes of the two sides, and how KV travels between them.
 
     ``page_size`` is in tokens; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
+    ``retract`` makes decode take a request's KV away from it and give it back later, every third
+    step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
     """
 
     backend: str = "nixl"
@@ -49,6 +52,8 @@ class Topology:
     decode_tp: int = 1
     page_size: int = 1
     fia: bool = False
+    retract: bool = False
+    decode_tokens: int = MAX_TOKENS
 
     @property
     def attention(self) -> str:
@@ -59,6 +64,16 @@ class Topology:
     def ranks(self) -> tuple[int, int]:
         """Of prefill and of decode."""
         return self.prefill_tp * self.prefill_pp, self.decode_tp
+
+    @property
+    def retracts(self) -> bool:
+        """Whether decode is meant to retract requests."""
+        return self.retract or self.decode_tokens < MAX_TOKENS
+
+    def decode_environment(self, store_port: int) -> dict[str, str]:
+        """As `environment`, of the decode server."""
+        retract = {"SGLANG_TEST_RETRACT": "1"} if self.retract else {}
+        return {**self.environment(store_port), **retract}
 
     def environment(self, store_port: int) -> dict[str, str]:
         """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
@@ -190,6 +205,7 @@ def engine_server(
     page_size: int = 1,
     attention: str = "torch_native",
     first_npu: int = 0,
+    max_tokens: int = MAX_TOKENS,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Server:
@@ -208,7 +224,7 @@ def engine_server(
     command += ["--nccl-port", str(nccl_port)]
     command += ["--device", device(), "--dtype", DTYPES[device()]]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
-    command += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
+    command += ["--max-total-tokens", str(max_tokens), "--max-running-requests", "16"]
     command += ["--chunked-prefill-size", "256", "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
     command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
@@ -250,8 +266,13 @@ def pd_servers(
         logs,
         tp=topology.decode_tp,
         first_npu=topology.ranks[0],
-        options=["--disaggregation-mode", "decode", *transfer],
-        **common,
+        max_tokens=topology.decode_tokens,
+        # Tokens kept free for each request: with few, decode admits more than it can finish.
+        options=[
+            *("--disaggregation-mode", "decode", *transfer),
+            *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
+        ],
+        **{**common, "environment": topology.decode_environment(store_port)},
     )
     # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
     command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]

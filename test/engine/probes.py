@@ -180,6 +180,21 @@ def registration(backend: str, refused: list[int]) -> dict:
     return {"batches": picky.batches, "error": error}
 
 
+def copy_by_token(kind: str, page_size: int) -> bool:
+    """Whether the slots of a page and a half come back from the host as they were."""
+    pool = mla_pool(False, page_size) if kind == "mla" else mha_pool(kind == "fia", page_size)
+    keys = [layer.view(-1, layer.shape[-1] * layer.shape[-2]) for layer in pool.k_buffer]
+    for layer in keys:
+        layer.copy_(torch.arange(layer.numel(), dtype=layer.dtype).view(layer.shape))
+    slots = torch.arange(page_size, page_size * 5 // 2)
+    before = [layer[slots].clone() for layer in keys]
+    copied = pool.get_cpu_copy(slots)
+    for layer in keys:
+        layer.zero_()
+    pool.load_cpu_copy(copied, slots)
+    return all(torch.equal(layer[slots], kept) for layer, kept in zip(keys, before))
+
+
 def imports_torch_npu_unasked() -> bool:
     """Whether the NPU pools' module imports torch_npu wherever it is imported."""
     module = inspect.getmodule(NPUMHATokenToKVPool)

@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from serving_scenarios import NEW_TOKENS, model_folder, prompts
+from serving_scenarios import model_folder, prompts
 
 from sglang_pd import cluster
 from sglang_pd.cpu_host.models import TinyModel
@@ -20,13 +20,13 @@ def reference():
     only one; without disaggregation it does what stock does.
     """
 
-    def answers(model: TinyModel) -> list[cluster.Answer]:
-        asked = json.dumps([prompts(), NEW_TOKENS]).encode()
+    def answers(model: TinyModel, new_tokens: int) -> list[cluster.Answer]:
+        asked = json.dumps([prompts(), new_tokens]).encode()
         weights = (model_folder(model) / "model.safetensors").read_bytes()
         key = hashlib.sha256(asked + weights).hexdigest()[:16]
         kept = cluster.PD_ENV / "references" / f"{device()}-{model.name}-{key}.json"
         if not kept.exists():
-            made = _ask_single_server(model)
+            made = _ask_single_server(model, new_tokens)
             kept.parent.mkdir(parents=True, exist_ok=True)
             draft = kept.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps([[answer.ids, answer.logprobs] for answer in made]))
@@ -37,13 +37,13 @@ def reference():
     return answers
 
 
-def _ask_single_server(model: TinyModel) -> list[cluster.Answer]:
+def _ask_single_server(model: TinyModel, new_tokens: int) -> list[cluster.Answer]:
     logs = cluster.PD_ENV / "logs" / "serving" / "reference"
     engine = "patched" if device() == "npu" else "stock"
     server = cluster.engine_server("single", engine, model_folder(model), logs)
     with cluster.running([server]):
-        made = cluster.ask(server.url, prompts(), NEW_TOKENS, seconds=180)
+        made = cluster.ask(server.url, prompts(), new_tokens, seconds=180)
     for answer in made:
         assert answer.failure is None, answer.failure
-        assert len(answer.ids) == NEW_TOKENS, answer
+        assert len(answer.ids) == new_tokens, answer
     return made

@@ -48,6 +48,10 @@ SEVEN_LAYERS_MLA = MLA(layers=7)
 NEW_TOKENS = 12
 # From one token to many pages; the last is prefilled, and sent, in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
+# So long answers that all prompts are decoded at once, and a pool that takes the prompts, in 54
+# pages of 16 tokens, and not their answers, in 78.
+LONG = 64
+FULL = 56 * 16
 
 
 def prompts() -> list[list[int]]:
@@ -70,6 +74,7 @@ class Scenario:
     model: TinyModel
     stock: str
     always: tuple[str, ...] = ("patched",)  # the tests that it is in without --nightly
+    new_tokens: int = NEW_TOKENS
 
 
 def nixl(name: str, model: TinyModel, stock: str, always=("patched",), **sizes) -> Scenario:
@@ -84,6 +89,11 @@ def ascend(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scena
     return Scenario(
         f"ascend-{name}", Topology("ascend", page_size=16, **sizes), model, stock, always
     )
+
+
+def full_pool(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
+    fleet = ascend(f"{name}_full_pool", model, stock, always, decode_tokens=FULL, **sizes)
+    return dataclasses.replace(fleet, new_tokens=LONG)
 
 
 SCENARIOS = [
@@ -115,6 +125,14 @@ SCENARIOS = [
     ascend("fia", FOUR_HEADS, "wrong", ("stock",), fia=True),
     ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", ("patched",), fia=True, prefill_pp=2),
     ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", ("patched",), fia=True, prefill_tp=2),
+    # 502 is the router's answer when decode has died.
+    ascend("mla_retract", SEVEN_LAYERS_MLA, "http 502", ("stock", "patched"), retract=True),
+    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "http 502", retract=True, prefill_pp=2),
+    ascend("gqa_retract", FOUR_HEADS, "http 502", retract=True),
+    ascend("fia_retract", FOUR_HEADS, "wrong", ("patched",), fia=True, retract=True),
+    full_pool("mla", SEVEN_LAYERS_MLA, "http 502"),
+    full_pool("gqa", FOUR_HEADS, "http 502", ("patched",)),
+    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "http 502", prefill_pp=2),
 ]
 
 # Where the stock engine serves alone, a fleet half of which is patched must serve too.

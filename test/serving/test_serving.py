@@ -5,10 +5,11 @@ one, where token ids and logprobs must be right.
 """
 
 import json
+import re
 import time
 
 import pytest
-from serving_scenarios import MIXED, NEW_TOKENS, SCENARIOS, Scenario, model_folder, prompts
+from serving_scenarios import MIXED, SCENARIOS, Scenario, model_folder, prompts
 
 from sglang_pd import cluster
 from sglang_pd.device import DTYPES, await_peers, device
@@ -74,8 +75,15 @@ def serve(
     with cluster.running(servers):
         if scenario.topology.backend == "ascend":
             await_peers()
-        answers = cluster.ask(router.url, prompts(), NEW_TOKENS, seconds)
+        answers = cluster.ask(router.url, prompts(), scenario.new_tokens, seconds)
+        if scenario.topology.retracts and not any(answer.failure for answer in answers):
+            assert retractions(servers[1].log.read_text(errors="replace")), "decode retracted none"
         return answers, [server.name for server in servers if server.has_ended()]
+
+
+def retractions(log: str) -> int:
+    """Requests that a decode server has retracted by its log."""
+    return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
 def on(test: str, scenarios: list[Scenario]) -> list:
@@ -116,7 +124,7 @@ def serves(reference):
         topology, engines = scenario.topology, (prefill_engine, decode_engine)
         if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), engines):
             pytest.skip(reason)
-        expected = reference(scenario.model)
+        expected = reference(scenario.model, scenario.new_tokens)
         start = time.monotonic()
         answers, ended = serve(scenario, prefill_engine, decode_engine, seconds)
         result, detail = outcome(answers, ended, expected)

@@ -1,0 +1,169 @@
+"""KV to the host and back to other slots: every byte of every buffer, the untouched ones too."""
+
+import probes
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.engine
+
+POOLS = {
+    "mha": lambda page_size, start: probes.mha_pool(False, page_size, start),
+    "mha_fia": lambda page_size, start: probes.mha_pool(True, page_size, start),
+    "mla": lambda page_size, start: probes.mla_pool(False, page_size, start),
+    "mla_index_keys": lambda page_size, start: probes.mla_pool(True, page_size, start),
+}
+
+
+def by_token(pool) -> dict[str, torch.Tensor]:
+    """Views [layers, tokens, elements], made layer by layer from what attention reads."""
+    names = ["k_buffer", "v_buffer", "index_k_buffer"]
+    parts = {name: getattr(pool, name, None) for name in names}
+    return {
+        name: [layer.view(pool.size + pool.page_size, -1) for layer in layers]
+        for name, layers in parts.items()
+        if layers is not None
+    }
+
+
+def fill(pool) -> None:
+    for number, layers in enumerate(by_token(pool).values()):
+        for layer, buffer in enumerate(layers):
+            start = (number * 10 + layer) * 1_000_000
+            values = torch.arange(start, start + buffer.numel(), dtype=buffer.dtype)
+            buffer.copy_(values.view(buffer.shape))
+
+
+def assert_moved(pool, before: dict, source: list[int], target: list[int]) -> None:
+    for name, layers in by_token(pool).items():
+        for layer, buffer in enumerate(layers):
+            expected = before[name][layer].clone()
+            expected[target] = before[name][layer][source]
+            assert torch.equal(buffer, expected), f"{name}, local layer {layer}"
+
+
+def snapshot(pool) -> dict:
+    return {name: [layer.clone() for layer in layers] for name, layers in by_token(pool).items()}
+
+
+def round_trip(pool, source: list[int], target: list[int], *more, **named) -> None:
+    """Copy away, spoil the old slots, and load into the new ones."""
+    fill(pool)
+    before = snapshot(pool)
+    index = torch.tensor(source, dtype=torch.int32)
+    copied = pool.get_cpu_copy(index, *more, **named)
+    assert all(part.device.type == "cpu" for chunk in copied for part in chunk)
+    pool.load_cpu_copy(copied, torch.tensor(target), *more, **named)
+    assert_moved(pool, before, source, target)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+@pytest.mark.parametrize("start_layer", [0, 3])
+def test_round_trip_to_other_slots(kind, page_size, start_layer):
+    """The last page is partly filled; a stage of a pipeline has local layer numbers."""
+    pool = POOLS[kind](page_size, start_layer)
+    tokens = max(1, 2 * page_size - page_size // 2)
+    source = list(range(page_size, page_size + tokens))
+    target = list(range(3 * page_size, 3 * page_size + tokens))
+    round_trip(pool, source, target)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_slots(kind, data):
+    pool = POOLS[kind](data.draw(st.sampled_from([1, 4])), 0)
+    pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 5))
+    slots = st.integers(0, pool.size + pool.page_size - 1)
+    count = data.draw(st.integers(0, pool.size))
+    lists = st.lists(slots, min_size=count, max_size=count, unique=True)
+    round_trip(pool, data.draw(lists), data.draw(lists))
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_what_later_releases_pass_is_ignored(kind):
+    round_trip(POOLS[kind](4, 0), [5, 6], [9, 8], torch.tensor([1]), req_pool_idx=3)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_nothing_to_copy(kind):
+    pool = POOLS[kind](4, 0)
+    assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == []
+    round_trip(pool, [], [])
+
+
+def test_k_and_v_of_different_width():
+    """Later releases' pools, whose V is narrower and no longer part of one tensor with K."""
+    for listed in (False, True):
+        pool = probes.mha_pool(False, 4)
+        pool.k_buffer, narrow = pool.k_buffer.clone(), pool.v_buffer[..., :3].contiguous()
+        pool.v_buffer = narrow
+        del pool.kv_buffer
+        if listed:
+            pool.k_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in pool.k_buffer]
+            pool.v_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in narrow]
+        round_trip(pool, [5, 4, 9], [7, 6, 1])
+
+
+@pytest.mark.parametrize(
+    "other, slots",
+    [
+        (lambda: probes.mla_pool(True, 4), [4, 5]),
+        (lambda: probes.mla_pool(False, 4, layers=3), [4, 5]),
+        (lambda: probes.mla_pool(False, 4), [4, 5, 6]),
+        (lambda: probes.mla_pool(False, 4), []),
+        (lambda: probes.mha_pool(False, 4), [4, 5]),
+    ],
+    ids=["index keys", "layers", "more slots", "no slots", "components"],
+)
+def test_a_copy_that_does_not_fit_writes_nothing(other, slots):
+    source, target = probes.mla_pool(False, 4), other()
+    fill(source)
+    fill(target)
+    before = snapshot(target)
+    copied = source.get_cpu_copy(torch.tensor([4, 5]))
+    with pytest.raises(ValueError, match="can only be loaded into as many slots"):
+        target.load_cpu_copy(copied, torch.tensor(slots, dtype=torch.int64))
+    assert_moved(target, before, [], [])
+
+
+@pytest.fixture
+def fia_nz(monkeypatch):
+    monkeypatch.setenv("SGLANG_USE_FIA_NZ", "1")
+
+
+@pytest.mark.parametrize("kind", ["mla", "mla_index_keys"])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40])
+def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
+    """A token's bytes lie all over its page: also those of the last, partly filled one survive."""
+    pool = POOLS[kind](16, 0)
+    fill(pool)
+    before = snapshot(pool)
+    pages = [3, 1, 2][: -(-tokens // 16)]
+    others = [4, 0, 3][: len(pages)]
+
+    def slots(numbers):
+        return [16 * page + slot for page in numbers for slot in range(16)]
+
+    pool.cpu_offloading_chunk_size = 32
+    copied = pool.get_cpu_copy(torch.tensor(slots(pages)[:tokens]))
+    pool.load_cpu_copy(copied, torch.tensor(slots(others)[:tokens]))
+    assert_moved(pool, before, slots(pages), slots(others))
+
+
+@pytest.mark.parametrize("slots", [[17, 18], [16, 18], [16, 17, 33]], ids=str)
+def test_a_part_of_a_tile_major_page_is_refused(slots, fia_nz):
+    with pytest.raises(ValueError, match="not whole pages of 16 tokens"):
+        probes.mla_pool(False, 16).get_cpu_copy(torch.tensor(slots))
+
+
+def test_stock(stock):
+    """MLA pools have no such buffer; pages are taken for tokens; FIA, token by token, is right."""
+    mla, paged, fia = stock(
+        ["copy_by_token", "mla", 16], ["copy_by_token", "mha", 16], ["copy_by_token", "fia", 16]
+    )
+    assert "kv_buffer" in mla["raised"]
+    assert paged is False or "raised" in paged
+    assert fia is True
