@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Plan transfers with the stock engine's code and with ours, side by side; see scripts/bench.py.
+# Time what the patch set does beside what it replaces; see scripts/bench.py, bench_cpu_copy.py.
 #
 # usage: scripts/bench.sh plan [--json FILE] [--check]
+#        scripts/bench.sh cpu-copy [--json FILE]
 #
 #   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
 #                 slower anywhere (by a tenth, for noise), or misses a target
+#   cpu-copy      a request's KV to the host and back, against a loop and one memcpy, a minute
 #   --json FILE   the figures, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail
@@ -13,4 +15,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ ${1:-} == cpu-copy ]]; then
+    exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_cpu_copy.py" "${@:2}"
+fi
 exec "$root/scripts/cpu_host.sh" --engine stock python "$root/scripts/bench.py" "$@"

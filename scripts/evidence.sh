@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Measure what this project claims, and write docs/evidence.md from the measurements.
 #
-# usage: scripts/evidence.sh [setup|demo|tests|nightly|planning|report...]
+# usage: scripts/evidence.sh [setup|demo|tests|nightly|planning|cpu-copy|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
 #   tests    scripts/test.sh; each serving scenario is recorded
 #   nightly  what scripts/test.sh leaves out
 #   planning scripts/bench.sh plan; take it on a quiet machine
+#   cpu-copy scripts/bench.sh cpu-copy; as well
 #   report   docs/evidence.md from what was measured last
 #
 # Without a step: all of them, about two hours on two cores.

@@ -30,7 +30,7 @@ def by_token(pool) -> dict[str, torch.Tensor]:
 def fill(pool) -> None:
     for number, layers in enumerate(by_token(pool).values()):
         for layer, buffer in enumerate(layers):
-            start = (number * 10 + layer) * 1_000_000
+            start = (number * 10 + layer) * 100_000
             values = torch.arange(start, start + buffer.numel(), dtype=buffer.dtype)
             buffer.copy_(values.view(buffer.shape))
 

@@ -54,6 +54,15 @@ def test_pages_are_found_by_their_device_addresses(probes, kind):
             assert device_memory(address + number * item, item) == page
 
 
+@pytest.mark.parametrize("kind", POOLS)
+def test_the_copy_on_the_host_is_pinned(probes, kind):
+    """Else the device copies through a buffer of the driver, and the caller waits for it."""
+    import torch
+
+    copied = POOLS[kind](probes).get_cpu_copy(torch.arange(PAGE, 3 * PAGE, device="npu"))
+    assert copied and all(part.is_pinned() for chunk in copied for part in chunk)
+
+
 def test_torch_npu_is_bound(probes):
     module = importlib.import_module("sglang.srt.hardware_backend.npu.memory_pool_npu")
     assert module.torch_npu is sys.modules["torch_npu"]

@@ -4,7 +4,9 @@
     [layers, rows, ...]  ->   [layers, rows of the chunk, ...]
 
 A row is a token, or a whole page where a page's bytes are not token after token. All layers of a
-buffer move at once, a chunk of rows at a time; the caller waits at the beginning and at the end.
+buffer move at once, a chunk of rows at a time; the caller waits at the beginning and at the end. A
+chunk is as large as one that moves a single layer would be, for device memory is short when
+requests are retracted.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
     Args:
         buffers: Each [layers, rows, ...], on one device.
         rows: [n], any integer type, on any device; may be empty.
-        chunk: Rows at a time; so much of each buffer is the extra device memory that it takes.
+        chunk: Rows of one layer that may move at a time.
     """
-    device = buffers[0].device
-    _wait_for(device)
-    parts = _on(device, rows).split(chunk) if len(rows) else ()
-    copied = [[_gathered(buffer, part) for buffer in buffers] for part in parts]
-    _wait_for(device)
+    _wait_for(buffers[0].device)
+    copied = [
+        [_gathered(buffer, part) for buffer in buffers] for part in _chunks(buffers, rows, chunk)
+    ]
+    _wait_for(buffers[0].device)
     return copied
 
 
@@ -41,14 +43,20 @@ def copy_from_host(
     Raises:
         ValueError: The copy does not fit; nothing has been written.
     """
-    device = buffers[0].device
-    parts = _on(device, rows).split(chunk) if len(rows) else ()
+    parts = _chunks(buffers, rows, chunk)
     _check_fit(copied, buffers, parts)
-    _wait_for(device)
+    _wait_for(buffers[0].device)
     for host, part in zip(copied, parts):
         for buffer, values in zip(buffers, host):
-            buffer.index_copy_(1, part, values.to(device, non_blocking=True))
-    _wait_for(device)
+            buffer.index_copy_(1, part, values.to(buffer.device, non_blocking=True))
+    _wait_for(buffers[0].device)
+
+
+def _chunks(
+    buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
+) -> Sequence[torch.Tensor]:
+    rows = rows.to(device=buffers[0].device, dtype=torch.int64)
+    return rows.split(max(1, chunk // buffers[0].shape[0])) if len(rows) else ()
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -98,10 +106,6 @@ def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequenc
 def by_token(buffer: torch.Tensor) -> torch.Tensor:
     """[layers, pages, slots of a page, ...] seen as [layers, tokens, ...]; never a copy of it."""
     return buffer.view(buffer.shape[0], -1, *buffer.shape[3:])
-
-
-def _on(device: torch.device, rows: torch.Tensor) -> torch.Tensor:
-    return rows.to(device=device, dtype=torch.int64)
 
 
 def _wait_for(device: torch.device) -> None:
