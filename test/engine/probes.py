@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
@@ -126,13 +127,20 @@ def mla_pairs(sizes: list[int], stage: int, groups: int, drafts: list[int]) -> l
     return [list(pair) for pair in zip(got_src, got_dst)]
 
 
+def _any_name(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return object
+
+
 def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
     """As `mha_pairs`, for mori's memory descriptors and one stage. AMD's library is names only."""
+    names_only = {}
     for name in ("mori", "mori.cpp", "mori.io"):
-        module = ModuleType(name)
-        module.__getattr__ = lambda attribute: object
-        sys.modules.setdefault(name, module)
-    kind = importlib.import_module("sglang.srt.disaggregation.mori.conn").MoriKVManager
+        names_only[name] = ModuleType(name)
+        names_only[name].__getattr__ = _any_name
+    with mock.patch.dict(sys.modules, names_only):  # nobody else must find it
+        kind = importlib.import_module("sglang.srt.disaggregation.mori.conn").MoriKVManager
     manager = _manager(kind, 0, total_kv_layers=layers)
     manager.kv_mem_descs = [f"{part} {n}" for part in "kv" for n in range(layers)]
     dst = manager.kv_mem_descs + [

@@ -1,9 +1,12 @@
 """`get_mha_kv_ptrs_with_pp`, `get_mla_kv_ptrs_with_pp`: our pointers and decode's, by layer."""
 
 import itertools
+from types import SimpleNamespace
 
 import probes
 import pytest
+from sglang.srt.disaggregation.ascend.conn import AscendKVManager
+from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout
 
 pytestmark = pytest.mark.engine
 
@@ -59,3 +62,18 @@ def test_stock_mla(stock):
     right, wrong = stock(["mla_pairs", [2, 2], 1, 1, [0, 0]], ["mla_pairs", [2, 2], 0, 2, [0, 0]])
     assert_right(right, 2)
     assert [100, 1002] in wrong
+
+
+def test_described_layers_and_state():
+    """As on a running rank: it describes itself, its state too, and a peer whose plan is known."""
+    kv = [Buffer("kv", False, n, 8) for n in (2, 3)]
+    own = RankLayout(
+        0, 1, 1, 2, 1, "int64", "DRAM", 4, tuple(kv), (Buffer("index_k", False, 2, 8),)
+    )
+    manager = probes._manager(AscendKVManager, 2, layout=own)
+    assert manager.get_mla_kv_ptrs_with_pp([12, 13], [0, 1, 2, 3]) == ([12, 13], [2, 3], 2)
+    turned = tuple(Buffer("kv", False, n, 8) for n in (3, 2, 1, 0))
+    plan = SimpleNamespace(layout=RankLayout(0, 1, 0, 1, 1, "int64", "DRAM", 4, turned))
+    peer = SimpleNamespace(plan=plan, dst_kv_ptrs=[0, 1, 2, 3])
+    manager.decode_kv_args_table = {"peer": peer}
+    assert manager.get_mla_kv_ptrs_with_pp([12, 13], [0, 1, 2, 3]) == ([12, 13], [1, 0], 2)

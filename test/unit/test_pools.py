@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from kv_layout import Heads, LayoutError, describe_pools, memory_kind
+from kv_layout import Heads, LayoutError, describe_pools, keeps_own_state, memory_kind
 
 
 def mha(layers=2, start=0, heads=2):
@@ -94,3 +94,18 @@ def test_an_unknown_pool_stops_the_server_by_name():
 )
 def test_memory_kind(device, kind):
     assert memory_kind(SimpleNamespace(device=device)) == kind
+
+
+def test_a_draft_keeps_state_of_its_own_or_shares_the_targets():
+    """A hybrid's recurrent state is one pool for target and draft, to be registered once."""
+    shared = SimpleNamespace(num_mamba_layers=2, get_contiguous_buf_infos=lambda: ([1] * 4,))
+    target, draft = (SimpleNamespace(mamba_pool=shared) for _ in range(2))
+    assert not keeps_own_state(target, draft)
+    assert not keeps_own_state(target, None)
+    apart = SimpleNamespace(num_mamba_layers=2, get_contiguous_buf_infos=lambda: ([1] * 4,))
+    assert keeps_own_state(target, SimpleNamespace(mamba_pool=apart))
+    nsa, more = (
+        SimpleNamespace(index_k_with_scale_buffer=[], start_layer=0, layer_num=1) for _ in range(2)
+    )
+    assert keeps_own_state(nsa, more)
+    assert not keeps_own_state(nsa, SimpleNamespace(start_layer=0, layer_num=1))

@@ -221,3 +221,13 @@ def test_a_stock_peer_with_another_kind_of_draft():
 def test_refuses_a_stage_without_layers_for_a_stock_peer():
     with pytest.raises(LayoutError, match="holds 0 of a model"):
         plan_for_peer(layout([], pp=(1, 2)), pointers(0), PeerFacts(0, 1, 8), pointers(8))
+
+
+@pytest.mark.parametrize("pp", [(0, 1), (1, 2)])
+def test_a_stock_peer_registers_no_state_of_its_draft(pp):
+    """The target's state goes to the target's, whole model or the same stage; the draft's stays."""
+    kv = [Buffer("kv", draft, n, 64) for draft, n in ((False, 2), (False, 3), (True, 0))]
+    state = [Buffer("index_k", b.draft, b.layer, 8) for b in kv]
+    src = layout(kv, state, pp=pp)
+    plan = plan_for_peer(src, pointers(3, 3), PeerFacts(0, 1, 3, 2), pointers(3, 2))
+    assert plan.state.copies([0], [0]).dst.tolist() == [1000, 1001]

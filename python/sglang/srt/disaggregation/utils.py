@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional
 
-from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, memory_kind
+from sglang.srt.disaggregation.kv_layout import (
+    RankLayout,
+    describe_pools,
+    keeps_own_state,
+    memory_kind,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
@@ -77,14 +82,16 @@ def setup_state_kv_args(
         if not isinstance(token_to_kv_pool, pool_class):
             continue
         kv_args.state_type = state_type
-        for pool in (token_to_kv_pool, draft_token_to_kv_pool):
-            if isinstance(pool, pool_class):
-                ptrs, lens, item_lens = pool.get_state_buf_infos()
-                kv_args.state_data_ptrs += ptrs
-                kv_args.state_data_lens += lens
-                kv_args.state_item_lens += item_lens
-                if hasattr(pool, "get_state_dim_per_tensor"):
-                    kv_args.state_dim_per_tensor += pool.get_state_dim_per_tensor()
+        pools = [token_to_kv_pool]
+        if keeps_own_state(token_to_kv_pool, draft_token_to_kv_pool):
+            pools.append(draft_token_to_kv_pool)
+        for pool in pools:
+            ptrs, lens, item_lens = pool.get_state_buf_infos()
+            kv_args.state_data_ptrs += ptrs
+            kv_args.state_data_lens += lens
+            kv_args.state_item_lens += item_lens
+            if hasattr(pool, "get_state_dim_per_tensor"):
+                kv_args.state_dim_per_tensor += pool.get_state_dim_per_tensor()
 
 
 def describe_kv_args(

@@ -85,7 +85,8 @@ class CommonKVManager:
             if getattr(info, "plan", None) and info.dst_kv_ptrs == dst
         )
         peer = next(described, None)
-        return pair_layers(own, src, peer or PeerFacts(own.tp_rank, own.tp_size, len(dst)), dst)
+        facts = PeerFacts(own.tp_rank, own.tp_size, len(dst), state_pointers=None)
+        return pair_layers(own, src, peer or facts, dst)
 
     def plan_transfers(
         self, peer: str, frame: bytes, facts: PeerFacts, pointers: Pointers

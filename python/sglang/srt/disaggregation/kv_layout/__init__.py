@@ -13,7 +13,7 @@ from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
-from .pools import describe_pools, memory_kind
+from .pools import describe_pools, keeps_own_state, memory_kind
 from .wire import decode_layout, encode_layout
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "format_notice",
     "heads_of_rank",
     "infer_layout",
+    "keeps_own_state",
     "make_plan",
     "match_buffers",
     "memory_kind",

@@ -124,8 +124,10 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
             f"recurrent state of prefill TP size {own.tp_size} cannot be split for decode TP size "
             f"{peer.tp_size}; use one TP size for hybrid models"
         )
-    if peer.state_pointers == len(own.state):
-        return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in own.state)
+    target = [buffer for buffer in own.state if not buffer.draft]
+    for held in (own.state, target):  # releases before 0.5.11 register no draft's state
+        if peer.state_pointers == len(held):
+            return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in held)
     first = _first_layers(own.state, draft=False)
     each, rest = divmod(peer.state_pointers, len(first) or 1)
     if not first or rest or each < own.total_layers:

@@ -50,7 +50,7 @@ def describe_pools(
     """
     parts = []
     for pool, is_draft, total in ((target, False, total_kv_heads), (draft, True, draft_kv_heads)):
-        if pool is None or (state and is_draft and not _same_kind(target, pool)):
+        if pool is None or (state and is_draft and not keeps_own_state(target, pool)):
             continue
         for component, layers, held in _state(pool) if state else _kv(pool):
             heads = None if held is None else _heads(held, tp, total)
@@ -92,8 +92,13 @@ def _state(pool: Any) -> Components:
     return []
 
 
-def _same_kind(target: Any, draft: Any) -> bool:
-    """Only then is the draft's state registered with the target's."""
+def keeps_own_state(target: Any, draft: Any) -> bool:
+    """The draft has state of the target's kind, in memory of its own: it is registered, too.
+
+    A hybrid's recurrent state lies in one pool, which target and draft share.
+    """
+    if draft is None or getattr(draft, "mamba_pool", None) is getattr(target, "mamba_pool", draft):
+        return False
     return [name for name, *_ in _state(target)] == [name for name, *_ in _state(draft)]
 
 

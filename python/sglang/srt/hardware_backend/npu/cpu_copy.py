@@ -11,9 +11,12 @@ requests are retracted.
 
 from __future__ import annotations
 
-from typing import List, Sequence
+import logging
+from typing import List, Sequence, Tuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 # chunks, buffers
 HostCopy = List[List[torch.Tensor]]
@@ -48,7 +51,8 @@ def copy_from_host(
     _wait_for(buffers[0].device)
     for host, part in zip(copied, parts):
         for buffer, values in zip(buffers, host):
-            buffer.index_copy_(1, part, values.to(buffer.device, non_blocking=True))
+            flat, at = _flat(buffer, part)
+            flat.index_copy_(0, at, values.to(buffer.device, non_blocking=True).flatten(0, 1))
     _wait_for(buffers[0].device)
 
 
@@ -77,14 +81,31 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _gathered(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    shape = (buffer.shape[0], len(rows), *buffer.shape[2:])
-    if buffer.device.type == "cpu":
-        host = torch.empty(shape, dtype=buffer.dtype)
-        for layer, into in zip(buffer, host):  # a CPU gathers slowly along an inner dimension
-            torch.index_select(layer, 0, rows, out=into)
-        return host
-    host = torch.empty(shape, dtype=buffer.dtype, pin_memory=True)
-    return host.copy_(buffer.index_select(1, rows), non_blocking=True)
+    flat, at = _flat(buffer, rows)
+    picked = flat.index_select(0, at)
+    if picked.device.type != "cpu":
+        picked = _pinned_like(picked).copy_(picked, non_blocking=True)
+    return picked.view(buffer.shape[0], len(rows), *buffer.shape[2:])
+
+
+def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The buffer as [layers * rows, ...], and these rows of all layers in it.
+
+    An NPU copies a whole buffer, twice, to index any dimension but the first.
+    """
+    layers = torch.arange(buffer.shape[0], device=rows.device)
+    at = layers[:, None] * buffer.shape[1] + rows
+    return buffer.view(-1, *buffer.shape[2:]), at.view(-1)
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for it: pinned, or where there is no more of that, any."""
+    shape, dtype = tensor.shape, tensor.dtype
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        logger.warning(f"KV of a retracted request goes to memory that is not pinned: {error}")
+        return torch.empty(shape, dtype=dtype)
 
 
 def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequence) -> None:
