@@ -59,8 +59,11 @@ def copy_from_host(
 def _chunks(
     buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
 ) -> Sequence[torch.Tensor]:
-    rows = rows.to(device=buffers[0].device, dtype=torch.int64)
-    return rows.split(max(1, chunk // buffers[0].shape[0])) if len(rows) else ()
+    device = buffers[0].device
+    if device.type != "cpu":  # where nothing is staged
+        chunk = max(1, chunk // buffers[0].shape[0])
+    rows = rows.to(device=device, dtype=torch.int64)
+    return rows.split(chunk) if len(rows) else ()
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
