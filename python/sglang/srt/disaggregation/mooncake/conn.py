@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
-SLICE_BATCH = 8192
+SLICE_BATCH = 16384
 # Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process, and
 # a caller spins until its copies have ended: with more callers than cores none ends in time.
 TCP_BATCH = 512
