@@ -288,7 +288,8 @@ def measure(kind: Kind, count: int, fragments: str) -> dict:
         "ours": kind.caller(kind.ours, Transport()),
     }
     if kind.lists and not kind.sliced:
-        calls["arrays"] = kind.plan().kv.copies
+        plan = kind.plan().kv
+        calls["arrays"] = lambda src, dst: plan.copies(src, dst).arrays()
     sides = {name: lambda call=call: call(src, dst) for name, call in calls.items()}
     once = sum(seconds(sides, 3).values())  # and warm
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(SECONDS / once)))

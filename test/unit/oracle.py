@@ -104,7 +104,7 @@ class World:
         return [0] if total is None else deal_heads(total, tp[1])[tp[0]]
 
     def apply(self, copies) -> None:
-        for src, dst, length in zip(copies.src, copies.dst, copies.length):
+        for src, dst, length in copies.arrays().T:
             into, at = self._bytes[dst // GAP], dst % GAP
             out_of, start = self._bytes[src // GAP], src % GAP
             assert at + length <= into.size and start + length <= out_of.size, "outside a buffer"

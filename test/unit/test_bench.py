@@ -46,7 +46,7 @@ class ByPlan:
 
     def send_kvcache(self, peer, src, dst_pointers, dst, executor):
         plan = self.decode_kv_args_table[peer].plan.kv
-        at, to, size = (column[::-1] for column in plan.lists(src, dst))
+        at, to, size = (column[::-1] for column in plan.copies(src, dst).lists())
         return self.engine.batch_transfer_sync(peer, at, [byte + self.late for byte in to], size)
 
 

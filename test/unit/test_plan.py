@@ -7,27 +7,34 @@ from hypothesis import strategies as st
 from kv_layout import Buffer, LayoutError, Pair, make_plan
 
 PAGE_SIZE = 3
-PAGE_BYTES = {"src": [60, 90], "dst": [120, 90]}
+# Buffers on either side, by the bytes of a page; a slice is 10 bytes of a row.
+PAGE_BYTES = {"src": [60, 90, 120], "dst": [120, 90, 60]}
+POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000, 60_000, 90_000]}
+WHOLE = Pair(1, 1, True, 0, 0, 90)
 
 
-@st.composite
-def plans(draw):
-    """Some pairs, whole pages and slices mixed; returns their plan and the pairs."""
-    pairs = []
-    for _ in range(draw(st.integers(0, 5))):
-        if draw(st.booleans()):
-            pairs.append(Pair(1, 1, True, 0, 0, 90))
-        else:
-            pairs.append(Pair(0, 0, False, draw(st.integers(0, 9)), draw(st.integers(0, 29)), 10))
+def plan_of(pairs):
     buffers = {
         side: [Buffer("k", False, i, size) for i, size in enumerate(sizes)]
         for side, sizes in PAGE_BYTES.items()
     }
-    pointers = {"src": [1000, 5000], "dst": [20_000, 60_000]}
-    plan = make_plan(
-        pairs, PAGE_SIZE, buffers["src"], pointers["src"], buffers["dst"], pointers["dst"]
+    return make_plan(
+        pairs, PAGE_SIZE, buffers["src"], POINTERS["src"], buffers["dst"], POINTERS["dst"]
     )
-    return plan, pairs
+
+
+@st.composite
+def some_pairs(draw):
+    """Whole pages and slices, of buffers alike and not, mixed."""
+    pairs = []
+    for _ in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()):
+            pairs.append(WHOLE)
+        else:
+            at = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+            src, dst = draw(st.sampled_from([0, 2])), draw(st.sampled_from([0, 2]))
+            pairs.append(Pair(src, dst, False, *at, 10))
+    return pairs
 
 
 def pages(most=8):
@@ -36,70 +43,79 @@ def pages(most=8):
 
 
 def in_loops(pairs, pages):
-    """Source, destination, bytes of each copy: whole pages first, buffer after buffer."""
+    """Source, destination, bytes of each copy: buffer after buffer."""
     found = []
-    for _ in (pair for pair in pairs if pair.whole):
+    for pair in pairs:
+        size = {side: PAGE_BYTES[side][getattr(pair, side)] for side in PAGE_BYTES}
+        first = {side: POINTERS[side][getattr(pair, side)] for side in PAGE_BYTES}
         for i, (src, dst) in enumerate(pages):
-            if i and (src - 1, dst - 1) == pages[i - 1]:
-                at, to, size = found.pop()
-                found.append((at, to, size + 90))
+            at = first["src"] + src * size["src"] + pair.src_offset
+            to = first["dst"] + dst * size["dst"] + pair.dst_offset
+            if not pair.whole:
+                for token in range(PAGE_SIZE):
+                    row = {side: size[side] // PAGE_SIZE * token for side in size}
+                    found.append((at + row["src"], to + row["dst"], 10))
+            elif i and (src - 1, dst - 1) == pages[i - 1]:
+                at, to, length = found.pop()
+                found.append((at, to, length + 90))
             else:
-                found.append((5000 + src * 90, 60_000 + dst * 90, 90))
-    for pair in (pair for pair in pairs if not pair.whole):
-        for src, dst in pages:
-            for token in range(PAGE_SIZE):
-                at = 1000 + src * 60 + token * 20 + pair.src_offset
-                found.append((at, 20_000 + dst * 120 + token * 40 + pair.dst_offset, 10))
+                found.append((at, to, 90))
     return found
 
 
 @settings(max_examples=150, deadline=None)
-@given(made=plans(), pages=pages())
-def test_all_forms_are_the_same_copies(made, pages):
-    plan, pairs = made
+@given(pairs=some_pairs(), pages=pages())
+def test_all_forms_are_the_same_copies(pairs, pages):
     src, dst = (np.array([one[side] for one in pages], dtype=np.int32) for side in (0, 1))
-    wanted = in_loops(pairs, pages)
-    copies = plan.copies(src, dst)
-    assert list(zip(copies.src.tolist(), copies.dst.tolist(), copies.length.tolist())) == wanted
-    assert len(copies) == len(wanted) <= plan.most_copies(len(pages))
-    assert list(zip(*plan.lists(src, dst))) == wanted
-    assert all(type(number) is int for column in plan.lists(src, dst) for number in column)
-    here, there = plan.descriptors(src, dst, 5, 7)
-    assert here.tolist() == [[src, size, 5] for src, _, size in wanted]
-    assert there.tolist() == [[dst, size, 7] for _, dst, size in wanted]
+    copies = plan_of(pairs).copies(src, dst)
+    lists = copies.lists()
+    found = list(zip(*lists))
+    assert sorted(found) == sorted(in_loops(pairs, pages))
+    assert len(copies) == len(found)
+    assert all(type(number) is int for column in lists for number in column)
+    assert copies.arrays().tolist() == [list(column) for column in lists]
+    here, there = copies.descriptors(5, 7)
+    assert here.tolist() == [[src, size, 5] for src, _, size in found]
+    assert there.tolist() == [[dst, size, 7] for _, dst, size in found]
+
+
+def test_buffers_alike_keep_their_order():
+    """Buffer after buffer, pages in order: whole ones first."""
+    pairs = [Pair(0, 0, False, 5, 0, 10), WHOLE, Pair(0, 0, False, 0, 3, 10)]
+    pages = [(4, 0), (5, 1), (2, 2)]
+    found = list(zip(*plan_of(pairs).copies([4, 5, 2], [0, 1, 2]).lists()))
+    assert found == in_loops([pairs[1], pairs[0], pairs[2]], pages)
 
 
 @settings(max_examples=100, deadline=None)
-@given(made=plans(), pages=pages(), at_most=st.integers(1, 40))
-def test_parts_are_the_whole(made, pages, at_most):
-    plan, _ = made
-    src, dst = [src for src, _ in pages], [dst for _, dst in pages]
-    parts = plan.parts(len(pages), at_most)
-    together = [copy for part in parts for copy in zip(*part.lists(src, dst))]
-    assert together == list(zip(*plan.lists(src, dst)))
+@given(pairs=some_pairs(), pages=pages(), at_most=st.integers(1, 40))
+def test_parts_are_the_whole(pairs, pages, at_most):
+    copies = plan_of(pairs).copies([src for src, _ in pages], [dst for _, dst in pages])
+    parts = copies.parts(at_most)
+    together = [copy for part in parts for copy in zip(*part.lists())]
+    assert together == list(zip(*copies.lists()))
     for part in parts:
-        pairs = sum(group.length.size for group in part.groups)
-        assert pairs == 1 or part.most_copies(len(pages)) <= at_most
+        buffers = sum(some.src.size for some in part.sets)
+        assert buffers == 1 or len(part) <= at_most
+
+
+def test_more_than_is_summed_at_once():
+    """`lists` works in steps: of buffers, and of one buffer that alone is larger than a step."""
+    for count, buffers in ((3000, 5), (9000, 2)):
+        pages = np.arange(count)[::-1]
+        copies = plan_of([WHOLE] * buffers).copies(pages, pages)
+        assert len(copies) == count * buffers
+        assert [list(column) for column in copies.arrays()] == list(copies.lists())
 
 
 def test_descriptors_are_what_nixl_takes():
     """C-contiguous `[n, 3]` of 64 bits: anything else it would copy or refuse."""
-    plan = make_plan(
-        [Pair(0, 0, True, 0, 0, 90)] * 2,
-        PAGE_SIZE,
-        [Buffer("k", False, 0, 90)],
-        [0],
-        [Buffer("k", False, 0, 90)],
-        [0],
-    )
-    for side in plan.descriptors([1, 2, 5], [0, 1, 2], 0, 0):
+    for side in plan_of([WHOLE] * 2).copies([1, 2, 5], [0, 1, 2]).descriptors(0, 0):
         assert side.shape == (4, 3) and side.dtype == np.int64 and side.flags.c_contiguous
 
 
-@pytest.mark.parametrize("form", ["copies", "lists", "descriptors"])
-def test_all_forms_refuse_other_page_counts(form):
-    plan = make_plan([], PAGE_SIZE, [], [], [], [])
-    devices = (0, 0) if form == "descriptors" else ()
+def test_refuses_other_page_counts():
+    plan = plan_of([])
     with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):
-        getattr(plan, form)([0, 1], [0], *devices)
-    assert sum(map(len, plan.lists([], []))) == 0
+        plan.copies([0, 1], [0])
+    assert len(plan.copies([], [])) == 0

@@ -28,4 +28,6 @@ class AscendKVManager(MooncakeKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """Write these pages of all layers to the peer, in one call. 0, or not 0 if it failed."""
-        return self._send_by_plan(mooncake_session_id, prefill_kv_indices, dst_kv_indices, executor)
+        return super().send_kvcache(
+            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor
+        )

@@ -1,8 +1,8 @@
 """Turn page indices into copies.
 
-A plan is made once for each peer and holds arrays with one entry for each buffer pair. For a
-request it gives the copies as the transport takes them: `lists`, or NIXL's `descriptors`, or plain
-arrays with `copies`. Whole pages merge into runs:
+A plan is made once for each peer and knows the addresses of each buffer pair. For a request it
+gives the copies, and these the form that a transport takes: `lists`, or NIXL's `descriptors`, or
+plain `arrays`. Whole pages merge into runs:
 
     src pages 4 5 6 9        -> 2 copies a buffer: 3 pages from 4 to 0, 1 page from 9 to 3
     dst pages 0 1 2 3
@@ -15,7 +15,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -25,160 +24,145 @@ from .match import Pair
 
 Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class Copies:
-    """Copy `length[i]` bytes from address `src[i]` to address `dst[i]`; all of shape `[n]`."""
-
-    src: Ints
-    dst: Ints
-    length: Ints
-
-    def __len__(self) -> int:
-        return self.src.size
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.length.sum())
+# Numbers made at a time on the way to a list: few enough to stay in a core's cache.
+_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """Runs of pages, as columns `[runs, 1]`: the first page on each side, and how many pages."""
+class _Alike:
+    """Buffer pairs copied alike: whole pages, or one slice of each of a page's `rows`.
 
-    src: Ints
-    dst: Ints
-    pages: Ints
-
-    @classmethod
-    def merged(cls, src: Ints, dst: Ints) -> _Runs:
-        starts = np.ones(src.size + 1, dtype=bool)  # the last says where the last run ends
-        starts[1:-1] = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
-        edges = np.flatnonzero(starts)
-        first = edges[:-1]
-        return cls(src[first, None], dst[first, None], (edges[1:] - first)[:, None])
-
-    @classmethod
-    def single(cls, src: Ints, dst: Ints) -> _Runs:
-        return cls(src[:, None], dst[:, None], np.ones((src.size, 1), dtype=np.int64))
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Pairs copied alike: whole pages, or one slice of each token.
-
-    All arrays have shape `[pairs, 1, 1]`: address of the first copied byte on page 0, bytes from
-    page to page, bytes of one copy. `rows` copies a page: 1 for whole pages, else the page size.
+    Sizes in bytes: from page to page on either side, and of one copy. `src` and `dst`, of shape
+    `[pairs]`, are the addresses of the first byte copied on page 0.
     """
 
     whole: bool
     rows: int
+    src_page: int
+    dst_page: int
+    length: int
     src: Ints
     dst: Ints
-    src_page: Ints
-    dst_page: Ints
+
+    def copies(self, src_pages: Ints, dst_pages: Ints) -> _Copies:
+        each = self._runs if self.whole else self._rows
+        return _Copies(self.src, self.dst, *each(src_pages, dst_pages))
+
+    def _runs(self, src: Ints, dst: Ints) -> tuple[Ints, Ints, Ints]:
+        starts = np.ones(src.size + 1, dtype=bool)  # the last says where the last run ends
+        starts[1:-1] = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
+        edges = np.flatnonzero(starts)
+        first = edges[:-1]
+        pages = edges[1:] - first
+        return src[first] * self.src_page, dst[first] * self.dst_page, pages * self.length
+
+    def _rows(self, src: Ints, dst: Ints) -> tuple[Ints, Ints, Ints]:
+        row = np.arange(self.rows)
+        return (
+            (src[:, None] * self.src_page + row * (self.src_page // self.rows)).reshape(-1),
+            (dst[:, None] * self.dst_page + row * (self.dst_page // self.rows)).reshape(-1),
+            np.full(src.size * self.rows, self.length),
+        )
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """The same copies for some buffer pairs: from `src` + `src_offset` to `dst` + `dst_offset`.
+
+    Addresses of shape `[pairs]`; offsets and lengths, in bytes, `[copies of a pair]`.
+    """
+
+    src: Ints
+    dst: Ints
+    src_offset: Ints
+    dst_offset: Ints
     length: Ints
 
-    def part(self, pairs: slice) -> _Group:
-        columns = (self.src, self.dst, self.src_page, self.dst_page, self.length)
-        return _Group(self.whole, self.rows, *(column[pairs] for column in columns))
+    def __len__(self) -> int:
+        return self.src.size * self.length.size
 
-    def shape(self, runs: _Runs) -> tuple[int, int, int]:
-        """Pairs, runs, rows: the order of the copies."""
-        return self.length.size, runs.pages.size, self.rows
+    def lengths(self) -> list[int]:
+        """Equal ones, the rule, are one object: making objects is what takes a list its time."""
+        if self.length.size and (self.length == self.length[0]).all():
+            return [int(self.length[0])] * len(self)
+        return self.length.tolist() * self.src.size
 
-    def fill(self, runs: _Runs, src: Ints, dst: Ints, *lengths: Ints) -> None:
-        """Write addresses and lengths into arrays of this shape; in place, for they are large."""
-        row = np.arange(self.rows)
-        np.add(self.src + self.src_page // self.rows * row, self.src_page * runs.src, out=src)
-        np.add(self.dst + self.dst_page // self.rows * row, self.dst_page * runs.dst, out=dst)
-        for length in lengths:
-            np.multiply(self.length, runs.pages, out=length)
+    def parts(self, at_most: int) -> Iterator[_Copies]:
+        pairs = max(1, at_most // max(1, self.length.size))
+        for src, dst in zip(_cut(self.src, pairs), _cut(self.dst, pairs)):
+            columns = (self.src_offset, self.dst_offset, self.length)
+            for some in zip(*(_cut(column, at_most) for column in columns)):
+                yield _Copies(src, dst, *some)
 
-    def listed_lengths(self, runs: _Runs) -> list[int]:
-        """As `fill` writes them; buffers that are alike share objects, which saves making them."""
 
-        def of_pairs(length: int, pairs: int) -> list[int]:
-            if self.whole:
-                return (length * runs.pages[:, 0]).tolist() * pairs
-            return [length] * (pairs * runs.pages.size * self.rows)
+@dataclass(frozen=True)
+class Copies:
+    """What one request copies from this rank to a peer; its length says how many copies.
 
-        alike = groupby(self.length.reshape(-1).tolist())
-        return _chained([of_pairs(length, len(list(pairs))) for length, pairs in alike])
+    Every form has them in the same order: buffer after buffer, pages as the request has them.
+    """
+
+    sets: tuple[_Copies, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    def arrays(self) -> Ints:
+        """Source addresses, destination addresses and lengths in bytes, as one array `[3, n]`."""
+        columns = np.empty((3, len(self)), dtype=np.int64)
+        self._fill(*columns)
+        return columns
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """The same as lists."""
+        return (
+            _chained([_sums(some.src, some.src_offset) for some in self.sets]),
+            _chained([_sums(some.dst, some.dst_offset) for some in self.sets]),
+            _chained([some.lengths() for some in self.sets]),
+        )
+
+    def descriptors(self, src_device: int, dst_device: int) -> tuple[Ints, Ints]:
+        """Copies as source and destination, each `[n, 3]`: address, length, device."""
+        src, dst = np.empty((2, len(self), 3), dtype=np.int64)
+        self._fill(src[:, 0], dst[:, 0], src[:, 1])
+        dst[:, 1] = src[:, 1]
+        src[:, 2], dst[:, 2] = src_device, dst_device
+        return src, dst
+
+    def parts(self, at_most: int) -> list[Copies]:
+        """Copies that together are these, at most so many in each part."""
+        if len(self) <= at_most:
+            return [self]
+        return [Copies((part,)) for some in self.sets for part in some.parts(at_most)]
+
+    def _fill(self, src: Ints, dst: Ints, length: Ints) -> None:
+        """Write into arrays `[n]`, in place, for they are large."""
+        end = 0
+        for some in self.sets:
+            rows, end = slice(end, end + len(some)), end + len(some)
+            shape = (some.src.size, some.length.size)
+            np.add(some.src[:, None], some.src_offset, out=src[rows].reshape(shape))
+            np.add(some.dst[:, None], some.dst_offset, out=dst[rows].reshape(shape))
+            length[rows].reshape(shape)[:] = some.length
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All copies between two ranks, short of the page indices.
+    """All copies between two ranks, short of the page indices; none where both hold nothing."""
 
-    `src_pages` of this rank go to `dst_pages` of the peer: both of shape `[pages]`, in the
-    request's order. Copies come buffer after buffer, pages in order; none where this rank has
-    nothing for the peer. A LayoutError says that the two sides name different numbers of pages.
-    """
-
-    groups: tuple[_Group, ...]
+    groups: tuple[_Alike, ...]
 
     @property
     def is_sliced(self) -> bool:
         """Some copies are of single tokens, so there are many of them."""
         return not all(group.whole for group in self.groups)
 
-    def most_copies(self, pages: int) -> int:
-        """Copies of so many pages if none is merged with its neighbour."""
-        return pages * sum(group.length.size * group.rows for group in self.groups)
-
-    def parts(self, pages: int, at_most: int) -> list[TransferPlan]:
-        """Plans that together are this one, of one buffer or of `at_most` copies each."""
-        found = []
-        for group in self.groups:
-            step = max(1, at_most // max(1, pages * group.rows))
-            for start in range(0, group.length.size, step):
-                found.append(TransferPlan((group.part(slice(start, start + step)),)))
-        return found
-
     def copies(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> Copies:
-        """Copies as arrays."""
-        parts = []
-        for group, runs in self._runs(src_pages, dst_pages):
-            columns = np.empty((3, *group.shape(runs)), dtype=np.int64)
-            group.fill(runs, *columns)
-            parts.append(columns.reshape(3, -1))
-        return Copies(*_joined(parts, np.empty((3, 0), dtype=np.int64)))
+        """Copies from `src_pages` of this rank to `dst_pages` of the peer, in the request's order.
 
-    def lists(
-        self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Copies as lists: source addresses, destination addresses, lengths."""
-        src, dst, lengths = [], [], []
-        for group, runs in self._runs(src_pages, dst_pages):
-            sides = [np.empty(group.shape(runs), dtype=np.int64) for _ in range(2)]
-            group.fill(runs, *sides)
-            src.append(_listed(sides[0]))
-            dst.append(_listed(sides[1]))
-            lengths.append(group.listed_lengths(runs))
-        return _chained(src), _chained(dst), _chained(lengths)
-
-    def descriptors(
-        self,
-        src_pages: npt.ArrayLike,
-        dst_pages: npt.ArrayLike,
-        src_device: int,
-        dst_device: int,
-    ) -> tuple[Ints, Ints]:
-        """Copies as source and destination, each `[n, 3]`: address, length, device."""
-        parts = []
-        for group, runs in self._runs(src_pages, dst_pages):
-            sides = np.empty((2, *group.shape(runs), 3), dtype=np.int64)
-            address, length, device = np.moveaxis(sides, -1, 0)
-            group.fill(runs, *address, *length)
-            device[0], device[1] = src_device, dst_device
-            parts.append(sides.reshape(2, -1, 3))
-        src, dst = _joined(parts, np.empty((2, 0, 3), dtype=np.int64))
-        return src, dst
-
-    def _runs(
-        self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike
-    ) -> Iterator[tuple[_Group, _Runs]]:
+        Raises:
+            LayoutError: The two, of shape `[pages]`, do not name the same number of pages.
+        """
         src = np.asarray(src_pages, dtype=np.int64)
         dst = np.asarray(dst_pages, dtype=np.int64)
         if src.size != dst.size:
@@ -186,17 +170,11 @@ class TransferPlan:
                 f"prefill sends {src.size} pages where decode has set aside {dst.size}; "
                 "the two servers disagree about this request's length"
             )
-        for group in self.groups:
-            yield group, (_Runs.merged if group.whole else _Runs.single)(src, dst)
+        return Copies(tuple(group.copies(src, dst) for group in self.groups))
 
 
-def _joined(parts: list[Ints], empty: Ints) -> Ints:
-    return parts[0] if len(parts) == 1 else np.concatenate([empty, *parts], axis=1)
-
-
-def _listed(numbers: Ints) -> list[int]:
-    # Most of the time of `lists` goes here; array's own is a tenth faster than NumPy's.
-    return array("q", numbers.tobytes()).tolist()
+def _cut(numbers: Ints, size: int) -> list[Ints]:
+    return [numbers[start : start + size] for start in range(0, numbers.size, size)]
 
 
 def _chained(lists: list[list[int]]) -> list[int]:
@@ -205,6 +183,15 @@ def _chained(lists: list[list[int]]) -> list[int]:
     for more in lists[1:]:
         chained += more
     return chained
+
+
+def _sums(firsts: Ints, offsets: Ints) -> list[int]:
+    """Each of `firsts` plus each of `offsets`."""
+    step = max(1, _AT_ONCE // max(1, offsets.size))
+    numbers = array("q")
+    for start in range(0, firsts.size, step):
+        numbers.frombytes((firsts[start : start + step, None] + offsets).view(np.uint8))
+    return numbers.tolist()  # a tenth faster than NumPy's
 
 
 def make_plan(
@@ -216,24 +203,16 @@ def make_plan(
     dst_pointers: Sequence[int],
 ) -> TransferPlan:
     """The plan for `pairs`, whose indices point into all four sequences; `page_size` in tokens."""
-
-    def column(values) -> Ints:
-        return np.fromiter(values, dtype=np.int64)[:, None, None]
-
-    groups = []
-    for whole in (True, False):
-        chosen = [pair for pair in pairs if pair.whole is whole]
-        if not chosen:
-            continue
-        groups.append(
-            _Group(
-                whole=whole,
-                rows=1 if whole else page_size,
-                src=column(src_pointers[p.src] + p.src_offset for p in chosen),
-                dst=column(dst_pointers[p.dst] + p.dst_offset for p in chosen),
-                src_page=column(src_buffers[p.src].page_bytes for p in chosen),
-                dst_page=column(dst_buffers[p.dst].page_bytes for p in chosen),
-                length=column(p.row_bytes for p in chosen),
-            )
+    addresses: dict[tuple, list[tuple[int, int]]] = {}
+    for pair in sorted(pairs, key=lambda pair: not pair.whole):
+        rows = 1 if pair.whole else page_size
+        src_page, dst_page = src_buffers[pair.src].page_bytes, dst_buffers[pair.dst].page_bytes
+        addresses.setdefault((pair.whole, rows, src_page, dst_page, pair.row_bytes), []).append(
+            (src_pointers[pair.src] + pair.src_offset, dst_pointers[pair.dst] + pair.dst_offset)
         )
-    return TransferPlan(tuple(groups))
+    return TransferPlan(
+        tuple(
+            _Alike(*alike, *np.array(both, dtype=np.int64).T.copy())
+            for alike, both in addresses.items()
+        )
+    )

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
 )
 from sglang.srt.disaggregation.kv_layout import (
+    Copies,
     LayoutError,
     PeerFacts,
     PeerPlan,
@@ -113,15 +114,6 @@ class MooncakeKVManager(CommonKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """Write these pages of all layers to the peer. Returns 0, or not 0 if it failed."""
-        return self._send_by_plan(mooncake_session_id, prefill_kv_indices, dst_kv_indices, executor)
-
-    def _send_by_plan(
-        self,
-        mooncake_session_id: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
-    ) -> int:
         info = self.decode_kv_args_table[mooncake_session_id]
         if info.plan is None:
             logger.error(f"No KV is sent to {mooncake_session_id}: {info.refusal}")
@@ -160,8 +152,9 @@ class MooncakeKVManager(CommonKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """The same between different TP sizes: the plan made at registration knows the heads."""
-        # Not by way of send_kvcache, which Ascend overrides with copies of whole pages.
-        return self._send_by_plan(mooncake_session_id, prefill_kv_indices, dst_kv_indices, executor)
+        return self.send_kvcache(
+            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor
+        )
 
     def _write(
         self,
@@ -172,18 +165,18 @@ class MooncakeKVManager(CommonKVManager):
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
         """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
+        copies = plan.copies(src_pages, dst_pages)
         at_most = SLICE_BATCH if plan.is_sliced else sys.maxsize
         if self.enable_custom_mem_pool:  # NVLink gains from several threads
-            total = plan.most_copies(len(src_pages))
-            at_most = min(at_most, -(-total // executor._max_workers))
+            at_most = min(at_most, -(-len(copies) // executor._max_workers))
 
-        def write(part: TransferPlan) -> int:
-            lists = part.lists(src_pages, dst_pages)
+        def write(part: Copies) -> int:
+            lists = part.lists()
             if os.environ.get("MC_FORCE_TCP"):
                 return self._write_over_tcp(session, lists)
             return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
-        parts = plan.parts(len(src_pages), at_most)
+        parts = copies.parts(at_most)
         if len(parts) == 1 or executor._max_workers == 1:
             results = map(write, parts)  # one after the other, for which no thread is needed
         else:

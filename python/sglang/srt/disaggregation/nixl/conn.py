@@ -220,9 +220,8 @@ class NixlKVManager(CommonKVManager):
     ):
         """Write pages by `plan`, KV's or state's; returns a handle, None with nothing to write."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
-        src, dst = plan.descriptors(
-            prefill_data_indices, dst_data_indices, args.gpu_id, info.gpu_id
-        )
+        copies = plan.copies(prefill_data_indices, dst_data_indices)
+        src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
         if not len(src):
             self.agent.send_notif(peer_name, notif.encode("ascii"))
             return None
