@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import struct
-import threading
 import time
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Dict, List, Optional
 
 import numpy as np
 import numpy.typing as npt
-import requests
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
@@ -33,6 +31,7 @@ from sglang.srt.disaggregation.kv_layout import (
     encode_layout,
     format_notice,
     parse_notice,
+    unseal,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -42,17 +41,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Failed rooms that prefill remembers for decode ranks that ask late.
-MAX_GIVEN_UP = 4096
-# How long a failed room waits for this rank's writes, and on decode for the other senders.
+# How long a failed room waits for this rank's writes.
 WRITES_END_SECONDS = 1.0
-SENDERS_END_SECONDS = 5.0
 
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
     # What the decode rank says of its buffers; empty from a stock one.
     layout_frame: bytes = b""
+    is_sealed: bool = False
     # Set by the manager: the copies to this rank, or why there can be none.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
@@ -109,7 +106,6 @@ class NixlKVManager(CommonKVManager):
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
-            self.given_up: OrderedDict[int, str] = OrderedDict()
             self._start_bootstrap_thread()
         else:
             self._watch_prefill_servers()
@@ -141,14 +137,14 @@ class NixlKVManager(CommonKVManager):
     def _watch_prefill_servers(self) -> None:
         """Decode: the state that the heartbeat thread shares, and the thread."""
         self.transfer_statuses: Dict[int, Arrivals] = defaultdict(Arrivals)
-        self.heartbeat_failures: Dict[str, int] = {}
-        self.session_pool = defaultdict(requests.Session)
-        self.session_pool_lock = threading.Lock()
         self.addr_to_rooms_tracker = defaultdict(set)
         self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
         self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
         self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        self._start_heartbeat_checker_thread()
+        self.watch_prefill_servers()
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str):
+        self.lose_prefill(failed_bootstrap_addr)
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
@@ -364,9 +360,7 @@ class NixlKVManager(CommonKVManager):
         with self.rooms_lock:
             peers = self.transfer_infos.get(bootstrap_room, {})
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.given_up[bootstrap_room] = reason
-            if len(self.given_up) > MAX_GIVEN_UP:
-                self.given_up.popitem(last=False)
+            self.remember(bootstrap_room, reason)
             for info in peers.values():
                 if not info.is_dummy():
                     self._tell_failure(bootstrap_room, info.agent_name, reason)
@@ -399,15 +393,21 @@ class NixlKVManager(CommonKVManager):
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
+        frames, is_sealed = unseal(frames)
         frames = frames[1:]
-        if frames[0] == ABORT:
+        if frames[0] == ABORT and is_sealed:
             self.take_abort(*frames[1:3])
         elif frames[0] == b"None":
-            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
+            info = KVArgsRegisterInfo.from_zmq(frames)
+            info.is_sealed = is_sealed
+            self._register_decode(info)
         else:
-            self._open_room(TransferInfo.from_zmq(frames))
+            info = TransferInfo.from_zmq(frames)
+            self.check_room(info, info.agent_name, is_sealed)
+            self._open_room(info)
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
+        self.check_registration(info.agent_name, bool(info.layout_frame), info.is_sealed)
         info.plan, info.refusal = self.plan_transfers(
             info.agent_name,
             info.layout_frame,
@@ -428,12 +428,11 @@ class NixlKVManager(CommonKVManager):
             if info.room in self.given_up:
                 self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
                 return
-            peers = self.transfer_infos.setdefault(info.room, {})
-            peers[info.agent_name] = info
+            asking = self.add_peer(info, info.agent_name)
             if refusal:
                 self.record_failure(info.room, refusal)
                 self.update_status(info.room, KVPoll.Failed)
-            elif len(peers) == info.required_dst_info_num:
+            elif asking == info.required_dst_info_num:
                 self.update_status(info.room, KVPoll.WaitingForInput)
 
 
@@ -501,9 +500,6 @@ class NixlKVSender(CommonKVSender):
 
 
 class NixlKVReceiver(CommonKVReceiver):
-    # When the first sender gave up.
-    failing_since: Optional[float] = None
-
     def init(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -531,9 +527,7 @@ class NixlKVReceiver(CommonKVReceiver):
                 str(self.required_dst_info_num).encode("ascii"),
                 b"" if is_dummy else state,
             ]
-            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
-            with lock:
-                sock.send_multipart(frames)
+            self._tell_prefill(bootstrap_info, frames)
         self.started_transfer = True
         self.init_time = time.time()
 
@@ -555,19 +549,6 @@ class NixlKVReceiver(CommonKVReceiver):
         status = manager.check_status(room)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
-
-    def _lose_patience(self, failing: bool) -> None:
-        now = time.time()
-        if failing:
-            # Our pages must not be freed while another sender still writes to them.
-            self.failing_since = self.failing_since or now
-            if now - self.failing_since >= SENDERS_END_SECONDS:
-                self._fail("a prefill rank failed, and others do not say whether they have ended")
-        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
-            self._fail(
-                f"KV did not arrive within {now - self.init_time:.0f} s; "
-                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
-            )
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -593,19 +574,13 @@ class NixlKVReceiver(CommonKVReceiver):
             encode_layout(args.layout),
         ]
         for bootstrap_info in self.bootstrap_infos:
-            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
-            with lock:
-                sock.send_multipart(frames)
+            self._tell_prefill(bootstrap_info, frames)
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
 
     def clear(self):
         self._end()
-
-    def _end(self) -> Optional[str]:
-        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-        return self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed
