@@ -99,9 +99,3 @@ def test_a_failed_room_is_over_when_no_sender_writes_any_more():
     arrivals.add("b", Notice(1, "failed", reason="because of a"))
     assert arrivals.is_done()
     assert arrivals.is_failed()
-
-
-def test_a_lost_prefill_server_ends_a_room_at_once():
-    arrivals = Arrivals(senders=2, is_failure=True)
-    assert arrivals.is_done()
-    assert arrivals.is_failed()

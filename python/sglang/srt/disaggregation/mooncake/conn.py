@@ -346,12 +346,13 @@ class MooncakeKVManager(CommonKVManager):
 
     def forget(self, bootstrap_room: int) -> Optional[str]:
         """Drop all that is kept of a finished room; returns why it failed, if it did."""
-        self.request_status.pop(bootstrap_room, None)
-        if self.disaggregation_mode == DisaggregationMode.DECODE:
-            self.required_prefill_response_num_table.pop(bootstrap_room, None)
-            self.prefill_response_tracker.pop(bootstrap_room, None)
-            self.failing_rooms.discard(bootstrap_room)
-        return self.failure_records.pop(bootstrap_room, None)
+        with self.rooms_lock:
+            self.request_status.pop(bootstrap_room, None)
+            if self.disaggregation_mode == DisaggregationMode.DECODE:
+                self.required_prefill_response_num_table.pop(bootstrap_room, None)
+                self.prefill_response_tracker.pop(bootstrap_room, None)
+                self.failing_rooms.discard(bootstrap_room)
+            return self.failure_records.pop(bootstrap_room, None)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str):
         """Keep the first reason why a room failed, for the client."""
@@ -378,14 +379,18 @@ class MooncakeKVManager(CommonKVManager):
         (room, status, sender, *reason), is_sealed = unseal(frames)
         if len(reason) != is_sealed or int(status) not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError("this is no prefill rank's word on a room")
-        room = int(room)
-        if room not in self.request_status:
-            return  # it is over
-        if int(status) == KVPoll.Failed:
-            said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
-            self.record_failure(room, f"Prefill failed: {said}")
+        said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
+        with self.rooms_lock:
+            if int(room) in self.request_status:  # else it is over
+                failure = said if int(status) == KVPoll.Failed else None
+                self._count_end(int(room), int(sender), failure)
+
+    def _count_end(self, room: int, sender: int, failure: Optional[str]) -> None:
+        """Note how a prefill rank ended the room; when all have, so does it."""
+        if failure is not None:
+            self.record_failure(room, f"Prefill failed: {failure}")
             self.failing_rooms.add(room)
-        self.prefill_response_tracker[room].add(int(sender))
+        self.prefill_response_tracker[room].add(sender)
         needed = self.required_prefill_response_num_table[room]
         if len(self.prefill_response_tracker[room]) >= needed:
             failed = room in self.failing_rooms
