@@ -91,13 +91,16 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(cluster.ask, router.url, [prompt], NEW_TOKENS, PATIENCE)
         # What is prefilled of a prompt is sent while its next chunk is computed.
-        tokens = lambda: held(prefill)["num_used_tokens"]  # noqa: E731
-        seconds_until(lambda: tokens() >= 8 * CHUNK, ERROR_PATIENCE, pause=0.005)
-        assert tokens() < LONG_PROMPT - 8 * CHUNK, "prefill is too far to be killed in between"
+        seconds_until(lambda: _prefilled(prefill) >= 8 * CHUNK, ERROR_PATIENCE, pause=0.005)
+        assert _prefilled(prefill) < LONG_PROMPT - 8 * CHUNK, "all but the end is prefilled by now"
         start = time.monotonic()
         dying.stop()  # kills all its processes
         (answer,) = asking.result()
         return answer.failure, round(time.monotonic() - start, 1)
+
+
+def _prefilled(server: cluster.Server) -> int:
+    return held(server)["num_used_tokens"]
 
 
 def _start_again(server: cluster.Server) -> None:

@@ -69,6 +69,7 @@ def test_soak(backend, reference):
         wrong=len(wrong),
         retractions=retracted,
         seconds=round(seconds, 1),
+        warm_up=WARM_UP,
         prefill_mib=prefill_mib,
         decode_mib=decode_mib,
     )

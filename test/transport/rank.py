@@ -6,17 +6,21 @@ It is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each. Buff
 device that its configuration names. Runs under the Python of the stock or the patched engine.
 """
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rank_faults import Faults
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -59,6 +63,7 @@ class Rank:
     def __init__(self, config: dict):
         self.config = SimpleNamespace(**config)
         c = self.config
+        os.environ.update(c.environment)
         os.environ.update(ASCEND_USE_FIA=str(c.fia), ASCEND_MF_STORE_URL=c.store)
         if c.device == "npu":
             torch.npu.set_device(c.gpu_id)
@@ -75,13 +80,14 @@ class Rank:
         self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
+        self.faults = None
 
     def _pool(self, layers: int, start: int, heads: list[int]):
         c = self.config
         common = {
             "size": c.pages * c.page_size,
             "page_size": c.page_size,
-            "dtype": torch.int64,
+            "dtype": getattr(torch, c.dtype),
             "layer_num": layers,
             "device": c.device,
             "enable_memory_saver": False,
@@ -258,13 +264,7 @@ class Rank:
         `arrives` lists [is draft, layer] of what prefill sends. The last `leave_out` pages are not
         asked for, which no engine does.
         """
-        c = self.config
-        receiver = self._class(KVClassType.RECEIVER)(
-            mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
-            bootstrap_room=room,
-            prefill_dp_rank=0,
-        )
+        receiver = self._receiver(room)
         slot = (room + 3) % AUX_SLOTS
         first = receiver.poll()
         if first != KVPoll.Failed:
@@ -290,6 +290,14 @@ class Rank:
         receiver.clear()
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
 
+    def _receiver(self, room: int):
+        return self._class(KVClassType.RECEIVER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_room=room,
+            prefill_dp_rank=0,
+        )
+
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -310,8 +318,89 @@ class Rank:
 
     def kept(self) -> dict:
         """How much the manager keeps of rooms that are over."""
-        names = ("request_status", "transfer_infos", "transfer_statuses", "failure_records")
-        return {name: len(getattr(self.manager, name, ())) for name in names}
+        names = (
+            "request_status",
+            "transfer_infos",
+            "transfer_statuses",
+            "failure_records",
+            "failing_rooms",
+            "prefill_response_tracker",
+            "required_prefill_response_num_table",
+        )
+        kept = {name: len(getattr(self.manager, name, ())) for name in names}
+        rooms = getattr(self.manager, "addr_to_rooms_tracker", {}).values()
+        return {**kept, "addr_to_rooms_tracker": sum(map(len, rooms))}
+
+    def plan_faults(self, **plan) -> dict:
+        """See `rank_faults.Faults.plan`."""
+        self.faults = self.faults or Faults(self.manager)
+        self.faults.plan(**plan)
+        return {"state": "planned"}
+
+    def health(self) -> dict:
+        """What faults and foreign messages must not change, and memory at its highest."""
+        return {
+            "port": self.manager.rank_port,
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "files": len(os.listdir("/proc/self/fd")),
+            "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        }
+
+    def messages(self, room: int, pages: list[int]) -> list[list[str]]:
+        """What this rank would send for a room, each frame in hexadecimal; nobody gets it."""
+        sent: list[list[str]] = []
+        sock = SimpleNamespace(
+            send_multipart=lambda frames, flags=0: sent.append([bytes(f).hex() for f in frames])
+        )
+        if self.is_prefill:
+            self._tell_decode(room, sock)
+        else:
+            self._tell_prefill(room, pages, sock)
+        return sent
+
+    def _tell_prefill(self, room: int, pages: list[int], sock) -> None:
+        """A registration, an open room and an ABORT."""
+        receiver = self._receiver(room)
+        receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
+        receiver._register_kv_args()
+        receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        receiver._tell_prefill(receiver.bootstrap_infos[0], receiver._abort_frames("no time"))
+        receiver.clear()
+
+    def _tell_decode(self, room: int, sock) -> None:
+        """Mooncake: the room's end, good and bad, and its metadata."""
+        manager = self.manager
+        session = next(iter(manager.decode_kv_args_table))
+        peer = SimpleNamespace(
+            room=room,
+            endpoint=HOST,
+            dst_port=0,
+            mooncake_session_id=session,
+            dst_aux_index=room % AUX_SLOTS,
+        )
+        manager._connect = lambda *_, **__: sock
+        manager._tell_end(peer, KVPoll.Success, "")
+        manager._tell_end(peer, KVPoll.Failed, "no memory")
+        manager.send_aux_tcp(peer, room % AUX_SLOTS, [])
+        del manager._connect
+
+    def expect(self, room: int) -> dict:
+        """Open a room that a message is to end."""
+        self.manager.update_status(room, KVPoll.Bootstrapping)
+        if not self.is_prefill:
+            self.manager.required_prefill_response_num_table[room] = 1
+        return {"state": "open"}
+
+    def await_end(self, room: int, seconds: float) -> dict:
+        """Wait for that message, with which all that its sender sent before has been read."""
+        deadline = time.monotonic() + seconds
+        while self.manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
+            if time.monotonic() > deadline:
+                return {"state": "hang"}
+            time.sleep(0.002)
+        self.manager.forget(room)
+        return {"state": "ended"}
 
 
 def bootstrap(config: dict):
@@ -338,10 +427,10 @@ def serve(connection: socket.socket) -> None:
             try:
                 if name == "start":
                     rank = Rank(command)
-                    answer = {"state": "started"}
+                    answer = {"state": "started", "pid": os.getpid()}
                 elif name == "bootstrap":
                     rank = bootstrap(command)
-                    answer = {"state": "started"}
+                    answer = {"state": "started", "pid": os.getpid()}
                 else:
                     answer = getattr(rank, name)(**command)
             except Exception as error:
@@ -358,8 +447,9 @@ def main(how: str, path: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen(64)
+        os.rename(f"{path}.new", path)  # whoever sees it can connect
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:

@@ -206,14 +206,14 @@ class CommonKVManager:
         """Decode: fail the rooms of a prefill server, and ask anew for its ranks if it returns."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         with self.connection_lock:
-            for key in [key for key in self.connection_pool if key.startswith(f"{address}_")]:
-                del self.connection_pool[key]
+            for key in list(self.connection_pool):
+                if key.startswith(f"{address}_"):
+                    del self.connection_pool[key]
             for name in names:
                 getattr(self, f"prefill_{name}_table").pop(address, None)
             rooms = self.addr_to_rooms_tracker.pop(address, set())
-        lost = [
-            r for r in list(rooms) if self.request_status.get(r, KVPoll.Success) < KVPoll.Success
-        ]
+        over = (KVPoll.Success, None)
+        lost = [room for room in list(rooms) if self.request_status.get(room) not in over]
         for room in lost:
             self.record_failure(room, f"Prefill server {address} does not answer any more")
             self.update_status(room, KVPoll.Failed)
