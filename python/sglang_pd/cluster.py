@@ -379,7 +379,7 @@ async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
     except httpx.HTTPError as error:
         return failed(f"connection: {error!r}")
     if response.status_code != 200:
-        return failed(f"http {response.status_code}: {response.text[:300]}")
+        return failed(f"http {response.status_code}: {response.text[:1000]}")
     rows = response.json()["meta_info"]["output_token_logprobs"]
     return Answer(
         ids=tuple(row[1] for row in rows),

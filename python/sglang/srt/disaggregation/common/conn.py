@@ -38,6 +38,7 @@ ABORT = b"ABORT"
 # Failed rooms that prefill remembers for decode ranks that ask late, and open rooms in all.
 MAX_GIVEN_UP = 4096
 MAX_OPEN_ROOMS = 1 << 16
+MAX_SESSION_NAME = 256
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
 
@@ -148,6 +149,8 @@ class CommonKVManager:
 
     def check_registration(self, session: str, described: bool, is_sealed: bool) -> None:
         """Refuse one without the seal that its sender must have put on it."""
+        if not 0 < len(session) <= MAX_SESSION_NAME:
+            raise LayoutError(f"a decode rank with a name of {len(session)} characters")
         known = self.decode_kv_args_table.get(session)
         if not is_sealed and (described or getattr(known, "is_sealed", False)):
             raise LayoutError(f"a registration of decode {session} lacks its seal")

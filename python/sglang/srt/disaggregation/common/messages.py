@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
 from typing import Callable, Dict, List
@@ -14,6 +15,8 @@ logger = logging.getLogger(__name__)
 # A frame above this ends its connection; a million page numbers are 4 MB.
 MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 32
+# Of pointers and lengths, which take ten times as much once they are read; a rank has thousands.
+MAX_NUMBERS_BYTES = 1 << 20
 # For a peer that is gone: its socket takes a thousand messages, and then makes the sender wait.
 SEND_MS = 1000
 LINGER_MS = 5000
@@ -32,9 +35,22 @@ def read_messages(sock: zmq.Socket, take: Callable[[List[bytes]], None]) -> None
                     raise ValueError(f"at most {MAX_FRAMES} frames are read")
                 take(frames)
             except Exception as error:
-                logger.error(f"Dropped a message of {len(frames)} frames: {error!r}")
+                # Some errors hold the whole frame.
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+                logger.error(f"Dropped a message of {len(frames)} frames: {why}")
 
     threading.Thread(target=serve, daemon=True).start()
+
+
+def unpacked(code: str, frame: bytes) -> List[int]:
+    """A frame's numbers, of one kind of `struct`.
+
+    Raises:
+        ValueError: The frame is longer than any rank's pointers; struct.error if it is cut off.
+    """
+    if len(frame) > MAX_NUMBERS_BYTES:
+        raise ValueError(f"{len(frame)} bytes of numbers; at most {MAX_NUMBERS_BYTES} are read")
+    return [number for (number,) in struct.iter_unpack(code, frame)]
 
 
 def _limit_frames(sock: zmq.Socket) -> None:

@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
-from sglang.srt.disaggregation.common.messages import read_messages
+from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
@@ -77,8 +77,7 @@ class KVArgsRegisterInfo:
         """Read a registration; frames are known by position, the 13th is our description."""
 
         def numbers(position: int, code: str) -> List[int]:
-            frame = msg[position] if len(msg) > position else b""
-            return [number for (number,) in struct.iter_unpack(code, frame)]
+            return unpacked(code, msg[position]) if len(msg) > position else []
 
         return cls(
             room=msg[0].decode("ascii"),
@@ -233,8 +232,8 @@ class MooncakeKVManager(CommonKVManager):
         kv_indices: npt.NDArray[np.int32],
         index_slice: slice,
         is_last: bool,
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
+        aux_index: int | None = None,
+        state_indices: List[int] | None = None,
     ):
         """Queue one chunk, for the room's decode ranks; nothing for a room that is over."""
         if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
@@ -447,6 +446,9 @@ class MooncakeKVManager(CommonKVManager):
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
         self.check_registration(session, bool(info.layout_frame), info.is_sealed)
+        host, _, port = session.rpartition(":")
+        if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
+            raise LayoutError(f"decode session {session!r} is no host and port")
         # Recurrent state is sent without a plan: between TP sizes it is cut along its dimensions.
         state = None if self.kv_args.state_type == "mamba" else info.dst_state_data_ptrs
         info.plan, info.refusal = self.plan_transfers(

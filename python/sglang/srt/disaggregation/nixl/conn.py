@@ -21,8 +21,10 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
+from sglang.srt.disaggregation.common.messages import unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Arrivals,
+    LayoutError,
     Notice,
     PeerFacts,
     PeerPlan,
@@ -58,18 +60,15 @@ class KVArgsRegisterInfo:
     def from_zmq(cls, msg: List[bytes]):
         """Read a registration; frames are known by position, the 13th is our description."""
 
-        def pointers(position: int) -> List[int]:
-            return [pointer for (pointer,) in struct.iter_unpack("Q", msg[position])]
-
         return cls(
             room=msg[0].decode("ascii"),
             endpoint=msg[1].decode("ascii"),
             dst_port=int(msg[2]),
             agent_name=msg[3].decode("ascii"),
             agent_metadata=msg[4],
-            dst_kv_ptrs=pointers(5),
-            dst_aux_ptrs=pointers(6),
-            dst_state_data_ptrs=pointers(7),
+            dst_kv_ptrs=unpacked("Q", msg[5]),
+            dst_aux_ptrs=unpacked("Q", msg[6]),
+            dst_state_data_ptrs=unpacked("Q", msg[7]),
             gpu_id=int(msg[8]),
             decode_tp_size=int(msg[9]),
             decode_tp_rank=int(msg[10]),
@@ -408,6 +407,10 @@ class NixlKVManager(CommonKVManager):
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         self.check_registration(info.agent_name, bool(info.layout_frame), info.is_sealed)
+        name = info.agent_name.encode("ascii")
+        # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
+        if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
+            raise LayoutError(f"the metadata are not those of NIXL agent {info.agent_name}")
         info.plan, info.refusal = self.plan_transfers(
             info.agent_name,
             info.layout_frame,
@@ -421,6 +424,12 @@ class NixlKVManager(CommonKVManager):
             Pointers(info.dst_kv_ptrs, info.dst_state_data_ptrs),
         )
         self._add_remote_peer(info)
+
+    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
+        """Make a decode rank known, once NIXL knows it; its name is another in each process."""
+        if decode_kv_args.agent_name not in self.decode_kv_args_table:
+            self.agent.add_remote_agent(decode_kv_args.agent_metadata)
+            self.decode_kv_args_table[decode_kv_args.agent_name] = decode_kv_args
 
     def _open_room(self, info: TransferInfo) -> None:
         refusal = self.decode_kv_args_table[info.agent_name].refusal
