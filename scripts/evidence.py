@@ -264,7 +264,8 @@ def faults() -> list[str]:
     return [
         "Faults: a part of a fleet dies or fails in the middle of a transfer. Seconds until the",
         "client has its error, and then until the survivor holds no token and no request of it;",
-        "then, with a new server in the place of a dead one, the next answers.",
+        "then, with a new server in the place of a dead one, the next answers. A prefill server",
+        "computes the rest of a prompt before it says that decode is dead.",
         "",
         "| fault | backend | error after s | client's error | freed after s | next answers |",
         "|---" * 6 + "|",
@@ -278,9 +279,9 @@ def faults() -> list[str]:
 
 
 def cell(text: str) -> str:
-    """What fits into one cell of a table, and does not end it."""
+    """What fits into one cell of a table, and does not end it; the reason stands last."""
     line = " ".join(text.split()).replace("|", "/")
-    return line if len(line) <= 160 else f"{line[:157]}..."
+    return line if len(line) <= 200 else f"{line[:60]} ... {line[-130:]}"
 
 
 def soak() -> list[str]:

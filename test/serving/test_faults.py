@@ -12,9 +12,10 @@ from sglang_pd import cluster
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-# Prefilled, and sent, in more than a hundred chunks: time enough to die in between.
-LONG_PROMPT = 3600
-CHUNK = 32
+# Prefilled, and sent, in many chunks: time enough to die in between. Not longer, for prefill
+# computes them all before it says that decode is dead.
+LONG_PROMPT = 1500
+CHUNK = 64
 # The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
 HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -23,7 +24,7 @@ HEARTBEAT = {
 PATIENCE = 180  # seconds, for an answer
 ERROR_PATIENCE = 60  # for an error
 # Sockets to a peer that died and to the one in its place; a leak for each request would be more.
-MORE_FILES = 12
+MORE_FILES = 24
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
 
         failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
         row["client"] = failure or "an answer"
+        survivor.check_running()
         row["freed"] = round(seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE), 1)
         _start_again(dying)
         row["after"] = _check_answers(router, servers, expected)
@@ -91,8 +93,8 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(cluster.ask, router.url, [prompt], NEW_TOKENS, PATIENCE)
         # What is prefilled of a prompt is sent while its next chunk is computed.
-        seconds_until(lambda: _prefilled(prefill) >= 8 * CHUNK, ERROR_PATIENCE, pause=0.005)
-        assert _prefilled(prefill) < LONG_PROMPT - 8 * CHUNK, "all but the end is prefilled by now"
+        seconds_until(lambda: _prefilled(prefill) >= 3 * CHUNK, ERROR_PATIENCE, pause=0.005)
+        assert _prefilled(prefill) < LONG_PROMPT - 3 * CHUNK, "all but the end is prefilled by now"
         start = time.monotonic()
         dying.stop()  # kills all its processes
         (answer,) = asking.result()

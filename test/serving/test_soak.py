@@ -18,10 +18,16 @@ ROUNDS = 10
 LONGEST = 600  # tokens
 AT_ONCE = 8
 PATIENCE = 180  # seconds, for an answer
-# What the first rounds bring is warming up. Of what follows a leak of one long prompt's KV in
-# twenty requests would be more than this.
+# What the first rounds bring is warming up. In those that follow, a leak of one prompt's KV (8 KiB
+# a token) in fifty requests would be more than this.
 WARM_UP = 3
 GROWTH_MIB = 16
+# Memory that is free goes back to the system at once, so that what grows is held.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 
 
 def soak_prompts() -> list[list[int]]:
@@ -44,6 +50,8 @@ def test_soak(backend, reference):
         "patched",
         "patched",
     )
+    for server in (prefill, decode):
+        server.environment = {**server.environment, **ALLOCATOR}
     order = random.Random(0)
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):

@@ -1,5 +1,6 @@
 """Real transfer engines between real processes: the engine's pools and managers, no model."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fleet as fleets
 
-from sglang_pd.cluster import why_not_here
+from sglang_pd.cluster import PD_ENV, why_not_here
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +41,17 @@ def serve(nursery):
         return fleets.running(fleet, nursery(prefill), nursery(decode))
 
     return run
+
+
+@pytest.fixture()
+def note():
+    """A function that keeps how a survivor learned of a fault, for `scripts/evidence.sh`."""
+
+    def keep(case: str, backend: str, answer: dict) -> None:
+        row = {"case": case, "backend": backend, "seconds": answer["seconds"]}
+        file = PD_ENV / "evidence" / "transport_faults.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            out.write(json.dumps({**row, "reason": answer["reason"]}) + "\n")
+
+    return keep

@@ -36,6 +36,7 @@ class Side:
     page_size: int = 0  # 0: the fleet's
     model_layers: int = 0  # 0: the fleet's
     k_width: int = 0  # 0: the fleet's
+    kv_heads: int = 0  # 0: the fleet's
     dtype: str = "int64"
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -57,6 +58,7 @@ class Fleet:
     v_width: int = 2
     mla: bool = False
     index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
+    hybrid: str = ""  # GQA: every other layer keeps a sliding window (swa), or a state (mamba)
     fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:
@@ -102,6 +104,7 @@ class Fleet:
                 "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
                 "page_size": side.page_size or self.page_size,
                 "k_width": side.k_width or self.k_width,
+                "kv_heads": side.kv_heads or self.kv_heads,
                 "dtype": side.dtype,
                 "environment": side.environment,
             }
@@ -223,20 +226,31 @@ class Outcome:
 class Servers:
     """A running fleet."""
 
-    def __init__(self, fleet: Fleet, start: Callable[[str], list[Rank]]):
-        """`start` bears the ranks of `prefill` or `decode`; prefill's last is not a rank, it is
-        the bootstrap server."""
-        self.fleet, self._start = fleet, start
-        *self.prefill, self.bootstrap = start("prefill")
-        self.decode = start("decode")
-        self._rooms = count(1)
+    bootstrap: Rank
+    prefill: list[Rank]
+    decode: list[Rank]
 
-    def replace(self, role: str) -> None:
-        """Start a server in the place of one whose processes are dead."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        start_bootstrap: Callable[[], Rank],
+        start_ranks: Callable[[str], list[Rank]],
+    ):
+        self.fleet = fleet
+        self._start_bootstrap, self._start_ranks = start_bootstrap, start_ranks
+        self._rooms = count(1)
+        self.start("prefill")
+        self.start("decode")
+
+    def start(self, role: str) -> None:
+        """Start a server; also in the place of one whose processes are dead."""
         if role == "prefill":
-            *self.prefill, self.bootstrap = self._start(role)
-        else:
-            self.decode = self._start(role)
+            self.bootstrap = self._start_bootstrap()
+        setattr(self, role, self._start_ranks(role))
+
+    def pids(self, role: str) -> list[int]:
+        first = [self.bootstrap] if role == "prefill" else []
+        return [rank.pid for rank in (*first, *getattr(self, role))]
 
     def request(
         self,
@@ -312,15 +326,14 @@ def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers
             time.sleep(0.3)
             return server
 
-        def start(role: str) -> list[Rank]:
-            more = [bootstrap()] if role == "prefill" else []
+        def ranks(role: str) -> list[Rank]:
             configs = fleet.ranks(role, port, store_port)
-            ranks = [born(nurseries[role]) for _ in configs]
+            made = [born(nurseries[role]) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
-                list(pool.map(Rank.start, ranks, configs))
-            return ranks + more
+                list(pool.map(Rank.start, made, configs))
+            return made
 
-        servers = Servers(fleet, start)
+        servers = Servers(fleet, bootstrap, ranks)
         if fleet.backend == "ascend":
             await_peers()
         yield servers

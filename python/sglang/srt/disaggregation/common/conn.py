@@ -12,7 +12,7 @@ import numpy as np
 import requests
 import zmq
 from aiohttp import web
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.messages import PeerSockets, read_messages
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
@@ -221,6 +221,12 @@ class CommonKVManager:
             self.record_failure(room, f"Prefill server {address} does not answer any more")
             self.update_status(room, KVPoll.Failed)
         logger.error(f"Prefill server {address} does not answer; {len(lost)} requests fail")
+
+
+def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+    """Pointers of the target's state and of the draft's, which stock peers do not have."""
+    targets = sum(not buffer.draft for buffer in args.layout.state)
+    return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
 
 
 def _is_healthy(address: str) -> bool:

@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    split_state,
 )
 from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
@@ -74,7 +75,11 @@ class KVArgsRegisterInfo:
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position, the 13th is our description."""
+        """Read a registration; frames are known by position.
+
+        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
+        take for the target's.
+        """
 
         def numbers(position: int, code: str) -> List[int]:
             return unpacked(code, msg[position]) if len(msg) > position else []
@@ -86,7 +91,7 @@ class KVArgsRegisterInfo:
             mooncake_session_id=msg[3].decode("ascii"),
             dst_kv_ptrs=numbers(4, "Q"),
             dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=numbers(6, "Q"),
+            dst_state_data_ptrs=numbers(6, "Q") + numbers(13, "Q"),
             dst_tp_rank=int(msg[7]),
             dst_attn_tp_size=int(msg[8]),
             dst_kv_item_len=int(msg[9]),
@@ -487,6 +492,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         def packed(code: str, numbers: List[int]) -> bytes:
             return struct.pack(f"{len(numbers)}{code}", *numbers)
 
+        target_state, draft_state = split_state(args)
         frames = [
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
@@ -494,13 +500,14 @@ class MooncakeKVReceiver(CommonKVReceiver):
             self.session_id.encode("ascii"),
             packed("Q", args.kv_data_ptrs),
             packed("Q", args.aux_data_ptrs),
-            packed("Q", args.state_data_ptrs),
+            packed("Q", target_state),
             str(args.engine_rank).encode("ascii"),
             str(self.kv_mgr.attn_tp_size).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             packed("I", args.state_item_lens),
             packed("I", getattr(args, "state_dim_per_tensor", [])),
             encode_layout(args.layout),
+            packed("Q", draft_state),
         ]
         for bootstrap_info in self.bootstrap_infos:
             self._tell_prefill(bootstrap_info, frames)

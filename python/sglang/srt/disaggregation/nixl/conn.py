@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    split_state,
 )
 from sglang.srt.disaggregation.common.messages import unpacked
 from sglang.srt.disaggregation.kv_layout import (
@@ -58,7 +59,11 @@ class KVArgsRegisterInfo:
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position, the 13th is our description."""
+        """Read a registration; frames are known by position.
+
+        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
+        take for the target's.
+        """
 
         return cls(
             room=msg[0].decode("ascii"),
@@ -68,7 +73,12 @@ class KVArgsRegisterInfo:
             agent_metadata=msg[4],
             dst_kv_ptrs=unpacked("Q", msg[5]),
             dst_aux_ptrs=unpacked("Q", msg[6]),
-            dst_state_data_ptrs=unpacked("Q", msg[7]),
+            dst_state_data_ptrs=[
+                pointer
+                for position in (7, 13)
+                if position < len(msg)
+                for pointer in unpacked("Q", msg[position])
+            ],
             gpu_id=int(msg[8]),
             decode_tp_size=int(msg[9]),
             decode_tp_rank=int(msg[10]),
@@ -566,6 +576,7 @@ class NixlKVReceiver(CommonKVReceiver):
         def packed(pointers: List[int]) -> bytes:
             return struct.pack(f"{len(pointers)}Q", *pointers)
 
+        target_state, draft_state = split_state(args)
         frames = [
             GUARD,
             b"None",
@@ -575,12 +586,13 @@ class NixlKVReceiver(CommonKVReceiver):
             agent.get_agent_metadata(),
             packed(args.kv_data_ptrs),
             packed(args.aux_data_ptrs),
-            packed(args.state_data_ptrs),
+            packed(target_state),
             str(args.gpu_id).encode("ascii"),
             str(args.decode_tp_size).encode("ascii"),
             str(args.engine_rank).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             encode_layout(args.layout),
+            packed(draft_state),
         ]
         for bootstrap_info in self.bootstrap_infos:
             self._tell_prefill(bootstrap_info, frames)
