@@ -262,7 +262,8 @@ def faults() -> list[str]:
     if not latest:
         return ["Faults: not measured.", ""]
     return [
-        "Faults: a part of a fleet dies or fails in the middle of a transfer. Seconds until the",
+        "Faults: a part of a fleet dies in the middle of a transfer. Servers are whole ones behind",
+        "a router, ranks are managers without a model. Seconds until the",
         "client has its error, and then until the survivor holds no token and no request of it;",
         "then, with a new server in the place of a dead one, the next answers. A prefill server",
         "computes the rest of a prompt before it says that decode is dead.",

@@ -45,13 +45,17 @@ def serve(nursery):
 
 @pytest.fixture()
 def note():
-    """A function that keeps how a survivor learned of a fault, for `scripts/evidence.sh`."""
+    """A function that keeps, for `scripts/evidence.sh`, how a survivor learned of a fault.
+
+    It is called when the next request has been served.
+    """
 
     def keep(case: str, backend: str, answer: dict) -> None:
-        row = {"case": case, "backend": backend, "seconds": answer["seconds"]}
-        file = PD_ENV / "evidence" / "transport_faults.jsonl"
+        said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
+        file = PD_ENV / "evidence" / "faults.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as out:
-            out.write(json.dumps({**row, "reason": answer["reason"]}) + "\n")
+            row = {"case": case, "backend": backend, **said, "after": "right"}
+            out.write(json.dumps(row) + "\n")
 
     return keep

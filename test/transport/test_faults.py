@@ -239,7 +239,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
         assert decode["seconds"] < 15, outcome  # two heartbeats, each with its time-out
         servers.start("prefill")
         assert_right(servers)
-        note("prefill killed in mid-transfer", backend, decode)
+        note("prefill rank killed in mid-transfer", backend, decode)
         assert_held_no_more(servers.decode, before, FILES_OF_A_DEAD_PEER)
 
 

@@ -140,6 +140,7 @@ MIXED = {
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", MIXED)
+@pytest.mark.nightly  # the suite has 45 minutes
 def test_mixed_fleet(serve, backend, name, engines):
     with serve(over(backend, MIXED[name]), *engines) as servers:
         assert_all_right(servers)
