@@ -39,7 +39,8 @@ LARGE = [1024, 8192]
 FRAGMENTS = {"contiguous": None, "half": 2, "full": 1}
 SECONDS = 0.6  # of timing a row, but within this many repeats of each side
 MIN_REPEATS, MAX_REPEATS = 7, 300
-# Else: not slower. Medians of the same code against itself lie up to a tenth apart here.
+# Else: not slower. Medians of the same code against itself lie up to a tenth apart here,
+# for memory is shared with other machines.
 NO_SLOWER = 0.9
 # (kind, pages, fragmented, figure): at least this many times as fast as stock.
 TARGETS = {
@@ -156,6 +157,7 @@ def kinds() -> list[Kind]:
         for name in ("ascend", "mooncake", "nixl")
     }
     load(f"{ENGINE}.kv_layout", PATCH_SET / "kv_layout")
+    load(f"{ENGINE}.common.messages", PATCH_SET / "common" / "messages.py")
     # Ours find these beside the engine's own names when the patch set is applied.
     for name, value in vars(load("patch_set.common", PATCH_SET / "common" / "conn.py")).items():
         vars(stock_common).setdefault(name, value)
@@ -260,13 +262,16 @@ def check(kind: Kind, src: np.ndarray, dst: np.ndarray) -> int:
 
 
 def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median of each side's times, taken in turns."""
+    """Median of each side's processor time, taken in turns; it is less noisy than the clock's.
+
+    Neither side computes in more than one thread at a time here.
+    """
     times = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
-            start = time.perf_counter()
+            start = time.process_time()
             side()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.process_time() - start)
     return {name: statistics.median(of_side) for name, of_side in times.items()}
 
 

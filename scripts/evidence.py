@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".pd-env" / "evidence"
 MEASURES = KEPT / "measures.json"
 SERVING = KEPT / "serving.jsonl"
+FAULTS = KEPT / "faults.jsonl"
+SOAK = KEPT / "soak.jsonl"
 PLANNING = KEPT / "bench-plan.json"
 CPU_COPY = KEPT / "bench-cpu-copy.json"
 REPORT = ROOT / "docs" / "evidence.md"
@@ -111,10 +113,9 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    text = (
-        "\n".join([*heading(), *figures(measures), "", *planning(), *cpu_copy(), *scenarios()])
-        + "\n"
-    )
+    parts = [planning(), cpu_copy(), scenarios(), faults(), soak()]
+    lines = [*heading(), *figures(measures), "", *(line for part in parts for line in part)]
+    text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
     draft = REPORT.with_suffix(".draft")
     draft.write_text(text)
@@ -228,8 +229,7 @@ def planned(row: dict) -> str:
 def scenarios() -> list[str]:
     """A table: for each scenario what each pair of engines did when it last ran."""
     latest: dict[str, dict[str, dict]] = {}
-    for line in SERVING.read_text().splitlines() if SERVING.exists() else []:
-        record = json.loads(line)
+    for record in recorded(SERVING):
         latest.setdefault(record["scenario"], {})[record["engine"]] = record
     engines = ["stock", "patched", "stock-to-patched", "patched-to-stock"]
     lines = [
@@ -248,7 +248,67 @@ def scenarios() -> list[str]:
             for engine in engines
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    return [*lines, ""]
+
+
+def recorded(file: Path) -> list[dict]:
+    """Rows that tests have kept, the oldest first."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def faults() -> list[str]:
+    """A table: for each fault what came of it when it was last tried."""
+    latest = {(row["case"], row["backend"]): row for row in recorded(FAULTS)}
+    if not latest:
+        return ["Faults: not measured.", ""]
+    return [
+        "Faults: a part of a fleet dies in the middle of a transfer. Servers are whole ones behind",
+        "a router, ranks are managers without a model. Seconds until the",
+        "client has its error, and then until the survivor holds no token and no request of it;",
+        "then, with a new server in the place of a dead one, the next answers. A prefill server",
+        "computes the rest of a prompt before it says that decode is dead.",
+        "",
+        "| fault | backend | error after s | client's error | freed after s | next answers |",
+        "|---" * 6 + "|",
+        *(
+            f"| {case} | {backend} | {row['seconds']} | {cell(row['client'])} "
+            f"| {row.get('freed', '')} | {row['after']} |"
+            for (case, backend), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def cell(text: str) -> str:
+    """What fits into one cell of a table, and does not end it; the reason stands last."""
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= 200 else f"{line[:60]} ... {line[-130:]}"
+
+
+def soak() -> list[str]:
+    """A table: for each backend its last soak."""
+    latest = {row["fleet"]: row for row in recorded(SOAK)}
+    if not latest:
+        return ["Soak: not measured.", ""]
+    return [
+        "Soak: requests of 1 to 600 tokens, eight at once, through one prefill and one decode",
+        "server that retracts; each answer against the stock server's. MiB: memory of a server's",
+        "processes after the warm-up and at the end, and the most in between.",
+        "",
+        "| backend | requests | wrong | retractions | seconds | prefill MiB | decode MiB |",
+        "|---" * 7 + "|",
+        *(
+            f"| {name} | {row['requests']} | {row['wrong']} | {row['retractions']} "
+            f"| {row['seconds']:.0f} | {memory(row, 'prefill')} | {memory(row, 'decode')} |"
+            for name, row in latest.items()
+        ),
+        "",
+    ]
+
+
+def memory(row: dict, server: str) -> str:
+    sizes = row[f"{server}_mib"][row["warm_up"] - 1 :]
+    return f"{sizes[0]}, {sizes[-1]} (most {max(sizes)})"
 
 
 STEPS = {

@@ -5,8 +5,8 @@
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
-#   tests    scripts/test.sh; each serving scenario is recorded
-#   nightly  what scripts/test.sh leaves out
+#   tests    scripts/test.sh; serving scenarios and faults are recorded
+#   nightly  what scripts/test.sh leaves out; the soak too
 #   planning scripts/bench.sh plan; take it on a quiet machine
 #   cpu-copy scripts/bench.sh cpu-copy; as well
 #   report   docs/evidence.md from what was measured last

@@ -332,20 +332,28 @@ def wait_ready(
 
 
 def ask(
-    url: str, prompts: Sequence[Sequence[int]], new_tokens: int, seconds: float
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    seconds: float,
+    at_once: int | None = None,
 ) -> list[Answer]:
-    """Send all prompts (token ids) at once, greedily decode ``new_tokens`` of each.
+    """Send prompts (token ids), all or so many at once, greedily decode ``new_tokens`` of each.
 
     One that has no answer after ``seconds`` is a hang.
     """
-    return asyncio.run(_ask_all(url, prompts, new_tokens, seconds))
+    return asyncio.run(_ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts)))
 
 
-async def _ask_all(url, prompts, new_tokens, seconds) -> list[Answer]:
+async def _ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
+    places = asyncio.Semaphore(at_once)
+
+    async def one(prompt) -> Answer:
+        async with places:
+            return await _ask_one(client, url, list(prompt), new_tokens, seconds)
+
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-        return await asyncio.gather(
-            *(_ask_one(client, url, list(prompt), new_tokens, seconds) for prompt in prompts)
-        )
+        return await asyncio.gather(*map(one, prompts))
 
 
 async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
@@ -371,7 +379,7 @@ async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
     except httpx.HTTPError as error:
         return failed(f"connection: {error!r}")
     if response.status_code != 200:
-        return failed(f"http {response.status_code}: {response.text[:300]}")
+        return failed(f"http {response.status_code}: {response.text[:1000]}")
     rows = response.json()["meta_info"]["output_token_logprobs"]
     return Answer(
         ids=tuple(row[1] for row in rows),

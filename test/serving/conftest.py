@@ -14,19 +14,20 @@ from sglang_pd.device import device
 
 @pytest.fixture(scope="session")
 def reference():
-    """Function: what one stock server, TP 1, answers to the prompts on a model.
+    """Function: what one stock server, TP 1, answers on a model, to the prompts or to others.
 
     Its answers are kept in .pd-env/, by all that decides them. On an NPU the patched engine is the
     only one; without disaggregation it does what stock does.
     """
 
-    def answers(model: TinyModel, new_tokens: int) -> list[cluster.Answer]:
-        asked = json.dumps([prompts(), new_tokens]).encode()
+    def answers(model: TinyModel, new_tokens: int, asked=None) -> list[cluster.Answer]:
+        asked = asked or prompts()
+        question = json.dumps([asked, new_tokens]).encode()
         weights = (model_folder(model) / "model.safetensors").read_bytes()
-        key = hashlib.sha256(asked + weights).hexdigest()[:16]
+        key = hashlib.sha256(question + weights).hexdigest()[:16]
         kept = cluster.PD_ENV / "references" / f"{device()}-{model.name}-{key}.json"
         if not kept.exists():
-            made = _ask_single_server(model, new_tokens)
+            made = _ask_single_server(model, new_tokens, asked)
             kept.parent.mkdir(parents=True, exist_ok=True)
             draft = kept.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps([[answer.ids, answer.logprobs] for answer in made]))
@@ -37,12 +38,12 @@ def reference():
     return answers
 
 
-def _ask_single_server(model: TinyModel, new_tokens: int) -> list[cluster.Answer]:
+def _ask_single_server(model: TinyModel, new_tokens: int, asked) -> list[cluster.Answer]:
     logs = cluster.PD_ENV / "logs" / "serving" / "reference"
     engine = "patched" if device() == "npu" else "stock"
     server = cluster.engine_server("single", engine, model_folder(model), logs)
     with cluster.running([server]):
-        made = cluster.ask(server.url, prompts(), new_tokens, seconds=180)
+        made = cluster.ask(server.url, asked, new_tokens, seconds=180)
     for answer in made:
         assert answer.failure is None, answer.failure
         assert len(answer.ids) == new_tokens, answer

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_serving
+import serving_checks
 from serving_scenarios import SCENARIOS, MildMLA
 
 from sglang_pd import cluster, device
@@ -155,8 +155,8 @@ APART = answers(([1, 2, 3], [-0.5, -0.5, -0.5]), ([4, 5, 6], [-0.1, -0.2, -0.1])
 )
 def test_answers_are_compared_as_their_precision_allows(got, cpu, npu, monkeypatch):
     for where, expected in (("cpu", cpu), ("npu", npu)):
-        monkeypatch.setattr(test_serving, "device", lambda where=where: where)
-        assert test_serving.outcome(got, [], WANT)[0] == expected
+        monkeypatch.setattr(serving_checks, "device", lambda where=where: where)
+        assert serving_checks.outcome(got, [], WANT)[0] == expected
 
 
 def test_models_for_npus(tmp_path):

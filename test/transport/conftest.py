@@ -1,5 +1,6 @@
 """Real transfer engines between real processes: the engine's pools and managers, no model."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fleet as fleets
 
-from sglang_pd.cluster import why_not_here
+from sglang_pd.cluster import PD_ENV, why_not_here
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +41,21 @@ def serve(nursery):
         return fleets.running(fleet, nursery(prefill), nursery(decode))
 
     return run
+
+
+@pytest.fixture()
+def note():
+    """A function that keeps, for `scripts/evidence.sh`, how a survivor learned of a fault.
+
+    It is called when the next request has been served.
+    """
+
+    def keep(case: str, backend: str, answer: dict) -> None:
+        said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
+        file = PD_ENV / "evidence" / "faults.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            row = {"case": case, "backend": backend, **said, "after": "right"}
+            out.write(json.dumps(row) + "\n")
+
+    return keep

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -36,11 +36,14 @@ class Side:
     page_size: int = 0  # 0: the fleet's
     model_layers: int = 0  # 0: the fleet's
     k_width: int = 0  # 0: the fleet's
+    kv_heads: int = 0  # 0: the fleet's
+    dtype: str = "int64"
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A prefill and a decode server. Widths are int64 elements a head (MLA: a token)."""
+    """A prefill and a decode server. Widths are elements a head (MLA: a token)."""
 
     prefill: Side = field(default_factory=Side)
     decode: Side = field(default_factory=Side)
@@ -55,6 +58,7 @@ class Fleet:
     v_width: int = 2
     mla: bool = False
     index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
+    hybrid: str = ""  # GQA: every other layer keeps a sliding window (swa), or a state (mamba)
     fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:
@@ -100,6 +104,9 @@ class Fleet:
                 "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
                 "page_size": side.page_size or self.page_size,
                 "k_width": side.k_width or self.k_width,
+                "kv_heads": side.kv_heads or self.kv_heads,
+                "dtype": side.dtype,
+                "environment": side.environment,
             }
             for tp_rank in range(side.tp)
             for pp_rank in range(side.pp)
@@ -169,6 +176,7 @@ class Rank:
         self.connection = connection
         self.lines = connection.makefile("rw")
         self.config: dict = {}
+        self.pid = 0
 
     def call(self, do: str, **arguments) -> dict:
         self.lines.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -176,11 +184,24 @@ class Rank:
         answer = self.lines.readline()
         return json.loads(answer) if answer else {"state": "died"}
 
+    def timed(self, do: str, **arguments) -> dict:
+        """The same, and how long the answer took."""
+        begun = time.monotonic()
+        answer = self.call(do, **arguments)
+        return {**answer, "seconds": round(time.monotonic() - begun, 2)}
+
     def start(self, config: dict) -> None:
         self.config = config
-        answer = self.call("start", **config)
+        self._begin(config["role"], "start", config)
+
+    def start_bootstrap(self, config: dict) -> None:
+        self._begin("bootstrap", "bootstrap", config)
+
+    def _begin(self, who: str, do: str, config: dict) -> None:
+        answer = self.call(do, **config)
         if answer["state"] != "started":
-            raise RuntimeError(f"{config['role']} rank: {answer}")
+            raise RuntimeError(f"{who} rank: {answer}")
+        self.pid = answer["pid"]
 
     def close(self) -> None:
         """Hang up; the rank process ends."""
@@ -205,9 +226,31 @@ class Outcome:
 class Servers:
     """A running fleet."""
 
-    def __init__(self, fleet: Fleet, prefill: list[Rank], decode: list[Rank]):
-        self.fleet, self.prefill, self.decode = fleet, prefill, decode
+    bootstrap: Rank
+    prefill: list[Rank]
+    decode: list[Rank]
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        start_bootstrap: Callable[[], Rank],
+        start_ranks: Callable[[str], list[Rank]],
+    ):
+        self.fleet = fleet
+        self._start_bootstrap, self._start_ranks = start_bootstrap, start_ranks
         self._rooms = count(1)
+        self.start("prefill")
+        self.start("decode")
+
+    def start(self, role: str) -> None:
+        """Start a server; also in the place of one whose processes are dead."""
+        if role == "prefill":
+            self.bootstrap = self._start_bootstrap()
+        setattr(self, role, self._start_ranks(role))
+
+    def pids(self, role: str) -> list[int]:
+        first = [self.bootstrap] if role == "prefill" else []
+        return [rank.pid for rank in (*first, *getattr(self, role))]
 
     def request(
         self,
@@ -223,13 +266,13 @@ class Servers:
         with ThreadPoolExecutor(len(self.prefill) + len(self.decode)) as pool:
             sent = [
                 pool.submit(
-                    rank.call, "send", room=room, pages=src_pages, chunks=chunks, seconds=seconds
+                    rank.timed, "send", room=room, pages=src_pages, chunks=chunks, seconds=seconds
                 )
                 for rank in self.prefill
             ]
             received = [
                 pool.submit(
-                    rank.call,
+                    rank.timed,
                     "receive",
                     room=room,
                     pages=dst_pages,
@@ -266,6 +309,7 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
 def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers]:
     """Start all ranks of both servers, and end them when the block is left."""
     port, store_port = free_ports(2)
+    nurseries = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
 
         def born(nursery: Nursery) -> Rank:
@@ -273,21 +317,23 @@ def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers
             stack.callback(rank.close)
             return rank
 
-        answer = born(prefill).call(
-            "bootstrap",
-            backend=fleet.backend,
-            bootstrap_port=port,
-            store=store_url(store_port),
-        )
-        if answer["state"] != "started":
-            raise RuntimeError(f"bootstrap server: {answer}")
-        time.sleep(0.3)
-        sides = {}
-        for role, nursery in (("prefill", prefill), ("decode", decode)):
+        def bootstrap() -> Rank:
+            server = born(prefill)
+            store = store_url(store_port)
+            server.start_bootstrap(
+                {"backend": fleet.backend, "bootstrap_port": port, "store": store}
+            )
+            time.sleep(0.3)
+            return server
+
+        def ranks(role: str) -> list[Rank]:
             configs = fleet.ranks(role, port, store_port)
-            sides[role] = [born(nursery) for _ in configs]
+            made = [born(nurseries[role]) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
-                list(pool.map(Rank.start, sides[role], configs))
+                list(pool.map(Rank.start, made, configs))
+            return made
+
+        servers = Servers(fleet, bootstrap, ranks)
         if fleet.backend == "ascend":
             await_peers()
-        yield Servers(fleet, **sides)
+        yield servers

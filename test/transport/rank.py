@@ -6,17 +6,22 @@ It is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each. Buff
 device that its configuration names. Runs under the Python of the stock or the patched engine.
 """
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rank_faults import Faults
+from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -29,21 +34,16 @@ from sglang.srt.disaggregation.utils import (
     is_mla_backend,
 )
 from sglang.srt.distributed import parallel_state
-from sglang.srt.hardware_backend.npu.memory_pool_npu import (
-    NPUMHATokenToKVPool,
-    NPUMLATokenToKVPool,
-)
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
-from sglang.srt.mem_cache.memory_pool import (
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    NSATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
 HOST = "127.0.0.1"
-UNTOUCHED = -1
 AUX_SLOTS = 8
+COMPONENTS = (
+    *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
+    *("state_conv", "state_temporal"),
+)
 
 
 def deal_heads(total: int, ranks: int) -> list[list[int]]:
@@ -59,6 +59,7 @@ class Rank:
     def __init__(self, config: dict):
         self.config = SimpleNamespace(**config)
         c = self.config
+        os.environ.update(c.environment)
         os.environ.update(ASCEND_USE_FIA=str(c.fia), ASCEND_MF_STORE_URL=c.store)
         if c.device == "npu":
             torch.npu.set_device(c.gpu_id)
@@ -70,83 +71,22 @@ class Rank:
             False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
             True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        self.pool = self._pool(c.layers, c.start_layer, self.heads[False])
-        self.draft = self._pool(c.draft_layers, 0, self.heads[True]) if c.draft_layers else None
+        layers = range(c.start_layer, c.start_layer + c.layers)
+        self.pool = make_pool(c, layers, len(self.heads[False]))
+        drafts = range(c.draft_layers)
+        self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
         self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
-
-    def _pool(self, layers: int, start: int, heads: list[int]):
-        c = self.config
-        common = {
-            "size": c.pages * c.page_size,
-            "page_size": c.page_size,
-            "dtype": torch.int64,
-            "layer_num": layers,
-            "device": c.device,
-            "enable_memory_saver": False,
-            "start_layer": start,
-            "end_layer": start + layers - 1,
-        }
-        if c.backend == "ascend":
-            pool = self._npu_pool(heads, common)
-        elif c.index_keys:
-            pool = NSATokenToKVPool(
-                kv_lora_rank=c.k_width,
-                qk_rope_head_dim=c.v_width,
-                kv_cache_dim=c.k_width + c.v_width,
-                index_head_dim=128,
-                **common,
-            )
-        elif c.mla:
-            pool = MLATokenToKVPool(kv_lora_rank=c.k_width, qk_rope_head_dim=c.v_width, **common)
-        else:
-            widths = {"head_num": len(heads), "head_dim": c.k_width, "v_head_dim": c.v_width}
-            pool = MHATokenToKVPool(**widths, **common)
-        for buffers in self._parts(pool).values():
-            for buffer in buffers:
-                buffer.fill_(UNTOUCHED)
-        return pool
-
-    def _npu_pool(self, heads: list[int], common: dict):
-        c = self.config
-        if not c.mla:
-            return NPUMHATokenToKVPool(head_num=len(heads), head_dim=c.k_width, **common)
-        return NPUMLATokenToKVPool(
-            kv_lora_rank=c.k_width,
-            qk_rope_head_dim=c.v_width,
-            index_head_dim=3 if c.index_keys else None,
-            **common,
-        )
-
-    def _parts(self, pool) -> dict[str, list[torch.Tensor]]:
-        """Each component's layers, of shape [tokens, heads, width] whatever the pool's view is."""
-        if isinstance(pool, NPUMLATokenToKVPool):
-            parts = {"k": pool.k_buffer, "v": pool.v_buffer}
-            if pool.index_k_buffer is not None:
-                parts["index_k"] = pool.index_k_buffer
-        elif self.config.mla:
-            parts = {"kv": pool.kv_buffer}
-        else:
-            parts = {"k": pool.k_buffer, "v": pool.v_buffer}
-        return {
-            name: [layer.view(-1, *layer.shape[-2:]) for layer in layers]
-            for name, layers in parts.items()
-        }
+        self.faults = None
+        self.asked = {}
 
     def _buffers(self):
-        """((component, is draft, layer), tensor) of each buffer, on the device.
-
-        KV has the shape [tokens, heads, width], state (index keys) [pages, bytes].
-        """
+        """((component, is draft, layer), tensor) of each buffer, see `rank_pools.pool_buffers`."""
         for is_draft, pool in ((False, self.pool), (True, self.draft)):
             if pool is not None:
-                parts = self._parts(pool)
-                if isinstance(pool, NSATokenToKVPool):
-                    parts["state"] = pool.index_k_with_scale_buffer
-                for component, buffers in parts.items():
-                    for i, buffer in enumerate(buffers):
-                        yield (component, is_draft, pool.start_layer + i), buffer
+                for (component, layer), buffer in pool_buffers(pool):
+                    yield (component, is_draft, layer), buffer
 
     def _manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
@@ -206,14 +146,18 @@ class Rank:
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
         """Each element says what it is: room, component, model, layer, head, token, element."""
         component, is_draft, layer = key
-        if component == "state":
+        if component.startswith("state"):
+            pages = self._state_slots(room, pages)
+        number = COMPONENTS.index(component) * 2 + is_draft
+        if buffer.ndim == 2:
+            shard = self.config.tp_rank if self.config.hybrid == "mamba" else 0
             for i, page in enumerate(pages):
-                start = room * 7 + layer * 31 + i * 13
+                start = room * 7 + layer * 31 + i * 13 + number * 59 + shard * 101
                 buffer[page] = np.arange(start, start + buffer.shape[1]) % 251
             return
         heads = [0] if self.config.mla else self.heads[is_draft]
         size = self.config.page_size
-        number = room * 8 + "kvi".index(component[0]) * 2 + is_draft
+        number += room * 32
         for i, page in enumerate(pages):
             token = np.arange(i * size, (i + 1) * size)[:, None, None]
             head = np.array(heads)[None, :, None]
@@ -242,13 +186,22 @@ class Rank:
         at = 0
         for chunk in chunks:
             part, at = pages[at : at + chunk], at + chunk
-            sender.send(np.array(part, dtype=np.int32), self._state(pages, at == len(pages)))
+            state = self._state(room, pages) if at == len(pages) else None  # with the last chunk
+            sender.send(np.array(part, dtype=np.int32), state)
         return self._await(sender, seconds)
 
-    def _state(self, pages: list[int], is_last: bool) -> np.ndarray | None:
-        """State goes with the last chunk; the index keys' pages are the request's."""
-        wanted = isinstance(self.pool, NSATokenToKVPool) and is_last
-        return np.array(pages, dtype=np.int32) if wanted else None
+    def _state(self, room: int, pages: list[int]) -> np.ndarray | None:
+        slots = self._state_slots(room, pages)
+        return None if slots is None else np.array(slots, dtype=np.int32)
+
+    def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
+        """Where the request's state is: its pages' index keys, its last pages' places among those
+        of the window, or one slot."""
+        if self.config.hybrid == "swa":
+            return [self.config.pages - page for page in pages[-WINDOW_PAGES:]]
+        if self.config.hybrid == "mamba":
+            return [1 + (room if self.is_prefill else room + 3) % MAMBA_SLOTS]
+        return pages if isinstance(self.pool, NSATokenToKVPool) else None
 
     def receive(
         self, room: int, pages: list[int], arrives: list, leave_out: int, seconds: float
@@ -258,18 +211,12 @@ class Rank:
         `arrives` lists [is draft, layer] of what prefill sends. The last `leave_out` pages are not
         asked for, which no engine does.
         """
-        c = self.config
-        receiver = self._class(KVClassType.RECEIVER)(
-            mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
-            bootstrap_room=room,
-            prefill_dp_rank=0,
-        )
+        receiver = self._receiver(room)
         slot = (room + 3) % AUX_SLOTS
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
-            receiver.init(np.array(asked, dtype=np.int32), slot, self._state(asked, True))
+            receiver.init(np.array(asked, dtype=np.int32), slot, self._state(room, asked))
         end = self._await(receiver, seconds)
         if end["state"] != "success":
             return end
@@ -289,6 +236,28 @@ class Rank:
             wrong.append(f"aux slot {slot}: {self.aux.output_ids[slot, 0]}")
         receiver.clear()
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
+
+    def ask(self, room: int, pages: list[int]) -> dict:
+        """Open a room on prefill and leave it to `end`, so that several can be open."""
+        self.asked[room] = self._receiver(room)
+        self.asked[room].init(np.array(pages, dtype=np.int32), (room + 3) % AUX_SLOTS, None)
+        return {"state": "asked"}
+
+    def end(self, room: int, seconds: float) -> dict:
+        """Wait for such a room; what has arrived is not looked at."""
+        receiver = self.asked.pop(room)
+        end = self._await(receiver, seconds)
+        if end["state"] == "success":
+            receiver.clear()
+        return end
+
+    def _receiver(self, room: int):
+        return self._class(KVClassType.RECEIVER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_room=room,
+            prefill_dp_rank=0,
+        )
 
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         deadline = time.monotonic() + seconds
@@ -310,8 +279,89 @@ class Rank:
 
     def kept(self) -> dict:
         """How much the manager keeps of rooms that are over."""
-        names = ("request_status", "transfer_infos", "transfer_statuses", "failure_records")
-        return {name: len(getattr(self.manager, name, ())) for name in names}
+        names = (
+            "request_status",
+            "transfer_infos",
+            "transfer_statuses",
+            "failure_records",
+            "failing_rooms",
+            "prefill_response_tracker",
+            "required_prefill_response_num_table",
+        )
+        kept = {name: len(getattr(self.manager, name, ())) for name in names}
+        rooms = getattr(self.manager, "addr_to_rooms_tracker", {}).values()
+        return {**kept, "addr_to_rooms_tracker": sum(map(len, rooms))}
+
+    def plan_faults(self, **plan) -> dict:
+        """See `rank_faults.Faults.plan`."""
+        self.faults = self.faults or Faults(self.manager)
+        self.faults.plan(**plan)
+        return {"state": "planned"}
+
+    def health(self) -> dict:
+        """What faults and foreign messages must not change, and memory at its highest."""
+        return {
+            "port": self.manager.rank_port,
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "files": len(os.listdir("/proc/self/fd")),
+            "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        }
+
+    def messages(self, room: int, pages: list[int]) -> list[list[str]]:
+        """What this rank would send for a room, each frame in hexadecimal; nobody gets it."""
+        sent: list[list[str]] = []
+        sock = SimpleNamespace(
+            send_multipart=lambda frames, flags=0: sent.append([bytes(f).hex() for f in frames])
+        )
+        if self.is_prefill:
+            self._tell_decode(room, sock)
+        else:
+            self._tell_prefill(room, pages, sock)
+        return sent
+
+    def _tell_prefill(self, room: int, pages: list[int], sock) -> None:
+        """A registration, an open room and an ABORT."""
+        receiver = self._receiver(room)
+        receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
+        receiver._register_kv_args()
+        receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        receiver._tell_prefill(receiver.bootstrap_infos[0], receiver._abort_frames("no time"))
+        receiver.clear()
+
+    def _tell_decode(self, room: int, sock) -> None:
+        """Mooncake: the room's end, good and bad, and its metadata."""
+        manager = self.manager
+        session = next(iter(manager.decode_kv_args_table))
+        peer = SimpleNamespace(
+            room=room,
+            endpoint=HOST,
+            dst_port=0,
+            mooncake_session_id=session,
+            dst_aux_index=room % AUX_SLOTS,
+        )
+        manager._connect = lambda *_, **__: sock
+        manager._tell_end(peer, KVPoll.Success, "")
+        manager._tell_end(peer, KVPoll.Failed, "no memory")
+        manager.send_aux_tcp(peer, room % AUX_SLOTS, [])
+        del manager._connect
+
+    def expect(self, room: int) -> dict:
+        """Open a room that a message is to end."""
+        self.manager.update_status(room, KVPoll.Bootstrapping)
+        if not self.is_prefill:
+            self.manager.required_prefill_response_num_table[room] = 1
+        return {"state": "open"}
+
+    def await_end(self, room: int, seconds: float) -> dict:
+        """Wait for that message, with which all that its sender sent before has been read."""
+        deadline = time.monotonic() + seconds
+        while self.manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
+            if time.monotonic() > deadline:
+                return {"state": "hang"}
+            time.sleep(0.002)
+        self.manager.forget(room)
+        return {"state": "ended"}
 
 
 def bootstrap(config: dict):
@@ -338,10 +388,10 @@ def serve(connection: socket.socket) -> None:
             try:
                 if name == "start":
                     rank = Rank(command)
-                    answer = {"state": "started"}
+                    answer = {"state": "started", "pid": os.getpid()}
                 elif name == "bootstrap":
                     rank = bootstrap(command)
-                    answer = {"state": "started"}
+                    answer = {"state": "started", "pid": os.getpid()}
                 else:
                     answer = getattr(rank, name)(**command)
             except Exception as error:
@@ -358,8 +408,9 @@ def main(how: str, path: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen(64)
+        os.rename(f"{path}.new", path)  # whoever sees it can connect
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:

@@ -42,9 +42,23 @@ def test_other_layer_count(serve, backend):
     assert "number of layers: prefill has 3, decode has 2" in reasons
 
 
-def test_other_head_width(serve):
-    reasons = refused(serve, Fleet(Side(k_width=4), Side(k_width=8)))
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_other_head_width(serve, backend):
+    reasons = refused(serve, Fleet(Side(k_width=4), Side(k_width=8), backend=backend))
     assert "k, layer 0, bytes a page: prefill has 2048, decode has 4096" in reasons
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_other_head_count(serve, backend):
+    reasons = refused(serve, Fleet(Side(kv_heads=4), Side(kv_heads=8), backend=backend))
+    assert "k, layer 0, KV heads in all: prefill has 4, decode has 8" in reasons
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_other_dtype_of_the_same_size(serve, backend):
+    sides = Side(dtype="int64"), Side(dtype="float64")
+    reasons = refused(serve, Fleet(*sides, backend=backend))
+    assert "KV dtype: prefill has int64, decode has float64" in reasons
 
 
 @pytest.mark.parametrize(

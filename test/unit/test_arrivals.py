@@ -101,7 +101,11 @@ def test_a_failed_room_is_over_when_no_sender_writes_any_more():
     assert arrivals.is_failed()
 
 
-def test_a_lost_prefill_server_ends_a_room_at_once():
-    arrivals = Arrivals(senders=2, is_failure=True)
-    assert arrivals.is_done()
-    assert arrivals.is_failed()
+def test_a_sender_that_is_done_is_not_waited_for():
+    """One of two failed; the other's KV and metadata are written."""
+    arrivals = Arrivals(senders=2)
+    arrivals.add("a", Notice(1, "failed", reason="why"))
+    for who, notice in complete(["b"], 2, False):
+        assert not arrivals.is_done()
+        arrivals.add(who, notice)
+    assert arrivals.is_failed() and arrivals.is_done()

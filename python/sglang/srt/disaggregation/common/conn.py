@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import OrderedDict
 from typing import Dict, List, Optional, Tuple
 
+import numpy as np
 import requests
+import zmq
 from aiohttp import web
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.messages import PeerSockets, read_messages
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
     LayoutError,
@@ -18,8 +23,10 @@ from sglang.srt.disaggregation.kv_layout import (
     connected_prefill_ranks,
     counted_layout,
     decode_layout,
+    one_sided_draft,
     pair_layers,
     plan_for_peer,
+    seal,
     tp_size_conflict,
 )
 
@@ -28,11 +35,19 @@ logger = logging.getLogger(__name__)
 # First frame (after a backend's guard) of a message by which decode gives up a room:
 # ABORT, room, reason. Sent only to servers that announce `takes_aborts`.
 ABORT = b"ABORT"
+# Failed rooms that prefill remembers for decode ranks that ask late, and open rooms in all.
+MAX_GIVEN_UP = 4096
+MAX_OPEN_ROOMS = 1 << 16
+MAX_SESSION_NAME = 256
+# How long a failed room waits on decode for the other senders: pages are not freed under a write.
+SENDERS_END_SECONDS = 5.0
 
 
 class CommonKVManager:
     # Rooms are touched by the scheduler and by the bootstrap thread; a process has one manager.
     rooms_lock = threading.RLock()
+    given_up: OrderedDict[int, str] = OrderedDict()
+    _peers = PeerSockets()
 
     @property
     def sender(self) -> int:
@@ -103,7 +118,11 @@ class CommonKVManager:
                     f"Decode {peer} runs a release that does not describe its KV buffers; "
                     "they are taken to be those of the same model."
                 )
-            return plan_for_peer(self.kv_args.layout, own, layout or facts, pointers), ""
+            plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
+            unsent = one_sided_draft(self.kv_args.layout, plan.layout)
+            if unsent:
+                logger.warning(f"Decode {peer}: {unsent}")
+            return plan, ""
         except LayoutError as error:
             reason = str(error)
         except Exception as error:
@@ -120,18 +139,50 @@ class CommonKVManager:
             failed = KVPoll.Failed in (current, status)
             self.request_status[room] = KVPoll.Failed if failed else max(current, status)
 
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> zmq.Socket:
+        """This thread's socket to a peer; one that takes nothing raises `zmq.Again` in a second."""
+        return self._peers.get(endpoint, is_ipv6)
+
     def read_bootstrap_messages(self) -> None:
         """Prefill: start the thread that reads them; one that cannot be read is dropped."""
+        read_messages(self.server_socket, self._take_bootstrap_message)
 
-        def serve():
-            while True:
-                frames = self.server_socket.recv_multipart()
-                try:
-                    self._take_bootstrap_message(frames)
-                except Exception:
-                    logger.exception(f"Dropped a bootstrap message of {len(frames)} frames")
+    def check_registration(self, session: str, described: bool, is_sealed: bool) -> None:
+        """Refuse one without the seal that its sender must have put on it."""
+        if not 0 < len(session) <= MAX_SESSION_NAME:
+            raise LayoutError(f"a decode rank with a name of {len(session)} characters")
+        known = self.decode_kv_args_table.get(session)
+        if not is_sealed and (described or getattr(known, "is_sealed", False)):
+            raise LayoutError(f"a registration of decode {session} lacks its seal")
 
-        threading.Thread(target=serve, daemon=True).start()
+    def check_room(self, info, session: str, is_sealed: bool) -> None:
+        """Refuse a room that no decode rank asks for in this way."""
+        known = self.decode_kv_args_table.get(session)
+        if known is None:
+            raise LayoutError(f"decode {session} asks for room {info.room} and is not registered")
+        if known.is_sealed and not is_sealed:
+            raise LayoutError(f"decode {session} asks for room {info.room} without its seal")
+        numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
+        slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
+        if min(numbers) < 0 or slots.min(initial=0) < 0:
+            raise LayoutError(f"decode {session} asks for room {info.room} with negative numbers")
+
+    def add_peer(self, info, session: str) -> int:
+        """Note that this decode rank asks for the room; returns how many do."""
+        peers = self.transfer_infos.setdefault(info.room, {})
+        peers[session] = info
+        if len(self.transfer_infos) > MAX_OPEN_ROOMS:
+            oldest = next(iter(self.transfer_infos))
+            logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
+            del self.transfer_infos[oldest]
+            self.forget(oldest)
+        return len(peers)
+
+    def remember(self, room: int, reason: str) -> None:
+        """Prefill: keep why a room was given up, for decode ranks that ask for it only now."""
+        self.given_up[room] = reason
+        if len(self.given_up) > MAX_GIVEN_UP:
+            self.given_up.popitem(last=False)
 
     def take_abort(self, room: bytes, reason: bytes) -> None:
         """Fail the room that decode has given up."""
@@ -139,8 +190,57 @@ class CommonKVManager:
         self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
         self.update_status(number, KVPoll.Failed)
 
+    def watch_prefill_servers(self) -> None:
+        """Decode: start the thread that asks them for their health and notes which are lost."""
+
+        def watch() -> None:
+            failures: Dict[str, int] = {}
+            while True:
+                time.sleep(self.heartbeat_interval)
+                for address in list(self.prefill_dp_size_table):
+                    failures[address] = 0 if _is_healthy(address) else failures.get(address, 0) + 1
+                    if failures[address] >= self.max_failures:
+                        del failures[address]
+                        self._handle_node_failure(address)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def lose_prefill(self, address: str) -> None:
+        """Decode: fail the rooms of a prefill server, and ask anew for its ranks if it returns."""
+        names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
+        with self.connection_lock:
+            for key in list(self.connection_pool):
+                if key.startswith(f"{address}_"):
+                    del self.connection_pool[key]
+            for name in names:
+                getattr(self, f"prefill_{name}_table").pop(address, None)
+            rooms = self.addr_to_rooms_tracker.pop(address, set())
+        over = (KVPoll.Success, None)
+        lost = [room for room in list(rooms) if self.request_status.get(room) not in over]
+        for room in lost:
+            self.record_failure(room, f"Prefill server {address} does not answer any more")
+            self.update_status(room, KVPoll.Failed)
+        logger.error(f"Prefill server {address} does not answer; {len(lost)} requests fail")
+
+
+def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+    """Pointers of the target's state and of the draft's, which stock peers do not have."""
+    targets = sum(not buffer.draft for buffer in args.layout.state)
+    return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
+
+
+def _is_healthy(address: str) -> bool:
+    try:
+        return requests.get(f"http://{address}/health", timeout=(2, 3)).status_code == 200
+    except requests.RequestException as error:
+        logger.info(f"Prefill server {address}: {error}")
+        return False
+
 
 class CommonKVReceiver:
+    # When the first sender gave up.
+    failing_since: Optional[float] = None
+
     def __init__(
         self,
         mgr: CommonKVManager,
@@ -242,6 +342,35 @@ class CommonKVReceiver:
                 infos.append(info)
         return infos
 
+    def _tell_prefill(self, bootstrap_info: dict, frames: List[bytes]) -> None:
+        """Send a sealed message; a rank that takes no more fails the room, for none may wait."""
+        sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
+        try:
+            with lock:
+                sock.send_multipart(seal(frames), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            address = f"{bootstrap_info['rank_ip']}:{bootstrap_info['rank_port']}"
+            self._fail(f"Prefill rank {address} takes no messages: {error}")
+
+    def _lose_patience(self, failing: bool) -> None:
+        """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
+        now = time.time()
+        if failing:
+            # Our pages must not be freed while another sender still writes to them.
+            self.failing_since = self.failing_since or now
+            if now - self.failing_since >= SENDERS_END_SECONDS:
+                self._fail("a prefill rank failed, and others do not say whether they have ended")
+        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
+            self._fail(
+                f"KV did not arrive within {now - self.init_time:.0f} s; "
+                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
+            )
+
+    def _end(self) -> Optional[str]:
+        """Forget the room; returns why it failed, if it did."""
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+        return self.kv_mgr.forget(self.bootstrap_room)
+
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -262,9 +391,7 @@ class CommonKVReceiver:
             for pp_rank in range(self.prefill_pp_size):
                 info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
                 if info is not None:
-                    sock, lock = self._connect_to_bootstrap_server(info)
-                    with lock:
-                        sock.send_multipart(self._abort_frames(reason))
+                    self._tell_prefill(info, self._abort_frames(reason))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]

@@ -10,11 +10,11 @@ from .arrivals import Arrivals, Notice, format_notice, parse_notice
 from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import connected_prefill_ranks, heads_of_rank, share_of_sender, tp_size_conflict
 from .infer import PeerFacts, counted_layout, infer_layout
-from .match import Pair, match_buffers, refusals
+from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, keeps_own_state, memory_kind
-from .wire import decode_layout, encode_layout
+from .wire import decode_layout, encode_layout, seal, unseal
 
 __all__ = [
     "Arrivals",
@@ -41,10 +41,13 @@ __all__ = [
     "make_plan",
     "match_buffers",
     "memory_kind",
+    "one_sided_draft",
     "pair_layers",
     "parse_notice",
     "plan_for_peer",
     "refusals",
+    "seal",
     "share_of_sender",
     "tp_size_conflict",
+    "unseal",
 ]

@@ -58,12 +58,10 @@ class Arrivals:
     Attributes:
         senders: Prefill ranks that must report; None until it is known.
         expects_state: Each of them sends state, too.
-        is_failure: The prefill server is lost; nothing more is waited for.
     """
 
     senders: Optional[int] = None
     expects_state: bool = False
-    is_failure: bool = False
     _chunks: dict[Hashable, set[int]] = field(default_factory=dict)
     _expected: dict[Hashable, int] = field(default_factory=dict)
     _aux: set[Hashable] = field(default_factory=set)
@@ -90,13 +88,15 @@ class Arrivals:
 
     def is_failed(self) -> bool:
         """The room failed, and no sender writes any more."""
-        return self.is_failure or (self.is_failing and len(self._failed) >= (self.senders or 0))
+        return self.is_failing and len(self._failed | self._complete()) >= (self.senders or 0)
 
     def is_done(self) -> bool:
         """The room is over: failed, or each sender's chunks, aux and (if any) state are written."""
         if self.is_failed():
             return True
-        counted = [self._expected, self._aux] + ([self._state] if self.expects_state else [])
-        if self.senders is None or any(len(one) < self.senders for one in counted):
-            return False
-        return all(len(self._chunks[who]) == count for who, count in self._expected.items())
+        return self.senders is not None and len(self._complete()) >= self.senders
+
+    def _complete(self) -> set[Hashable]:
+        """Senders of which all has come."""
+        whole = {who for who, count in self._expected.items() if len(self._chunks[who]) == count}
+        return whole & self._aux & (self._state if self.expects_state else whole)

@@ -111,7 +111,10 @@ def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer
         )
     if not draft:
         return [Buffer("undescribed", True, n, 0) for n in range(left)]
-    layers = range(left // len(draft))
+    each = left // len(draft)
+    # As ours are numbered: a sliding-window draft's full-attention layers do not begin at 0.
+    ours = [buffer.layer for buffer in own.kv if buffer.key[:2] == draft[0].key[:2]]
+    layers = ours if each == len(ours) else range(each)
     return [_as_held_by(peer, one, True, layer) for one in draft for layer in layers]
 
 
@@ -125,11 +128,13 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
             f"{peer.tp_size}; use one TP size for hybrid models"
         )
     target = [buffer for buffer in own.state if not buffer.draft]
-    for held in (own.state, target):  # releases before 0.5.11 register no draft's state
-        if peer.state_pointers == len(held):
-            return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in held)
     first = _first_layers(own.state, draft=False)
     each, rest = divmod(peer.state_pointers, len(first) or 1)
+    # A stage and its draft may have as many as the whole model, which decode with PP 1 has.
+    whole_model = first and own.pp_size > 1 and (each, rest) == (own.total_layers, 0)
+    for held in () if whole_model else (own.state, target):  # stock may lack the draft's state
+        if peer.state_pointers == len(held):
+            return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in held)
     if not first or rest or each < own.total_layers:
         raise LayoutError(
             f"decode registered {peer.state_pointers} state buffers, prefill ({own.name}) holds "

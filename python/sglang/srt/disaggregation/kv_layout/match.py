@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Optional
 
 from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .heads import share_of_sender, tp_size_conflict
@@ -156,6 +157,18 @@ def _unequal(what: str, buffer: Buffer, ours: object, theirs: object) -> LayoutE
         f"{buffer.name}, {what}: prefill has {ours}, decode has {theirs}; "
         "start both servers with the same model, KV dtype and page size"
     )
+
+
+def one_sided_draft(src: RankLayout, dst: RankLayout) -> Optional[str]:
+    """What is said of a draft model that only one side has; its buffers are left out."""
+    if src.pp_rank != src.pp_size - 1:
+        return None  # only the last stage has a draft
+    ours, theirs = (sum(buffer.draft for buffer in side.kv + side.state) for side in (src, dst))
+    if ours and not theirs:
+        return f"it has no draft model; {ours} buffers of prefill's draft are not sent"
+    if theirs and not ours:
+        return f"prefill has no draft model; {theirs} buffers of decode's draft are not written"
+    return None
 
 
 def _summary(buffers: tuple[Buffer, ...]) -> str:

@@ -1,12 +1,18 @@
-"""A description as one frame of bytes: a format tag, then msgpack.
+"""What our messages carry beyond a stock peer's: a description, and a seal.
 
-The frame is the last of a registration message. Stock peers read frames by position and never see
-it. Fields that a later release adds are skipped here; a tag that is not ours means a peer whose
-description we cannot read, which is served as if it had sent none.
+A description is one frame of a registration: a format tag, then msgpack. Fields that a later
+release adds are skipped here; a tag that is not ours means a peer whose description we cannot read,
+which is served as if it had sent none.
+
+A seal is the last frame of a message, and says that the others are as they were sent: a pointer or
+a page number that changed on the way would be written to without an error. Stock peers read frames
+by position and see neither.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Optional
 
 import msgspec
@@ -14,6 +20,7 @@ import msgspec
 from .describe import LayoutError, RankLayout
 
 _TAG = b"KVL1"
+_SEAL = b"PDS1"
 _MAX_BYTES = 1 << 20
 _decoder = msgspec.msgpack.Decoder(RankLayout)
 
@@ -42,3 +49,30 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
     if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
         raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
     return layout
+
+
+def seal(frames: Sequence[bytes]) -> list[bytes]:
+    """The message with its seal."""
+    return [*frames, _seal_of(frames)]
+
+
+def unseal(frames: Sequence[bytes]) -> tuple[list[bytes], bool]:
+    """The message without its seal, and whether it had one.
+
+    Raises:
+        LayoutError: The seal is not that of these frames.
+    """
+    *message, last = frames
+    if not last.startswith(_SEAL):
+        return list(frames), False
+    if last != _seal_of(message):
+        raise LayoutError(f"{len(message)} frames are not as they were sent: the seal differs")
+    return message, True
+
+
+def _seal_of(frames: Sequence[bytes]) -> bytes:
+    checksum = 0
+    for frame in frames:
+        checksum = zlib.crc32(b"%d:" % len(frame), checksum)
+        checksum = zlib.crc32(frame, checksum)
+    return _SEAL + checksum.to_bytes(4, "big")

@@ -1,4 +1,7 @@
-"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes."""
+"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes.
+
+A prefill rank tells each decode rank of a room once how its part ended, when it writes no more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import os
 import struct
 import sys
 import threading
-from typing import TYPE_CHECKING, List, Optional, Tuple
+import time
+from typing import TYPE_CHECKING, List, Optional, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +24,10 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
+    CommonKVSender,
+    split_state,
 )
+from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
@@ -29,11 +36,20 @@ from sglang.srt.disaggregation.kv_layout import (
     Pointers,
     TransferPlan,
     encode_layout,
+    seal,
+    unseal,
 )
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+    from sglang.srt.disaggregation.mooncake.conn import (
+        AuxDataCodec,
+        FastQueue,
+        KVTransferError,
+        TransferInfo,
+        TransferKVChunk,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +59,30 @@ SLICE_BATCH = 16384
 # a caller spins until its copies have ended: with more callers than cores none ends in time.
 TCP_BATCH = 512
 _TCP_TURN = threading.Lock()
+# A decode rank to which so many transfers in a row fail is given up until it asks for another room:
+# on one that is dead, each costs the transfer engine's time-out.
+FAILURES_IN_A_ROW = 2
 
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
     # What the decode rank says of its buffers; empty from a stock one.
     layout_frame: bytes = b""
+    is_sealed: bool = False
     # Set by the manager: the copies to this rank, or why there can be none.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position, the 13th is our description."""
+        """Read a registration; frames are known by position.
+
+        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
+        take for the target's.
+        """
 
         def numbers(position: int, code: str) -> List[int]:
-            frame = msg[position] if len(msg) > position else b""
-            return [number for (number,) in struct.iter_unpack(code, frame)]
+            return unpacked(code, msg[position]) if len(msg) > position else []
 
         return cls(
             room=msg[0].decode("ascii"),
@@ -68,7 +91,7 @@ class KVArgsRegisterInfo:
             mooncake_session_id=msg[3].decode("ascii"),
             dst_kv_ptrs=numbers(4, "Q"),
             dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=numbers(6, "Q"),
+            dst_state_data_ptrs=numbers(6, "Q") + numbers(13, "Q"),
             dst_tp_rank=int(msg[7]),
             dst_attn_tp_size=int(msg[8]),
             dst_kv_item_len=int(msg[9]),
@@ -113,32 +136,20 @@ class MooncakeKVManager(CommonKVManager):
         dst_kv_indices: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
-        """Write these pages of all layers to the peer. Returns 0, or not 0 if it failed."""
-        info = self.decode_kv_args_table[mooncake_session_id]
-        if info.plan is None:
-            logger.error(f"No KV is sent to {mooncake_session_id}: {info.refusal}")
-            return -1
-        pages = (prefill_kv_indices, dst_kv_indices)
-        try:
-            return self._write(mooncake_session_id, info.plan.kv, *pages, executor)
-        except LayoutError as error:
-            logger.error(f"No KV is sent to {mooncake_session_id}: {error}")
-            return -1
+        """Write these pages of all layers to the peer. Returns the transfer engine's status.
 
-    def _send_kvcache_generic(
-        self,
-        mooncake_session_id: str,
-        src_data_ptrs: List[int],
-        dst_data_ptrs: List[int],
-        item_lens: List[int],
-        prefill_data_indices: npt.NDArray[np.int32],
-        dst_data_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
-    ) -> int:
-        """Write pages of state, which alone still comes this way. 0, or not 0 if it failed."""
-        plan = self.decode_kv_args_table[mooncake_session_id].plan.state
-        pages = (prefill_data_indices, dst_data_indices)
+        Raises:
+            LayoutError: The two sides do not name the same number of pages.
+        """
+        plan = self._plan(mooncake_session_id).kv
+        pages = (prefill_kv_indices, dst_kv_indices)
         return self._write(mooncake_session_id, plan, *pages, executor)
+
+    def _plan(self, session: str) -> PeerPlan:
+        info = self.decode_kv_args_table[session]
+        if info.plan is None:
+            raise LayoutError(info.refusal)
+        return info.plan
 
     def send_kvcache_slice(
         self,
@@ -193,44 +204,256 @@ class MooncakeKVManager(CommonKVManager):
                 return status
         return 0
 
+    def maybe_send_extra(
+        self,
+        req: TransferInfo,
+        prefill_state_indices: List[int],
+        dst_state_data_ptrs: List[int],
+        executor: concurrent.futures.ThreadPoolExecutor,
+        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+    ) -> int:
+        """Write state slots or pages to the peer. Returns the transfer engine's status."""
+        kind, info = self.kv_args.state_type, target_rank_registration_info
+        if kind == "none":
+            return 0
+        session = req.mooncake_session_id
+        if kind != "mamba":
+            pages = (prefill_state_indices, req.dst_state_indices)
+            return self._write(session, self._plan(session).state, *pages, executor)
+        slots = (req, prefill_state_indices, dst_state_data_ptrs)
+        if info is None or info.dst_attn_tp_size == self.attn_tp_size:
+            return self._send_mamba_state(*slots)
+        return self._send_mamba_state_slice(
+            *slots,
+            info.dst_state_item_lens,
+            info.dst_state_dim_per_tensor,
+            info.dst_tp_rank,
+            info.dst_attn_tp_size,
+        )
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        aux_index: int | None = None,
+        state_indices: List[int] | None = None,
+    ):
+        """Queue one chunk, for the room's decode ranks; nothing for a room that is over."""
+        if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
+            self._enqueue(
+                TransferKVChunk(
+                    bootstrap_room, kv_indices, index_slice, is_last, aux_index, state_indices
+                )
+            )
+
+    def _enqueue(self, chunk: TransferKVChunk) -> None:
+        """In the queue of its decode ranks, so that a dead one holds up no others."""
+        ports = [
+            int(session.rsplit(":", 1)[1]) for session in self.transfer_infos.get(chunk.room, ())
+        ]
+        if ports:
+            self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
+
+    def transfer_worker(self, queue: FastQueue, executor: concurrent.futures.ThreadPoolExecutor):
+        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
+        while True:
+            chunk = queue.get()
+            try:
+                self._send_chunk(chunk, executor)
+            except Exception as error:
+                logger.exception(f"Room {chunk.room} could not be sent")
+                self._end_room(chunk.room, KVPoll.Failed, f"Prefill could not send KV: {error}")
+
+    def _send_chunk(
+        self, chunk: TransferKVChunk, executor: concurrent.futures.ThreadPoolExecutor
+    ) -> None:
+        if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
+            self._end_room(chunk.room, KVPoll.Failed)
+            return
+        for req in list(self.transfer_infos.get(chunk.room, {}).values()):
+            if not req.is_dummy:
+                self._send_to_peer(req, chunk, executor)
+        if chunk.is_last:
+            self._end_room(chunk.room, KVPoll.Success)
+
+    def _send_to_peer(
+        self,
+        req: TransferInfo,
+        chunk: TransferKVChunk,
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> None:
+        session, dst_pages = req.mooncake_session_id, req.dst_kv_indices[chunk.index_slice]
+        info = self.decode_kv_args_table[session]
+        with self.session_lock:
+            if session in self.failed_sessions:
+                raise RuntimeError(
+                    f"the last {FAILURES_IN_A_ROW} transfers to decode session {session} failed, "
+                    "and it has asked for nothing since"
+                )
+        pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
+        self._judge(session, "KV", self.send_kvcache(session, *pages, executor))
+        if not chunk.is_last:
+            return
+        if chunk.state_indices is not None:
+            state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
+            self._judge(session, "state", self.maybe_send_extra(*state))
+        aux = (req, chunk.prefill_aux_index, info.dst_aux_ptrs)
+        self._judge(session, "metadata", self.send_aux(*aux))
+
+    def _judge(self, session: str, what: str, status: int) -> None:
+        """Count failures in a row; raise one."""
+        with self.session_lock:
+            if status == 0:
+                self.session_failures.pop(session, None)
+                return
+            self.session_failures[session] += 1
+            if self.session_failures[session] >= FAILURES_IN_A_ROW:
+                self.failed_sessions.add(session)
+        raise RuntimeError(
+            f"the transfer engine returned {status} for {what} to decode session {session}"
+        )
+
+    def _end_room(self, room: int, status: KVPoll, reason: str = "") -> None:
+        """Tell the room's decode ranks how it ended here; those of an ended room are told."""
+        with self.rooms_lock:
+            peers = self.transfer_infos.pop(room, {})
+            if room in self.request_status:
+                if reason:
+                    self.record_failure(room, reason)
+                self.update_status(room, status)
+            reason = self.failure_records.get(room) or self.given_up.get(room) or reason
+        for req in peers.values():
+            if not req.is_dummy:
+                self._tell_end(req, status, reason or "another prefill rank failed")
+
+    def _tell_end(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
+        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender)]
+        if self.decode_kv_args_table[req.mooncake_session_id].is_sealed:
+            frames = seal([*frames, reason.encode("utf-8", "backslashreplace")])
+        address = format_tcp_address(req.endpoint, req.dst_port)
+        try:
+            self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
+        except zmq.ZMQError as error:
+            logger.warning(f"Room {req.room}: decode {address} was not told: {error}")
+
+    def give_up(self, bootstrap_room: int) -> str:
+        """Prefill: end a failed room; returns why. Decode is told when no write is under way."""
+        with self.rooms_lock:
+            reason = self.forget(bootstrap_room) or "another prefill rank failed"
+            self.remember(bootstrap_room, reason)
+        self._enqueue(
+            TransferKVChunk(bootstrap_room, np.empty(0, np.int32), slice(0), True, None, None)
+        )
+        return reason
+
+    def forget(self, bootstrap_room: int) -> Optional[str]:
+        """Drop all that is kept of a finished room; returns why it failed, if it did."""
+        with self.rooms_lock:
+            self.request_status.pop(bootstrap_room, None)
+            if self.disaggregation_mode == DisaggregationMode.DECODE:
+                self.required_prefill_response_num_table.pop(bootstrap_room, None)
+                self.prefill_response_tracker.pop(bootstrap_room, None)
+                self.failing_rooms.discard(bootstrap_room)
+            return self.failure_records.pop(bootstrap_room, None)
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str):
+        """Keep the first reason why a room failed, for the client."""
+        self.failure_records.setdefault(bootstrap_room, failure_reason)
+
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
         self.advance(bootstrap_room, status)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str):
+        self.lose_prefill(failed_bootstrap_addr)
+
+    def start_decode_thread(self):
+        """Read how prefill ranks end their rooms, and watch whether they live."""
+        # Rooms of which a sender has failed, while others may still write.
+        self.failing_rooms: Set[int] = set()
+        read_messages(self.server_socket, self._take_end)
+        self.watch_prefill_servers()
+
+    def _take_end(self, frames: List[bytes]) -> None:
+        if frames[0] == self.AUX_DATA_HEADER:
+            self._handle_aux_data(frames)
+            return
+        (room, status, sender, *reason), is_sealed = unseal(frames)
+        if len(reason) != is_sealed or int(status) not in (KVPoll.Success, KVPoll.Failed):
+            raise ValueError("this is no prefill rank's word on a room")
+        said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
+        with self.rooms_lock:
+            if int(room) in self.request_status:  # else it is over
+                failure = said if int(status) == KVPoll.Failed else None
+                self._count_end(int(room), int(sender), failure)
+
+    def _count_end(self, room: int, sender: int, failure: Optional[str]) -> None:
+        """Note how a prefill rank ended the room; when all have, so does it."""
+        if failure is not None:
+            self.record_failure(room, f"Prefill failed: {failure}")
+            self.failing_rooms.add(room)
+        self.prefill_response_tracker[room].add(sender)
+        needed = self.required_prefill_response_num_table[room]
+        if len(self.prefill_response_tracker[room]) >= needed:
+            failed = room in self.failing_rooms
+            self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+
+    def _handle_aux_data(self, msg: List[bytes]):
+        """Take in one metadata buffer's item that came by this way instead of the engine's."""
+        buffer, slot = int(msg[2]), int(msg[3])
+        data, args = msg[5], self.kv_args
+        if not 0 <= buffer < len(args.aux_data_ptrs):
+            raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
+        item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
+        (announced,) = struct.unpack(">I", msg[4])
+        if not (0 <= slot < size // item and len(data) == announced == item):
+            raise ValueError(
+                f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
+                f"{buffer}, which has {size // item} slots of {item} bytes"
+            )
+        AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
 
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
         self.read_bootstrap_messages()
 
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
-        if frames[0] == ABORT:
+        frames, is_sealed = unseal(frames)
+        if frames[0] == ABORT and is_sealed:
             self.take_abort(*frames[1:3])
         elif frames[0] == b"None":
-            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
+            info = KVArgsRegisterInfo.from_zmq(frames)
+            info.is_sealed = is_sealed
+            self._register_decode(info)
         else:
-            self._open_room(TransferInfo.from_zmq(frames))
+            info = TransferInfo.from_zmq(frames)
+            self.check_room(info, info.mooncake_session_id, is_sealed)
+            self._open_room(info)
 
     def _open_room(self, info: TransferInfo) -> None:
-        refusal = self.decode_kv_args_table[info.mooncake_session_id].refusal
-        if refusal:
-            self.record_failure(info.room, refusal)
-            self.update_status(info.room, KVPoll.Failed)
-            self._tell_failure(info)
-            return
-        peers = self.transfer_infos.setdefault(info.room, {})
-        peers[info.mooncake_session_id] = info
-        if len(peers) == info.required_dst_info_num:
-            self.update_status(info.room, KVPoll.WaitingForInput)
-
-    def _tell_failure(self, info: TransferInfo) -> None:
-        """As `sync_status_to_decode_endpoint`, whose sockets belong to the transfer threads."""
-        numbers = (info.room, KVPoll.Failed, self.sender)
-        with zmq.Context.instance().socket(zmq.PUSH) as sock:
-            sock.setsockopt(zmq.IPV6, int(is_valid_ipv6_address(info.endpoint)))
-            sock.connect(format_tcp_address(info.endpoint, info.dst_port))
-            sock.send_multipart([str(number).encode("ascii") for number in numbers])
+        session = info.mooncake_session_id
+        refusal = self.decode_kv_args_table[session].refusal
+        with self.rooms_lock:
+            reason = refusal or self.given_up.get(info.room)
+            if refusal:
+                self.record_failure(info.room, refusal)
+                self.update_status(info.room, KVPoll.Failed)
+            elif not reason and self.add_peer(info, session) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
+        if reason and not info.is_dummy:
+            self._tell_end(info, KVPoll.Failed, reason)
+        with self.session_lock:  # it lives
+            self.failed_sessions.discard(session)
+            self.session_failures.pop(session, None)
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
+        self.check_registration(session, bool(info.layout_frame), info.is_sealed)
+        host, _, port = session.rpartition(":")
+        if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
+            raise LayoutError(f"decode session {session!r} is no host and port")
         # Recurrent state is sent without a plan: between TP sizes it is cut along its dimensions.
         state = None if self.kv_args.state_type == "mamba" else info.dst_state_data_ptrs
         info.plan, info.refusal = self.plan_transfers(
@@ -251,6 +474,16 @@ class MooncakeKVManager(CommonKVManager):
             self.session_failures.pop(session, None)
 
 
+class MooncakeKVSender(CommonKVSender):
+    def clear(self) -> None:
+        self.kv_mgr.forget(self.bootstrap_room)
+
+    def failure_exception(self):
+        """End the room, which this or another rank failed; decode is told when we write no more."""
+        self.conclude_state = KVPoll.Failed
+        raise KVTransferError(self.bootstrap_room, self.kv_mgr.give_up(self.bootstrap_room))
+
+
 class MooncakeKVReceiver(CommonKVReceiver):
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -259,6 +492,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         def packed(code: str, numbers: List[int]) -> bytes:
             return struct.pack(f"{len(numbers)}{code}", *numbers)
 
+        target_state, draft_state = split_state(args)
         frames = [
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
@@ -266,18 +500,62 @@ class MooncakeKVReceiver(CommonKVReceiver):
             self.session_id.encode("ascii"),
             packed("Q", args.kv_data_ptrs),
             packed("Q", args.aux_data_ptrs),
-            packed("Q", args.state_data_ptrs),
+            packed("Q", target_state),
             str(args.engine_rank).encode("ascii"),
             str(self.kv_mgr.attn_tp_size).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             packed("I", args.state_item_lens),
             packed("I", getattr(args, "state_dim_per_tensor", [])),
             encode_layout(args.layout),
+            packed("Q", draft_state),
         ]
         for bootstrap_info in self.bootstrap_infos:
-            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
-            with lock:
-                sock.send_multipart(frames)
+            self._tell_prefill(bootstrap_info, frames)
+
+    def init(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ):
+        """Tell the prefill ranks where this room's pages, state slots and metadata go."""
+        if self.bootstrap_infos is None:
+            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+            return
+        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
+        where = [kv_indices.tobytes(), str(aux_index).encode("ascii"), state]
+        for bootstrap_info in self.bootstrap_infos:
+            frames = [
+                str(self.bootstrap_room).encode("ascii"),
+                self.kv_mgr.local_ip.encode("ascii"),
+                str(self.kv_mgr.rank_port).encode("ascii"),
+                self.session_id.encode("ascii"),
+                *([b""] * 3 if bootstrap_info["is_dummy"] else where),
+                str(self.required_dst_info_num).encode("ascii"),
+            ]
+            self._tell_prefill(bootstrap_info, frames)
+        self.init_time = time.time()
+
+    def poll(self) -> KVPoll:
+        """The room's state; it ends when every prefill rank has said how its part ended."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        ended = (KVPoll.Success, KVPoll.Failed)
+        if manager.check_status(room) not in ended and self.init_time is not None:
+            self._lose_patience(room in manager.failing_rooms)
+        status = manager.check_status(room)
+        if status in ended:
+            self.conclude_state = status
+        return status
+
+    def clear(self) -> None:
+        self._end()
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        reason = self._end() or "another decode rank failed"
+        raise KVTransferError(self.bootstrap_room, reason)
 
 
 class MooncakeKVBootstrapServer(CommonKVBootstrapServer):

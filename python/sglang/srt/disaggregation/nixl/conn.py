@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import struct
-import threading
 import time
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Dict, List, Optional
 
 import numpy as np
 import numpy.typing as npt
-import requests
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
@@ -22,9 +20,12 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    split_state,
 )
+from sglang.srt.disaggregation.common.messages import unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Arrivals,
+    LayoutError,
     Notice,
     PeerFacts,
     PeerPlan,
@@ -33,6 +34,7 @@ from sglang.srt.disaggregation.kv_layout import (
     encode_layout,
     format_notice,
     parse_notice,
+    unseal,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -42,27 +44,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Failed rooms that prefill remembers for decode ranks that ask late.
-MAX_GIVEN_UP = 4096
-# How long a failed room waits for this rank's writes, and on decode for the other senders.
+# How long a failed room waits for this rank's writes.
 WRITES_END_SECONDS = 1.0
-SENDERS_END_SECONDS = 5.0
 
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
     # What the decode rank says of its buffers; empty from a stock one.
     layout_frame: bytes = b""
+    is_sealed: bool = False
     # Set by the manager: the copies to this rank, or why there can be none.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position, the 13th is our description."""
+        """Read a registration; frames are known by position.
 
-        def pointers(position: int) -> List[int]:
-            return [pointer for (pointer,) in struct.iter_unpack("Q", msg[position])]
+        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
+        take for the target's.
+        """
 
         return cls(
             room=msg[0].decode("ascii"),
@@ -70,9 +71,14 @@ class KVArgsRegisterInfo:
             dst_port=int(msg[2]),
             agent_name=msg[3].decode("ascii"),
             agent_metadata=msg[4],
-            dst_kv_ptrs=pointers(5),
-            dst_aux_ptrs=pointers(6),
-            dst_state_data_ptrs=pointers(7),
+            dst_kv_ptrs=unpacked("Q", msg[5]),
+            dst_aux_ptrs=unpacked("Q", msg[6]),
+            dst_state_data_ptrs=[
+                pointer
+                for position in (7, 13)
+                if position < len(msg)
+                for pointer in unpacked("Q", msg[position])
+            ],
             gpu_id=int(msg[8]),
             decode_tp_size=int(msg[9]),
             decode_tp_rank=int(msg[10]),
@@ -109,7 +115,6 @@ class NixlKVManager(CommonKVManager):
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
-            self.given_up: OrderedDict[int, str] = OrderedDict()
             self._start_bootstrap_thread()
         else:
             self._watch_prefill_servers()
@@ -141,14 +146,14 @@ class NixlKVManager(CommonKVManager):
     def _watch_prefill_servers(self) -> None:
         """Decode: the state that the heartbeat thread shares, and the thread."""
         self.transfer_statuses: Dict[int, Arrivals] = defaultdict(Arrivals)
-        self.heartbeat_failures: Dict[str, int] = {}
-        self.session_pool = defaultdict(requests.Session)
-        self.session_pool_lock = threading.Lock()
         self.addr_to_rooms_tracker = defaultdict(set)
         self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
         self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
         self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        self._start_heartbeat_checker_thread()
+        self.watch_prefill_servers()
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str):
+        self.lose_prefill(failed_bootstrap_addr)
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
@@ -364,9 +369,7 @@ class NixlKVManager(CommonKVManager):
         with self.rooms_lock:
             peers = self.transfer_infos.get(bootstrap_room, {})
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.given_up[bootstrap_room] = reason
-            if len(self.given_up) > MAX_GIVEN_UP:
-                self.given_up.popitem(last=False)
+            self.remember(bootstrap_room, reason)
             for info in peers.values():
                 if not info.is_dummy():
                     self._tell_failure(bootstrap_room, info.agent_name, reason)
@@ -399,15 +402,25 @@ class NixlKVManager(CommonKVManager):
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
+        frames, is_sealed = unseal(frames)
         frames = frames[1:]
-        if frames[0] == ABORT:
+        if frames[0] == ABORT and is_sealed:
             self.take_abort(*frames[1:3])
         elif frames[0] == b"None":
-            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
+            info = KVArgsRegisterInfo.from_zmq(frames)
+            info.is_sealed = is_sealed
+            self._register_decode(info)
         else:
-            self._open_room(TransferInfo.from_zmq(frames))
+            info = TransferInfo.from_zmq(frames)
+            self.check_room(info, info.agent_name, is_sealed)
+            self._open_room(info)
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
+        self.check_registration(info.agent_name, bool(info.layout_frame), info.is_sealed)
+        name = info.agent_name.encode("ascii")
+        # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
+        if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
+            raise LayoutError(f"the metadata are not those of NIXL agent {info.agent_name}")
         info.plan, info.refusal = self.plan_transfers(
             info.agent_name,
             info.layout_frame,
@@ -422,18 +435,23 @@ class NixlKVManager(CommonKVManager):
         )
         self._add_remote_peer(info)
 
+    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
+        """Make a decode rank known, once NIXL knows it; its name is another in each process."""
+        if decode_kv_args.agent_name not in self.decode_kv_args_table:
+            self.agent.add_remote_agent(decode_kv_args.agent_metadata)
+            self.decode_kv_args_table[decode_kv_args.agent_name] = decode_kv_args
+
     def _open_room(self, info: TransferInfo) -> None:
         refusal = self.decode_kv_args_table[info.agent_name].refusal
         with self.rooms_lock:
             if info.room in self.given_up:
                 self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
                 return
-            peers = self.transfer_infos.setdefault(info.room, {})
-            peers[info.agent_name] = info
+            asking = self.add_peer(info, info.agent_name)
             if refusal:
                 self.record_failure(info.room, refusal)
                 self.update_status(info.room, KVPoll.Failed)
-            elif len(peers) == info.required_dst_info_num:
+            elif asking == info.required_dst_info_num:
                 self.update_status(info.room, KVPoll.WaitingForInput)
 
 
@@ -501,9 +519,6 @@ class NixlKVSender(CommonKVSender):
 
 
 class NixlKVReceiver(CommonKVReceiver):
-    # When the first sender gave up.
-    failing_since: Optional[float] = None
-
     def init(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -531,9 +546,7 @@ class NixlKVReceiver(CommonKVReceiver):
                 str(self.required_dst_info_num).encode("ascii"),
                 b"" if is_dummy else state,
             ]
-            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
-            with lock:
-                sock.send_multipart(frames)
+            self._tell_prefill(bootstrap_info, frames)
         self.started_transfer = True
         self.init_time = time.time()
 
@@ -556,19 +569,6 @@ class NixlKVReceiver(CommonKVReceiver):
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
 
-    def _lose_patience(self, failing: bool) -> None:
-        now = time.time()
-        if failing:
-            # Our pages must not be freed while another sender still writes to them.
-            self.failing_since = self.failing_since or now
-            if now - self.failing_since >= SENDERS_END_SECONDS:
-                self._fail("a prefill rank failed, and others do not say whether they have ended")
-        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
-            self._fail(
-                f"KV did not arrive within {now - self.init_time:.0f} s; "
-                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
-            )
-
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
         args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
@@ -576,6 +576,7 @@ class NixlKVReceiver(CommonKVReceiver):
         def packed(pointers: List[int]) -> bytes:
             return struct.pack(f"{len(pointers)}Q", *pointers)
 
+        target_state, draft_state = split_state(args)
         frames = [
             GUARD,
             b"None",
@@ -585,27 +586,22 @@ class NixlKVReceiver(CommonKVReceiver):
             agent.get_agent_metadata(),
             packed(args.kv_data_ptrs),
             packed(args.aux_data_ptrs),
-            packed(args.state_data_ptrs),
+            packed(target_state),
             str(args.gpu_id).encode("ascii"),
             str(args.decode_tp_size).encode("ascii"),
             str(args.engine_rank).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             encode_layout(args.layout),
+            packed(draft_state),
         ]
         for bootstrap_info in self.bootstrap_infos:
-            sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
-            with lock:
-                sock.send_multipart(frames)
+            self._tell_prefill(bootstrap_info, frames)
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
 
     def clear(self):
         self._end()
-
-    def _end(self) -> Optional[str]:
-        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-        return self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed

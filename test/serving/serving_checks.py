@@ -1,0 +1,106 @@
+"""What the serving tests look at, and how they keep it: answers, what a server holds, evidence."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+
+from sglang_pd import cluster
+from sglang_pd.device import DTYPES, device
+
+# Another TP size or kernel sums in another order. In half precision that may also decide between
+# two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.
+LOGPROB_TOLERANCE = {"float32": 2e-3, "float16": 0.05}
+TOKENS_MUST_AGREE = {"float32": True, "float16": False}
+
+
+def outcome(
+    answers: list[cluster.Answer], ended: list[str], expected: list[cluster.Answer]
+) -> tuple[str, str]:
+    """What became of the prompts: "right", "wrong", or how the first failed; and the details."""
+    failures = [answer.failure for answer in answers if answer.failure]
+    if failures:
+        of_servers = "".join(f"; the {name} server ended" for name in ended)
+        detail = f"{len(failures)} of {len(answers)} prompts: {failures[0]}{of_servers}"
+        return failures[0].partition(":")[0], detail
+    return _compare(answers, expected)
+
+
+def _compare(answers, expected) -> tuple[str, str]:
+    dtype = DTYPES[device()]
+    pairs = list(zip(answers, expected, strict=True))
+    other_ids = sum(got.ids != want.ids for got, want in pairs)
+    apart = max(_apart(got, want) for got, want in pairs)
+    if other_ids and (TOKENS_MUST_AGREE[dtype] or apart > LOGPROB_TOLERANCE[dtype]):
+        return "wrong", f"{other_ids} of {len(answers)} prompts have other tokens"
+    if apart > LOGPROB_TOLERANCE[dtype]:
+        return "wrong", f"same tokens, but logprobs differ by up to {apart:.4f}"
+    slowest = max(answer.seconds for answer in answers)
+    ties = f"{other_ids} prompts part at a tie, " if other_ids else ""
+    return "right", f"{ties}logprobs within {apart:.1e}, {slowest:.1f} s"
+
+
+def _apart(got: cluster.Answer, want: cluster.Answer) -> float:
+    """How far logprobs are apart, up to and with the first token that differs."""
+    others = (at for at, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b)
+    end = next(others, len(want.ids)) + 1
+    logprobs = zip(got.logprobs[:end], want.logprobs[:end], strict=True)
+    return max(abs(a - b) for a, b in logprobs)
+
+
+def retractions(log: str) -> int:
+    """Requests that a decode server has retracted by its log."""
+    return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
+
+
+def held(server: cluster.Server) -> dict[str, int]:
+    """Tokens and requests that an engine server holds, by its own count.
+
+    Prefixes that it only keeps for reuse are not among them.
+    """
+    answer = httpx.get(f"{server.url}/v1/loads", timeout=30, trust_env=False).json()
+    (load,) = answer["loads"]
+    queues = {
+        name: size for name, size in load["disaggregation"].items() if name.endswith("_queue_reqs")
+    }
+    names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+    return {**{name: load[name] for name in names}, **queues}
+
+
+def holds_nothing(server: cluster.Server) -> bool:
+    return not any(held(server).values())
+
+
+def seconds_until(condition: Callable[[], bool], patience: float, pause: float = 0.05) -> float:
+    """How long a condition takes to become true."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < patience, f"not in {patience} s"
+        time.sleep(pause)
+    return time.monotonic() - start
+
+
+def resident_mib(server: cluster.Server) -> float:
+    """Memory of a server's processes."""
+    return sum(process.memory_info().rss for process in _processes(server)) / 2**20
+
+
+def open_files(server: cluster.Server) -> int:
+    """Files and sockets of a server's processes."""
+    return sum(process.num_fds() for process in _processes(server))
+
+
+def _processes(server: cluster.Server) -> list[psutil.Process]:
+    # The first child of the server's keeper, which is no part of it, is the server.
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def record(kind: str, **row) -> None:
+    """Append a row to .pd-env/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
+    file = cluster.PD_ENV / "evidence" / f"{kind}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(row) + "\n")

@@ -1,0 +1,112 @@
+"""A server killed in the middle of a transfer: what the client sees, and how the others go on."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving_checks import held, holds_nothing, open_files, outcome, record, seconds_until
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder, prompts
+
+from sglang_pd import cluster
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+# Prefilled, and sent, in many chunks: time enough to die in between. Not longer, for prefill
+# computes them all before it says that decode is dead.
+LONG_PROMPT = 1500
+CHUNK = 64
+# The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
+HEARTBEAT = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+}
+PATIENCE = 180  # seconds, for an answer
+ERROR_PATIENCE = 60  # for an error
+# Sockets to a peer that died and to the one in its place; a leak for each request would be more.
+MORE_FILES = 24
+
+
+@pytest.mark.parametrize(
+    "backend, victim",
+    [
+        pytest.param("nixl", "prefill"),
+        pytest.param("nixl", "decode"),
+        pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
+        pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_server_killed_in_mid_transfer(backend, victim, reference):
+    if reason := cluster.why_not_here(backend, 2, ("patched", "patched")):
+        pytest.skip(reason)
+    expected = reference(FOUR_HEADS, NEW_TOKENS)
+    prefill, decode, router = servers = _fleet(backend, f"{backend}-{victim}-killed")
+    dying, survivor = (prefill, decode) if victim == "prefill" else (decode, prefill)
+    row = {"case": f"{victim} server killed in mid-transfer", "backend": backend}
+    with cluster.running(servers):
+        _check_answers(router, servers, expected)
+        seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
+        files = open_files(survivor)
+
+        failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
+        row["client"] = failure or "an answer"
+        survivor.check_running()
+        row["freed"] = round(seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE), 1)
+        _start_again(dying)
+        row["after"] = _check_answers(router, servers, expected)
+        seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
+        row["more_files"] = open_files(survivor) - files
+    record("faults", **row)
+    assert failure is not None and failure.startswith("http 5"), row
+    assert row["seconds"] < ERROR_PATIENCE, row
+    assert row["more_files"] <= MORE_FILES, row
+
+
+def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cluster.Server]:
+    """One prefill and one decode server, with many chunks and quick heartbeats."""
+    servers = cluster.pd_servers(
+        cluster.Topology(backend, page_size=16),
+        model_folder(FOUR_HEADS),
+        cluster.PD_ENV / "logs" / "serving" / label,
+        "patched",
+        "patched",
+    )
+    prefill, decode, _ = servers
+    prefill.command = [*prefill.command, "--chunked-prefill-size", str(CHUNK)]
+    decode.environment = {**decode.environment, **HEARTBEAT}
+    return servers
+
+
+def _check_answers(router, servers, expected) -> str:
+    """Ask the prompts; returns the outcome, which must be that they are right."""
+    answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
+    ended = [server.name for server in servers if server.has_ended()]
+    result, detail = outcome(answers, ended, expected)
+    assert result == "right", detail
+    return result
+
+
+def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
+    """How the client's request fails, and how long after the kill."""
+    source = random.Random(1)
+    prompt = [source.randrange(256) for _ in range(LONG_PROMPT)]
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(cluster.ask, router.url, [prompt], NEW_TOKENS, PATIENCE)
+        # What is prefilled of a prompt is sent while its next chunk is computed.
+        seconds_until(lambda: _prefilled(prefill) >= 3 * CHUNK, ERROR_PATIENCE, pause=0.005)
+        assert _prefilled(prefill) < LONG_PROMPT - 3 * CHUNK, "all but the end is prefilled by now"
+        start = time.monotonic()
+        dying.stop()  # kills all its processes
+        (answer,) = asking.result()
+        return answer.failure, round(time.monotonic() - start, 1)
+
+
+def _prefilled(server: cluster.Server) -> int:
+    return held(server)["num_used_tokens"]
+
+
+def _start_again(server: cluster.Server) -> None:
+    """In its place, at the same address, as a supervisor would."""
+    server.log = server.log.with_stem(f"{server.name}-again")
+    server.start()
+    cluster.wait_ready([server], time.monotonic() + cluster.START_SECONDS, lambda _: None)

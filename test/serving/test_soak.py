@@ -1,0 +1,87 @@
+"""Five hundred requests through one pair whose decode retracts: all right, and memory flat."""
+
+import random
+import time
+
+import pytest
+from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
+
+from sglang_pd import cluster
+from sglang_pd.device import await_peers
+
+pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+# Each round asks all prompts; together they are more than prefill's pool keeps for reuse.
+PROMPTS = 50
+ROUNDS = 10
+LONGEST = 600  # tokens
+AT_ONCE = 8
+PATIENCE = 180  # seconds, for an answer
+# What the first rounds bring is warming up. In those that follow, a leak of one prompt's KV (8 KiB
+# a token) in fifty requests would be more than this.
+WARM_UP = 3
+GROWTH_MIB = 16
+# Memory that is free goes back to the system at once, so that what grows is held.
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+
+
+def soak_prompts() -> list[list[int]]:
+    """Token ids of prompts of mixed length, the same in every run."""
+    source = random.Random(500)
+    lengths = [1, LONGEST, *(source.randint(1, LONGEST) for _ in range(PROMPTS - 2))]
+    return [[source.randrange(256) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
+def test_soak(backend, reference):
+    if reason := cluster.why_not_here(backend, 2, ("patched", "patched")):
+        pytest.skip(reason)
+    asked = soak_prompts()
+    expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
+    prefill, decode, router = servers = cluster.pd_servers(
+        cluster.Topology(backend, page_size=16, retract=True),
+        model_folder(FOUR_HEADS),
+        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}",
+        "patched",
+        "patched",
+    )
+    for server in (prefill, decode):
+        server.environment = {**server.environment, **ALLOCATOR}
+    order = random.Random(0)
+    wrong, prefill_mib, decode_mib = [], [], []
+    with cluster.running(servers):
+        if backend == "ascend":
+            await_peers()
+        start = time.monotonic()
+        for _ in range(ROUNDS):
+            turn = order.sample(range(PROMPTS), PROMPTS)
+            questions, wanted = [asked[at] for at in turn], [expected[at] for at in turn]
+            answers = cluster.ask(router.url, questions, NEW_TOKENS, PATIENCE, AT_ONCE)
+            ended = [server.name for server in servers if server.has_ended()]
+            outcomes = (outcome([got], ended, [want]) for got, want in zip(answers, wanted))
+            wrong += [detail for result, detail in outcomes if result != "right"]
+            for server, sizes in ((prefill, prefill_mib), (decode, decode_mib)):
+                seconds_until(lambda server=server: holds_nothing(server), PATIENCE)
+                sizes.append(round(resident_mib(server)))
+        seconds = time.monotonic() - start
+    retracted = retractions(decode.log.read_text(errors="replace"))
+    record(
+        "soak",
+        fleet=backend,
+        requests=ROUNDS * PROMPTS,
+        wrong=len(wrong),
+        retractions=retracted,
+        seconds=round(seconds, 1),
+        warm_up=WARM_UP,
+        prefill_mib=prefill_mib,
+        decode_mib=decode_mib,
+    )
+    assert not wrong, wrong[:5]
+    assert retracted >= PROMPTS, f"decode retracted only {retracted}"
+    for sizes in (prefill_mib, decode_mib):
+        assert max(sizes[WARM_UP:]) - sizes[WARM_UP - 1] <= GROWTH_MIB, sizes

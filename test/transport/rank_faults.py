@@ -1,0 +1,98 @@
+"""Faults inside a rank process: transfers that fail, that come late, and deaths in the middle."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+ERROR = "the test makes this transfer fail"
+GONE_SECONDS = 10
+
+
+class Faults:
+    """Befalls chosen transfers of one rank, each of which is one call to the transfer engine.
+
+    In this order a request makes one for the KV of every chunk, one for its state if it has any,
+    and one for its metadata; if several decode ranks ask for it, all of that for each of them.
+
+    How a transfer fails: `status`, the engine's call returns an error; `exception`, it raises;
+    `late status` and `late exception`, NIXL alone, it says that it has begun, and then so. Or
+    `wait`: it begins after some seconds. Or processes die: with `kill` before it begins, with
+    `freeze` they stand still when it begins, and die after some seconds.
+    """
+
+    def __init__(self, manager):
+        self.plan()
+        self._late = []
+        self._sends_state = False
+        if hasattr(manager, "agent"):
+            self._is_done = manager.agent.check_xfer_state
+            self._start = manager.agent.transfer
+            manager.agent.transfer = self._start_nixl
+            manager.agent.check_xfer_state = self._ask_nixl
+        else:
+            self._start = manager.engine.batch_transfer_sync
+            manager.engine.batch_transfer_sync = self._run_mooncake
+        self._send_state = manager.maybe_send_extra
+        manager.maybe_send_extra = self._note_state
+
+    def plan(self, how="", at=(), only_state=False, pids=(), seconds=0.0) -> None:
+        """From now on, `at` these transfers (the next one is 1); with `only_state`, of state's."""
+        self._how, self._at, self._only_state = how, tuple(at), only_state
+        self._pids, self._seconds = tuple(pids), seconds
+        self._calls = 0
+
+    def _befall(self) -> str:
+        """What is to become of the transfer that begins now."""
+        if self._only_state and not self._sends_state:
+            return ""
+        self._calls += 1
+        if self._calls not in self._at:
+            return ""
+        if self._how == "exception":
+            raise RuntimeError(ERROR)
+        if self._how == "wait":
+            time.sleep(self._seconds)
+        if self._how == "kill":
+            for pid in self._pids:
+                kill(pid)
+        if self._how == "freeze":
+            for pid in self._pids:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(self._seconds, kill, [pid]).start()
+        return self._how
+
+    def _note_state(self, *args, **kwargs):
+        self._sends_state = True
+        try:
+            return self._send_state(*args, **kwargs)
+        finally:
+            self._sends_state = False
+
+    def _run_mooncake(self, *args) -> int:
+        return -1 if self._befall() == "status" else self._start(*args)
+
+    def _start_nixl(self, handle, *args) -> str:
+        how = self._befall()
+        if how == "status":
+            return "ERR"
+        if how.startswith("late"):
+            self._late.append((handle, how))
+            return "PROC"
+        return self._start(handle, *args)
+
+    def _ask_nixl(self, handle) -> str:
+        how = next((how for other, how in self._late if other is handle), "")
+        if how == "late exception":
+            raise RuntimeError(ERROR)
+        return "ERR" if how else self._is_done(handle)
+
+
+def kill(pid: int) -> None:
+    """At once, and wait until it is gone."""
+    deadline = time.monotonic() + GONE_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)

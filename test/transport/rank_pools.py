@@ -1,0 +1,132 @@
+"""A rank's KV pools, as the engine makes them, and their buffers one by one.
+
+A hybrid's even layers keep a sliding window (`swa`) or recurrent state (`mamba`), the odd ones KV.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.hardware_backend.npu.memory_pool_npu import (
+    NPUMHATokenToKVPool,
+    NPUMLATokenToKVPool,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+UNTOUCHED = -1
+WINDOW_PAGES = 2
+MAMBA_SLOTS = 8
+
+
+def make_pool(c: SimpleNamespace, layers: range, heads: int):
+    """The pool for these layers; `c` is a rank's configuration."""
+    common = {
+        "size": c.pages * c.page_size,
+        "page_size": c.page_size,
+        "dtype": getattr(torch, c.dtype),
+        "device": c.device,
+    }
+    if c.hybrid:
+        pool = _hybrid_pool(c, layers, heads, common)
+    else:
+        common |= {
+            "layer_num": len(layers),
+            "enable_memory_saver": False,
+            "start_layer": layers.start,
+            "end_layer": layers.stop - 1,
+        }
+        pool = (_npu_pool if c.backend == "ascend" else _plain_pool)(c, heads, common)
+    for _, buffer in pool_buffers(pool):
+        if buffer.dtype != torch.uint8:
+            buffer.fill_(UNTOUCHED)
+    return pool
+
+
+def _plain_pool(c: SimpleNamespace, heads: int, common: dict):
+    latent = {"kv_lora_rank": c.k_width, "qk_rope_head_dim": c.v_width}
+    if c.index_keys:
+        width = c.k_width + c.v_width
+        return NSATokenToKVPool(index_head_dim=128, kv_cache_dim=width, **latent, **common)
+    if c.mla:
+        return MLATokenToKVPool(**latent, **common)
+    return MHATokenToKVPool(head_num=heads, head_dim=c.k_width, v_head_dim=c.v_width, **common)
+
+
+def _npu_pool(c: SimpleNamespace, heads: int, common: dict):
+    if not c.mla:
+        return NPUMHATokenToKVPool(head_num=heads, head_dim=c.k_width, **common)
+    return NPUMLATokenToKVPool(
+        kv_lora_rank=c.k_width,
+        qk_rope_head_dim=c.v_width,
+        index_head_dim=3 if c.index_keys else None,
+        **common,
+    )
+
+
+def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
+    special, full = list(layers[::2]), list(layers[1::2])
+    common |= {
+        "head_num": heads,
+        "head_dim": c.k_width,
+        "full_attention_layer_ids": full,
+        "enable_kvcache_transpose": False,
+    }
+    if c.hybrid == "swa":
+        size = common["size"]
+        return SWAKVPool(size_swa=size, swa_attention_layer_ids=special, **common)
+    shape = Mamba2StateShape.create(
+        tp_world_size=c.tp_size,
+        intermediate_size=32,
+        n_groups=2,
+        num_heads=4,
+        head_dim=8,
+        state_size=4,
+        conv_kernel=4,
+    )
+    params = Mamba2CacheParams(shape=shape, layers=special)
+    slots = MambaPool(size=MAMBA_SLOTS, spec_state_size=0, cache_params=params, device=c.device)
+    return HybridLinearKVPool(mamba_pool=slots, **common)
+
+
+def pool_buffers(pool):
+    """((component, layer), tensor): `[tokens, heads, width]`, or opaque `[pages or slots, bytes]`.
+
+    The name of what is sent as state begins with `state`. Recurrent layers are counted from 0.
+    """
+    if isinstance(pool, SWAKVPool):
+        for inner, windowed in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
+            layers = [n for n, (_, is_swa) in pool.layers_mapping.items() if is_swa == windowed]
+            yield from _tokens(inner, layers, "state_" if windowed else "")
+    elif isinstance(pool, HybridLinearKVPool):
+        yield from _tokens(pool.full_kv_pool, list(pool.full_attention_layer_id_mapping))
+        cache = pool.mamba_pool.mamba_cache
+        for name, layers in (("state_conv", cache.conv[0]), ("state_temporal", cache.temporal)):
+            for layer, slots in enumerate(layers):
+                yield (name, layer), slots.view(len(slots), -1).view(torch.uint8)
+    else:
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        yield from _tokens(pool, layers)
+        for layer, pages in zip(layers, getattr(pool, "index_k_with_scale_buffer", ())):
+            yield ("state", layer), pages
+
+
+def _tokens(pool, layers, prefix: str = ""):
+    """KV of a pool without state, of one shape whatever the pool's view is."""
+    if isinstance(pool, NPUMLATokenToKVPool):
+        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+        if pool.index_k_buffer is not None:
+            parts["index_k"] = pool.index_k_buffer
+    elif isinstance(pool, MLATokenToKVPool):
+        parts = {"kv": pool.kv_buffer}
+    else:
+        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
+    for name, buffers in parts.items():
+        for layer, buffer in zip(layers, buffers):
+            yield (prefix + name, layer), buffer.view(-1, *buffer.shape[-2:])

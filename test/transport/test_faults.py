@@ -1,0 +1,262 @@
+"""Transfers that fail and ranks that die: the request fails with its reason, the next one works."""
+
+import time
+
+import pytest
+from fleet import Fleet, Outcome, Rank, Servers, Side
+from rank_faults import ERROR
+
+pytestmark = pytest.mark.transport
+
+BACKENDS = ["nixl", "mooncake"]
+# Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
+# so that the next one overwrites all that a failed one has left behind.
+PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
+TRANSFERS = [1, 2, 3, 4]
+AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
+SETTLED = 5  # seconds, after which nothing is kept of a request that is over
+# Mooncake has one to four connections to a peer; a leak for each of four faults would be more.
+MORE_FILES = 3
+# Sockets to a peer that has died, of which NIXL closes none: eight of UCX, one of ZeroMQ.
+FILES_OF_A_DEAD_PEER = 10
+# Of a decode rank: it takes a server for lost that once does not answer.
+HEARTBEAT = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+}
+NSA = {"layers": 4, "mla": True, "index_keys": True, "page_size": 64}
+
+
+def assert_right(servers: Servers) -> None:
+    """A request is served, every byte of it, and nothing is kept."""
+    outcome = servers.request(*PAGES)
+    assert outcome.state == "right", outcome
+    eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * servers.fleet.size)
+
+
+def eventually(measure, wanted) -> None:
+    deadline = time.monotonic() + SETTLED
+    while (found := measure()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert found == wanted
+
+
+def held(ranks: list[Rank]) -> tuple[list[int], list[list[str]]]:
+    """Open files, sockets too, and the threads of these ranks."""
+    healths = [rank.call("health") for rank in ranks]
+    return [health["files"] for health in healths], [health["threads"] for health in healths]
+
+
+def assert_held_no_more(ranks: list[Rank], before, more_files: int = MORE_FILES) -> None:
+    files, threads = before
+
+    def grown() -> list:
+        now = held(ranks)
+        too_many = [(n, of) for n, of in zip(now[0], files) if n > of + more_files]
+        return too_many + [(n, of) for n, of in zip(now[1], threads) if n != of]
+
+    eventually(grown, [])
+
+
+def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
+    """On every rank, in time, with this in the reason on each side."""
+    for side in (outcome.prefill, outcome.decode):
+        assert {answer["state"] for answer in side} == {"failed"}, outcome
+        assert all(answer["seconds"] < within for answer in side), outcome
+        assert any(said in answer["reason"] for answer in side), outcome
+
+
+def assert_each_fault_is_survived(servers: Servers, how: str, said: str, transfers, **plan) -> None:
+    """After a warm-up with one fault nothing is held that was not held before."""
+    ranks = [*servers.prefill, *servers.decode]
+    assert_right(servers)
+    before = None
+    for at in (transfers[0], *transfers):
+        servers.prefill[0].call("plan_faults", how=how, at=[at], **plan)
+        assert_failed(servers.request(*PAGES), said)
+        assert_right(servers)
+        before = before or held(ranks)
+    assert_held_no_more(ranks, before)
+
+
+@pytest.mark.parametrize(
+    "backend, how, said",
+    [
+        ("mooncake", "status", "the transfer engine returned -1"),
+        ("mooncake", "exception", f"Prefill could not send KV: {ERROR}"),
+        ("nixl", "status", "NIXL did not start the transfer"),
+        ("nixl", "exception", f"Prefill could not send KV: {ERROR}"),
+        ("nixl", "late status", "Prefill's write to decode failed: NIXL reports an error"),
+        ("nixl", "late exception", f"Prefill's write to decode failed: {ERROR}"),
+    ],
+)
+def test_a_failing_transfer_fails_its_request_alone(serve, backend, how, said):
+    with serve(Fleet(backend=backend)) as servers:
+        assert_each_fault_is_survived(servers, how, said, TRANSFERS)
+
+
+@pytest.mark.parametrize(
+    "backend, how, said",
+    [
+        ("mooncake", "status", "the transfer engine returned -1 for state"),
+        ("mooncake", "exception", ERROR),
+        ("nixl", "status", "NIXL did not start the transfer"),
+        ("nixl", "late status", "NIXL reports an error"),
+    ],
+)
+def test_a_request_fails_with_its_state(serve, backend, how, said):
+    with serve(Fleet(backend=backend, **NSA)) as servers:
+        assert_each_fault_is_survived(servers, how, said, [1] * 4, only_state=True)
+
+
+@pytest.mark.parametrize(
+    "failing, ends",
+    [
+        ([1], ["failed", "success", "success"]),
+        ([1, 2], ["failed", "failed", "failed"]),
+    ],
+)
+def test_mooncake_gives_up_a_peer_after_two_failures_until_it_asks_again(serve, failing, ends):
+    """Rooms that were open before: each would else wait for the time-out of a dead peer."""
+    rooms = [1001, 1002, 1003]
+    with serve(Fleet(backend="mooncake")) as servers:
+        assert_right(servers)
+        (prefill,), (decode,) = servers.prefill, servers.decode
+        for room in rooms:
+            decode.call("ask", room=room, pages=[4, 5])
+        eventually(lambda: prefill.call("kept")["transfer_infos"], len(rooms))
+        prefill.call("plan_faults", how="status", at=failing)
+        request = {"pages": [1, 2], "chunks": [2], "seconds": 10}
+        sent = [prefill.call("send", room=room, **request) for room in rooms]
+        ended = [decode.call("end", room=room, seconds=10) for room in rooms]
+        assert [answer["state"] for answer in sent] == ends, sent
+        assert [answer["state"] for answer in ended] == ends, ended
+        if ends[-1] == "failed":
+            assert "it has asked for nothing since" in sent[-1]["reason"]
+        assert_right(servers)
+
+
+def test_stock_mooncake_reports_success_without_the_state(serve):
+    with serve(Fleet(backend="mooncake", **NSA), "stock", "stock") as servers:
+        servers.prefill[0].call("plan_faults", how="status", at=[1], only_state=True)
+        outcome = servers.request(*PAGES, seconds=10)
+        assert outcome.prefill[0]["state"] == "success", outcome
+        assert outcome.decode[0]["state"] == "wrong", outcome
+        assert "('state', False, 0)" in outcome.reasons
+
+
+def test_stock_mooncake_condemns_a_live_peer(serve):
+    with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
+        assert servers.request(*PAGES).state == "right"
+        servers.prefill[0].call("plan_faults", how="status", at=[1])
+        for said in ("Failed to send kv chunk", "is not alive", "is not alive"):
+            outcome = servers.request([1, 2], [4, 5], seconds=10)
+            assert outcome.state == "failed", outcome
+            assert said in outcome.reasons, outcome
+
+
+def test_stock_mooncake_hangs_for_ever_after_an_exception(serve):
+    with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
+        assert servers.request(*PAGES).state == "right"
+        servers.prefill[0].call("plan_faults", how="exception", at=[1])
+        for _ in range(2):
+            assert servers.request(*PAGES, seconds=3).state == "hang"
+
+
+@pytest.mark.parametrize("how", ["status", "late status"])
+def test_stock_nixl_raises_in_the_scheduler(serve, how):
+    """Decode, which is not told, would wait for its time-out of minutes."""
+    with serve(Fleet(k_width=4, v_width=4), "stock", "stock") as servers:
+        assert servers.request(*PAGES).state == "right"
+        servers.prefill[0].call("plan_faults", how=how, at=[3])
+        outcome = servers.request(*PAGES, seconds=5)
+        assert outcome.prefill[0]["state"] == "raised", outcome
+        assert outcome.prefill[0]["seconds"] < AT_ONCE
+        assert outcome.decode[0]["state"] == "hang", outcome
+
+
+def test_a_stock_decode_hears_of_the_failure(serve):
+    """Mooncake alone: stock has no failure message for NIXL."""
+    with serve(Fleet(backend="mooncake"), decode="stock") as servers:
+        for how in ("status", "exception"):
+            servers.prefill[0].call("plan_faults", how=how, at=[2])
+            outcome = servers.request(*PAGES)
+            assert outcome.decode[0]["state"] == outcome.prefill[0]["state"] == "failed", outcome
+            assert servers.request(*PAGES).state == "right"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_of_two_decode_ranks_is_not_reached(serve, backend):
+    with serve(Fleet(Side(), Side(tp=2), backend=backend)) as servers:
+        assert_right(servers)
+        # The first rank has all its KV and its metadata by then.
+        servers.prefill[0].call("plan_faults", how="exception", at=[3])
+        outcome = servers.request([1, 2], [4, 5])
+        assert outcome.prefill[0]["state"] == "failed", outcome
+        failed = [answer for answer in outcome.decode if answer["state"] == "failed"]
+        assert failed and all(ERROR in answer["reason"] for answer in failed), outcome
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "side, wait, told_within",
+    [
+        (Side(tp=2), 2, (2, 4.5)),
+        (Side(pp=2), 2, (2, 4.5)),
+        pytest.param(Side(tp=2), 8, (5, 7.5), marks=pytest.mark.nightly),
+    ],
+    ids=["tp2", "pp2", "tp2_too_long"],
+)
+def test_decode_waits_for_the_other_senders(serve, backend, side, wait, told_within):
+    """Pages are not given away while one of them may still write there, for at most 5 s."""
+    with serve(Fleet(side, backend=backend)) as servers:
+        assert_right(servers)
+        slow, failing = servers.prefill
+        slow.call("plan_faults", how="wait", at=[1], seconds=wait)
+        failing.call("plan_faults", how="exception", at=[1])
+        outcome = servers.request([1, 2], [4, 5])
+        (decode,) = outcome.decode
+        assert outcome.prefill[1]["state"] == "failed", outcome
+        assert outcome.prefill[1]["seconds"] < wait, outcome
+        assert decode["state"] == "failed", outcome
+        assert decode["reason"].endswith(f"Prefill failed: Prefill could not send KV: {ERROR}")
+        assert told_within[0] <= decode["seconds"] < told_within[1], outcome
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
+    with serve(Fleet(decode=Side(environment=HEARTBEAT), backend=backend)) as servers:
+        assert_right(servers)
+        before = held(servers.decode)
+        dying = servers.pids("prefill")
+        servers.prefill[0].call("plan_faults", how="kill", at=[2], pids=dying)
+        outcome = servers.request(*PAGES)
+        (prefill,), (decode,) = outcome.prefill, outcome.decode
+        assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
+        assert "does not answer any more" in decode["reason"], outcome
+        assert decode["seconds"] < 15, outcome  # two heartbeats, each with its time-out
+        servers.start("prefill")
+        assert_right(servers)
+        note("prefill rank killed in mid-transfer", backend, decode)
+        assert_held_no_more(servers.decode, before, FILES_OF_A_DEAD_PEER)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
+    with serve(Fleet(backend=backend)) as servers:
+        assert_right(servers)
+        before = held(servers.prefill)
+        dying = servers.pids("decode")
+        servers.prefill[0].call("plan_faults", how=how, at=[2], pids=dying, seconds=1)
+        outcome = servers.request(*PAGES, seconds=90)
+        (prefill,), (decode,) = outcome.prefill, outcome.decode
+        assert (prefill["state"], decode["state"]) == ("failed", "died"), outcome
+        assert "Prefill" in prefill["reason"], outcome
+        assert prefill["seconds"] < 60, outcome
+        servers.start("decode")
+        assert_right(servers)
+        note(f"decode killed in mid-transfer ({how})", backend, prefill)
+        assert_held_no_more(servers.prefill, before, FILES_OF_A_DEAD_PEER)

@@ -1,0 +1,172 @@
+"""State beside KV, byte for byte: index keys (NSA), sliding windows, recurrent (Mamba) state.
+
+The engine's pools over NIXL (UCX) and Mooncake (TCP). A stock engine registers no draft model's
+state, so on decode that stays as it was.
+"""
+
+import dataclasses
+
+import pytest
+from fleet import Fleet, Side
+
+pytestmark = [
+    pytest.mark.transport,
+    pytest.mark.parametrize("backend", ["nixl", "mooncake"]),
+]
+
+# (pages on prefill, pages on decode, chunks)
+REQUESTS = [
+    ([3], [5], None),
+    ([9, 2, 3, 7, 1], [0, 1, 2, 8, 11], None),
+    ([2, 3, 8, 5, 6, 11], [10, 9, 3, 4, 5, 0], [2, 1, 3]),
+]
+NSA = {"mla": True, "index_keys": True, "page_size": 64}
+
+
+def nsa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=4, **more):
+    """Prefill's and decode's last stages hold so many draft layers."""
+    sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
+    return Fleet(*sides, layers=layers, **NSA, **more)
+
+
+def swa(drafts=(0, 0), tp=(1, 1)):
+    """Of each model, layers 0, 2, ... have a sliding window; V is as wide as K for stock."""
+    sides = [Side(tp=t, draft_layers=d) for t, d in zip(tp, drafts)]
+    return Fleet(*sides, layers=6, v_width=4, hybrid="swa")
+
+
+def mamba(tp=1):
+    return Fleet(Side(tp=tp), Side(tp=tp), layers=4, hybrid="mamba")
+
+
+def over(backend, fleet):
+    return dataclasses.replace(fleet, backend=backend)
+
+
+def assert_all_right(servers):
+    for src, dst, chunks in REQUESTS:
+        outcome = servers.request(src, dst, chunks)
+        assert outcome.state == "right", (src, dst, chunks, outcome)
+
+
+RIGHT = {
+    "nsa_draft": nsa((1, 1)),
+    "nsa_draft_tp2_to_2": nsa((1, 1), tp=(2, 2)),
+    "nsa_draft_tp2_to_1": nsa((1, 1), tp=(2, 1)),
+    "nsa_draft_pp2_odd": nsa((1, 1), pp=(2, 1), layers=7),
+    "nsa_draft_pp3_uneven": nsa((1, 1), pp=(3, 1), layers=7, stages=(2, 2, 3)),
+    "nsa_draft_pp2_to_pp2": nsa((1, 1), pp=(2, 2), layers=5),
+    "nsa_drafts_2_to_1": nsa((2, 1), pp=(2, 1), layers=5),
+    "nsa_drafts_1_to_2": nsa((1, 2), pp=(2, 1), layers=5),
+    "swa": swa(),
+    "swa_tp2_to_2": swa(tp=(2, 2)),
+    "swa_tp2_to_1": swa(tp=(2, 1)),
+    "swa_tp1_to_2": swa(tp=(1, 2)),
+    "swa_draft": swa((2, 2)),
+    "mamba": mamba(),
+    "mamba_tp2_to_2": mamba(tp=2),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_state(serve, backend, name):
+    with serve(over(backend, RIGHT[name])) as servers:
+        assert_all_right(servers)
+        for kept in servers.kept():
+            assert set(kept.values()) == {0}, kept
+
+
+ONE_SIDED = {
+    "prefill": nsa((1, 0)),
+    "prefill_pp2": nsa((1, 0), pp=(2, 1), layers=5),
+    "decode": nsa((0, 1)),
+    "decode_pp2": nsa((0, 1), pp=(2, 1), layers=5),
+    "decode_pp2_to_pp2": nsa((0, 1), pp=(2, 2), layers=5),
+}
+
+
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_draft_on_one_side(serve, nursery, backend, name):
+    """What only one side has is left out, and prefill's log says so once for a decode rank."""
+    log = nursery("patched").log
+    begins = log.stat().st_size
+    with serve(over(backend, ONE_SIDED[name])) as servers:
+        assert_all_right(servers)
+    said = log.read_bytes()[begins:].decode()
+    who = "it has no" if name.startswith("prefill") else "prefill has no"
+    assert said.count(f"{who} draft model") == said.count("draft model") == 1, said
+
+
+# Stock alone, and with a patched server on either side: a rollout goes server by server.
+ENGINES = [("stock", "stock"), ("stock", "patched"), ("patched", "stock")]
+UNWRITTEN = {
+    name: RIGHT[name]
+    for name in ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2", "swa_draft")
+}
+
+
+def assert_draft_state_unwritten(serve, fleet, engines):
+    """All else is right, the draft's KV too."""
+    with serve(fleet, *engines) as servers:
+        outcome = servers.request(*REQUESTS[1], seconds=10)
+    assert outcome.state == "wrong", outcome
+    wrong = "; ".join(answer["reason"] for answer in outcome.decode if answer["reason"])
+    components = ("state_k", "state_v") if fleet.hybrid else ("state",)
+    assert {part.split(":")[0] for part in wrong.split("; ")} == {
+        str((component, True, 0)) for component in components
+    }
+
+
+@pytest.mark.parametrize("engines", ENGINES, ids="->".join)
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_stock_leaves_draft_state_unwritten(serve, backend, name, engines):
+    assert_draft_state_unwritten(serve, over(backend, UNWRITTEN[name]), engines)
+
+
+def test_stock_alone_leaves_draft_state_unwritten(serve, backend):
+    fleet = over(backend, RIGHT["nsa_draft_pp3_uneven"])
+    assert_draft_state_unwritten(serve, fleet, ENGINES[0])
+
+
+MIXED = {
+    "nsa": nsa(),
+    "nsa_pp2_odd": nsa(pp=(2, 1), layers=7),
+    "nsa_pp2_to_pp2": nsa(pp=(2, 2), layers=5),
+    "nsa_draft_on_decode_pp2": ONE_SIDED["decode_pp2"],
+    "swa": swa(),
+    "mamba_tp2_to_2": RIGHT["mamba_tp2_to_2"],
+}
+
+
+@pytest.mark.parametrize("engines", ENGINES, ids="->".join)
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.nightly  # the suite has 45 minutes
+def test_mixed_fleet(serve, backend, name, engines):
+    with serve(over(backend, MIXED[name]), *engines) as servers:
+        assert_all_right(servers)
+
+
+DRAFT_ON_PREFILL = {
+    "pp1": ONE_SIDED["prefill"],
+    "pp2": ONE_SIDED["prefill_pp2"],
+    "pp2_as_many_as_decode": nsa((1, 0), pp=(2, 1), stages=(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFT_ON_PREFILL)
+def test_draft_on_prefill_with_stock_decode(serve, backend, name):
+    """Our last stage may register as many state buffers as decode, which has all layers."""
+    with serve(over(backend, DRAFT_ON_PREFILL[name]), "patched", "stock") as servers:
+        assert_all_right(servers)
+
+
+# Stock alone: its sender indexes past decode's layers, or refuses to split windows by heads.
+STOCK_ENDS = {"draft_on_prefill": ONE_SIDED["prefill"], "swa_tp2_to_1": RIGHT["swa_tp2_to_1"]}
+
+
+@pytest.mark.parametrize("name", STOCK_ENDS)
+def test_stock_prefill_ends(serve, backend, name):
+    """Over NIXL its scheduler raises, over Mooncake its transfer thread is lost."""
+    with serve(over(backend, STOCK_ENDS[name]), "stock", "stock") as servers:
+        outcome = servers.request(*REQUESTS[1], seconds=8)
+    assert outcome.state == {"nixl": "raised", "mooncake": "hang"}[backend], outcome
