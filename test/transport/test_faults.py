@@ -258,5 +258,5 @@ def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
         assert prefill["seconds"] < 60, outcome
         servers.start("decode")
         assert_right(servers)
-        note(f"decode killed in mid-transfer ({how})", backend, prefill)
+        note(f"decode rank killed in mid-transfer ({how})", backend, prefill)
         assert_held_no_more(servers.prefill, before, FILES_OF_A_DEAD_PEER)
