@@ -30,35 +30,43 @@ def test_tp_sizes_neither_of_which_divides_the_other(serve, backend):
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_other_page_size(serve, backend):
-    reasons = refused(serve, Fleet(Side(page_size=8), Side(page_size=16), backend=backend))
-    assert "prefill page size 8 and decode page size 16 differ" in reasons
-
-
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_other_layer_count(serve, backend):
-    fleet = Fleet(Side(model_layers=3), Side(model_layers=2), backend=backend)
-    reasons = refused(serve, fleet)
-    assert "number of layers: prefill has 3, decode has 2" in reasons
-
-
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_other_head_width(serve, backend):
-    reasons = refused(serve, Fleet(Side(k_width=4), Side(k_width=8), backend=backend))
-    assert "k, layer 0, bytes a page: prefill has 2048, decode has 4096" in reasons
-
-
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_other_head_count(serve, backend):
-    reasons = refused(serve, Fleet(Side(kv_heads=4), Side(kv_heads=8), backend=backend))
-    assert "k, layer 0, KV heads in all: prefill has 4, decode has 8" in reasons
-
-
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_other_dtype_of_the_same_size(serve, backend):
-    sides = Side(dtype="int64"), Side(dtype="float64")
-    reasons = refused(serve, Fleet(*sides, backend=backend))
-    assert "KV dtype: prefill has int64, decode has float64" in reasons
+@pytest.mark.parametrize(
+    "prefill, decode, said",
+    [
+        pytest.param(
+            Side(page_size=8),
+            Side(page_size=16),
+            "prefill page size 8 and decode page size 16 differ",
+            id="page_size",
+        ),
+        pytest.param(
+            Side(model_layers=3),
+            Side(model_layers=2),
+            "number of layers: prefill has 3, decode has 2",
+            id="layer_count",
+        ),
+        pytest.param(
+            Side(k_width=4),
+            Side(k_width=8),
+            "k, layer 0, bytes a page: prefill has 2048, decode has 4096",
+            id="head_width",
+        ),
+        pytest.param(
+            Side(kv_heads=4),
+            Side(kv_heads=8),
+            "k, layer 0, KV heads in all: prefill has 4, decode has 8",
+            id="head_count",
+        ),
+        pytest.param(
+            Side(dtype="int64"),
+            Side(dtype="float64"),
+            "KV dtype: prefill has int64, decode has float64",
+            id="dtype_of_the_same_size",
+        ),
+    ],
+)
+def test_peers_that_do_not_fit(serve, backend, prefill, decode, said):
+    assert said in refused(serve, Fleet(prefill, decode, backend=backend))
 
 
 @pytest.mark.parametrize(
