@@ -116,8 +116,8 @@ class Copies:
     def lists(self) -> tuple[list[int], list[int], list[int]]:
         """The same as lists."""
         return (
-            _chained([_sums(some.src, some.src_offset) for some in self.sets]),
-            _chained([_sums(some.dst, some.dst_offset) for some in self.sets]),
+            _sums([(some.src, some.src_offset) for some in self.sets]),
+            _sums([(some.dst, some.dst_offset) for some in self.sets]),
             _chained([some.lengths() for some in self.sets]),
         )
 
@@ -185,12 +185,13 @@ def _chained(lists: list[list[int]]) -> list[int]:
     return chained
 
 
-def _sums(firsts: Ints, offsets: Ints) -> list[int]:
-    """Each of `firsts` plus each of `offsets`."""
-    step = max(1, _AT_ONCE // max(1, offsets.size))
+def _sums(sides: list[tuple[Ints, Ints]]) -> list[int]:
+    """Of each pair of arrays, each number of the first plus each of the second."""
     numbers = array("q")
-    for start in range(0, firsts.size, step):
-        numbers.frombytes((firsts[start : start + step, None] + offsets).view(np.uint8))
+    for firsts, offsets in sides:
+        step = max(1, _AT_ONCE // max(1, offsets.size))
+        for start in range(0, firsts.size, step):
+            numbers.frombytes((firsts[start : start + step, None] + offsets).view(np.uint8))
     return numbers.tolist()  # a tenth faster than NumPy's
 
 
