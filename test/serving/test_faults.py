@@ -23,8 +23,9 @@ HEARTBEAT = {
 }
 PATIENCE = 180  # seconds, for an answer
 ERROR_PATIENCE = 60  # for an error
-# Sockets to a peer that died and to the one in its place; a leak for each request would be more.
-MORE_FILES = 24
+# NIXL's eight workers close theirs to a dead peer when they next work, which such small requests
+# do not make them; a leak for each request would be more.
+MORE_FILES = 12
 
 
 @pytest.mark.parametrize(

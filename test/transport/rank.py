@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from rank_faults import Faults
+from rank_faults import Faults, cut_connections
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
 HOST = "127.0.0.1"
 AUX_SLOTS = 8
+LATE_SECONDS = 2.0
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
     *("state_conv", "state_temporal"),
@@ -251,6 +252,31 @@ class Rank:
             receiver.clear()
         return end
 
+    def give_up(self, room: int, pages: list[int], after: float, seconds: float) -> dict:
+        """Abort a room some seconds after it was opened, at once if 0, or before, if below.
+
+        `changed` are the buffers that prefill still writes to when the room is over, and its pages
+        belong to others.
+        """
+        receiver = self._receiver(room)
+        first = receiver.poll()
+        if after < 0:
+            receiver.abort()
+        if first != KVPoll.Failed:
+            receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        if after >= 0:
+            time.sleep(after)
+            receiver.abort()
+        begun = time.monotonic()
+        end = self._await(receiver, seconds)
+        waited = time.monotonic() - begun
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        time.sleep(LATE_SECONDS)
+        now = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        before, self.expected = self.expected, now
+        changed = [str(key) for key in now if not np.array_equal(now[key], before[key])]
+        return {**end, "changed": changed, "waited": waited}
+
     def _receiver(self, room: int):
         return self._class(KVClassType.RECEIVER)(
             mgr=self.manager,
@@ -297,6 +323,17 @@ class Rank:
         self.faults = self.faults or Faults(self.manager)
         self.faults.plan(**plan)
         return {"state": "planned"}
+
+    def cut_connections(self) -> dict:
+        """See `rank_faults.cut_connections`."""
+        return {"cut": cut_connections()}
+
+    def forget_idle_sockets(self, seconds: float) -> dict:
+        """Let those be closed that were unused for so long, instead of a minute."""
+        from sglang.srt.disaggregation.common import messages
+
+        messages.IDLE_SECONDS = seconds
+        return {"state": "set"}
 
     def health(self) -> dict:
         """What faults and foreign messages must not change, and memory at its highest."""

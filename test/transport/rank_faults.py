@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -18,8 +19,9 @@ class Faults:
 
     How a transfer fails: `status`, the engine's call returns an error; `exception`, it raises;
     `late status` and `late exception`, NIXL alone, it says that it has begun, and then so. Or
-    `wait`: it begins after some seconds. Or processes die: with `kill` before it begins, with
-    `freeze` they stand still when it begins, and die after some seconds.
+    `wait`: it begins after some seconds. Or `cut`: all connections of this process break before it
+    begins. Or processes die: with `kill` before it begins, with `freeze` they stand still when it
+    begins, and die after some seconds.
     """
 
     def __init__(self, manager):
@@ -54,6 +56,8 @@ class Faults:
             raise RuntimeError(ERROR)
         if self._how == "wait":
             time.sleep(self._seconds)
+        if self._how == "cut":
+            cut_connections()
         if self._how == "kill":
             for pid in self._pids:
                 kill(pid)
@@ -87,6 +91,21 @@ class Faults:
         if how == "late exception":
             raise RuntimeError(ERROR)
         return "ERR" if how else self._is_done(handle)
+
+
+def cut_connections() -> int:
+    """Break those of this process, as a network may; both sides live on. Returns how many."""
+    cut = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # no socket
+        with sock, contextlib.suppress(OSError):  # not connected
+            if sock.family == socket.AF_INET and sock.getpeername():
+                sock.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
 
 
 def kill(pid: int) -> None:

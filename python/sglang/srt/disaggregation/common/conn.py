@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
-from typing import Dict, List, Optional, Tuple
+from collections import OrderedDict, deque
+from typing import Deque, Dict, List, Optional, Tuple
 
 import numpy as np
 import requests
 import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.messages import PeerSockets, read_messages
+from sglang.srt.disaggregation.common.messages import PeerSocket, read_messages
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
     LayoutError,
@@ -41,13 +42,14 @@ MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
+ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
 class CommonKVManager:
     # Rooms are touched by the scheduler and by the bootstrap thread; a process has one manager.
     rooms_lock = threading.RLock()
     given_up: OrderedDict[int, str] = OrderedDict()
-    _peers = PeerSockets()
+    aborted: Deque[int] = deque()
 
     @property
     def sender(self) -> int:
@@ -139,9 +141,8 @@ class CommonKVManager:
             failed = KVPoll.Failed in (current, status)
             self.request_status[room] = KVPoll.Failed if failed else max(current, status)
 
-    def _connect(self, endpoint: str, is_ipv6: bool = False) -> zmq.Socket:
-        """This thread's socket to a peer; one that takes nothing raises `zmq.Again` in a second."""
-        return self._peers.get(endpoint, is_ipv6)
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> PeerSocket:
+        return PeerSocket(endpoint, is_ipv6)
 
     def read_bootstrap_messages(self) -> None:
         """Prefill: start the thread that reads them; one that cannot be read is dropped."""
@@ -185,10 +186,14 @@ class CommonKVManager:
             self.given_up.popitem(last=False)
 
     def take_abort(self, room: bytes, reason: bytes) -> None:
-        """Fail the room that decode has given up."""
+        """Fail the room that decode has given up, also if its request has yet to come."""
         number = int(room.decode("ascii"))
-        self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
-        self.update_status(number, KVPoll.Failed)
+        with self.rooms_lock:
+            self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
+            self.update_status(number, KVPoll.Failed)
+            self.aborted.append(number)
+            if len(self.aborted) > MAX_GIVEN_UP:  # its request never came, or is long over
+                self.forget(self.aborted.popleft())
 
     def watch_prefill_servers(self) -> None:
         """Decode: start the thread that asks them for their health and notes which are lost."""
@@ -238,7 +243,7 @@ def _is_healthy(address: str) -> bool:
 
 
 class CommonKVReceiver:
-    # When the first sender gave up.
+    # When the first sender gave up, or this side did.
     failing_since: Optional[float] = None
 
     def __init__(
@@ -342,12 +347,24 @@ class CommonKVReceiver:
                 infos.append(info)
         return infos
 
+    @classmethod
+    def _connect(
+        cls, endpoint: str, is_ipv6: bool = False
+    ) -> Tuple[PeerSocket, contextlib.AbstractContextManager]:
+        """The socket, and the lock that callers take, of which it has no need."""
+        return PeerSocket(endpoint, is_ipv6), contextlib.nullcontext()
+
+    def _may_ask(self) -> bool:
+        """Whether to open the room on prefill; not one that has failed, whose pages are freed."""
+        if self.bootstrap_infos is None:
+            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+        return self.kv_mgr.check_status(self.bootstrap_room) != KVPoll.Failed
+
     def _tell_prefill(self, bootstrap_info: dict, frames: List[bytes]) -> None:
         """Send a sealed message; a rank that takes no more fails the room, for none may wait."""
-        sock, lock = self._connect_to_bootstrap_server(bootstrap_info)
+        sock, _ = self._connect_to_bootstrap_server(bootstrap_info)
         try:
-            with lock:
-                sock.send_multipart(seal(frames), zmq.NOBLOCK)
+            sock.send_multipart(seal(frames))
         except zmq.ZMQError as error:
             address = f"{bootstrap_info['rank_ip']}:{bootstrap_info['rank_port']}"
             self._fail(f"Prefill rank {address} takes no messages: {error}")
@@ -355,16 +372,32 @@ class CommonKVReceiver:
     def _lose_patience(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
         now = time.time()
-        if failing:
-            # Our pages must not be freed while another sender still writes to them.
+        if failing or self.failing_since:
+            # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
             if now - self.failing_since >= SENDERS_END_SECONDS:
-                self._fail("a prefill rank failed, and others do not say whether they have ended")
+                self._fail("not all prefill ranks say that they write no more")
         elif now - self.init_time >= self.kv_mgr.waiting_timeout:
-            self._fail(
+            self._give_up(
                 f"KV did not arrive within {now - self.init_time:.0f} s; "
                 "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
             )
+
+    def abort(self):
+        """Nobody waits for this request any more; it fails when none of our pages is written to."""
+        if self.conclude_state is None:
+            self._give_up("Aborted by AbortReq.")
+
+    def _give_up(self, reason: str) -> None:
+        """Have prefill end the room; if it may be writing, wait until it says that it is not."""
+        if self.init_time is None or self.kv_mgr.check_status(self.bootstrap_room) in ENDED:
+            self._fail(reason)
+        else:
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.failing_since = self.failing_since or time.time()
+        if self.bootstrap_infos:
+            # Not in the scheduler's time: it asks the bootstrap server.
+            threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
@@ -384,14 +417,17 @@ class CommonKVReceiver:
             threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _abort_on_prefill(self, reason: str) -> None:
+        """Tell the ranks that know this one, or all of them."""
         sizes = self._ask_bootstrap_server(-1, -1, -1)
         if not sizes or not sizes.get("takes_aborts"):
             return
-        for tp_rank in range(self.prefill_attn_tp_size):
-            for pp_rank in range(self.prefill_pp_size):
-                info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-                if info is not None:
-                    self._tell_prefill(info, self._abort_frames(reason))
+        infos = self.bootstrap_infos or [
+            self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+            for tp_rank in range(self.prefill_attn_tp_size)
+            for pp_rank in range(self.prefill_pp_size)
+        ]
+        for info in filter(None, infos):
+            self._tell_prefill(info, self._abort_frames(reason))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]

@@ -6,7 +6,7 @@ import logging
 import struct
 import threading
 import time
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Tuple
 
 import zmq
 
@@ -17,9 +17,8 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 32
 # Of pointers and lengths, which take ten times as much once they are read; a rank has thousands.
 MAX_NUMBERS_BYTES = 1 << 20
-# For a peer that is gone: its socket takes a thousand messages, and then makes the sender wait.
-SEND_MS = 1000
 LINGER_MS = 5000
+IDLE_SECONDS = 60.0
 BIND_SECONDS = 5.0
 
 
@@ -68,19 +67,40 @@ def _limit_frames(sock: zmq.Socket) -> None:
             time.sleep(0.01)
 
 
-class PeerSockets(threading.local):
-    """Sockets by endpoint, each thread its own: ZeroMQ's must not be shared."""
+class PeerSocket:
+    """Sends to one endpoint, from any thread; it never waits.
 
-    def __init__(self):
-        self._sockets: Dict[str, zmq.Socket] = {}
+    An endpoint has one ZeroMQ socket. When another endpoint's is opened, those that nothing was
+    sent over for `IDLE_SECONDS` are closed: nobody says when a decode rank has died. A live one's
+    is opened again when it is needed.
+    """
 
-    def get(self, endpoint: str, is_ipv6: bool = False) -> zmq.Socket:
-        """A socket that sends to `endpoint`; `zmq.Again` says that the peer takes nothing."""
-        if endpoint not in self._sockets:
-            sock = zmq.Context.instance().socket(zmq.PUSH)
-            sock.setsockopt(zmq.IPV6, int(is_ipv6))
-            sock.setsockopt(zmq.SNDTIMEO, SEND_MS)
-            sock.setsockopt(zmq.LINGER, LINGER_MS)
-            sock.connect(endpoint)
-            self._sockets[endpoint] = sock
-        return self._sockets[endpoint]
+    _lock = threading.Lock()
+    # The socket and when it was used last.
+    _open: Dict[str, Tuple[zmq.Socket, float]] = {}
+
+    def __init__(self, endpoint: str, is_ipv6: bool = False):
+        self.endpoint, self.is_ipv6 = endpoint, is_ipv6
+
+    def send_multipart(self, frames: List[bytes]) -> None:
+        """Hand over a message, also before the peer is connected.
+
+        Raises:
+            zmq.Again: The peer takes none, and a thousand wait for it already.
+        """
+        with self._lock:
+            now = time.monotonic()
+            sock, _ = self._open.get(self.endpoint) or (self._make(now), now)
+            self._open[self.endpoint] = (sock, now)
+            sock.send_multipart(frames, zmq.NOBLOCK)
+
+    def _make(self, now: float) -> zmq.Socket:
+        for endpoint, (sock, used) in list(self._open.items()):
+            if now - used > IDLE_SECONDS:
+                sock.close()
+                del self._open[endpoint]
+        sock = zmq.Context.instance().socket(zmq.PUSH)
+        sock.setsockopt(zmq.IPV6, int(self.is_ipv6))
+        sock.setsockopt(zmq.LINGER, LINGER_MS)
+        sock.connect(self.endpoint)
+        return sock

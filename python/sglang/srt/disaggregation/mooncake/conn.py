@@ -21,6 +21,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
+    ENDED,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
@@ -519,8 +520,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if self.bootstrap_infos is None:
-            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+        if not self._may_ask():
             return
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
         where = [kv_indices.tobytes(), str(aux_index).encode("ascii"), state]
@@ -541,13 +541,16 @@ class MooncakeKVReceiver(CommonKVReceiver):
         if self.conclude_state is not None:
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
-        ended = (KVPoll.Success, KVPoll.Failed)
-        if manager.check_status(room) not in ended and self.init_time is not None:
+        if manager.check_status(room) not in ENDED and self.init_time is not None:
             self._lose_patience(room in manager.failing_rooms)
         status = manager.check_status(room)
-        if status in ended:
-            self.conclude_state = status
+        if status in ENDED:
+            self.conclude_state = KVPoll.Failed if self.failing_since else status
+            return self.conclude_state
         return status
+
+    def abort(self):
+        CommonKVReceiver.abort(self)
 
     def clear(self) -> None:
         self._end()

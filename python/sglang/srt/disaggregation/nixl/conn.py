@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import socket
 import struct
+import threading
 import time
 import uuid
 from collections import defaultdict
-from typing import TYPE_CHECKING, Dict, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
+    ENDED,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
@@ -46,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 # How long a failed room waits for this rank's writes.
 WRITES_END_SECONDS = 1.0
+CONNECT_SECONDS = 0.5
+# In the text of NIXL's errors: the connection to a peer is lost, or could not be made anew.
+CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
 @dataclasses.dataclass
@@ -102,6 +109,15 @@ class Chunk:
     state_slots: Optional[List[int]] = None
 
 
+@dataclasses.dataclass(eq=False)
+class Write:
+    """One transfer to a decode rank; `end` is set when it is over: empty, or why it failed."""
+
+    peer: str
+    handle: object
+    end: Optional[str] = None
+
+
 class NixlKVManager(CommonKVManager):
     def __init__(
         self,
@@ -112,6 +128,11 @@ class NixlKVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
+        # The bootstrap thread must not make a connection anew that the scheduler begins to use.
+        self.connections_lock = threading.RLock()
+        self.out_of_reach: Set[str] = set()
+        # Those under way; a sender that is gone takes its own with it, which ends them.
+        self.writes: WeakSet[Write] = WeakSet()
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -209,11 +230,73 @@ class NixlKVManager(CommonKVManager):
         rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
         return self.agent.get_xfer_descs(rows, kind)
 
-    def _start(self, peer: str, src, dst, notif: bytes):
-        handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
-        if not handle or self.agent.transfer(handle) == "ERR":
-            raise RuntimeError(f"NIXL did not start the transfer {notif.decode('ascii')} to {peer}")
-        return handle
+    def _start(self, peer: str, src, dst, notif: bytes) -> Write:
+        def start() -> Write:
+            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
+            if not handle or self.agent.transfer(handle) == "ERR":
+                note = notif.decode("ascii")
+                raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
+            return Write(peer, handle)
+
+        write = self._connected(peer, start)
+        self.writes.add(write)
+        return write
+
+    def _notify(self, peer: str, notif: bytes) -> None:
+        self._connected(peer, lambda: self.agent.send_notif(peer, notif))
+
+    def _connected(self, peer: str, act: Callable):
+        """Do it; once more over a new connection if NIXL has lost the one to this peer.
+
+        NIXL itself makes none: without that a live peer would be out of reach for ever.
+        """
+        with self.connections_lock:
+            try:
+                return act()
+            except Exception as error:
+                if not any(name in str(error) for name in CONNECTION_LOST):
+                    raise
+                if not self._connect_again(peer):
+                    raise
+                return act()
+
+    def _connect_again(self, peer: str) -> bool:
+        """Whether there is a new connection; not while a write over the old one is under way.
+
+        A rank that takes none is not tried again until it asks for another room.
+        """
+        under_way = [write for write in self.writes if write.peer == peer]
+        if peer in self.out_of_reach or not all(map(self.has_ended, under_way)):
+            return False
+        info = self.decode_kv_args_table[peer]
+        try:
+            with contextlib.suppress(Exception):  # NIXL may not know it any more
+                self.agent.remove_remote_agent(peer)
+            # First where it reads our messages: UCX keeps a socket for each connection refused.
+            socket.create_connection((info.endpoint, info.dst_port), CONNECT_SECONDS).close()
+            self.agent.add_remote_agent(info.agent_metadata)
+        except Exception as error:
+            logger.warning(f"Decode {peer} takes no new connection: {error}")
+            self.out_of_reach.add(peer)
+            return False
+        logger.info(f"Connected to decode {peer} again")
+        return True
+
+    def has_ended(self, write: Write) -> bool:
+        """Whether it is over; `write.end` says how."""
+        with self.connections_lock:
+            if write.end is not None:
+                return True
+            try:
+                state = self.agent.check_xfer_state(write.handle)
+                reason = "NIXL reports an error"
+            except Exception as error:
+                state, reason = "ERR", str(error)
+            if state not in ("DONE", "ERR"):
+                return False
+            write.end, write.handle = reason if state == "ERR" else "", None
+            self.writes.discard(write)
+            return True
 
     def _send_kvcache_generic(
         self,
@@ -222,13 +305,13 @@ class NixlKVManager(CommonKVManager):
         prefill_data_indices: npt.NDArray[np.int32],
         dst_data_indices: npt.NDArray[np.int32],
         notif: str,
-    ):
-        """Write pages by `plan`, KV's or state's; returns a handle, None with nothing to write."""
+    ) -> Optional[Write]:
+        """Write pages by `plan`, KV's or state's; None with nothing to write."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
         copies = plan.copies(prefill_data_indices, dst_data_indices)
         src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
         if not len(src):
-            self.agent.send_notif(peer_name, notif.encode("ascii"))
+            self._notify(peer_name, notif.encode("ascii"))
             return None
         return self._start(
             peer_name,
@@ -307,33 +390,33 @@ class NixlKVManager(CommonKVManager):
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(self, bootstrap_room: int, chunk: Chunk) -> List:
+    def add_transfer_request(self, bootstrap_room: int, chunk: Chunk) -> List[Write]:
         """Start the writes of one chunk to every decode rank of the room.
 
-        Returns the handles of those that were started. What goes wrong fails the room, never the
-        caller, which is the scheduler.
+        Returns those that were started. What goes wrong fails the room, never the caller, which is
+        the scheduler.
         """
-        handles = []
+        writes: List[Write] = []
         try:
             for req in list(self.transfer_infos[bootstrap_room].values()):
                 if not req.is_dummy():
-                    self._send_chunk(req, chunk, handles)
+                    self._send_chunk(req, chunk, writes)
         except Exception as error:
             logger.exception(f"Room {bootstrap_room}: chunk {chunk.number} could not be sent")
             self.record_failure(bootstrap_room, f"Prefill could not send KV: {error}")
             self.update_status(bootstrap_room, KVPoll.Failed)
-        return handles
+        return writes
 
-    def _send_chunk(self, req: TransferInfo, chunk: Chunk, handles: List) -> None:
-        """Start one chunk's writes to one decode rank, adding their handles as they come."""
+    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Write]) -> None:
+        """Start one chunk's writes to one decode rank, adding them as they come."""
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
             return format_notice(Notice(req.room, kind, **more), self.sender).decode("ascii")
 
-        def add(handle) -> None:
-            if handle is not None:
-                handles.append(handle)
+        def add(write: Optional[Write]) -> None:
+            if write is not None:
+                writes.append(write)
 
         add(
             self.send_kvcache(
@@ -378,7 +461,7 @@ class NixlKVManager(CommonKVManager):
     def _tell_failure(self, bootstrap_room: int, peer: str, reason: str) -> None:
         notice = Notice(bootstrap_room, "failed", reason=reason)
         try:
-            self.agent.send_notif(peer, format_notice(notice, self.sender))
+            self._notify(peer, format_notice(notice, self.sender))
         except Exception as error:
             logger.warning(f"Room {bootstrap_room}: decode {peer} was not told: {error}")
 
@@ -443,6 +526,7 @@ class NixlKVManager(CommonKVManager):
 
     def _open_room(self, info: TransferInfo) -> None:
         refusal = self.decode_kv_args_table[info.agent_name].refusal
+        self.out_of_reach.discard(info.agent_name)  # it lives
         with self.rooms_lock:
             if info.room in self.given_up:
                 self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
@@ -486,18 +570,11 @@ class NixlKVSender(CommonKVSender):
 
     def _drop_ended_writes(self) -> None:
         """Forget the writes that are done; one that failed fails the room."""
-        running = []
-        for handle in self.xfer_handles:
-            try:
-                state = self.kv_mgr.agent.check_xfer_state(handle)
-                reason = "NIXL reports an error"
-            except Exception as error:
-                state, reason = "ERR", str(error)
-            if state == "ERR":
-                self._fail(f"Prefill's write to decode failed: {reason}")
-            elif state != "DONE":
-                running.append(handle)
-        self.xfer_handles = running
+        ended = [write for write in self.xfer_handles if self.kv_mgr.has_ended(write)]
+        for write in ended:
+            self.xfer_handles.remove(write)
+            if write.end:
+                self._fail(f"Prefill's write to decode failed: {write.end}")
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
@@ -526,8 +603,7 @@ class NixlKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if self.bootstrap_infos is None:
-            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+        if not self._may_ask():
             return
         arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         arrivals.senders = self.required_prefill_response_num
@@ -561,12 +637,12 @@ class NixlKVReceiver(CommonKVReceiver):
         if self.started_transfer:
             manager.update_transfer_status()
             if manager.check_transfer_done(room):
-                failed = manager.transfer_statuses[room].is_failed()
+                failed = manager.transfer_statuses[room].is_failed() or self.failing_since
                 manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
             else:
                 self._lose_patience(manager.transfer_statuses[room].is_failing)
         status = manager.check_status(room)
-        if status in (KVPoll.Success, KVPoll.Failed):
+        if status in ENDED:
             self.conclude_state = status
 
     def _register_kv_args(self):

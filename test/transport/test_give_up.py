@@ -1,0 +1,97 @@
+"""Requests that decode gives up, because its client has or because they take too long.
+
+Their pages go to other requests, so that prefill must not write to them from then on.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fleet import Fleet, Servers, Side
+from test_faults import assert_right, eventually
+
+pytestmark = pytest.mark.transport
+
+BACKENDS = ["nixl", "mooncake"]
+SOURCE, DESTINATION = [1, 2, 3, 4], [4, 5, 6, 7]
+WRITE_AT = 1.5  # seconds, after which a write begins that prefill has decided on before
+PROMPT = 1.0
+PATIENCE = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1"}
+TOO_LATE = "KV did not arrive within 1 s"
+ABORTED = "Aborted by AbortReq."
+
+
+def give_up(servers: Servers, after: float) -> tuple[dict, dict]:
+    """What prefill and decode say of a request that decode aborts."""
+    (prefill,), (decode,) = servers.prefill, servers.decode
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(
+            prefill.timed, "send", room=900, pages=SOURCE, chunks=[2, 2], seconds=15
+        )
+        gave_up = decode.call("give_up", room=900, pages=DESTINATION, after=after, seconds=15)
+        return sending.result(), gave_up
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_aborted_request_keeps_its_pages_until_prefill_has_ended(serve, backend):
+    with serve(Fleet(backend=backend)) as servers:
+        assert_right(servers)
+        servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=WRITE_AT)
+        prefill, decode = give_up(servers, after=0.3)
+        assert prefill["state"] == decode["state"] == "failed", (prefill, decode)
+        assert ABORTED in decode["reason"], decode
+        assert decode["changed"] == []
+        assert WRITE_AT - 1 < decode["waited"] < WRITE_AT + PROMPT, decode
+        assert_right(servers)
+
+
+def test_stock_mooncake_writes_to_the_pages_of_others(serve):
+    with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
+        assert servers.request(SOURCE, DESTINATION).state == "right"
+        servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=WRITE_AT)
+        _, decode = give_up(servers, after=0.3)
+        assert decode["state"] == "failed", decode
+        assert decode["waited"] < PROMPT
+        assert decode["changed"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_sends_nothing_of_an_aborted_request(serve, backend):
+    """It is told before it has computed anything, and needs not wait for its own time-out."""
+    with serve(Fleet(backend=backend)) as servers:
+        assert_right(servers)
+        (prefill,), (decode,) = servers.prefill, servers.decode
+        gave_up = decode.call("give_up", room=900, pages=DESTINATION, after=-1, seconds=5)
+        assert gave_up["state"] == "failed" and ABORTED in gave_up["reason"], gave_up
+        assert gave_up["waited"] < PROMPT and not gave_up["changed"], gave_up
+        answer = prefill.timed("send", room=900, pages=SOURCE, chunks=[4], seconds=5)
+        assert answer["state"] == "failed", answer
+        assert f"Decode gave up this request: {ABORTED}" in answer["reason"], answer
+        assert answer["seconds"] < PROMPT
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_takes_too_long_keeps_its_pages(serve, backend):
+    with serve(Fleet(decode=Side(environment=PATIENCE), backend=backend)) as servers:
+        assert_right(servers)
+        servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=WRITE_AT)
+        outcome = servers.request(SOURCE, DESTINATION, [2, 2])
+        (prefill,), (decode,) = outcome.prefill, outcome.decode
+        assert prefill["state"] == decode["state"] == "failed", outcome
+        assert TOO_LATE in decode["reason"] and TOO_LATE in prefill["reason"], outcome
+        assert WRITE_AT - 0.5 < decode["seconds"] < WRITE_AT + PROMPT, outcome
+        # Some of it was written before it was over.
+        assert servers.request(SOURCE, DESTINATION).state in ("right", "wrong")
+        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_that_stays_silent_is_waited_for_in_vain(serve, backend):
+    """For 5 s: a page cannot be kept for ever."""
+    with serve(Fleet(backend=backend, v_width=4), prefill="stock") as servers:
+        (decode,) = servers.decode
+        gave_up = decode.call("give_up", room=900, pages=DESTINATION, after=0.2, seconds=15)
+        assert gave_up["state"] == "failed" and ABORTED in gave_up["reason"], gave_up
+        assert 4.5 < gave_up["waited"] < 6.5, gave_up
+        # Stock prefill was sent nothing that it cannot read: it still serves.
+        assert servers.request(SOURCE, DESTINATION).state == "right"
