@@ -286,16 +286,18 @@ def cell(text: str) -> str:
 
 
 def soak() -> list[str]:
-    """A table: for each backend its last soak."""
+    """A table: for each backend and engine its last soak."""
     latest = {row["fleet"]: row for row in recorded(SOAK)}
     if not latest:
         return ["Soak: not measured.", ""]
     return [
         "Soak: requests of 1 to 600 tokens, eight at once, through one prefill and one decode",
-        "server that retracts; each answer against the stock server's. MiB: memory of a server's",
-        "processes after the warm-up and at the end, and the most in between.",
+        "server that retracts; each answer against one stock server's. MiB: memory of a server's",
+        "processes after the warm-up and at the end, and the most in between. What the engine",
+        "itself takes is in the row of stock; managers without a model keep less than 150 KiB of",
+        "600 requests (test/transport/test_memory.py).",
         "",
-        "| backend | requests | wrong | retractions | seconds | prefill MiB | decode MiB |",
+        "| backend, engine | requests | wrong | retractions | seconds | prefill MiB | decode MiB |",
         "|---" * 7 + "|",
         *(
             f"| {name} | {row['requests']} | {row['wrong']} | {row['retractions']} "

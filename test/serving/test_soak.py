@@ -37,18 +37,26 @@ def soak_prompts() -> list[list[int]]:
     return [[source.randrange(256) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
-def test_soak(backend, reference):
-    if reason := cluster.why_not_here(backend, 2, ("patched", "patched")):
+@pytest.mark.parametrize(
+    "backend, engine",
+    [
+        ("nixl", "patched"),
+        ("mooncake", "patched"),
+        ("ascend", "patched"),
+        ("nixl", "stock"),  # what memory the engine itself takes
+    ],
+)
+def test_soak(backend, engine, reference):
+    if reason := cluster.why_not_here(backend, 2, (engine, engine)):
         pytest.skip(reason)
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
     prefill, decode, router = servers = cluster.pd_servers(
         cluster.Topology(backend, page_size=16, retract=True),
         model_folder(FOUR_HEADS),
-        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}",
-        "patched",
-        "patched",
+        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{engine}",
+        engine,
+        engine,
     )
     for server in (prefill, decode):
         server.environment = {**server.environment, **ALLOCATOR}
@@ -72,7 +80,7 @@ def test_soak(backend, reference):
     retracted = retractions(decode.log.read_text(errors="replace"))
     record(
         "soak",
-        fleet=backend,
+        fleet=f"{backend}, {engine}",
         requests=ROUNDS * PROMPTS,
         wrong=len(wrong),
         retractions=retracted,

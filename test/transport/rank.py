@@ -38,9 +38,12 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
+with contextlib.suppress(ImportError):  # stock has none
+    from sglang.srt.disaggregation.common import messages
+
 HOST = "127.0.0.1"
 AUX_SLOTS = 8
-LATE_SECONDS = 2.0
+LATE_SECONDS = 3.0
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
     *("state_conv", "state_temporal"),
@@ -252,9 +255,12 @@ class Rank:
             receiver.clear()
         return end
 
-    def give_up(self, room: int, pages: list[int], after: float, seconds: float) -> dict:
-        """Abort a room some seconds after it was opened, at once if 0, or before, if below.
+    def give_up(
+        self, room: int, pages: list[int], after: float, seconds: float, at_once: bool = False
+    ) -> dict:
+        """Abort a room some seconds after it was opened, or before, if that is below 0.
 
+        With `at_once` its end is not waited for: the scheduler says that the room has failed.
         `changed` are the buffers that prefill still writes to when the room is over, and its pages
         belong to others.
         """
@@ -268,7 +274,7 @@ class Rank:
             time.sleep(after)
             receiver.abort()
         begun = time.monotonic()
-        end = self._await(receiver, seconds)
+        end = _failure(receiver) if at_once else self._await(receiver, seconds)
         waited = time.monotonic() - begun
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         time.sleep(LATE_SECONDS)
@@ -296,10 +302,7 @@ class Rank:
                     poller.clear()
                 return {"state": "success"}
             if state == KVPoll.Failed:
-                try:
-                    poller.failure_exception()
-                except Exception as error:
-                    return {"state": "failed", "reason": str(error)}
+                return _failure(poller)
             time.sleep(0.002)
         return {"state": "hang"}
 
@@ -330,8 +333,6 @@ class Rank:
 
     def forget_idle_sockets(self, seconds: float) -> dict:
         """Let those be closed that were unused for so long, instead of a minute."""
-        from sglang.srt.disaggregation.common import messages
-
         messages.IDLE_SECONDS = seconds
         return {"state": "set"}
 
@@ -341,6 +342,7 @@ class Rank:
             "port": self.manager.rank_port,
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "files": len(os.listdir("/proc/self/fd")),
+            "sockets": len(messages.PeerSocket._open) if "messages" in globals() else 0,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         }
@@ -360,7 +362,7 @@ class Rank:
     def _tell_prefill(self, room: int, pages: list[int], sock) -> None:
         """A registration, an open room and an ABORT."""
         receiver = self._receiver(room)
-        receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
+        receiver._socket = lambda info: sock
         receiver._register_kv_args()
         receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
         receiver._tell_prefill(receiver.bootstrap_infos[0], receiver._abort_frames("no time"))
@@ -399,6 +401,15 @@ class Rank:
             time.sleep(0.002)
         self.manager.forget(room)
         return {"state": "ended"}
+
+
+def _failure(poller) -> dict:
+    """What the scheduler asks for when a room has failed."""
+    try:
+        poller.failure_exception()
+    except Exception as error:
+        return {"state": "failed", "reason": str(error)}
+    return {"state": "failed", "reason": ""}
 
 
 def bootstrap(config: dict):

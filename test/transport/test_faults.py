@@ -49,7 +49,8 @@ def eventually(measure, wanted) -> None:
 def held(ranks: list[Rank]) -> tuple[list[int], list[list[str]]]:
     """Open files, sockets too, and the threads of these ranks."""
     healths = [rank.call("health") for rank in ranks]
-    return [health["files"] for health in healths], [health["threads"] for health in healths]
+    same = [(health["sockets"], health["threads"]) for health in healths]
+    return [health["files"] for health in healths], same
 
 
 def held_with_idle_sockets_closed(ranks: list[Rank]) -> tuple[list[int], list[list[str]]]:
@@ -289,7 +290,9 @@ def test_a_live_peer_is_connected_again(serve, backend, note):
             assert_right(servers)
         servers.prefill[0].call("plan_faults", how="cut", at=[2])
         outcome = servers.request(*PAGES)
-        note("connections cut in mid-transfer", backend, outcome.decode[0])
+        (decode,) = outcome.decode
+        said = decode["reason"] or "nothing: the request is right"
+        note("connections cut in mid-transfer", backend, {**decode, "reason": said})
         if outcome.state != "right":
             assert_failed(outcome, "Prefill")
         assert_right(servers)

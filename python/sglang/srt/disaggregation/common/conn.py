@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import Deque, Dict, List, Optional, Tuple
+from typing import Deque, Dict, List, Optional, Set, Tuple
 
 import numpy as np
+import numpy.typing as npt
 import requests
 import zmq
 from aiohttp import web
@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.kv_layout import (
     seal,
     tp_size_conflict,
 )
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
+# How long a scheduler waits for writes to a room that another rank has failed.
+WRITES_END_SECONDS = 1.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
@@ -50,6 +53,8 @@ class CommonKVManager:
     rooms_lock = threading.RLock()
     given_up: OrderedDict[int, str] = OrderedDict()
     aborted: Deque[int] = deque()
+    # Bootstrap addresses of prefill servers that read ABORT frames.
+    takes_aborts: Set[str] = set()
 
     @property
     def sender(self) -> int:
@@ -189,6 +194,8 @@ class CommonKVManager:
         """Fail the room that decode has given up, also if its request has yet to come."""
         number = int(room.decode("ascii"))
         with self.rooms_lock:
+            if number in self.given_up:
+                return
             self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
             self.update_status(number, KVPoll.Failed)
             self.aborted.append(number)
@@ -219,6 +226,7 @@ class CommonKVManager:
                     del self.connection_pool[key]
             for name in names:
                 getattr(self, f"prefill_{name}_table").pop(address, None)
+            self.takes_aborts.discard(address)
             rooms = self.addr_to_rooms_tracker.pop(address, set())
         over = (KVPoll.Success, None)
         lost = [room for room in list(rooms) if self.request_status.get(room) not in over]
@@ -245,6 +253,7 @@ def _is_healthy(address: str) -> bool:
 class CommonKVReceiver:
     # When the first sender gave up, or this side did.
     failing_since: Optional[float] = None
+    gave_up = False
 
     def __init__(
         self,
@@ -275,9 +284,11 @@ class CommonKVReceiver:
         self.bootstrap_infos = mgr.connection_pool.get(key)
         infos = None if self.bootstrap_infos else self._find_targets()
         if infos:
-            self.bootstrap_infos = mgr.connection_pool[key] = infos
+            self.bootstrap_infos = infos
             # Once for each prefill rank, not for each request.
             self._register_kv_args()
+            if mgr.check_status(bootstrap_room) != KVPoll.Failed:
+                mgr.connection_pool[key] = infos
 
     def _learn_prefill_sizes(self) -> bool:
         """Set `prefill_*` from the manager's tables, the first time from the bootstrap server."""
@@ -285,11 +296,14 @@ class CommonKVReceiver:
         tables: List[Dict] = [getattr(self.kv_mgr, f"prefill_{name}_table") for name in names]
         sizes = [table.get(self.bootstrap_addr) for table in tables]
         if None in sizes[:3]:
-            sizes = self._get_prefill_parallel_info_from_server()
+            answer = self._ask_bootstrap_server(-1, -1, -1) or {}
+            sizes = [answer.get(f"prefill_{name}") for name in names]
             if None in sizes[:3]:
                 return False
             for table, size in zip(tables, sizes):
                 table[self.bootstrap_addr] = size
+            if answer.get("takes_aborts"):
+                self.kv_mgr.takes_aborts.add(self.bootstrap_addr)
         for name, size in zip(names, sizes):
             setattr(self, f"prefill_{name}", size)
         return True
@@ -347,27 +361,45 @@ class CommonKVReceiver:
                 infos.append(info)
         return infos
 
-    @classmethod
-    def _connect(
-        cls, endpoint: str, is_ipv6: bool = False
-    ) -> Tuple[PeerSocket, contextlib.AbstractContextManager]:
-        """The socket, and the lock that callers take, of which it has no need."""
-        return PeerSocket(endpoint, is_ipv6), contextlib.nullcontext()
-
-    def _may_ask(self) -> bool:
-        """Whether to open the room on prefill; not one that has failed, whose pages are freed."""
+    def init(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ):
+        """Tell the prefill ranks where this room's pages, state slots and metadata go."""
         if self.bootstrap_infos is None:
             self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
-        return self.kv_mgr.check_status(self.bootstrap_room) != KVPoll.Failed
+        if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
+            return  # its pages are freed
+        self.init_time = time.time()
+        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
+        where = (kv_indices.tobytes(), str(aux_index).encode("ascii"), state)
+        for info in self.bootstrap_infos:
+            error = self._tell_prefill(info, self._room_frames(info["is_dummy"], *where))
+            if error:
+                self._give_up(error)
+                return
 
-    def _tell_prefill(self, bootstrap_info: dict, frames: List[bytes]) -> None:
-        """Send a sealed message; a rank that takes no more fails the room, for none may wait."""
-        sock, _ = self._connect_to_bootstrap_server(bootstrap_info)
+    def _register(self, frames: List[bytes]) -> None:
+        """Tell each prefill rank that serves this one where our buffers are."""
+        for info in self.bootstrap_infos:
+            error = self._tell_prefill(info, frames)
+            if error:
+                self._fail(error)
+
+    def _tell_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
+        """Send a sealed message; returns why a rank takes none, for nobody may wait for that."""
         try:
-            sock.send_multipart(seal(frames))
+            self._socket(info).send_multipart(seal(frames))
         except zmq.ZMQError as error:
-            address = f"{bootstrap_info['rank_ip']}:{bootstrap_info['rank_port']}"
-            self._fail(f"Prefill rank {address} takes no messages: {error}")
+            return f"Prefill rank {info['rank_ip']}:{info['rank_port']} takes no messages: {error}"
+        return None
+
+    @staticmethod
+    def _socket(info: dict) -> PeerSocket:
+        address, port = info["rank_ip"], info["rank_port"]
+        return PeerSocket(format_tcp_address(address, port), is_valid_ipv6_address(address))
 
     def _lose_patience(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
@@ -385,19 +417,33 @@ class CommonKVReceiver:
 
     def abort(self):
         """Nobody waits for this request any more; it fails when none of our pages is written to."""
-        if self.conclude_state is None:
+        if not self.gave_up:
+            self.poll()  # it may be over
             self._give_up("Aborted by AbortReq.")
 
     def _give_up(self, reason: str) -> None:
         """Have prefill end the room; if it may be writing, wait until it says that it is not."""
-        if self.init_time is None or self.kv_mgr.check_status(self.bootstrap_room) in ENDED:
-            self._fail(reason)
+        self.gave_up = True
+        manager, room = self.kv_mgr, self.bootstrap_room
+        manager.record_failure(room, reason)
+        if self.conclude_state is not None or manager.check_status(room) in ENDED:
+            self.conclude_state = KVPoll.Failed
+            return
+        if self.init_time is None:
+            manager.update_status(room, KVPoll.Failed)
         else:
-            self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.failing_since = self.failing_since or time.time()
-        if self.bootstrap_infos:
-            # Not in the scheduler's time: it asks the bootstrap server.
-            threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
+        if self.bootstrap_infos and self.bootstrap_addr in manager.takes_aborts:
+            for info in self.bootstrap_infos:
+                self._tell_prefill(info, self._abort_frames(reason))
+
+    def _await_senders(self) -> None:
+        """Another decode rank failed the room, whose pages will be freed: let our senders end."""
+        if self.conclude_state is None and self.init_time is not None:
+            self._give_up("another decode rank failed")
+            deadline = time.monotonic() + WRITES_END_SECONDS
+            while self.poll() not in ENDED and time.monotonic() < deadline:
+                time.sleep(0.001)
 
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
@@ -417,17 +463,13 @@ class CommonKVReceiver:
             threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _abort_on_prefill(self, reason: str) -> None:
-        """Tell the ranks that know this one, or all of them."""
-        sizes = self._ask_bootstrap_server(-1, -1, -1)
-        if not sizes or not sizes.get("takes_aborts"):
+        if self.bootstrap_addr not in self.kv_mgr.takes_aborts:
             return
-        infos = self.bootstrap_infos or [
-            self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-            for tp_rank in range(self.prefill_attn_tp_size)
-            for pp_rank in range(self.prefill_pp_size)
-        ]
-        for info in filter(None, infos):
-            self._tell_prefill(info, self._abort_frames(reason))
+        for tp_rank in range(self.prefill_attn_tp_size):
+            for pp_rank in range(self.prefill_pp_size):
+                info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+                if info is not None:
+                    self._tell_prefill(info, self._abort_frames(reason))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]
@@ -449,12 +491,6 @@ class CommonKVReceiver:
         self, engine_rank: int, target_dp_group: int, target_pp_rank: int
     ) -> Optional[dict]:
         return self._ask_bootstrap_server(engine_rank, target_dp_group, target_pp_rank)
-
-    def _get_prefill_parallel_info_from_server(self) -> Tuple[Optional[int], ...]:
-        """Prefill's attention TP, DP and PP size and page size; None for what is not known yet."""
-        sizes = self._ask_bootstrap_server(-1, -1, -1) or {}
-        names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
-        return tuple(sizes.get(f"prefill_{name}") for name in names)
 
 
 class CommonKVBootstrapServer:

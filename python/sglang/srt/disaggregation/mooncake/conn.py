@@ -12,7 +12,6 @@ import os
 import struct
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, List, Optional, Set, Tuple
 
 import numpy as np
@@ -344,10 +343,17 @@ class MooncakeKVManager(CommonKVManager):
         with self.rooms_lock:
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
             self.remember(bootstrap_room, reason)
-        self._enqueue(
-            TransferKVChunk(bootstrap_room, np.empty(0, np.int32), slice(0), True, None, None)
-        )
+        self._enqueue_end(bootstrap_room)
         return reason
+
+    def take_abort(self, room: bytes, reason: bytes) -> None:
+        """Fail the room that decode has given up, and tell it when no write is under way."""
+        super().take_abort(room, reason)
+        self._enqueue_end(int(room))
+
+    def _enqueue_end(self, room: int) -> None:
+        """Behind the chunks of a failed room, of which none that waits is sent any more."""
+        self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
     def forget(self, bootstrap_room: int) -> Optional[str]:
         """Drop all that is kept of a finished room; returns why it failed, if it did."""
@@ -362,6 +368,10 @@ class MooncakeKVManager(CommonKVManager):
     def record_failure(self, bootstrap_room: int, failure_reason: str):
         """Keep the first reason why a room failed, for the client."""
         self.failure_records.setdefault(bootstrap_room, failure_reason)
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """The room's state; one that is forgotten has failed."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
@@ -510,8 +520,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
             encode_layout(args.layout),
             packed("Q", draft_state),
         ]
-        for bootstrap_info in self.bootstrap_infos:
-            self._tell_prefill(bootstrap_info, frames)
+        self._register(frames)
 
     def init(
         self,
@@ -520,21 +529,17 @@ class MooncakeKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if not self._may_ask():
-            return
-        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
-        where = [kv_indices.tobytes(), str(aux_index).encode("ascii"), state]
-        for bootstrap_info in self.bootstrap_infos:
-            frames = [
-                str(self.bootstrap_room).encode("ascii"),
-                self.kv_mgr.local_ip.encode("ascii"),
-                str(self.kv_mgr.rank_port).encode("ascii"),
-                self.session_id.encode("ascii"),
-                *([b""] * 3 if bootstrap_info["is_dummy"] else where),
-                str(self.required_dst_info_num).encode("ascii"),
-            ]
-            self._tell_prefill(bootstrap_info, frames)
-        self.init_time = time.time()
+        super().init(kv_indices, aux_index, state_indices)
+
+    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+        return [
+            str(self.bootstrap_room).encode("ascii"),
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self.session_id.encode("ascii"),
+            *([b"", b"", b""] if is_dummy else [pages, aux, state]),
+            str(self.required_dst_info_num).encode("ascii"),
+        ]
 
     def poll(self) -> KVPoll:
         """The room's state; it ends when every prefill rank has said how its part ended."""
@@ -550,12 +555,14 @@ class MooncakeKVReceiver(CommonKVReceiver):
         return status
 
     def abort(self):
-        CommonKVReceiver.abort(self)
+        """Nobody waits for this request any more; it fails when none of our pages is written to."""
+        super().abort()
 
     def clear(self) -> None:
         self._end()
 
     def failure_exception(self):
+        self._await_senders()
         self.conclude_state = KVPoll.Failed
         reason = self._end() or "another decode rank failed"
         raise KVTransferError(self.bootstrap_room, reason)

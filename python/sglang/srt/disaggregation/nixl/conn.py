@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
     ENDED,
+    WRITES_END_SECONDS,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
@@ -48,10 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a failed room waits for this rank's writes.
-WRITES_END_SECONDS = 1.0
 CONNECT_SECONDS = 0.5
-# In the text of NIXL's errors: the connection to a peer is lost, or could not be made anew.
+# In the text of NIXL's errors: the connection to a peer is lost, or could not be made anew. The
+# second stands for other mistakes, too; then a good connection is replaced, which does no harm.
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
@@ -131,7 +131,7 @@ class NixlKVManager(CommonKVManager):
         # The bootstrap thread must not make a connection anew that the scheduler begins to use.
         self.connections_lock = threading.RLock()
         self.out_of_reach: Set[str] = set()
-        # Those under way; a sender that is gone takes its own with it, which ends them.
+        # Those under way. A sender that is gone takes its own with it, which NIXL then cancels.
         self.writes: WeakSet[Write] = WeakSet()
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
@@ -175,6 +175,10 @@ class NixlKVManager(CommonKVManager):
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
         self.lose_prefill(failed_bootstrap_addr)
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """The room's state; one that is forgotten has failed."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def update_status(self, bootstrap_room: int, status: KVPoll):
         """Move a room on. It never moves back, and a failed room stays failed."""
@@ -236,11 +240,11 @@ class NixlKVManager(CommonKVManager):
             if not handle or self.agent.transfer(handle) == "ERR":
                 note = notif.decode("ascii")
                 raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
-            return Write(peer, handle)
+            write = Write(peer, handle)
+            self.writes.add(write)
+            return write
 
-        write = self._connected(peer, start)
-        self.writes.add(write)
-        return write
+        return self._connected(peer, start)
 
     def _notify(self, peer: str, notif: bytes) -> None:
         self._connected(peer, lambda: self.agent.send_notif(peer, notif))
@@ -526,7 +530,8 @@ class NixlKVManager(CommonKVManager):
 
     def _open_room(self, info: TransferInfo) -> None:
         refusal = self.decode_kv_args_table[info.agent_name].refusal
-        self.out_of_reach.discard(info.agent_name)  # it lives
+        with self.connections_lock:
+            self.out_of_reach.discard(info.agent_name)  # it lives
         with self.rooms_lock:
             if info.room in self.given_up:
                 self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
@@ -603,28 +608,23 @@ class NixlKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if not self._may_ask():
-            return
         arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         arrivals.senders = self.required_prefill_response_num
         arrivals.expects_state = state_indices is not None
-        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
-        for bootstrap_info in self.bootstrap_infos:
-            is_dummy = bootstrap_info["is_dummy"]
-            frames = [
-                GUARD,
-                str(self.bootstrap_room).encode("ascii"),
-                self.kv_mgr.local_ip.encode("ascii"),
-                str(self.kv_mgr.rank_port).encode("ascii"),
-                self.kv_mgr.agent.name.encode("ascii"),
-                b"" if is_dummy else kv_indices.tobytes(),
-                str(aux_index).encode("ascii"),
-                str(self.required_dst_info_num).encode("ascii"),
-                b"" if is_dummy else state,
-            ]
-            self._tell_prefill(bootstrap_info, frames)
-        self.started_transfer = True
-        self.init_time = time.time()
+        super().init(kv_indices, aux_index, state_indices)
+
+    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+        return [
+            GUARD,
+            str(self.bootstrap_room).encode("ascii"),
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self.kv_mgr.agent.name.encode("ascii"),
+            b"" if is_dummy else pages,
+            aux,
+            str(self.required_dst_info_num).encode("ascii"),
+            b"" if is_dummy else state,
+        ]
 
     def poll(self) -> KVPoll:
         """The room's state; it succeeds when every sender's KV, aux and state are written."""
@@ -634,7 +634,7 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def _take_in(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
-        if self.started_transfer:
+        if self.init_time is not None:
             manager.update_transfer_status()
             if manager.check_transfer_done(room):
                 failed = manager.transfer_statuses[room].is_failed() or self.failing_since
@@ -670,8 +670,7 @@ class NixlKVReceiver(CommonKVReceiver):
             encode_layout(args.layout),
             packed(draft_state),
         ]
-        for bootstrap_info in self.bootstrap_infos:
-            self._tell_prefill(bootstrap_info, frames)
+        self._register(frames)
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
@@ -680,6 +679,7 @@ class NixlKVReceiver(CommonKVReceiver):
         self._end()
 
     def failure_exception(self):
+        self._await_senders()
         self.conclude_state = KVPoll.Failed
         raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
 

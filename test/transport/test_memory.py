@@ -1,0 +1,33 @@
+"""A rank keeps no memory of requests that are over."""
+
+from pathlib import Path
+
+import pytest
+from fleet import Fleet, Rank
+from test_faults import PAGES
+
+pytestmark = pytest.mark.transport
+
+WARM_UP = 400
+REQUESTS = 600
+GROWTH_KIB = 150  # a quarter of a KiB for each request
+
+
+def own_kib(rank: Rank) -> int:
+    """Memory of a rank's own, without what it shares with the process that it is a fork of."""
+    lines = Path(f"/proc/{rank.pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_memory_is_flat(serve, backend):
+    with serve(Fleet(backend=backend)) as servers:
+        ranks = [*servers.prefill, *servers.decode]
+        sizes = []
+        for count in (WARM_UP, REQUESTS):
+            for _ in range(count):
+                outcome = servers.request(*PAGES)
+                assert outcome.state == "right", outcome
+            sizes.append([own_kib(rank) for rank in ranks])
+        grown = [after - before for before, after in zip(*sizes)]
+        assert max(grown) <= GROWTH_KIB, sizes
