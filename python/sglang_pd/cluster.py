@@ -342,10 +342,11 @@ def ask(
 
     One that has no answer after ``seconds`` is a hang.
     """
-    return asyncio.run(_ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts)))
+    return asyncio.run(ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts)))
 
 
-async def _ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
+async def ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
+    """The same, for a client that may hang up."""
     places = asyncio.Semaphore(at_once)
 
     async def one(prompt) -> Answer:

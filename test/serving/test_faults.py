@@ -1,5 +1,6 @@
 """A server killed in the middle of a transfer: what the client sees, and how the others go on."""
 
+import asyncio
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
         _check_answers(router, servers, expected)
         seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
         files = open_files(survivor)
+        _hang_up(backend, servers, expected)
 
         failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
         row["client"] = failure or "an answer"
@@ -87,12 +89,41 @@ def _check_answers(router, servers, expected) -> str:
     return result
 
 
+def _hang_up(backend, servers, expected) -> None:
+    """A client that is gone in mid-transfer: both servers are free again, and answer others."""
+    prefill, decode, router = servers
+
+    async def ask_and_hang_up() -> None:
+        asking = asyncio.create_task(
+            cluster.ask_all(router.url, [_long_prompt()], NEW_TOKENS, PATIENCE, 1)
+        )
+        while await asyncio.to_thread(_prefilled, prefill) < 3 * CHUNK:
+            assert not asking.done(), "it has been answered"
+        asking.cancel()
+
+    asyncio.run(ask_and_hang_up())
+    free = seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE)
+    seconds_until(lambda: holds_nothing(prefill), ERROR_PATIENCE)
+    record(
+        "faults",
+        case="client hangs up in mid-transfer",
+        backend=backend,
+        seconds="",
+        client="",
+        freed=round(free, 1),
+        after=_check_answers(router, servers, expected),
+    )
+
+
+def _long_prompt() -> list[int]:
+    source = random.Random(1)
+    return [source.randrange(256) for _ in range(LONG_PROMPT)]
+
+
 def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     """How the client's request fails, and how long after the kill."""
-    source = random.Random(1)
-    prompt = [source.randrange(256) for _ in range(LONG_PROMPT)]
     with ThreadPoolExecutor() as pool:
-        asking = pool.submit(cluster.ask, router.url, [prompt], NEW_TOKENS, PATIENCE)
+        asking = pool.submit(cluster.ask, router.url, [_long_prompt()], NEW_TOKENS, PATIENCE)
         # What is prefilled of a prompt is sent while its next chunk is computed.
         seconds_until(lambda: _prefilled(prefill) >= 3 * CHUNK, ERROR_PATIENCE, pause=0.005)
         assert _prefilled(prefill) < LONG_PROMPT - 3 * CHUNK, "all but the end is prefilled by now"
