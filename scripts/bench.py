@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated
+from weakref import WeakSet
 
 import numpy as np
 import typer
@@ -93,6 +95,7 @@ class Kind:
         src, dst = pointers(own, 1), pointers(peer, 2)
         manager = object.__new__(manager_class)
         manager.agent = manager.engine = transport
+        manager.connections_lock, manager.writes = threading.RLock(), WeakSet()
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
         manager.enable_custom_mem_pool = False
