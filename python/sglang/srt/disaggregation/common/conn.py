@@ -433,14 +433,18 @@ class CommonKVReceiver:
             manager.update_status(room, KVPoll.Failed)
         else:
             self.failing_since = self.failing_since or time.time()
-        if self.bootstrap_infos and self.bootstrap_addr in manager.takes_aborts:
+        self._tell_abort(reason)
+
+    def _tell_abort(self, reason: str) -> None:
+        if self.bootstrap_infos and self.bootstrap_addr in self.kv_mgr.takes_aborts:
             for info in self.bootstrap_infos:
                 self._tell_prefill(info, self._abort_frames(reason))
 
     def _await_senders(self) -> None:
         """Another decode rank failed the room, whose pages will be freed: let our senders end."""
         if self.conclude_state is None and self.init_time is not None:
-            self._give_up("another decode rank failed")
+            self.failing_since = self.failing_since or time.time()
+            self._tell_abort("another decode rank failed")
             deadline = time.monotonic() + WRITES_END_SECONDS
             while self.poll() not in ENDED and time.monotonic() < deadline:
                 time.sleep(0.001)
