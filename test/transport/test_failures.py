@@ -69,6 +69,17 @@ def test_peers_that_do_not_fit(serve, backend, prefill, decode, said):
     assert said in refused(serve, Fleet(prefill, decode, backend=backend))
 
 
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_a_refused_room_is_not_opened(serve, backend):
+    """Though the scheduler may ask for that before it has looked at the room's state."""
+    with serve(Fleet(Side(page_size=8), Side(page_size=16), backend=backend)) as servers:
+        (decode,) = servers.decode
+        assert decode.call("ask", room=1, pages=[3, 4]) == {"state": "asked"}
+        ended = decode.call("end", room=1, seconds=5)
+        assert ended["state"] == "failed" and "page size" in ended["reason"], ended
+        assert set(decode.call("kept").values()) == {0}
+
+
 @pytest.mark.parametrize(
     "fleet",
     [Fleet(), Fleet(Side(tp=2), Side()), Fleet(Side(), Side(tp=2)), Fleet(Side(pp=2))],

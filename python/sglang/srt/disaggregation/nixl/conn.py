@@ -608,10 +608,11 @@ class NixlKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
-        arrivals.senders = self.required_prefill_response_num
-        arrivals.expects_state = state_indices is not None
         super().init(kv_indices, aux_index, state_indices)
+        if self.init_time is not None:  # else it failed before, maybe without knowing its senders
+            arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
+            arrivals.senders = self.required_prefill_response_num
+            arrivals.expects_state = state_indices is not None
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
         return [
