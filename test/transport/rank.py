@@ -6,7 +6,6 @@ It is one rank: it takes JSON lines, `{"do": NAME, ...}`, and answers each. Buff
 device that its configuration names. Runs under the Python of the stock or the patched engine.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -38,8 +37,10 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
-with contextlib.suppress(ImportError):  # stock has none
+try:
     from sglang.srt.disaggregation.common import messages
+except ImportError:  # stock has none
+    messages = None
 
 HOST = "127.0.0.1"
 AUX_SLOTS = 8
@@ -342,7 +343,7 @@ class Rank:
             "port": self.manager.rank_port,
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "files": len(os.listdir("/proc/self/fd")),
-            "sockets": len(messages.PeerSocket._open) if "messages" in globals() else 0,
+            "sockets": len(messages.PeerSocket._open) if messages else 0,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         }

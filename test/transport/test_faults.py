@@ -46,14 +46,15 @@ def eventually(measure, wanted) -> None:
     assert found == wanted
 
 
-def held(ranks: list[Rank]) -> tuple[list[int], list[list[str]]]:
-    """Open files, sockets too, and the threads of these ranks."""
+def held(ranks: list[Rank]) -> tuple[list[int], list[tuple[int, list[str]]]]:
+    """Of each rank: open files, sockets too; and what must stay, ZeroMQ sockets and threads."""
     healths = [rank.call("health") for rank in ranks]
     same = [(health["sockets"], health["threads"]) for health in healths]
     return [health["files"] for health in healths], same
 
 
-def held_with_idle_sockets_closed(ranks: list[Rank]) -> tuple[list[int], list[list[str]]]:
+def held_with_idle_sockets_closed(ranks: list[Rank]) -> tuple:
+    """The same; from now on these ranks close sockets that were unused for IDLE_SECONDS."""
     for rank in ranks:
         rank.call("forget_idle_sockets", seconds=IDLE_SECONDS)
     return held(ranks)
@@ -61,13 +62,13 @@ def held_with_idle_sockets_closed(ranks: list[Rank]) -> tuple[list[int], list[li
 
 def assert_held_no_more(ranks: list[Rank], before, work=lambda: None) -> None:
     """Once the ranks have had some `work`."""
-    files, threads = before
+    files, same = before
 
     def grown() -> list:
         work()
         now = held(ranks)
         too_many = [(n, of) for n, of in zip(now[0], files) if n > of + MORE_FILES]
-        return too_many + [(n, of) for n, of in zip(now[1], threads) if n != of]
+        return too_many + [(n, of) for n, of in zip(now[1], same) if n != of]
 
     eventually(grown, [])
 

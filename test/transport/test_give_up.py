@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Servers, Side
-from test_faults import assert_right, eventually
+from test_faults import BACKENDS, assert_right, eventually
 
 pytestmark = pytest.mark.transport
 
-BACKENDS = ["nixl", "mooncake"]
 SOURCE, DESTINATION = [1, 2, 3, 4], [4, 5, 6, 7]
 WRITE_AT = 3.0  # seconds, after which a write begins that prefill has decided on before
 ABORT_AT = 1.0

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import Deque, Dict, List, Optional, Set, Tuple
+from typing import Deque, Dict, Iterable, List, Optional, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -431,20 +431,30 @@ class CommonKVReceiver:
             return
         if self.init_time is None:
             manager.update_status(room, KVPoll.Failed)
-        else:
-            self.failing_since = self.failing_since or time.time()
-        self._tell_abort(reason)
+        self._ask_to_end(reason)
 
-    def _tell_abort(self, reason: str) -> None:
-        if self.bootstrap_infos and self.bootstrap_addr in self.kv_mgr.takes_aborts:
-            for info in self.bootstrap_infos:
+    def _ask_to_end(self, reason: str) -> None:
+        """Have our senders end the room; from now on it is waited for that."""
+        self.failing_since = self.failing_since or time.time()
+        self._tell_abort(reason, self.bootstrap_infos or ())
+
+    def _tell_abort(self, reason: str, infos: Iterable[dict]) -> None:
+        """Have these prefill ranks end the room, if their server reads that."""
+        if self.bootstrap_addr in self.kv_mgr.takes_aborts:
+            for info in infos:
                 self._tell_prefill(info, self._abort_frames(reason))
+
+    def _conclude(self) -> KVPoll:
+        """The room's state, kept when it is over; one that was failing has failed."""
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status in ENDED:
+            status = self.conclude_state = KVPoll.Failed if self.failing_since else status
+        return status
 
     def _await_senders(self) -> None:
         """Another decode rank failed the room, whose pages will be freed: let our senders end."""
         if self.conclude_state is None and self.init_time is not None:
-            self.failing_since = self.failing_since or time.time()
-            self._tell_abort("another decode rank failed")
+            self._ask_to_end("another decode rank failed")
             deadline = time.monotonic() + WRITES_END_SECONDS
             while self.poll() not in ENDED and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -467,13 +477,12 @@ class CommonKVReceiver:
             threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _abort_on_prefill(self, reason: str) -> None:
-        if self.bootstrap_addr not in self.kv_mgr.takes_aborts:
-            return
-        for tp_rank in range(self.prefill_attn_tp_size):
-            for pp_rank in range(self.prefill_pp_size):
-                info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-                if info is not None:
-                    self._tell_prefill(info, self._abort_frames(reason))
+        infos = (
+            self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+            for tp_rank in range(self.prefill_attn_tp_size)
+            for pp_rank in range(self.prefill_pp_size)
+        )
+        self._tell_abort(reason, filter(None, infos))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]

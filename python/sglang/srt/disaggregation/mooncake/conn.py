@@ -392,7 +392,7 @@ class MooncakeKVManager(CommonKVManager):
             self._handle_aux_data(frames)
             return
         (room, status, sender, *reason), is_sealed = unseal(frames)
-        if len(reason) != is_sealed or int(status) not in (KVPoll.Success, KVPoll.Failed):
+        if len(reason) != is_sealed or int(status) not in ENDED:
             raise ValueError("this is no prefill rank's word on a room")
         said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
         with self.rooms_lock:
@@ -548,11 +548,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.check_status(room) not in ENDED and self.init_time is not None:
             self._lose_patience(room in manager.failing_rooms)
-        status = manager.check_status(room)
-        if status in ENDED:
-            self.conclude_state = KVPoll.Failed if self.failing_since else status
-            return self.conclude_state
-        return status
+        return self._conclude()
 
     def abort(self):
         """Nobody waits for this request any more; it fails when none of our pages is written to."""

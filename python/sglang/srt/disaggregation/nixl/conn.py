@@ -19,7 +19,6 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
-    ENDED,
     WRITES_END_SECONDS,
     CommonKVBootstrapServer,
     CommonKVManager,
@@ -638,13 +637,11 @@ class NixlKVReceiver(CommonKVReceiver):
         if self.init_time is not None:
             manager.update_transfer_status()
             if manager.check_transfer_done(room):
-                failed = manager.transfer_statuses[room].is_failed() or self.failing_since
+                failed = manager.transfer_statuses[room].is_failed()
                 manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
             else:
                 self._lose_patience(manager.transfer_statuses[room].is_failing)
-        status = manager.check_status(room)
-        if status in ENDED:
-            self.conclude_state = status
+        self._conclude()
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
