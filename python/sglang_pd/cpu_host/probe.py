@@ -1,0 +1,109 @@
+"""Let a test look into the scheduler processes of a running server.
+
+With a folder in ``SGLANG_PD_PROBE`` every scheduler writes ``PID.json`` there when its event loop
+is set up, and again at each SIGUSR1:
+
+- ``disaggregation``, ``pp_rank``, ``tp_rank``: whose process it is
+- ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn
+- ``queues``: how many requests are in each queue
+- ``rooms``: the rooms in each table of the KV manager that has any
+"""
+
+import json
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = "SGLANG_PD_PROBE"
+LEAST_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
+# Where the engine keeps requests, by the path from the scheduler.
+QUEUES = (
+    "waiting_queue",
+    "running_batch.reqs",
+    "disagg_prefill_bootstrap_queue.queue",
+    "disagg_prefill_inflight_queue",
+    "disagg_decode_prealloc_queue.queue",
+    "disagg_decode_prealloc_queue.retracted_queue",
+    "disagg_decode_transfer_queue.queue",
+)
+# Who has the KV manager.
+HOLDERS = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
+
+
+def probed_schedulers(module: ModuleType) -> None:
+    """Hook the engine's scheduler; its main thread runs the loop and takes the signal."""
+    scheduler_class = module.Scheduler
+    receive = scheduler_class.recv_requests
+    folder = Path(os.environ[FOLDER])
+
+    def recv_requests(self):
+        if not hasattr(self, "probe"):
+            self.probe = Probe(self, folder)
+        self.probe.turn()
+        return receive(self)
+
+    scheduler_class.recv_requests = recv_requests
+
+
+class Probe:
+    def __init__(self, scheduler, folder: Path):
+        self.scheduler = scheduler
+        self.file = folder / f"{os.getpid()}.json"
+        self.write()
+        signal.signal(signal.SIGUSR1, lambda number, frame: self.write())
+
+    def turn(self) -> None:
+        """The loop begins anew."""
+        now = time.monotonic()
+        self.pause = max(self.pause, now - self.last)
+        self.last = now
+
+    def write(self) -> None:
+        """Write the file, whole or not at all, and forget the pauses."""
+        if hasattr(self, "last"):
+            self.turn()
+        scheduler = self.scheduler
+        seen = {
+            "disaggregation": scheduler.server_args.disaggregation_mode,
+            "pp_rank": scheduler.pp_rank,
+            "tp_rank": scheduler.tp_rank,
+            "pause": getattr(self, "pause", 0.0),
+            "queues": {name: len(_at(scheduler, name) or ()) for name in QUEUES},
+            "rooms": rooms(_manager(scheduler)),
+        }
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(json.dumps(seen))
+        draft.replace(self.file)
+        self.pause, self.last = 0.0, time.monotonic()
+
+
+def rooms(manager) -> dict[str, list[int]]:
+    """Rooms in each of the manager's tables: keys, elements, and those of sets that are values."""
+    classes = reversed(type(manager).__mro__)
+    tables = {name: value for one in classes for name, value in vars(one).items()}
+    tables.update(vars(manager))
+    found = {name: _rooms(table) for name, table in tables.items()}
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def _rooms(table) -> list[int]:
+    if not isinstance(table, (dict, set, deque)):
+        return []
+    sets = [value for value in list(getattr(table, "values", tuple)()) if isinstance(value, set)]
+    keys = [key for keys in (table, *sets) for key in list(keys)]
+    return [key for key in keys if type(key) is int and key >= LEAST_ROOM]
+
+
+def _manager(scheduler):
+    holders = (getattr(scheduler, name, None) for name in HOLDERS)
+    return next(holder.kv_manager for holder in holders if holder is not None)
+
+
+def _at(scheduler, path: str):
+    """The attribute at a path of names, or None."""
+    for name in path.split("."):
+        scheduler = getattr(scheduler, name, None)
+    return scheduler
