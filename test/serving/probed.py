@@ -1,4 +1,4 @@
-"""What the scheduler processes of a running server say of themselves: `sglang_pd.cpu_host.probe`."""
+"""What scheduler processes of a running server say of themselves: `sglang_pd.cpu_host.probe`."""
 
 import json
 import os

@@ -7,8 +7,13 @@ is set up, and again at each SIGUSR1:
 - ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn
 - ``queues``: how many requests are in each queue
 - ``rooms``: the rooms in each table of the KV manager that has any
+
+``SGLANG_PD_HEARTBEATS_APART`` is by how many seconds each further TP rank of decode waits longer
+than SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL between two looks at prefill's health, so that ranks
+learn of its death one after the other.
 """
 
+import functools
 import json
 import os
 import signal
@@ -18,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = "SGLANG_PD_PROBE"
+APART = "SGLANG_PD_HEARTBEATS_APART"
+INTERVAL = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 LEAST_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
 # Where the engine keeps requests, by the path from the scheduler.
 QUEUES = (
@@ -34,10 +41,16 @@ HOLDERS = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
 def probed_schedulers(module: ModuleType) -> None:
-    """Hook the engine's scheduler; its main thread runs the loop and takes the signal."""
-    scheduler_class = module.Scheduler
+    """Hook the engine's scheduler where the environment asks for it."""
+    if folder := os.environ.get(FOLDER):
+        _probe(module.Scheduler, Path(folder))
+    if seconds := os.environ.get(APART):
+        _set_heartbeats_apart(module.Scheduler, float(seconds))
+
+
+def _probe(scheduler_class: type, folder: Path) -> None:
+    """A process's main thread runs the loop and takes the signal."""
     receive = scheduler_class.recv_requests
-    folder = Path(os.environ[FOLDER])
 
     def recv_requests(self):
         if not hasattr(self, "probe"):
@@ -46,6 +59,18 @@ def probed_schedulers(module: ModuleType) -> None:
         return receive(self)
 
     scheduler_class.recv_requests = recv_requests
+
+
+def _set_heartbeats_apart(scheduler_class: type, seconds: float) -> None:
+    """A process has one rank, whose KV manager reads the environment."""
+    make = scheduler_class.__init__
+
+    @functools.wraps(make)
+    def made(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs):
+        os.environ[INTERVAL] = str(float(os.environ[INTERVAL]) + tp_rank * seconds)
+        make(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+
+    scheduler_class.__init__ = made
 
 
 class Probe:

@@ -50,8 +50,7 @@ def activate() -> None:
     after_import(
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
     )
-    if os.environ.get(probe.FOLDER):
-        after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
+    after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
 
 
 def _bind_threads() -> None:
