@@ -61,16 +61,11 @@ def test_prefill_dies_with_open_rooms(backend, engine):
     # Decode is stopped before the pool waits for those who asked it.
     with ThreadPoolExecutor() as pool, cluster.running([prefill, decode]):
         asking = pool.submit(asyncio.run, ask_decode_alone(prefill, decode))
-        seconds_until(lambda: open_rooms(decode) == ROOMS, OPEN_SECONDS, pause=1)
-        look(decode)
+        seconds_until(lambda: open_rooms(look(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1)
         time.sleep(BEFORE)
-        row["before_ms"] = longest_pause_ms(decode)
-        start = time.monotonic()
+        row["before_ms"] = longest_pause_ms(look(decode))
         prefill.stop()
-        while not asking.done() and time.monotonic() - start < _patience(engine):
-            time.sleep(0.1)
-        row["seconds"] = round(time.monotonic() - start, 1) if asking.done() else "never"
-        row["pause_ms"] = longest_pause_ms(decode)
+        row |= after_the_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
         decode.check_running()
     statuses = asking.result()
     record("event_loop", **row)
@@ -79,18 +74,26 @@ def test_prefill_dies_with_open_rooms(backend, engine):
         assert row["pause_ms"] <= LONGEST_MS, row
 
 
-def _patience(engine: str) -> float:
-    return PATIENCE if engine == "patched" else LOST_SECONDS
+def after_the_kill(decode: cluster.Server, patience: float) -> dict:
+    """How long until no rank has a room, or "never", and the longest pause meanwhile."""
+    start, longest = time.monotonic(), 0.0
+    while time.monotonic() - start < patience:
+        ranks = look(decode)
+        longest = max(longest, longest_pause_ms(ranks))
+        if not any(open_rooms(ranks)):
+            return {"seconds": round(time.monotonic() - start, 1), "pause_ms": longest}
+        time.sleep(0.2)
+    return {"seconds": "never", "pause_ms": longest}
 
 
-def open_rooms(decode: cluster.Server) -> int:
-    """Requests whose KV every rank of decode waits for."""
-    return min(seen["queues"]["disagg_decode_transfer_queue.queue"] for seen in look(decode))
+def open_rooms(ranks: list[dict]) -> list[int]:
+    """For each rank of decode how many requests it waits for KV of."""
+    return [seen["queues"]["disagg_decode_transfer_queue.queue"] for seen in ranks]
 
 
-def longest_pause_ms(server: cluster.Server) -> float:
-    """In which the event loop of a rank did not turn, since this was last asked."""
-    return round(1000 * max(seen["pause"] for seen in look(server)), 1)
+def longest_pause_ms(ranks: list[dict]) -> float:
+    """In which the event loop of a rank did not turn, since it was last looked at."""
+    return round(1000 * max(seen["pause"] for seen in ranks), 1)
 
 
 async def ask_decode_alone(prefill, decode) -> list[int | None]:

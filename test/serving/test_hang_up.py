@@ -62,7 +62,7 @@ def test_hang_ups(fleet, seeds, reference):
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
 def test_stock_beside_it(backend, reference):
-    """With stages of unequal length stock's tokens are wrong: the question is how soon they come."""
+    """Its tokens are wrong with stages of unequal length: the question is how soon they come."""
     row = after_hang_ups(fleet(backend, **PP_2), "stock", [0], reference, STOCK_PATIENCE)
     assert row["next_prompts"] in ("right", "wrong"), row
 

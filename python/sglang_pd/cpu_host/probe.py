@@ -77,6 +77,7 @@ class Probe:
     def __init__(self, scheduler, folder: Path):
         self.scheduler = scheduler
         self.file = folder / f"{os.getpid()}.json"
+        self.pause, self.last = 0.0, time.monotonic()
         self.write()
         signal.signal(signal.SIGUSR1, lambda number, frame: self.write())
 
@@ -87,22 +88,21 @@ class Probe:
         self.last = now
 
     def write(self) -> None:
-        """Write the file, whole or not at all, and forget the pauses."""
-        if hasattr(self, "last"):
-            self.turn()
+        """Write the file, whole or not at all, and forget all pauses but that which may last."""
+        pause = max(self.pause, time.monotonic() - self.last)
+        self.pause = 0.0
         scheduler = self.scheduler
         seen = {
             "disaggregation": scheduler.server_args.disaggregation_mode,
             "pp_rank": scheduler.pp_rank,
             "tp_rank": scheduler.tp_rank,
-            "pause": getattr(self, "pause", 0.0),
+            "pause": pause,
             "queues": {name: len(_at(scheduler, name) or ()) for name in QUEUES},
             "rooms": rooms(_manager(scheduler)),
         }
         draft = self.file.with_suffix(".draft")
         draft.write_text(json.dumps(seen))
         draft.replace(self.file)
-        self.pause, self.last = 0.0, time.monotonic()
 
 
 def rooms(manager) -> dict[str, list[int]]:
