@@ -95,7 +95,7 @@ class Kind:
         src, dst = pointers(own, 1), pointers(peer, 2)
         manager = object.__new__(manager_class)
         manager.agent = manager.engine = transport
-        manager.connections_lock, manager.writes = threading.RLock(), WeakSet()
+        manager.agent_lock, manager.writes = threading.RLock(), WeakSet()
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
         manager.enable_custom_mem_pool = False

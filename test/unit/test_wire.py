@@ -9,10 +9,9 @@ from kv_layout import (
     Heads,
     LayoutError,
     RankLayout,
+    bears_layout,
     decode_layout,
     encode_layout,
-    seal,
-    unseal,
 )
 
 heads = st.builds(Heads, *[st.integers(0, 64)] * 3)
@@ -84,77 +83,9 @@ def test_a_large_model_fits_one_small_frame():
     assert len(encode_layout(msgspec.structs.replace(LAYOUT, kv=kv))) < 8192
 
 
-frames = st.lists(st.binary(max_size=40), min_size=1, max_size=12)
-MESSAGE = [
-    b"17",
-    b"10.0.0.1",
-    b"41003",
-    b"decode",
-    b"\0\1\2\3" * 4,
-    b"",
-    b"2",
-    b"",
-    encode_layout(LAYOUT),
-]
-
-
-def is_passed(message):
-    """Whether a message is taken as one that is as it was sent."""
-    try:
-        return unseal(message)[1]
-    except LayoutError as error:
-        assert "not as they were sent" in str(error)
-        return False
-
-
-@given(message=frames)
-def test_a_sealed_message_is_as_it_was(message):
-    assert unseal(seal(message)) == (message, True)
-
-
-@given(message=frames.filter(lambda message: not message[-1].startswith(b"PDS1")))
-def test_a_stock_peers_message_has_no_seal(message):
-    assert unseal(message) == (message, False)
-
-
-def test_each_changed_bit_is_seen():
-    sealed = seal(MESSAGE)
-    for i, frame in enumerate(sealed):
-        for bit in range(len(frame) * 8):
-            changed = bytearray(frame)
-            changed[bit // 8] ^= 1 << bit % 8
-            assert not is_passed([*sealed[:i], bytes(changed), *sealed[i + 1 :]]), (i, bit)
-
-
-def test_each_truncated_frame_is_seen():
-    sealed = seal(MESSAGE)
-    for i, frame in enumerate(sealed):
-        for length in range(len(frame)):
-            assert not is_passed([*sealed[:i], frame[:length], *sealed[i + 1 :]]), (i, length)
-
-
-def test_frames_that_are_missing_repeated_or_in_another_order_are_seen():
-    sealed = seal(MESSAGE)
-    for i in range(len(sealed)):
-        assert not is_passed(sealed[:i] + sealed[i + 1 :]), i
-        assert not is_passed([*sealed[:i], sealed[i], *sealed[i:]]), i
-        for j in range(i):
-            swapped = list(sealed)
-            swapped[i], swapped[j] = swapped[j], swapped[i]
-            assert swapped == sealed or not is_passed(swapped), (i, j)
-
-
-def test_bytes_that_move_to_the_next_frame_are_seen():
-    sealed = seal([b"12", b"34", b"5"])
-    assert not is_passed([b"1", b"234", b"5", sealed[-1]])
-    assert not is_passed([b"1234", b"5", sealed[-1]])
-
-
-@given(message=frames, other=frames)
-def test_a_seal_fits_no_other_message(message, other):
-    assert message == other or not is_passed([*other, seal(message)[-1]])
-
-
-def test_a_seal_alone_seals_nothing_else():
-    with pytest.raises(LayoutError, match="0 frames"):
-        unseal([seal(MESSAGE)[-1]])
+def test_a_description_is_a_registrations_13th_frame():
+    registration = [b"None"] * 12
+    assert not bears_layout(registration)
+    assert bears_layout([*registration, encode_layout(LAYOUT), b"more"])
+    assert not bears_layout([*registration, b"what a fork sends there"])
+    assert not bears_layout([*registration, b"", encode_layout(LAYOUT)])

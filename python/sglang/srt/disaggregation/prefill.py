@@ -1,6 +1,8 @@
-"""The prefill queue's KV manager, wired through `utils`."""
+"""The prefill queue: its KV manager, wired through `utils`, and requests that leave it unsent."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.utils import (
@@ -11,6 +13,19 @@ from sglang.srt.disaggregation.utils import (
     setup_kv_args,
     setup_state_kv_args,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.prefill import Req, ReqToMetadataIdxAllocator
+
+
+def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
+    """Free the request's metadata slot; one that leaves unsent ends its room."""
+    slot = getattr(req, "metadata_buffer_index", None)
+    if slot is not None and slot >= 0:
+        allocator.free(slot)
+        req.metadata_buffer_index = -1
+    if hasattr(req.disagg_kv_sender, "leave"):
+        req.disagg_kv_sender.leave()
 
 
 class PrefillBootstrapQueue:

@@ -5,6 +5,7 @@ Each `_init_kv_manager` calls `setup_kv_args`, `setup_state_kv_args` and `descri
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Optional
 
 from sglang.srt.disaggregation.kv_layout import (
@@ -16,9 +17,24 @@ from sglang.srt.disaggregation.kv_layout import (
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
-    from sglang.srt.disaggregation.utils import MetadataBuffers, is_mla_backend
+    from sglang.srt.disaggregation.utils import FAILURE_PROB, MetadataBuffers, is_mla_backend
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def poll_and_all_reduce(pollers, gloo_group):
+    """The state of each request that all ranks of the group agree on; see `agreement.vote`.
+
+    Args:
+        pollers: Senders or receivers, of the same requests in the same order on each rank.
+    """
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.common.agreement import vote
+
+    polls = [
+        KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
+    ]
+    return vote(pollers, polls, gloo_group)
 
 
 def setup_kv_args(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from typing import Deque, Dict, Iterable, List, Optional, Set, Tuple
+from collections import OrderedDict
+from typing import Dict, Iterable, List, Optional, Set, Tuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +16,11 @@ import requests
 import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.messages import PeerSocket, read_messages
+from sglang.srt.disaggregation.common.messages import PeerSocket, bind_again, read_messages
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
     LayoutError,
     PeerFacts,
-    PeerPlan,
     Pointers,
     connected_prefill_ranks,
     counted_layout,
@@ -27,32 +28,41 @@ from sglang.srt.disaggregation.kv_layout import (
     one_sided_draft,
     pair_layers,
     plan_for_peer,
-    seal,
     tp_size_conflict,
 )
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 logger = logging.getLogger(__name__)
 
-# First frame (after a backend's guard) of a message by which decode gives up a room:
-# ABORT, room, reason. Sent only to servers that announce `takes_aborts`.
+# First frame (after a backend's guard) of a message by which decode gives up a room: ABORT, room,
+# reason, and decode's name if it has opened the room. Sent only to servers that announce
+# `takes_aborts`.
 ABORT = b"ABORT"
-# Failed rooms that prefill remembers for decode ranks that ask late, and open rooms in all.
+# Failed rooms that prefill remembers, for ranks to which they come late; and open rooms in all.
 MAX_GIVEN_UP = 4096
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
-# How long a scheduler waits for writes to a room that another rank has failed.
-WRITES_END_SECONDS = 1.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
+
+
+@dataclasses.dataclass
+class GivenUp:
+    """A room that this prefill rank has failed, and the decode ranks that know."""
+
+    reason: str
+    told: Set[str]
 
 
 class CommonKVManager:
     # Rooms are touched by the scheduler and by the bootstrap thread; a process has one manager.
     rooms_lock = threading.RLock()
+    # Prefill's requests, by room.
+    senders: WeakValueDictionary[int, CommonKVSender] = WeakValueDictionary()
+    # Why prefill failed a room; why decode gave up one whose request has not come to prefill.
     given_up: OrderedDict[int, str] = OrderedDict()
-    aborted: Deque[int] = deque()
+    aborted: OrderedDict[int, str] = OrderedDict()
     # Bootstrap addresses of prefill servers that read ABORT frames.
     takes_aborts: Set[str] = set()
 
@@ -110,34 +120,35 @@ class CommonKVManager:
         facts = PeerFacts(own.tp_rank, own.tp_size, len(dst), state_pointers=None)
         return pair_layers(own, src, peer or facts, dst)
 
-    def plan_transfers(
-        self, peer: str, frame: bytes, facts: PeerFacts, pointers: Pointers
-    ) -> Tuple[Optional[PeerPlan], str]:
-        """The plan for a decode rank that registers, or None and why it is refused.
+    def plan_transfers(self, peer: str, info, facts: PeerFacts, pointers: Pointers) -> None:
+        """Set a registering decode rank's `plan`, or its `refusal`.
 
-        `frame` is what the peer says of itself, empty from a stock one, of which `facts` are known.
+        `info.layout_frame` is what the peer says of itself; of one that says nothing, as stock, or
+        something that is not ours, `facts` are known.
         """
         own = Pointers(self.kv_args.kv_data_ptrs, self.kv_args.state_data_ptrs)
+        info.plan, info.refusal, info.try_again = None, "", False
         try:
-            layout = decode_layout(frame)
+            layout = decode_layout(info.layout_frame)
+            info.reads_reasons = layout is not None
             if layout is None:
                 logger.warning(
                     f"Decode {peer} runs a release that does not describe its KV buffers; "
                     "they are taken to be those of the same model."
                 )
-            plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
-            unsent = one_sided_draft(self.kv_args.layout, plan.layout)
+            info.plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
+            unsent = one_sided_draft(self.kv_args.layout, info.plan.layout)
             if unsent:
                 logger.warning(f"Decode {peer}: {unsent}")
-            return plan, ""
+            return
         except LayoutError as error:
-            reason = str(error)
+            info.refusal = str(error)
         except Exception as error:
             # An entry that is missing would be worse: its rooms would wait for ever.
             logger.exception(f"Decode {peer} cannot be planned for")
-            reason = f"prefill cannot plan for this decode server: {error!r}"
-        logger.error(f"Decode {peer} is refused: {reason}")
-        return None, reason
+            info.refusal = f"prefill cannot plan for this decode server: {error!r}"
+            info.try_again = True
+        logger.error(f"Decode {peer} is refused: {info.refusal}")
 
     def advance(self, room: int, status: KVPoll) -> None:
         """Move a room on. It never moves back, and a failed room stays failed."""
@@ -149,58 +160,107 @@ class CommonKVManager:
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> PeerSocket:
         return PeerSocket(endpoint, is_ipv6)
 
+    def fail(self, room: int, reason: str) -> None:
+        """Mark a room as failed; its request is failed where the ranks look at it together."""
+        self.record_failure(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    def limit_messages(self) -> None:
+        """Take our messages on a socket that ends the connection of one that is too large."""
+        self.rank_port, self.server_socket = bind_again(self.server_socket)
+
     def read_bootstrap_messages(self) -> None:
         """Prefill: start the thread that reads them; one that cannot be read is dropped."""
         read_messages(self.server_socket, self._take_bootstrap_message)
 
-    def check_registration(self, session: str, described: bool, is_sealed: bool) -> None:
-        """Refuse one without the seal that its sender must have put on it."""
+    def check_session(self, session: str) -> None:
+        """Refuse a name that no decode rank has."""
         if not 0 < len(session) <= MAX_SESSION_NAME:
             raise LayoutError(f"a decode rank with a name of {len(session)} characters")
-        known = self.decode_kv_args_table.get(session)
-        if not is_sealed and (described or getattr(known, "is_sealed", False)):
-            raise LayoutError(f"a registration of decode {session} lacks its seal")
 
-    def check_room(self, info, session: str, is_sealed: bool) -> None:
-        """Refuse a room that no decode rank asks for in this way."""
+    def asking_peer(self, info, session: str):
+        """The registration of the decode rank that asks for a room; refuse one that asks wrongly.
+
+        A registration that failed for no fault of the peer is tried again.
+        """
         known = self.decode_kv_args_table.get(session)
         if known is None:
             raise LayoutError(f"decode {session} asks for room {info.room} and is not registered")
-        if known.is_sealed and not is_sealed:
-            raise LayoutError(f"decode {session} asks for room {info.room} without its seal")
         numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
             raise LayoutError(f"decode {session} asks for room {info.room} with negative numbers")
+        if known.try_again:
+            self._register_decode(known)
+        return known
 
-    def add_peer(self, info, session: str) -> int:
-        """Note that this decode rank asks for the room; returns how many do."""
-        peers = self.transfer_infos.setdefault(info.room, {})
-        peers[session] = info
-        if len(self.transfer_infos) > MAX_OPEN_ROOMS:
-            oldest = next(iter(self.transfer_infos))
-            logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
-            del self.transfer_infos[oldest]
-            self.forget(oldest)
-        return len(peers)
+    def add_peer(self, info, session: str, refusal: str) -> Optional[str]:
+        """Note that this decode rank asks for the room; returns why it fails, if it does now.
 
-    def remember(self, room: int, reason: str) -> None:
-        """Prefill: keep why a room was given up, for decode ranks that ask for it only now."""
-        self.given_up[room] = reason
+        One that asks again after it was told so has a new request of that number.
+        """
+        with self.rooms_lock:
+            failed = self.given_up.get(info.room)
+            if failed is not None and session not in failed.told:
+                failed.told.add(session)
+                return failed.reason
+            self.given_up.pop(info.room, None)
+            self.aborted.pop(info.room, None)
+            peers = self.transfer_infos.setdefault(info.room, {})
+            peers[session] = info
+            if refusal:
+                self.fail_room(info.room, refusal)
+            elif len(peers) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
+            if len(self.transfer_infos) > MAX_OPEN_ROOMS:
+                oldest = next(iter(self.transfer_infos))
+                logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
+                del self.transfer_infos[oldest]
+                self.forget(oldest)
+        return None
+
+    def begin(self, room: int, sender: CommonKVSender) -> None:
+        """Prefill: a request has come; one that decode has given up before has failed."""
+        with self.rooms_lock:
+            self.senders[room] = sender
+            self.given_up.pop(room, None)  # was another request of that number
+            reason = self.aborted.pop(room, None)
+            self.update_status(room, KVPoll.Bootstrapping)
+            if reason is not None:
+                self.fail(room, reason)
+
+    def remember(self, room: int, reason: str, told: Iterable[str]) -> None:
+        """Prefill: keep why a room was failed, for decode ranks that ask for it only now."""
+        self.given_up[room] = GivenUp(reason, set(told))
         if len(self.given_up) > MAX_GIVEN_UP:
             self.given_up.popitem(last=False)
 
-    def take_abort(self, room: bytes, reason: bytes) -> None:
-        """Fail the room that decode has given up, also if its request has yet to come."""
-        number = int(room.decode("ascii"))
+    def take_abort(self, room: bytes, reason: bytes, session: bytes = b"") -> None:
+        """Fail the room that decode has given up, also if its request has yet to come.
+
+        `session` is decode's name if it has opened the room: then it may be over.
+        """
+        number, peer = int(room), session.decode("ascii")
+        why = f"Decode gave up this request: {reason.decode('utf-8', 'replace')}"
         with self.rooms_lock:
-            if number in self.given_up:
+            peers = self.transfer_infos.get(number, ())
+            if (peer and peer not in peers) or number in self.given_up:
                 return
-            self.record_failure(number, f"Decode gave up this request: {reason.decode('utf-8')}")
-            self.update_status(number, KVPoll.Failed)
-            self.aborted.append(number)
-            if len(self.aborted) > MAX_GIVEN_UP:  # its request never came, or is long over
-                self.forget(self.aborted.popleft())
+            self.fail_room(number, why)
+
+    def fail_room(self, room: int, reason: str) -> None:
+        """Prefill: fail a room, also if its request has yet to come; decode is told why."""
+        sender = self.senders.get(room)
+        if sender is not None and sender.conclude_state is not None:
+            return  # it is over
+        if sender is not None:
+            self.fail(room, reason)
+        else:
+            self.request_status.pop(room, None)
+            self.aborted[room] = reason
+            if len(self.aborted) > MAX_GIVEN_UP:
+                self.aborted.popitem(last=False)
+        self.end_when_unwritten(room, reason)
 
     def watch_prefill_servers(self) -> None:
         """Decode: start the thread that asks them for their health and notes which are lost."""
@@ -231,8 +291,7 @@ class CommonKVManager:
         over = (KVPoll.Success, None)
         lost = [room for room in list(rooms) if self.request_status.get(room) not in over]
         for room in lost:
-            self.record_failure(room, f"Prefill server {address} does not answer any more")
-            self.update_status(room, KVPoll.Failed)
+            self.fail(room, f"Prefill server {address} does not answer any more")
         logger.error(f"Prefill server {address} does not answer; {len(lost)} requests fail")
 
 
@@ -250,7 +309,40 @@ def _is_healthy(address: str) -> bool:
         return False
 
 
+class CommonKVSender:
+    conclude_state: Optional[KVPoll] = None
+
+    def __init__(
+        self,
+        mgr: CommonKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        dest_tp_ranks: List[int],
+        pp_rank: int,
+    ):
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.bootstrap_server_url = bootstrap_addr
+        self.aux_index = None
+        self.curr_idx = 0
+        mgr.begin(bootstrap_room, self)
+
+    def leave(self) -> None:
+        """The request leaves before it is sent, for its client is gone: decode must not wait."""
+        if self.conclude_state is None and hasattr(self.kv_mgr, "give_up"):  # Mori has none
+            self.conclude_state = KVPoll.Failed
+            self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
+            self.kv_mgr.give_up(self.bootstrap_room)
+
+    def fail_too(self) -> None:
+        """Another rank of this stage failed the room."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, "another prefill rank failed")
+
+
 class CommonKVReceiver:
+    init_time: Optional[float] = None
+    conclude_state: Optional[KVPoll] = None
     # When the first sender gave up, or this side did.
     failing_since: Optional[float] = None
     gave_up = False
@@ -389,9 +481,9 @@ class CommonKVReceiver:
                 self._fail(error)
 
     def _tell_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
-        """Send a sealed message; returns why a rank takes none, for nobody may wait for that."""
+        """Send a message; returns why a rank takes none, for nobody may wait for that."""
         try:
-            self._socket(info).send_multipart(seal(frames))
+            self._socket(info).send_multipart(frames)
         except zmq.ZMQError as error:
             return f"Prefill rank {info['rank_ip']}:{info['rank_port']} takes no messages: {error}"
         return None
@@ -451,13 +543,16 @@ class CommonKVReceiver:
             status = self.conclude_state = KVPoll.Failed if self.failing_since else status
         return status
 
-    def _await_senders(self) -> None:
-        """Another decode rank failed the room, whose pages will be freed: let our senders end."""
-        if self.conclude_state is None and self.init_time is not None:
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return False
+
+    def fail_too(self) -> None:
+        """Another decode rank failed the room: it ends when none of our pages is written to."""
+        if self.conclude_state is None and self.failing_since is None:
+            if self.init_time is None:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self._ask_to_end("another decode rank failed")
-            deadline = time.monotonic() + WRITES_END_SECONDS
-            while self.poll() not in ENDED and time.monotonic() < deadline:
-                time.sleep(0.001)
 
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
@@ -466,8 +561,7 @@ class CommonKVReceiver:
 
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def _refuse(self, reason: str) -> None:
         """Fail the room here, and on prefill where it would wait for us in vain."""
@@ -485,7 +579,8 @@ class CommonKVReceiver:
         self._tell_abort(reason, filter(None, infos))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
-        return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8")]
+        own_name = b"" if self.init_time is None else self._own_name()
+        return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8"), own_name]
 
     def _ask_bootstrap_server(self, tp_rank: int, dp_group: int, pp_rank: int) -> Optional[dict]:
         """The bootstrap server's answer for one rank, or for the whole server with -1 thrice."""

@@ -19,12 +19,10 @@ MAX_FRAMES = 32
 MAX_NUMBERS_BYTES = 1 << 20
 LINGER_MS = 5000
 IDLE_SECONDS = 60.0
-BIND_SECONDS = 5.0
 
 
 def read_messages(sock: zmq.Socket, take: Callable[[List[bytes]], None]) -> None:
     """Start a thread that gives each message to `take`; one that it cannot read is dropped."""
-    _limit_frames(sock)
 
     def serve() -> None:
         while True:
@@ -52,19 +50,20 @@ def unpacked(code: str, frame: bytes) -> List[int]:
     return [number for (number,) in struct.iter_unpack(code, frame)]
 
 
-def _limit_frames(sock: zmq.Socket) -> None:
-    """Bind again with the limit, for ZeroMQ takes it over when it binds."""
-    endpoint = sock.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii")
-    sock.unbind(endpoint)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    deadline = time.monotonic() + BIND_SECONDS
-    while True:
-        try:
-            return sock.bind(endpoint)
-        except zmq.ZMQError:  # unbinding takes its time
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
+def bind_again(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
+    """Another socket of this kind on that address with the limits above, and its port.
+
+    For one that nobody knows yet: ZeroMQ takes a limit over when it binds, and a port that is given
+    up to be bound again may be another's by then.
+    """
+    address = sock.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii").rpartition(":")[0]
+    limited = sock.context.socket(sock.socket_type)
+    for option in (zmq.IPV6, zmq.RCVHWM, zmq.RCVBUF):
+        limited.setsockopt(option, sock.getsockopt(option))
+    limited.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    port = limited.bind_to_random_port(address)
+    sock.close(linger=0)
+    return port, limited
 
 
 class PeerSocket:

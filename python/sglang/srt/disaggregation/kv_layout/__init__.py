@@ -14,7 +14,7 @@ from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, keeps_own_state, memory_kind
-from .wire import decode_layout, encode_layout, seal, unseal
+from .wire import bears_layout, decode_layout, encode_layout
 
 __all__ = [
     "Arrivals",
@@ -29,6 +29,7 @@ __all__ = [
     "Pointers",
     "RankLayout",
     "TransferPlan",
+    "bears_layout",
     "connected_prefill_ranks",
     "counted_layout",
     "decode_layout",
@@ -46,8 +47,6 @@ __all__ = [
     "parse_notice",
     "plan_for_peer",
     "refusals",
-    "seal",
     "share_of_sender",
     "tp_size_conflict",
-    "unseal",
 ]

@@ -1,17 +1,12 @@
-"""What our messages carry beyond a stock peer's: a description, and a seal.
+"""What our messages carry beyond a stock peer's: a description.
 
-A description is one frame of a registration: a format tag, then msgpack. Fields that a later
-release adds are skipped here; a tag that is not ours means a peer whose description we cannot read,
-which is served as if it had sent none.
-
-A seal is the last frame of a message, and says that the others are as they were sent: a pointer or
-a page number that changed on the way would be written to without an error. Stock peers read frames
-by position and see neither.
+It is one frame of a registration: a format tag, then msgpack. Fields that a later release adds are
+skipped here; a tag that is not ours means a peer whose description we cannot read, which is served
+as if it had sent none. Stock peers read frames by position and do not see it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Optional
 
@@ -20,7 +15,6 @@ import msgspec
 from .describe import LayoutError, RankLayout
 
 _TAG = b"KVL1"
-_SEAL = b"PDS1"
 _MAX_BYTES = 1 << 20
 _decoder = msgspec.msgpack.Decoder(RankLayout)
 
@@ -51,28 +45,6 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
     return layout
 
 
-def seal(frames: Sequence[bytes]) -> list[bytes]:
-    """The message with its seal."""
-    return [*frames, _seal_of(frames)]
-
-
-def unseal(frames: Sequence[bytes]) -> tuple[list[bytes], bool]:
-    """The message without its seal, and whether it had one.
-
-    Raises:
-        LayoutError: The seal is not that of these frames.
-    """
-    *message, last = frames
-    if not last.startswith(_SEAL):
-        return list(frames), False
-    if last != _seal_of(message):
-        raise LayoutError(f"{len(message)} frames are not as they were sent: the seal differs")
-    return message, True
-
-
-def _seal_of(frames: Sequence[bytes]) -> bytes:
-    checksum = 0
-    for frame in frames:
-        checksum = zlib.crc32(b"%d:" % len(frame), checksum)
-        checksum = zlib.crc32(frame, checksum)
-    return _SEAL + checksum.to_bytes(4, "big")
+def bears_layout(frames: Sequence[bytes]) -> bool:
+    """Whether a registration holds a description of ours, as its 13th frame."""
+    return len(frames) > 12 and frames[12].startswith(_TAG)

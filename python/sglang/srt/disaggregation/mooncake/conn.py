@@ -6,13 +6,16 @@ A prefill rank tells each decode rank of a room once how its part ended, when it
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
+import math
 import os
 import struct
 import sys
 import threading
-from typing import TYPE_CHECKING, List, Optional, Set, Tuple
+import time
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +38,8 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     Pointers,
     TransferPlan,
+    bears_layout,
     encode_layout,
-    seal,
-    unseal,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
@@ -59,19 +61,24 @@ SLICE_BATCH = 16384
 # a caller spins until its copies have ended: with more callers than cores none ends in time.
 TCP_BATCH = 512
 _TCP_TURN = threading.Lock()
-# A decode rank to which so many transfers in a row fail is given up until it asks for another room:
-# on one that is dead, each costs the transfer engine's time-out.
+# A decode rank to which so many transfers in a row fail is left alone for some seconds, twice as
+# many after each that fails then: on a dead one each costs the transfer engine's time-out, in one
+# of few queues.
 FAILURES_IN_A_ROW = 2
+BACK_OFF_SECONDS = 10.0
+MAX_BACK_OFF_SECONDS = 320.0
 
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo:
     # What the decode rank says of its buffers; empty from a stock one.
     layout_frame: bytes = b""
-    is_sealed: bool = False
-    # Set by the manager: the copies to this rank, or why there can be none.
+    # Set by the manager: the copies to this rank, or why there can be none; whether another try may
+    # help; and whether it reads more than a stock one.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
+    try_again: bool = False
+    reads_reasons: bool = False
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
@@ -91,7 +98,7 @@ class KVArgsRegisterInfo:
             mooncake_session_id=msg[3].decode("ascii"),
             dst_kv_ptrs=numbers(4, "Q"),
             dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=numbers(6, "Q") + numbers(13, "Q"),
+            dst_state_data_ptrs=numbers(6, "Q") + (numbers(13, "Q") if bears_layout(msg) else []),
             dst_tp_rank=int(msg[7]),
             dst_attn_tp_size=int(msg[8]),
             dst_kv_item_len=int(msg[9]),
@@ -286,34 +293,67 @@ class MooncakeKVManager(CommonKVManager):
     ) -> None:
         session, dst_pages = req.mooncake_session_id, req.dst_kv_indices[chunk.index_slice]
         info = self.decode_kv_args_table[session]
-        with self.session_lock:
-            if session in self.failed_sessions:
-                raise RuntimeError(
-                    f"the last {FAILURES_IN_A_ROW} transfers to decode session {session} failed, "
-                    "and it has asked for nothing since"
-                )
-        pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
-        self._judge(session, "KV", self.send_kvcache(session, *pages, executor))
-        if not chunk.is_last:
-            return
-        if chunk.state_indices is not None:
-            state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
-            self._judge(session, "state", self.maybe_send_extra(*state))
-        aux = (req, chunk.prefill_aux_index, info.dst_aux_ptrs)
-        self._judge(session, "metadata", self.send_aux(*aux))
 
-    def _judge(self, session: str, what: str, status: int) -> None:
-        """Count failures in a row; raise one."""
-        with self.session_lock:
-            if status == 0:
-                self.session_failures.pop(session, None)
+        def check(what: str, status: int) -> None:
+            if status != 0:
+                raise RuntimeError(
+                    f"the transfer engine returned {status} for {what} to decode session {session}"
+                )
+
+        with self._trying(session):
+            pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
+            check("KV", self.send_kvcache(session, *pages, executor))
+            if not chunk.is_last:
                 return
-            self.session_failures[session] += 1
-            if self.session_failures[session] >= FAILURES_IN_A_ROW:
-                self.failed_sessions.add(session)
+            if chunk.state_indices is not None:
+                state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
+                check("state", self.maybe_send_extra(*state))
+            check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
+
+    @contextlib.contextmanager
+    def _trying(self, session: str) -> Iterator[None]:
+        """Count failures in a row of a decode rank; after some, it is tried one at a time.
+
+        Raises:
+            RuntimeError: It failed a short time ago, or is being tried.
+        """
+        self._check_patience(session)
+        try:
+            yield
+        except LayoutError:  # nothing was tried
+            with self.session_lock:
+                if session in self.not_before:
+                    self.not_before[session] = 0.0
+            raise
+        except Exception:
+            with self.session_lock:
+                self.session_failures[session] += 1
+                more = self.session_failures[session] - FAILURES_IN_A_ROW
+                if more >= 0:
+                    seconds = min(BACK_OFF_SECONDS * 2 ** min(more, 30), MAX_BACK_OFF_SECONDS)
+                    self.not_before[session] = time.monotonic() + seconds
+            raise
+        self._forgive(session)
+
+    def _check_patience(self, session: str) -> None:
+        with self.session_lock:
+            if session not in self.not_before:
+                return
+            seconds = self.not_before[session] - time.monotonic()
+            if seconds <= 0:
+                self.not_before[session] = math.inf  # until this try has ended
+                return
+            when = "when that has ended" if seconds == math.inf else f"in {seconds:.0f} s"
+            failures = self.session_failures[session]
         raise RuntimeError(
-            f"the transfer engine returned {status} for {what} to decode session {session}"
+            f"the last {failures} transfers to decode session {session} failed; it is tried again "
+            f"{when}"
         )
+
+    def _forgive(self, session: str) -> None:
+        with self.session_lock:
+            self.session_failures.pop(session, None)
+            self.not_before.pop(session, None)
 
     def _end_room(self, room: int, status: KVPoll, reason: str = "") -> None:
         """Tell the room's decode ranks how it ended here; those of an ended room are told."""
@@ -323,15 +363,21 @@ class MooncakeKVManager(CommonKVManager):
                 if reason:
                     self.record_failure(room, reason)
                 self.update_status(room, status)
-            reason = self.failure_records.get(room) or self.given_up.get(room) or reason
+            known = self.given_up.get(room)
+            reason = (
+                self.failure_records.get(room)
+                or (known.reason if known else self.aborted.get(room))
+                or reason
+                or "another prefill rank failed"
+            )
         for req in peers.values():
             if not req.is_dummy:
-                self._tell_end(req, status, reason or "another prefill rank failed")
+                self._tell_end(req, status, reason)
 
     def _tell_end(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender)]
-        if self.decode_kv_args_table[req.mooncake_session_id].is_sealed:
-            frames = seal([*frames, reason.encode("utf-8", "backslashreplace")])
+        if self.decode_kv_args_table[req.mooncake_session_id].reads_reasons:
+            frames.append(reason.encode("utf-8", "backslashreplace"))
         address = format_tcp_address(req.endpoint, req.dst_port)
         try:
             self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
@@ -342,14 +388,13 @@ class MooncakeKVManager(CommonKVManager):
         """Prefill: end a failed room; returns why. Decode is told when no write is under way."""
         with self.rooms_lock:
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.remember(bootstrap_room, reason)
+            self.remember(bootstrap_room, reason, self.transfer_infos.get(bootstrap_room, ()))
         self._enqueue_end(bootstrap_room)
         return reason
 
-    def take_abort(self, room: bytes, reason: bytes) -> None:
-        """Fail the room that decode has given up, and tell it when no write is under way."""
-        super().take_abort(room, reason)
-        self._enqueue_end(int(room))
+    def end_when_unwritten(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed, behind what is being written of it."""
+        self._enqueue_end(room)
 
     def _enqueue_end(self, room: int) -> None:
         """Behind the chunks of a failed room, of which none that waits is sent any more."""
@@ -384,6 +429,7 @@ class MooncakeKVManager(CommonKVManager):
         """Read how prefill ranks end their rooms, and watch whether they live."""
         # Rooms of which a sender has failed, while others may still write.
         self.failing_rooms: Set[int] = set()
+        self.limit_messages()
         read_messages(self.server_socket, self._take_end)
         self.watch_prefill_servers()
 
@@ -391,8 +437,8 @@ class MooncakeKVManager(CommonKVManager):
         if frames[0] == self.AUX_DATA_HEADER:
             self._handle_aux_data(frames)
             return
-        (room, status, sender, *reason), is_sealed = unseal(frames)
-        if len(reason) != is_sealed or int(status) not in ENDED:
+        room, status, sender, *reason = frames
+        if int(status) not in ENDED:
             raise ValueError("this is no prefill rank's word on a room")
         said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
         with self.rooms_lock:
@@ -426,63 +472,51 @@ class MooncakeKVManager(CommonKVManager):
             )
         AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
 
+    def _register_to_bootstrap(self):
+        self.limit_messages()
+        super()._register_to_bootstrap()
+
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
+        # When a decode rank that failed again and again is tried next; infinite while it is.
+        self.not_before: Dict[str, float] = {}
         self.read_bootstrap_messages()
 
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
-        frames, is_sealed = unseal(frames)
-        if frames[0] == ABORT and is_sealed:
-            self.take_abort(*frames[1:3])
+        if frames[0] == ABORT:
+            self.take_abort(*frames[1:4])
         elif frames[0] == b"None":
-            info = KVArgsRegisterInfo.from_zmq(frames)
-            info.is_sealed = is_sealed
-            self._register_decode(info)
+            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
         else:
-            info = TransferInfo.from_zmq(frames)
-            self.check_room(info, info.mooncake_session_id, is_sealed)
-            self._open_room(info)
+            self._open_room(TransferInfo.from_zmq(frames))
 
     def _open_room(self, info: TransferInfo) -> None:
         session = info.mooncake_session_id
-        refusal = self.decode_kv_args_table[session].refusal
-        with self.rooms_lock:
-            reason = refusal or self.given_up.get(info.room)
-            if refusal:
-                self.record_failure(info.room, refusal)
-                self.update_status(info.room, KVPoll.Failed)
-            elif not reason and self.add_peer(info, session) == info.required_dst_info_num:
-                self.update_status(info.room, KVPoll.WaitingForInput)
-        if reason and not info.is_dummy:
-            self._tell_end(info, KVPoll.Failed, reason)
-        with self.session_lock:  # it lives
-            self.failed_sessions.discard(session)
-            self.session_failures.pop(session, None)
+        known = self.asking_peer(info, session)
+        failed = self.add_peer(info, session, known.refusal)
+        if failed and not info.is_dummy:
+            self._tell_end(info, KVPoll.Failed, failed)
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
-        self.check_registration(session, bool(info.layout_frame), info.is_sealed)
+        self.check_session(session)
         host, _, port = session.rpartition(":")
         if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
             raise LayoutError(f"decode session {session!r} is no host and port")
         # Recurrent state is sent without a plan: between TP sizes it is cut along its dimensions.
         state = None if self.kv_args.state_type == "mamba" else info.dst_state_data_ptrs
-        info.plan, info.refusal = self.plan_transfers(
-            session,
-            info.layout_frame,
-            PeerFacts(
-                tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
-                tp_size=info.dst_attn_tp_size,
-                kv_pointers=len(info.dst_kv_ptrs),
-                state_pointers=None if state is None else len(state),
-                page_bytes=info.dst_kv_item_len,
-            ),
-            Pointers(info.dst_kv_ptrs, state),
+        facts = PeerFacts(
+            tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
+            tp_size=info.dst_attn_tp_size,
+            kv_pointers=len(info.dst_kv_ptrs),
+            state_pointers=None if state is None else len(state),
+            page_bytes=info.dst_kv_item_len,
         )
+        self.plan_transfers(session, info, facts, Pointers(info.dst_kv_ptrs, state))
+        known = self.decode_kv_args_table.get(session)
         self.decode_kv_args_table[session] = info
-        with self.session_lock:
-            self.failed_sessions.discard(session)
-            self.session_failures.pop(session, None)
+        if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
+            self._forgive(session)  # another process
 
 
 class MooncakeKVSender(CommonKVSender):
@@ -508,7 +542,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self.session_id.encode("ascii"),
+            self._own_name(),
             packed("Q", args.kv_data_ptrs),
             packed("Q", args.aux_data_ptrs),
             packed("Q", target_state),
@@ -536,7 +570,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
             str(self.bootstrap_room).encode("ascii"),
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self.session_id.encode("ascii"),
+            self._own_name(),
             *([b"", b"", b""] if is_dummy else [pages, aux, state]),
             str(self.required_dst_info_num).encode("ascii"),
         ]
@@ -557,8 +591,14 @@ class MooncakeKVReceiver(CommonKVReceiver):
     def clear(self) -> None:
         self._end()
 
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return self.init_time is not None and self.conclude_state is None
+
+    def _own_name(self) -> bytes:
+        return self.session_id.encode("ascii")
+
     def failure_exception(self):
-        self._await_senders()
         self.conclude_state = KVPoll.Failed
         reason = self._end() or "another decode rank failed"
         raise KVTransferError(self.bootstrap_room, reason)

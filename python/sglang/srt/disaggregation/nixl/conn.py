@@ -8,7 +8,6 @@ import logging
 import socket
 import struct
 import threading
-import time
 import uuid
 from collections import defaultdict
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT,
-    WRITES_END_SECONDS,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
@@ -35,10 +33,10 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     Pointers,
     TransferPlan,
+    bears_layout,
     encode_layout,
     format_notice,
     parse_notice,
-    unseal,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -58,10 +56,13 @@ CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 class KVArgsRegisterInfo:
     # What the decode rank says of its buffers; empty from a stock one.
     layout_frame: bytes = b""
-    is_sealed: bool = False
-    # Set by the manager: the copies to this rank, or why there can be none.
+    # Set by the manager: the copies to this rank, or why there can be none; whether another try may
+    # help; and whether it reads more than a stock one.
     plan: Optional[PeerPlan] = None
     refusal: str = ""
+    try_again: bool = False
+    reads_reasons: bool = False
+    is_connected: bool = False
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
@@ -81,7 +82,7 @@ class KVArgsRegisterInfo:
             dst_aux_ptrs=unpacked("Q", msg[6]),
             dst_state_data_ptrs=[
                 pointer
-                for position in (7, 13)
+                for position in ((7, 13) if bears_layout(msg) else (7,))
                 if position < len(msg)
                 for pointer in unpacked("Q", msg[position])
             ],
@@ -91,6 +92,10 @@ class KVArgsRegisterInfo:
             dst_kv_item_len=int(msg[11]),
             layout_frame=msg[12] if len(msg) > 12 else b"",
         )
+
+
+class RoomFailed(Exception):
+    """Nothing more is written for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +117,7 @@ class Chunk:
 class Write:
     """One transfer to a decode rank; `end` is set when it is over: empty, or why it failed."""
 
+    room: int
     peer: str
     handle: object
     end: Optional[str] = None
@@ -127,8 +133,9 @@ class NixlKVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
-        # The bootstrap thread must not make a connection anew that the scheduler begins to use.
-        self.connections_lock = threading.RLock()
+        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.1 has no locks
+        # of its own, and a connection must not be made anew that a write begins to use.
+        self.agent_lock = threading.RLock()
         self.out_of_reach: Set[str] = set()
         # Those under way. A sender that is gone takes its own with it, which NIXL then cancels.
         self.writes: WeakSet[Write] = WeakSet()
@@ -234,12 +241,16 @@ class NixlKVManager(CommonKVManager):
         return self.agent.get_xfer_descs(rows, kind)
 
     def _start(self, peer: str, src, dst, notif: bytes) -> Write:
+        room = parse_notice(notif).room
+
         def start() -> Write:
+            if self.check_status(room) == KVPoll.Failed:
+                raise RoomFailed
             handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
             if not handle or self.agent.transfer(handle) == "ERR":
                 note = notif.decode("ascii")
                 raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
-            write = Write(peer, handle)
+            write = Write(room, peer, handle)
             self.writes.add(write)
             return write
 
@@ -253,7 +264,7 @@ class NixlKVManager(CommonKVManager):
 
         NIXL itself makes none: without that a live peer would be out of reach for ever.
         """
-        with self.connections_lock:
+        with self.agent_lock:
             try:
                 return act()
             except Exception as error:
@@ -287,7 +298,7 @@ class NixlKVManager(CommonKVManager):
 
     def has_ended(self, write: Write) -> bool:
         """Whether it is over; `write.end` says how."""
-        with self.connections_lock:
+        with self.agent_lock:
             if write.end is not None:
                 return True
             try:
@@ -401,13 +412,14 @@ class NixlKVManager(CommonKVManager):
         """
         writes: List[Write] = []
         try:
-            for req in list(self.transfer_infos[bootstrap_room].values()):
+            for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
                 if not req.is_dummy():
                     self._send_chunk(req, chunk, writes)
+        except RoomFailed:
+            logger.info(f"Room {bootstrap_room}: chunk {chunk.number} is not sent any more")
         except Exception as error:
             logger.exception(f"Room {bootstrap_room}: chunk {chunk.number} could not be sent")
-            self.record_failure(bootstrap_room, f"Prefill could not send KV: {error}")
-            self.update_status(bootstrap_room, KVPoll.Failed)
+            self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
         return writes
 
     def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Write]) -> None:
@@ -453,24 +465,38 @@ class NixlKVManager(CommonKVManager):
         Those that ask for the room only now are told when they do. Stock ones do not read it.
         """
         with self.rooms_lock:
-            peers = self.transfer_infos.get(bootstrap_room, {})
+            peers = self.transfer_infos.pop(bootstrap_room, {})
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.remember(bootstrap_room, reason)
-            for info in peers.values():
-                if not info.is_dummy():
-                    self._tell_failure(bootstrap_room, info.agent_name, reason)
+            self.remember(bootstrap_room, reason, peers)
+            self._tell_failure(bootstrap_room, peers, reason)
         return reason
 
-    def _tell_failure(self, bootstrap_room: int, peer: str, reason: str) -> None:
-        notice = Notice(bootstrap_room, "failed", reason=reason)
-        try:
-            self._notify(peer, format_notice(notice, self.sender))
-        except Exception as error:
-            logger.warning(f"Room {bootstrap_room}: decode {peer} was not told: {error}")
+    def end_when_unwritten(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
+        with self.agent_lock:
+            of_room = [write for write in self.writes if write.room == room]
+            if all(map(self.has_ended, of_room)):
+                self._tell_failure(room, self.transfer_infos.get(room, {}), reason)
+        if room not in self.request_status:  # its request has not come
+            self.transfer_infos.pop(room, None)
+
+    def _tell_failure(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
+        """Once each, for the number may be another request's when a second word arrives."""
+        notice = format_notice(Notice(room, "failed", reason=reason), self.sender)
+        for peer, info in peers.items():
+            if info.is_dummy() or hasattr(info, "is_told"):
+                continue
+            info.is_told = True
+            try:
+                self._notify(peer, notice)
+            except Exception as error:
+                logger.warning(f"Room {room}: decode {peer} was not told: {error}")
 
     def update_transfer_status(self):
         """Decode: take in the notifications that have come since the last call."""
-        for peer, messages in self.agent.get_new_notifs().items():
+        with self.agent_lock:
+            arrived = self.agent.get_new_notifs()
+        for peer, messages in arrived.items():
             for message in messages:
                 notice = parse_notice(message)
                 if notice is None:
@@ -481,6 +507,10 @@ class NixlKVManager(CommonKVManager):
                     if notice.kind == "failed":
                         self.record_failure(notice.room, f"Prefill failed: {notice.reason}")
 
+    def _register_to_bootstrap(self):
+        self.limit_messages()
+        super()._register_to_bootstrap()
+
     def _start_bootstrap_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
         self.read_bootstrap_messages()
@@ -488,64 +518,61 @@ class NixlKVManager(CommonKVManager):
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
-        frames, is_sealed = unseal(frames)
         frames = frames[1:]
-        if frames[0] == ABORT and is_sealed:
-            self.take_abort(*frames[1:3])
+        if frames[0] == ABORT:
+            self.take_abort(*frames[1:4])
         elif frames[0] == b"None":
-            info = KVArgsRegisterInfo.from_zmq(frames)
-            info.is_sealed = is_sealed
-            self._register_decode(info)
+            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
         else:
-            info = TransferInfo.from_zmq(frames)
-            self.check_room(info, info.agent_name, is_sealed)
-            self._open_room(info)
+            self._open_room(TransferInfo.from_zmq(frames))
 
     def _register_decode(self, info: KVArgsRegisterInfo) -> None:
-        self.check_registration(info.agent_name, bool(info.layout_frame), info.is_sealed)
+        self.check_session(info.agent_name)
         name = info.agent_name.encode("ascii")
         # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
         if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
             raise LayoutError(f"the metadata are not those of NIXL agent {info.agent_name}")
-        info.plan, info.refusal = self.plan_transfers(
-            info.agent_name,
-            info.layout_frame,
-            PeerFacts(
-                tp_rank=info.decode_tp_rank % info.decode_tp_size,
-                tp_size=info.decode_tp_size,
-                kv_pointers=len(info.dst_kv_ptrs),
-                state_pointers=len(info.dst_state_data_ptrs),
-                page_bytes=info.dst_kv_item_len,
-            ),
-            Pointers(info.dst_kv_ptrs, info.dst_state_data_ptrs),
+        facts = PeerFacts(
+            tp_rank=info.decode_tp_rank % info.decode_tp_size,
+            tp_size=info.decode_tp_size,
+            kv_pointers=len(info.dst_kv_ptrs),
+            state_pointers=len(info.dst_state_data_ptrs),
+            page_bytes=info.dst_kv_item_len,
         )
+        pointers = Pointers(info.dst_kv_ptrs, info.dst_state_data_ptrs)
+        self.plan_transfers(info.agent_name, info, facts, pointers)
         self._add_remote_peer(info)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
-        """Make a decode rank known, once NIXL knows it; its name is another in each process."""
-        if decode_kv_args.agent_name not in self.decode_kv_args_table:
-            self.agent.add_remote_agent(decode_kv_args.agent_metadata)
-            self.decode_kv_args_table[decode_kv_args.agent_name] = decode_kv_args
+        """Make a decode rank known, also to NIXL; its name is another in each process.
+
+        Where NIXL does not take it, it is tried again when the rank asks for a room.
+        """
+        name = decode_kv_args.agent_name
+        known = self.decode_kv_args_table.get(name)
+        decode_kv_args.is_connected = known is not None and known.is_connected
+        self.decode_kv_args_table[name] = decode_kv_args
+        if decode_kv_args.is_connected:
+            return
+        try:
+            with self.agent_lock:
+                self.agent.add_remote_agent(decode_kv_args.agent_metadata)
+            decode_kv_args.is_connected = True
+        except Exception as error:
+            logger.error(f"Decode {name} is not known to NIXL: {error}")
+            decode_kv_args.try_again = True
 
     def _open_room(self, info: TransferInfo) -> None:
-        refusal = self.decode_kv_args_table[info.agent_name].refusal
-        with self.connections_lock:
-            self.out_of_reach.discard(info.agent_name)  # it lives
-        with self.rooms_lock:
-            if info.room in self.given_up:
-                self._tell_failure(info.room, info.agent_name, self.given_up[info.room])
-                return
-            asking = self.add_peer(info, info.agent_name)
-            if refusal:
-                self.record_failure(info.room, refusal)
-                self.update_status(info.room, KVPoll.Failed)
-            elif asking == info.required_dst_info_num:
-                self.update_status(info.room, KVPoll.WaitingForInput)
+        peer = info.agent_name
+        known = self.asking_peer(info, peer)
+        with self.agent_lock:
+            self.out_of_reach.discard(peer)  # it lives
+        failed = self.add_peer(info, peer, known.refusal)
+        if failed:
+            self._tell_failure(info.room, {peer: info}, failed)
 
 
 class NixlKVSender(CommonKVSender):
-    conclude_state: Optional[KVPoll] = None
-
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
         """Start sending one chunk; a failed room sends no more."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
@@ -578,24 +605,24 @@ class NixlKVSender(CommonKVSender):
         for write in ended:
             self.xfer_handles.remove(write)
             if write.end:
-                self._fail(f"Prefill's write to decode failed: {write.end}")
+                reason = f"Prefill's write to decode failed: {write.end}"
+                self.kv_mgr.fail(self.bootstrap_room, reason)
 
-    def _fail(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+    def is_busy(self) -> bool:
+        """Whether our pages may be read."""
+        return bool(self.xfer_handles)
+
+    def abort(self):
+        """The client is gone."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, "Aborted by AbortReq.")
 
     def clear(self):
         self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self):
-        """End the room, which this or another rank failed, when no write of ours is under way."""
+        """End the room, which this or another rank failed; no write of ours is under way."""
         self.conclude_state = KVPoll.Failed
-        deadline = time.monotonic() + WRITES_END_SECONDS
-        while self.xfer_handles and time.monotonic() < deadline:
-            time.sleep(0.001)
-            self._drop_ended_writes()
-        if self.xfer_handles:
-            logger.error(f"Room {self.bootstrap_room}: {len(self.xfer_handles)} writes do not end")
         raise RuntimeError(self.kv_mgr.give_up(self.bootstrap_room))
 
 
@@ -619,7 +646,7 @@ class NixlKVReceiver(CommonKVReceiver):
             str(self.bootstrap_room).encode("ascii"),
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self.kv_mgr.agent.name.encode("ascii"),
+            self._own_name(),
             b"" if is_dummy else pages,
             aux,
             str(self.required_dst_info_num).encode("ascii"),
@@ -656,7 +683,7 @@ class NixlKVReceiver(CommonKVReceiver):
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            agent.name.encode("ascii"),
+            self._own_name(),
             agent.get_agent_metadata(),
             packed(args.kv_data_ptrs),
             packed(args.aux_data_ptrs),
@@ -670,14 +697,20 @@ class NixlKVReceiver(CommonKVReceiver):
         ]
         self._register(frames)
 
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return self.init_time is not None and self.conclude_state is None
+
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
+
+    def _own_name(self) -> bytes:
+        return self.kv_mgr.agent.name.encode("ascii")
 
     def clear(self):
         self._end()
 
     def failure_exception(self):
-        self._await_senders()
         self.conclude_state = KVPoll.Failed
         raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
 

@@ -1,0 +1,62 @@
+"""Ranks of one server act in step: what they think of a request changes for all of them, or not.
+
+    TP ranks of a stage    a vote at each poll: a request has failed when one rank says so, and
+                           ends when on no rank its pages are still read or written
+    pipeline stages        what the first stage made of a request, the others make of it
+
+Threads that take messages leave marks (a room's status), which are looked at only where the
+schedulers poll. Between stages a mark may arrive in the middle of a round; within `agreed` a
+request's poller reports what the stages have agreed on instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Dict, List, Tuple
+
+import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+# A sender or a receiver of KV. Ours have `is_busy` and `fail_too`; the engine's own need neither.
+Poller = Any
+
+
+def vote(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) -> List[int]:
+    """The state of each request on all ranks of the group, given this rank's.
+
+    The lowest wins, and that is Failed. A request that failed on one rank fails on the others; it
+    is Transferring until none of them is busy with it.
+    """
+    quiet = [not (hasattr(poller, "is_busy") and poller.is_busy()) for poller in pollers]
+    votes = torch.tensor([list(polls), quiet], dtype=torch.uint8)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=gloo_group)
+    states, all_quiet = votes.tolist()
+    for i, poller in enumerate(pollers):
+        if states[i] == KVPoll.Failed:
+            if hasattr(poller, "fail_too"):
+                poller.fail_too()
+            if not all_quiet[i]:
+                states[i] = KVPoll.Transferring
+    return states
+
+
+@contextmanager
+def agreed(requests: Sequence[Tuple[str, Poller]], good, failed) -> Iterator[None]:
+    """Let pollers report what the stages agree on, whatever has become known since.
+
+    Args:
+        requests: Each request's id and poller.
+        good, failed: The state of all these ids, and ids that have failed nonetheless.
+    """
+    states: Dict[str, int] = {**good, **dict.fromkeys(failed, KVPoll.Failed)}
+    pinned = [poller for rid, poller in requests if rid in states]
+    for rid, poller in requests:
+        if rid in states:
+            poller.poll = lambda state=states[rid]: state
+    try:
+        yield
+    finally:
+        for poller in pinned:
+            del poller.poll
