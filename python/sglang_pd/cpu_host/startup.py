@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_pd.cpu_host import SWITCH, adaptations, name_only, thread_binding
+from sglang_pd.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
 from sglang_pd.cpu_host.import_hooks import after_import, around_import
 
 PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
@@ -50,6 +50,7 @@ def activate() -> None:
     after_import(
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
     )
+    after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
 
 
 def _bind_threads() -> None:
