@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from rank_faults import Faults, cut_connections
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
-from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
+from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.mooncake import conn as mooncake
@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     KVClassType,
     MetadataBuffers,
+    ReqToMetadataIdxAllocator,
     TransferBackend,
     get_kv_class,
     is_mla_backend,
@@ -176,15 +177,8 @@ class Rank:
 
     def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
         """A request's life on prefill: wait for decode, then send its pages in these chunks."""
-        c = self.config
         self.fill(room, pages)
-        sender = self._class(KVClassType.SENDER)(
-            mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
-            bootstrap_room=room,
-            dest_tp_ranks=[c.tp_rank],
-            pp_rank=c.pp_rank,
-        )
+        sender = self._sender(room)
         end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
         if end["state"] != "waiting":
             return end
@@ -198,6 +192,32 @@ class Rank:
             state = self._state(room, pages) if at == len(pages) else None  # with the last chunk
             sender.send(np.array(part, dtype=np.int32), state)
         return self._await(sender, seconds)
+
+    def _sender(self, room: int):
+        return self._class(KVClassType.SENDER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_room=room,
+            dest_tp_ranks=[self.config.tp_rank],
+            pp_rank=self.config.pp_rank,
+        )
+
+    def leave(self, room: int, state: str, seconds: float) -> dict:
+        """A request that leaves prefill's queue unsent, once it has this state.
+
+        The scheduler frees its metadata slot, and says nothing to its sender.
+        """
+        sender = self._sender(room)
+        wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
+        deadline = time.monotonic() + seconds
+        while sender.poll() != wanted:
+            if time.monotonic() > deadline:
+                return {"state": "hang"}
+            time.sleep(0.002)
+        allocator = ReqToMetadataIdxAllocator(0)
+        req = SimpleNamespace(disagg_kv_sender=sender, metadata_buffer_index=3)
+        prefill_module.release_req_to_metadata_buffer(req, allocator)
+        return {"state": "left", "slots": list(allocator.free_slots)}
 
     def _state(self, room: int, pages: list[int]) -> np.ndarray | None:
         slots = self._state_slots(room, pages)
@@ -291,6 +311,12 @@ class Rank:
             longest = max(longest, time.monotonic() - begun)
             time.sleep(0.002)
         return {"failed": failed, "longest": longest}
+
+    def drop(self, room: int, seconds: float) -> dict:
+        """Abort a room that was asked for, and wait for its end."""
+        receiver = self.asked.pop(room)
+        receiver.abort()
+        return self._await(receiver, seconds)
 
     def give_up(
         self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True

@@ -521,12 +521,11 @@ class MooncakeKVManager(CommonKVManager):
 
 class MooncakeKVSender(CommonKVSender):
     def clear(self) -> None:
-        self.kv_mgr.forget(self.bootstrap_room)
+        super().clear()
 
     def failure_exception(self):
         """End the room, which this or another rank failed; decode is told when we write no more."""
-        self.conclude_state = KVPoll.Failed
-        raise KVTransferError(self.bootstrap_room, self.kv_mgr.give_up(self.bootstrap_room))
+        raise KVTransferError(self.bootstrap_room, self._give_up())
 
 
 class MooncakeKVReceiver(CommonKVReceiver):

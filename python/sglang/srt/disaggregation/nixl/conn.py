@@ -617,13 +617,9 @@ class NixlKVSender(CommonKVSender):
         if self.conclude_state is None:
             self.kv_mgr.fail(self.bootstrap_room, "Aborted by AbortReq.")
 
-    def clear(self):
-        self.kv_mgr.forget(self.bootstrap_room)
-
     def failure_exception(self):
         """End the room, which this or another rank failed; no write of ours is under way."""
-        self.conclude_state = KVPoll.Failed
-        raise RuntimeError(self.kv_mgr.give_up(self.bootstrap_room))
+        raise RuntimeError(self._give_up())
 
 
 class NixlKVReceiver(CommonKVReceiver):
