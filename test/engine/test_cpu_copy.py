@@ -1,5 +1,6 @@
 """KV to the host and back to other slots: every byte of every buffer, the untouched ones too."""
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.hardware_backend.npu import cpu_copy
+from sglang.srt.hardware_backend.npu import cpu_copy, host_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.engine
@@ -245,8 +246,9 @@ def test_memory_of_a_dropped_copy_is_used_again(kind):
         del copied
 
 
-def test_memory_may_be_used_again_in_another_mode():
-    """Written first where nothing has gradients, as in the scheduler's loop, and then elsewhere."""
+def test_memory_may_be_used_again_in_another_mode(monkeypatch):
+    """Made where nothing has gradients, as in the scheduler's loop, and then written elsewhere."""
+    monkeypatch.setattr(host_blocks, "_free", collections.defaultdict(list))
     pool = probes.mla_pool(False, 4)
     with torch.inference_mode():
         pool.get_cpu_copy(torch.arange(4, 9))

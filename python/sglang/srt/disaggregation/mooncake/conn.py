@@ -39,7 +39,9 @@ from sglang.srt.disaggregation.kv_layout import (
     seal,
     unseal,
 )
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ _TCP_TURN = threading.Lock()
 # A decode rank to which so many transfers in a row fail is given up until it asks for another room:
 # on one that is dead, each costs the transfer engine's time-out.
 FAILURES_IN_A_ROW = 2
+
+# Name, address, bytes.
+Buffer = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -101,32 +106,63 @@ class KVArgsRegisterInfo:
         )
 
 
+def _aux_goes_over_tcp() -> bool:
+    """Whether `send_aux` does without the transfer engine, by this side's environment.
+
+    Decode does not know prefill's, and its manager has no attribute for it.
+    """
+    has_pool, pool = check_mooncake_custom_mem_pool_enabled()
+    return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+
+
 class MooncakeKVManager(CommonKVManager):
     def register_buffer_to_engine(self) -> None:
-        """Register KV, aux and state in one batch: of some transports, ranges that touch merge.
+        """Register KV and state in one batch, and aux, which some transports do not take, apart.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it.
+            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
+        kv, aux = self._buffers()
+        refused = [self._register_batch("KV and state", kv)]
+        why_no_aux = self._register_batch("aux", aux)
+        if why_no_aux and _aux_goes_over_tcp():
+            logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+        else:
+            refused.append(why_no_aux)
+        if any(refused):
+            raise RuntimeError(
+                f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+                "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+            )
+
+    def _buffers(self) -> Tuple[List[Buffer], List[Buffer]]:
+        """KV and state; aux."""
         args, layout = self.kv_args, self.kv_args.layout
-        names = [
-            *(f"KV {buffer.name}" for buffer in layout.kv),
-            *(f"aux {i}" for i in range(len(args.aux_data_ptrs))),
-            *(f"state {buffer.name}" for buffer in layout.state),
-        ]
-        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *args.state_data_ptrs]
-        lens = [*args.kv_data_lens, *args.aux_data_lens, *args.state_data_lens]
-        if self.engine.batch_register(ptrs, lens) == 0:
-            return
-        each = zip(names, ptrs, lens)
-        alone = [one for one in each if self.engine.batch_register([one[1]], [one[2]]) != 0]
-        failed = [f"{name} ({length:,} bytes)" for name, _, length in alone]
-        raise RuntimeError(
-            f"The transfer engine did not register this rank's {len(ptrs)} buffers of "
-            f"{sum(lens):,} bytes in one batch; one by one it fails for: "
-            f"{', '.join(failed) or 'none'}. Without them no KV can be transferred; look for "
-            "limits of locked memory and of memory regions, or choose a smaller KV pool"
+        kv = zip((f"KV {one.name}" for one in layout.kv), args.kv_data_ptrs, args.kv_data_lens)
+        state = zip(
+            (f"state {one.name}" for one in layout.state),
+            args.state_data_ptrs,
+            args.state_data_lens,
         )
+        aux = zip(args.aux_data_ptrs, args.aux_data_lens)
+        return [*kv, *state], [(f"aux {i}", *one) for i, one in enumerate(aux)]
+
+    def _register_batch(self, role: str, buffers: List[Buffer]) -> str:
+        """Returns "", or which of these buffers cannot be registered."""
+        if self._is_registered(buffers):
+            return ""
+        alone = [buffer for buffer in buffers if not self._is_registered([buffer])]
+        failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
+        return (
+            f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+            f"{len(buffers)}, bytes: {sum(length for *_, length in buffers):,}); one by one it "
+            f"fails for: {failed or 'none'}"
+        )
+
+    def _is_registered(self, buffers: List[Buffer]) -> bool:
+        """Register these in one batch; whether that succeeded."""
+        ptrs, lens = [ptr for _, ptr, _ in buffers], [length for *_, length in buffers]
+        return not buffers or self.engine.batch_register(ptrs, lens) == 0
 
     def send_kvcache(
         self,

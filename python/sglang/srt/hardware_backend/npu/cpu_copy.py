@@ -117,9 +117,7 @@ def _scatter(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> No
         flat.index_copy_(0, at, part.to(flat.device, non_blocking=True))
 
 
-def _by_index(
-    buffer: torch.Tensor, host: torch.Tensor
-) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Layers that can be indexed at a time, and their rows on the host as [layers * rows, ...].
 
     At least one: a layer is not cut.
