@@ -172,7 +172,11 @@ class PickyEngine:
 
 
 def registration(
-    backend: str, refused: list[int], not_together: list[int] = (), environment: dict | None = None
+    backend: str,
+    refused: list[int],
+    not_together: list[int] = (),
+    environment: dict | None = None,
+    state_is_described: bool = True,
 ) -> dict:
     """What is registered in which batches of lengths, in the end, and the error if there is one.
 
@@ -180,6 +184,7 @@ def registration(
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
+    state = [SimpleNamespace(name="index_k, layer 3")] if state_is_described else []
     manager = _manager(
         kind,
         0,
@@ -189,7 +194,7 @@ def registration(
         aux_data_lens=[30],
         state_data_ptrs=[4],
         state_data_lens=[40],
-        layout=SimpleNamespace(kv=named, state=[SimpleNamespace(name="index_k, layer 3")]),
+        layout=SimpleNamespace(kv=named, state=state),
     )
     picky = PickyEngine(refused, not_together)
     manager.engine = object.__new__(AscendTransferEngine)

@@ -58,6 +58,13 @@ def test_failures_of_kv_and_of_aux_are_told_apart(backend):
     assert "it fails for: aux 0 (30 bytes). " in error
 
 
+@backends
+def test_what_is_not_described_is_registered_too(backend):
+    assert probes.registration(backend, [], state_is_described=False)["registered"] == ALL
+    error = probes.registration(backend, [40], state_is_described=False)["error"]
+    assert "it fails for: state 0 (40 bytes)." in error
+
+
 NO_AUX_BY_THE_ENGINE = [
     {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"},
     {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK"},

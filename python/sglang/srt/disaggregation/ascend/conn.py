@@ -22,7 +22,7 @@ class AscendKVManager(MooncakeKVManager):
         Raises:
             RuntimeError: A buffer cannot be registered; the text names it.
         """
-        kv, aux = self._buffers()
+        kv, aux = self._regions()
         if self._is_registered([*kv, *aux]):
             return
         logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")

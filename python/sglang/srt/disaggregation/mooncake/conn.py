@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 import threading
-from typing import TYPE_CHECKING, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
     Copies,
     LayoutError,
     PeerFacts,
@@ -65,8 +66,8 @@ _TCP_TURN = threading.Lock()
 # on one that is dead, each costs the transfer engine's time-out.
 FAILURES_IN_A_ROW = 2
 
-# Name, address, bytes.
-Buffer = Tuple[str, int, int]
+# What is registered: name, address, bytes.
+Region = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -106,6 +107,16 @@ class KVArgsRegisterInfo:
         )
 
 
+def _named(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
 def _aux_goes_over_tcp() -> bool:
     """Whether `send_aux` does without the transfer engine, by this side's environment.
 
@@ -122,7 +133,7 @@ class MooncakeKVManager(CommonKVManager):
         Raises:
             RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
-        kv, aux = self._buffers()
+        kv, aux = self._regions()
         refused = [self._register_batch("KV and state", kv)]
         why_no_aux = self._register_batch("aux", aux)
         if why_no_aux and _aux_goes_over_tcp():
@@ -135,34 +146,29 @@ class MooncakeKVManager(CommonKVManager):
                 "for limits of locked memory and of memory regions, or choose a smaller KV pool"
             )
 
-    def _buffers(self) -> Tuple[List[Buffer], List[Buffer]]:
+    def _regions(self) -> Tuple[List[Region], List[Region]]:
         """KV and state; aux."""
         args, layout = self.kv_args, self.kv_args.layout
-        kv = zip((f"KV {one.name}" for one in layout.kv), args.kv_data_ptrs, args.kv_data_lens)
-        state = zip(
-            (f"state {one.name}" for one in layout.state),
-            args.state_data_ptrs,
-            args.state_data_lens,
-        )
-        aux = zip(args.aux_data_ptrs, args.aux_data_lens)
-        return [*kv, *state], [(f"aux {i}", *one) for i, one in enumerate(aux)]
+        kv = _named("KV", layout.kv, args.kv_data_ptrs, args.kv_data_lens)
+        state = _named("state", layout.state, args.state_data_ptrs, args.state_data_lens)
+        return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
 
-    def _register_batch(self, role: str, buffers: List[Buffer]) -> str:
+    def _register_batch(self, role: str, regions: List[Region]) -> str:
         """Returns "", or which of these buffers cannot be registered."""
-        if self._is_registered(buffers):
+        if self._is_registered(regions):
             return ""
-        alone = [buffer for buffer in buffers if not self._is_registered([buffer])]
+        alone = [region for region in regions if not self._is_registered([region])]
         failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
         return (
             f"The transfer engine did not register this rank's {role} in one batch (buffers: "
-            f"{len(buffers)}, bytes: {sum(length for *_, length in buffers):,}); one by one it "
+            f"{len(regions)}, bytes: {sum(length for *_, length in regions):,}); one by one it "
             f"fails for: {failed or 'none'}"
         )
 
-    def _is_registered(self, buffers: List[Buffer]) -> bool:
+    def _is_registered(self, regions: List[Region]) -> bool:
         """Register these in one batch; whether that succeeded."""
-        ptrs, lens = [ptr for _, ptr, _ in buffers], [length for *_, length in buffers]
-        return not buffers or self.engine.batch_register(ptrs, lens) == 0
+        ptrs, lens = [ptr for _, ptr, _ in regions], [length for *_, length in regions]
+        return not regions or self.engine.batch_register(ptrs, lens) == 0
 
     def send_kvcache(
         self,

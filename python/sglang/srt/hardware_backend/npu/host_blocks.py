@@ -39,8 +39,7 @@ def take(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Tensor
 
 def _allocated(size: int, pinned: bool) -> Optional[torch.Tensor]:
     try:
-        with torch.inference_mode(False):  # else nobody could write to it outside that mode
-            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     except RuntimeError as error:
         if not pinned:
             raise
