@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
     Copies,
     LayoutError,
     PeerFacts,
@@ -41,7 +42,9 @@ from sglang.srt.disaggregation.kv_layout import (
     bears_layout,
     encode_layout,
 )
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
@@ -67,6 +70,9 @@ _TCP_TURN = threading.Lock()
 FAILURES_IN_A_ROW = 2
 BACK_OFF_SECONDS = 10.0
 MAX_BACK_OFF_SECONDS = 320.0
+
+# What is registered: name, address, bytes.
+Region = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -108,32 +114,68 @@ class KVArgsRegisterInfo:
         )
 
 
+def _named(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
+def _aux_goes_over_tcp() -> bool:
+    """Whether `send_aux` does without the transfer engine, by this side's environment.
+
+    Decode does not know prefill's, and its manager has no attribute for it.
+    """
+    has_pool, pool = check_mooncake_custom_mem_pool_enabled()
+    return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+
+
 class MooncakeKVManager(CommonKVManager):
     def register_buffer_to_engine(self) -> None:
-        """Register KV, aux and state in one batch: of some transports, ranges that touch merge.
+        """Register KV and state in one batch, and aux, which some transports do not take, apart.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it.
+            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
+        kv, aux = self._regions()
+        refused = [self._register_batch("KV and state", kv)]
+        why_no_aux = self._register_batch("aux", aux)
+        if why_no_aux and _aux_goes_over_tcp():
+            logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+        else:
+            refused.append(why_no_aux)
+        if any(refused):
+            raise RuntimeError(
+                f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+                "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+            )
+
+    def _regions(self) -> Tuple[List[Region], List[Region]]:
+        """KV and state; aux."""
         args, layout = self.kv_args, self.kv_args.layout
-        names = [
-            *(f"KV {buffer.name}" for buffer in layout.kv),
-            *(f"aux {i}" for i in range(len(args.aux_data_ptrs))),
-            *(f"state {buffer.name}" for buffer in layout.state),
-        ]
-        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *args.state_data_ptrs]
-        lens = [*args.kv_data_lens, *args.aux_data_lens, *args.state_data_lens]
-        if self.engine.batch_register(ptrs, lens) == 0:
-            return
-        each = zip(names, ptrs, lens)
-        alone = [one for one in each if self.engine.batch_register([one[1]], [one[2]]) != 0]
-        failed = [f"{name} ({length:,} bytes)" for name, _, length in alone]
-        raise RuntimeError(
-            f"The transfer engine did not register this rank's {len(ptrs)} buffers of "
-            f"{sum(lens):,} bytes in one batch; one by one it fails for: "
-            f"{', '.join(failed) or 'none'}. Without them no KV can be transferred; look for "
-            "limits of locked memory and of memory regions, or choose a smaller KV pool"
+        kv = _named("KV", layout.kv, args.kv_data_ptrs, args.kv_data_lens)
+        state = _named("state", layout.state, args.state_data_ptrs, args.state_data_lens)
+        return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
+
+    def _register_batch(self, role: str, regions: List[Region]) -> str:
+        """Returns "", or which of these buffers cannot be registered."""
+        if self._is_registered(regions):
+            return ""
+        alone = [region for region in regions if not self._is_registered([region])]
+        failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
+        return (
+            f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+            f"{len(regions)}, bytes: {sum(length for *_, length in regions):,}); one by one it "
+            f"fails for: {failed or 'none'}"
         )
+
+    def _is_registered(self, regions: List[Region]) -> bool:
+        """Register these in one batch; whether that succeeded."""
+        ptrs, lens = [ptr for _, ptr, _ in regions], [length for *_, length in regions]
+        return not regions or self.engine.batch_register(ptrs, lens) == 0
 
     def send_kvcache(
         self,
