@@ -16,8 +16,9 @@ def mla(layers=2, start=0, **more):
 
 def described(target, draft=None, count=4, state=False, tp=(0, 1), total=2, draft_total=None):
     lens = list(range(100, 100 + count))
-    buffers = describe_pools(target, draft, lens, state, tp, total, draft_total)
-    assert [buffer.page_bytes for buffer in buffers] == lens
+    sizes = [3 * size for size in lens]
+    buffers = describe_pools(target, draft, lens, sizes, state, tp, total, draft_total)
+    assert [(buffer.page_bytes, buffer.pages) for buffer in buffers] == [(n, 3) for n in lens]
     return [(b.component, b.draft, b.layer) for b in buffers], [b.heads for b in buffers]
 
 
@@ -86,7 +87,7 @@ def test_no_state():
 
 def test_an_unknown_pool_stops_the_server_by_name():
     with pytest.raises(LayoutError, match="should register 4 KV buffers, the engine registers 5"):
-        describe_pools(mha(), None, [1] * 5, False, (0, 1), 2, None)
+        describe_pools(mha(), None, [1] * 5, [1] * 5, False, (0, 1), 2, None)
 
 
 @pytest.mark.parametrize(

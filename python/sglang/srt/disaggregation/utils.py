@@ -122,8 +122,10 @@ def describe_kv_args(
         dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
         memory=memory_kind(token_to_kv_pool),
         total_layers=scheduler.model_config.num_hidden_layers,
-        kv=describe_pools(*pools, kv_args.kv_item_lens, False, tp, *heads),
-        state=describe_pools(*pools, kv_args.state_item_lens, True, tp, *heads),
+        kv=describe_pools(*pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads),
+        state=describe_pools(
+            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads
+        ),
     )
 
 

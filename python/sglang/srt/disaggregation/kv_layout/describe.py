@@ -38,8 +38,9 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
 
     `layer` is the layer's number in its whole model, whatever stage holds it (of recurrent state:
     its number among the layers that have one); `draft` says that this model is the speculative
-    draft. `page_bytes` is the distance from one page to the next. A page of a buffer with `heads`
-    is `[page_size, heads.count, head bytes]`; else it is opaque.
+    draft. `page_bytes` is the distance from one page to the next, `pages` how many there are, 0
+    from a peer that does not say. A page of a buffer with `heads` is `[page_size, heads.count,
+    head bytes]`; else it is opaque.
     """
 
     component: str
@@ -47,6 +48,7 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     page_bytes: int
     heads: Optional[Heads] = None
+    pages: int = 0
 
     @property
     def key(self) -> tuple[str, bool, int]:

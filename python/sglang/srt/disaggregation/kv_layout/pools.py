@@ -31,6 +31,7 @@ def describe_pools(
     target: Any,
     draft: Any,
     item_lens: Sequence[int],
+    data_lens: Sequence[int],
     state: bool,
     tp: tuple[int, int],
     total_kv_heads: Optional[int],
@@ -41,6 +42,7 @@ def describe_pools(
     Args:
         target, draft: KV pools of the engine; `draft` may be None.
         item_lens: Bytes a page (or a state slot), parallel to the rank's pointers.
+        data_lens: Bytes of each whole buffer.
         state: Describe what is sent as state instead of KV.
         tp: Attention TP rank and size.
         total_kv_heads, draft_kv_heads: Of the whole model, from its configuration; None if unknown.
@@ -62,8 +64,10 @@ def describe_pools(
             f"{len(item_lens)}; this pool is not known to the patch set"
         )
     return tuple(
-        Buffer(component, is_draft, layer, page_bytes, heads)
-        for (component, is_draft, layer, heads), page_bytes in zip(parts, item_lens)
+        Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // page_bytes)
+        for (component, is_draft, layer, heads), page_bytes, data_bytes in zip(
+            parts, item_lens, data_lens
+        )
     )
 
 
