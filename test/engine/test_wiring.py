@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +55,7 @@ def wire(request, monkeypatch):
                 gpu_id=0,
                 model_config=model,
                 draft_worker=SimpleNamespace(model_config=model),
+                spec_algorithm=SpeculativeAlgorithm.NONE,
                 server_args=SimpleNamespace(disaggregation_ib_device=None, pp_size=1),
             ),
         )

@@ -36,6 +36,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 try:
     from sglang.srt.disaggregation.common import messages
@@ -44,6 +45,8 @@ except ImportError:  # stock has none
 
 HOST = "127.0.0.1"
 AUX_SLOTS = 8
+HIDDEN_STATES = 8  # the row's number
+UNWRITTEN = 0xA5
 LATE_SECONDS = 3.0
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
@@ -80,7 +83,11 @@ class Rank:
         self.pool = make_pool(c, layers, len(self.heads[False]))
         drafts = range(c.draft_layers)
         self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
-        self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
+        hidden = (c.hidden_size, torch.bfloat16) if c.speculates else (16, torch.float32)
+        self.aux = MetadataBuffers(AUX_SLOTS, *hidden)
+        if not self.is_prefill:
+            for row in self._aux_rows():
+                row.fill_(UNWRITTEN)
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
@@ -92,6 +99,28 @@ class Rank:
             if pool is not None:
                 for (component, layer), buffer in pool_buffers(pool):
                     yield (component, is_draft, layer), buffer
+
+    def _aux_rows(self) -> list[torch.Tensor]:
+        """Each metadata buffer as `[slots, bytes]`."""
+        names = (
+            *("output_ids", "cached_tokens"),
+            *("output_token_logprobs_val", "output_token_logprobs_idx"),
+            *("output_top_logprobs_val", "output_top_logprobs_idx"),
+            *("output_topk_p", "output_topk_index", "output_hidden_states", "bootstrap_room"),
+        )
+        return [getattr(self.aux, name).view(torch.uint8) for name in names]
+
+    def _write_metadata(self, rows: list[torch.Tensor], room: int, slot: int) -> None:
+        """Each byte says what it is: room, row, place; first token and room are the room."""
+        number = torch.tensor([room])
+        for i, row in enumerate(rows):
+            if i == HIDDEN_STATES and not self.is_prefill and not self.config.sends_hidden_states:
+                continue
+            said = ((torch.arange(row.shape[1]) + room * 7 + i * 31) % 251).to(torch.uint8)
+            if i in (0, len(rows) - 1):
+                kind = torch.int64 if i else torch.int32
+                said[: kind.itemsize] = number.to(kind).view(torch.uint8)
+            row[slot] = said.to(row.device)
 
     def _manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
@@ -121,6 +150,7 @@ class Rank:
                 gpu_id=c.gpu_id,
                 model_config=model_config,
                 draft_worker=SimpleNamespace(model_config=draft_config),
+                spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
                 server_args=SimpleNamespace(
                     host=HOST,
                     disaggregation_bootstrap_port=c.bootstrap_port,
@@ -185,8 +215,7 @@ class Rank:
         if end["state"] != "waiting":
             return end
         slot = room % AUX_SLOTS
-        self.aux.output_ids[slot, 0] = room
-        self.aux.bootstrap_room[slot, 0] = room
+        self._write_metadata(self._aux_rows(), room, slot)
         sender.init(len(pages), slot)
         at = 0
         for chunk in chunks:
@@ -218,6 +247,7 @@ class Rank:
         """
         receiver = self._receiver(room)
         slot = (room + 3) % AUX_SLOTS
+        metadata = [row.cpu().clone() for row in self._aux_rows()]
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
@@ -234,13 +264,25 @@ class Rank:
             for key, array in arrived.items()
             if not np.array_equal(array, self.expected[key])
         ]
-        if (
-            int(self.aux.output_ids[slot, 0]) != room
-            or int(self.aux.bootstrap_room[slot, 0]) != room
-        ):
-            wrong.append(f"aux slot {slot}: {self.aux.output_ids[slot, 0]}")
+        self._write_metadata(metadata, room, slot)
+        wrong += self._wrong_metadata(metadata)
         receiver.clear()
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
+
+    def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
+        """Rows that are not as expected, but of slots that rooms have which are still open."""
+        closed = [
+            slot
+            for slot in range(AUX_SLOTS)
+            if slot not in {(room + 3) % AUX_SLOTS for room in self.asked}
+        ]
+        rows = zip(expected, self._aux_rows())
+        wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
+        return [
+            f"metadata row {i}: slots {[closed[at] for at in slots.flatten().tolist()]}"
+            for i, slots in enumerate(wrong)
+            if len(slots)
+        ]
 
     def ask(self, room: int, pages: list[int]) -> dict:
         """Open a room on prefill and leave it to `end`, so that several can be open."""
@@ -383,7 +425,8 @@ class Rank:
         manager._connect = lambda *_, **__: sock
         manager._tell_end(peer, KVPoll.Success, "")
         manager._tell_end(peer, KVPoll.Failed, "no memory")
-        manager.send_aux_tcp(peer, room % AUX_SLOTS, [])
+        pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
+        manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect
 
     def expect(self, room: int) -> dict:

@@ -132,7 +132,6 @@ MIXED = {
     "nsa": nsa(),
     "nsa_pp2_odd": nsa(pp=(2, 1), layers=7),
     "nsa_pp2_to_pp2": nsa(pp=(2, 2), layers=5),
-    "nsa_draft_on_decode_pp2": ONE_SIDED["decode_pp2"],
     "swa": swa(),
     "mamba_tp2_to_2": RIGHT["mamba_tp2_to_2"],
 }
@@ -146,17 +145,16 @@ def test_mixed_fleet(serve, backend, name, engines):
         assert_all_right(servers)
 
 
-DRAFT_ON_PREFILL = {
-    "pp1": ONE_SIDED["prefill"],
-    "pp2": ONE_SIDED["prefill_pp2"],
-    "pp2_as_many_as_decode": nsa((1, 0), pp=(2, 1), stages=(1, 3)),
+DRAFT_ON_ONE_SIDE = {
+    **{name: ONE_SIDED[name] for name in ("prefill", "prefill_pp2", "decode_pp2")},
+    "prefill_pp2_as_many_as_decode": nsa((1, 0), pp=(2, 1), stages=(1, 3)),
 }
 
 
-@pytest.mark.parametrize("name", DRAFT_ON_PREFILL)
-def test_draft_on_prefill_with_stock_decode(serve, backend, name):
+@pytest.mark.parametrize("name", DRAFT_ON_ONE_SIDE)
+def test_draft_on_one_side_with_stock_decode(serve, backend, name):
     """Our last stage may register as many state buffers as decode, which has all layers."""
-    with serve(over(backend, DRAFT_ON_PREFILL[name]), "patched", "stock") as servers:
+    with serve(over(backend, DRAFT_ON_ONE_SIDE[name]), "patched", "stock") as servers:
         assert_all_right(servers)
 
 

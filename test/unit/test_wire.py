@@ -40,6 +40,8 @@ layouts = st.builds(
     total_layers=st.integers(1, 200),
     kv=st.lists(buffers, max_size=5).map(tuple),
     state=st.lists(buffers, max_size=3).map(tuple),
+    aux=st.lists(st.integers(0, 1 << 15), max_size=10).map(tuple),
+    aux_slots=st.integers(0, 4096),
 )
 # What the version before wrote: buffers of five fields.
 BEFORE = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
     RankLayout,
     describe_pools,
     keeps_own_state,
@@ -126,7 +127,20 @@ def describe_kv_args(
         state=describe_pools(
             *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads
         ),
+        aux=_aux_widths(kv_args, scheduler),
+        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
     )
+
+
+def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
+    """Bytes of each metadata row.
+
+    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    """
+    widths = list(kv_args.aux_item_lens)
+    if scheduler.spec_algorithm.is_standalone():
+        widths[HIDDEN_STATES] = 0
+    return tuple(widths)
 
 
 def _draft_kv_head_num(scheduler: Scheduler) -> int:

@@ -73,6 +73,9 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         total_layers: Layers of the whole target model.
         kv: One entry for each pointer in `KVArgs.kv_data_ptrs`.
         state: One entry for each pointer in `KVArgs.state_data_ptrs`.
+        aux: Bytes a row of each metadata buffer in `KVArgs.aux_data_ptrs`, 0 where this rank has no
+            use for them; empty from a peer that does not say.
+        aux_slots: Rows of each of them; 0 likewise.
     """
 
     tp_rank: int
@@ -85,6 +88,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     total_layers: int
     kv: tuple[Buffer, ...]
     state: tuple[Buffer, ...] = ()
+    aux: tuple[int, ...] = ()
+    aux_slots: int = 0
 
     @property
     def name(self) -> str:

@@ -48,6 +48,8 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
         ) from error
     if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
         raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
+    if min(layout.aux_slots, *layout.aux, 0) < 0:
+        raise LayoutError(f"a layout frame says {layout.aux_slots} slots of {layout.aux} bytes")
     for buffer in (*layout.kv, *layout.state):
         if not _is_possible(buffer):
             raise LayoutError(f"a layout frame says {buffer}")
