@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from rank_faults import Faults, cut_connections
-from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
+from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -48,6 +48,7 @@ AUX_SLOTS = 8
 HIDDEN_STATES = 8  # the row's number
 UNWRITTEN = 0xA5
 LATE_SECONDS = 3.0
+NO_LAYER = 64
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
     *("state_conv", "state_temporal"),
@@ -79,8 +80,7 @@ class Rank:
             False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
             True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        layers = range(c.start_layer, c.start_layer + c.layers)
-        self.pool = make_pool(c, layers, len(self.heads[False]))
+        self.pool = make_pool(c, pool_layers(c), len(self.heads[False]))
         drafts = range(c.draft_layers)
         self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
         hidden = (c.hidden_size, torch.bfloat16) if c.speculates else (16, torch.float32)
@@ -150,6 +150,11 @@ class Rank:
                 gpu_id=c.gpu_id,
                 model_config=model_config,
                 draft_worker=SimpleNamespace(model_config=draft_config),
+                tp_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(
+                        start_layer=c.start_layer, end_layer=c.start_layer + c.layers
+                    )
+                ),
                 spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
                 server_args=SimpleNamespace(
                     host=HOST,
@@ -172,10 +177,16 @@ class Rank:
         return get_kv_class(TransferBackend(self.config.backend), kind)
 
     def fill(self, room: int, pages: list[int]) -> None:
-        """Prefill's result: this rank's heads of every token of the request's pages."""
-        for key, buffer in self._buffers():
+        """Prefill's result: this rank's heads of every token of the request's pages.
+
+        In a layer that its stage does not compute lies what no layer has.
+        """
+        c = self.config
+        for (component, is_draft, layer), buffer in self._buffers():
             array = buffer.cpu().numpy()
-            self._write(array, key, room, pages)
+            computed = is_draft or 0 <= layer - c.start_layer < c.layers or c.hybrid != "swa"
+            says = layer if computed else layer + NO_LAYER
+            self._write(array, (component, is_draft, says), room, pages)
             buffer.copy_(torch.from_numpy(array))
 
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:

@@ -5,6 +5,7 @@ state, so on decode that stays as it was.
 """
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Side
@@ -29,10 +30,10 @@ def nsa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=4, **more):
     return Fleet(*sides, layers=layers, **NSA, **more)
 
 
-def swa(drafts=(0, 0), tp=(1, 1)):
+def swa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=6, **more):
     """Of each model, layers 0, 2, ... have a sliding window; V is as wide as K for stock."""
-    sides = [Side(tp=t, draft_layers=d) for t, d in zip(tp, drafts)]
-    return Fleet(*sides, layers=6, v_width=4, hybrid="swa")
+    sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
+    return Fleet(*sides, layers=layers, v_width=4, hybrid="swa", **more)
 
 
 def mamba(tp=1):
@@ -74,6 +75,53 @@ def test_state(serve, backend, name):
         assert_all_right(servers)
         for kept in servers.kept():
             assert set(kept.values()) == {0}, kept
+
+
+# The first stage's pool has one layer too many: one with full attention, or with a window.
+SWA_STAGES = {
+    "full": swa(pp=(2, 1)),
+    "window": swa(pp=(2, 1), stages=(2, 4)),
+    "pp3_tp2_to_1": swa(tp=(2, 1), pp=(3, 1)),
+    "pp2_to_pp2": swa(pp=(2, 2)),
+}
+
+
+def first_stage_last(servers, src, dst):
+    """One request whose stages send one after the other: what the first one writes stays."""
+    room = {"room": next(servers._rooms), "seconds": 10}
+    fleet, stages = servers.fleet, range(servers.fleet.prefill.pp)
+    with ThreadPoolExecutor(fleet.size) as pool:
+
+        def ask(ranks, do, **more):
+            return [pool.submit(rank.call, do, **room, **more) for rank in ranks]
+
+        layers = {rank: fleet.arriving(servers._layers(rank)) for rank in servers.decode}
+        received = [
+            future
+            for rank, arrives in layers.items()
+            for future in ask([rank], "receive", pages=dst, arrives=arrives, leave_out=0)
+        ]
+        for stage in reversed(stages):
+            ranks = [rank for rank in servers.prefill if rank.config["pp_rank"] == stage]
+            for sent in ask(ranks, "send", pages=src, chunks=[len(src)]):
+                sent.result()
+        return [future.result() for future in received]
+
+
+@pytest.mark.parametrize("name", SWA_STAGES)
+def test_stages_of_sliding_windows(serve, backend, name):
+    with serve(over(backend, SWA_STAGES[name])) as servers:
+        for src, dst, _ in REQUESTS[:2]:
+            for answer in first_stage_last(servers, src, dst):
+                assert answer["state"] == "right", (src, dst, answer)
+        assert_all_right(servers)
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_stock_stages_of_sliding_windows(serve, backend, name):
+    with serve(over(backend, SWA_STAGES[name]), "stock", "stock") as servers:
+        (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
+    assert answer["state"] == "wrong", answer
 
 
 ONE_SIDED = {

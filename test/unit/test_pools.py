@@ -63,6 +63,20 @@ def test_sliding_window_hybrid():
     assert described(pool, count=2, state=True)[0] == [("swa_k", False, 1), ("swa_v", False, 1)]
 
 
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_sliding_window_layer_that_another_stage_computes(draft):
+    """The engine's pools of a stage have the next stage's first layer, too."""
+    pool = SimpleNamespace(
+        full_kv_pool=mha(2),
+        swa_kv_pool=mha(1),
+        layers_mapping={3: (0, False), 4: (0, True), 5: (1, False)},
+    )
+    pools = (mha(0), pool) if draft else (pool, None)
+    buffers = describe_pools(*pools, [8] * 4, [8] * 4, False, (0, 1), 2, 2, range(3, 5))
+    assert [b.layer for b in buffers] == [3, 5, 3, 5]
+    assert [b.layer for b in buffers if b.idle] == ([] if draft else [5, 5])
+
+
 def test_recurrent_hybrid():
     mamba = SimpleNamespace(
         num_mamba_layers=3, get_contiguous_buf_infos=lambda: (range(6), range(6), range(6))

@@ -27,6 +27,7 @@ buffers = st.builds(
     st.integers(1, 1 << 24),
     st.none() | heads,
     st.integers(0, 1 << 20),
+    st.booleans(),
 )
 layouts = st.builds(
     RankLayout,

@@ -40,7 +40,8 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
     its number among the layers that have one); `draft` says that this model is the speculative
     draft. `page_bytes` is the distance from one page to the next, `pages` how many there are, 0
     from a peer that does not say. A page of a buffer with `heads` is `[page_size, heads.count,
-    head bytes]`; else it is opaque.
+    head bytes]`; else it is opaque. `idle` is a buffer that the engine sets aside and its rank
+    never fills: it is neither sent nor received.
     """
 
     component: str
@@ -49,6 +50,7 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
     page_bytes: int
     heads: Optional[Heads] = None
     pages: int = 0
+    idle: bool = False
 
     @property
     def key(self) -> tuple[str, bool, int]:
