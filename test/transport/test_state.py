@@ -154,15 +154,20 @@ UNWRITTEN = {
 
 
 def assert_draft_state_unwritten(serve, fleet, engines):
-    """All else is right, the draft's KV too."""
+    """All else is right, the draft's KV too.
+
+    But for hidden states of a stock stage without draft layers, which seems to have no draft. No
+    server of 0.5.9 speculates in stages.
+    """
     with serve(fleet, *engines) as servers:
         outcome = servers.request(*REQUESTS[1], seconds=10)
     assert outcome.state == "wrong", outcome
     wrong = "; ".join(answer["reason"] for answer in outcome.decode if answer["reason"])
     components = ("state_k", "state_v") if fleet.hybrid else ("state",)
-    assert {part.split(":")[0] for part in wrong.split("; ")} == {
-        str((component, True, 0)) for component in components
-    }
+    expected = {str((component, True, 0)) for component in components}
+    if engines == ("patched", "stock") and fleet.decode.pp > 1:
+        expected.add("metadata row 8")
+    assert {part.split(":")[0] for part in wrong.split("; ")} == expected
 
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
