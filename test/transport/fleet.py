@@ -52,6 +52,7 @@ class Fleet:
     draft_heads: int = 4
     layers: int = 2
     stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as can be
+    hidden_size: int = 64  # of metadata's hidden states on a side that speculates; 16 elsewhere
     page_size: int = 16
     pages: int = 12
     k_width: int = 4
@@ -78,6 +79,7 @@ class Fleet:
         if side.model_layers:
             sizes = [side.model_layers]
         starts = np.cumsum([0, *sizes]).tolist()
+        drafts = {one: getattr(self, one).draft_layers > 0 for one in ("prefill", "decode")}
         first = 0 if role == "prefill" else self.prefill.tp * self.prefill.pp
         common = {
             key: value
@@ -101,6 +103,8 @@ class Fleet:
                 "layers": sizes[pp_rank],
                 "start_layer": starts[pp_rank],
                 "model_layers": side.model_layers or self.layers,
+                "speculates": drafts[role],
+                "sends_hidden_states": drafts["prefill"] == drafts["decode"],
                 "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
                 "page_size": side.page_size or self.page_size,
                 "k_width": side.k_width or self.k_width,

@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.kv_layout import (
     pair_layers,
     plan_for_peer,
     tp_size_conflict,
+    unsent_rows,
 )
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
@@ -141,9 +142,10 @@ class CommonKVManager:
                     "they are taken to be those of the same model."
                 )
             info.plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
-            unsent = one_sided_draft(self.kv_args.layout, info.plan.layout)
-            if unsent:
-                logger.warning(f"Decode {peer}: {unsent}")
+            for unsent in (one_sided_draft, unsent_rows):
+                said = unsent(self.kv_args.layout, info.plan.layout)
+                if said:
+                    logger.warning(f"Decode {peer}: {said}")
             return
         except LayoutError as error:
             info.refusal = str(error)

@@ -253,6 +253,29 @@ class MooncakeKVManager(CommonKVManager):
                 return status
         return 0
 
+    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
+        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine takes no host memory
+            return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
+        session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
+        slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        return self.engine.batch_transfer_sync(
+            session, *self._plan(session).aux.copies(*slots).tolist()
+        )
+
+    def send_aux_tcp(
+        self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
+    ) -> int:
+        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        plan, own = self._plan(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
+        rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        peer = (req.endpoint, req.dst_port, req.room)
+        for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
+            data = AuxDataCodec.serialize_data_from_buffer(address, size)
+            self.send_aux_data_to_endpoint(*peer, row, req.dst_aux_index, data)
+        return 0
+
     def maybe_send_extra(
         self,
         req: TransferInfo,
@@ -500,19 +523,29 @@ class MooncakeKVManager(CommonKVManager):
             self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
 
     def _handle_aux_data(self, msg: List[bytes]):
-        """Take in one metadata buffer's item that came by this way instead of the engine's."""
+        """Take in one metadata row that came by this way instead of the engine's.
+
+        One of another width is left out: a stock prefill rank sends hidden states as wide as its
+        own. None is waited for.
+        """
         buffer, slot = int(msg[2]), int(msg[3])
         data, args = msg[5], self.kv_args
         if not 0 <= buffer < len(args.aux_data_ptrs):
             raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
         item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
         (announced,) = struct.unpack(">I", msg[4])
-        if not (0 <= slot < size // item and len(data) == announced == item):
+        if not (0 <= slot < size // item and len(data) == announced):
             raise ValueError(
                 f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
                 f"{buffer}, which has {size // item} slots of {item} bytes"
             )
-        AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        if announced == item:
+            AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        else:
+            logger.warning_once(
+                f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "
+                "speculate on both sides or on none"
+            )
 
     def _register_to_bootstrap(self):
         self.limit_messages()

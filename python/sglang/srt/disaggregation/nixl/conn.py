@@ -376,9 +376,9 @@ class NixlKVManager(CommonKVManager):
         notif: str,
     ):
         """Write the request's metadata (first token and its logprobs) to the peer."""
-        lens = np.array(self.kv_args.aux_item_lens, dtype=np.int64)
-        src = np.array(self.kv_args.aux_data_ptrs, dtype=np.int64) + lens * prefill_aux_index
-        dst = np.array(dst_aux_ptrs, dtype=np.int64) + lens * dst_aux_index
+        plan = self.decode_kv_args_table[peer_name].plan.aux
+        own = self.kv_args.aux_data_ptrs
+        src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         return self._start(
             peer_name,
             self._descs(src, lens, "DRAM", 0),
