@@ -8,11 +8,9 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-import os
 import struct
 import sys
-import threading
-from typing import TYPE_CHECKING, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, List, Optional, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +53,6 @@ logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 16384
-# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process, and
-# a caller spins until its copies have ended: with more callers than cores none ends in time.
-TCP_BATCH = 512
-_TCP_TURN = threading.Lock()
 # A decode rank to which so many transfers in a row fail is given up until it asks for another room:
 # on one that is dead, each costs the transfer engine's time-out.
 FAILURES_IN_A_ROW = 2
@@ -183,8 +177,6 @@ class MooncakeKVManager(CommonKVManager):
 
         def write(part: Copies) -> int:
             lists = part.lists()
-            if os.environ.get("MC_FORCE_TCP"):
-                return self._write_over_tcp(session, lists)
             return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
         parts = copies.parts(at_most)
@@ -194,15 +186,6 @@ class MooncakeKVManager(CommonKVManager):
             # All are waited for, also when one fails: pages must not be freed under a write.
             results = list(executor.map(write, parts))
         return next((status for status in results if status != 0), 0)
-
-    def _write_over_tcp(self, session: str, lists: Tuple[List[int], List[int], List[int]]) -> int:
-        for start in range(0, len(lists[0]), TCP_BATCH):
-            few = [column[start : start + TCP_BATCH] for column in lists]
-            with _TCP_TURN:
-                status = self.engine.batch_transfer_sync(session, *few)
-            if status != 0:
-                return status
-        return 0
 
     def maybe_send_extra(
         self,
