@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 import time
+import uuid
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -336,6 +338,27 @@ class Rank:
         """Let those be closed that were unused for so long, instead of a minute."""
         messages.IDLE_SECONDS = seconds
         return {"state": "set"}
+
+    def join(self, count: int) -> dict:
+        """Register so many more decode ranks with prefill, as new servers do, and one's like.
+
+        They are this rank under other names, none of which asks for a room.
+        """
+        manager, agent = self.manager, self.manager.agent
+        receiver = self._receiver(0)
+        metadata = agent.get_agent_metadata()
+        for _ in range(count):
+            name = str(uuid.uuid4())
+            renamed = metadata.replace(agent.name.encode(), name.encode())
+            manager.agent = SimpleNamespace(name=name, get_agent_metadata=partial(bytes, renamed))
+            receiver._register_kv_args()
+        manager.agent = agent
+        receiver.clear()
+        return {"state": "joined"}
+
+    def nixl(self) -> dict:
+        """Where this rank's NIXL was found."""
+        return {"file": sys.modules["nixl._api"].__file__}
 
     def health(self) -> dict:
         """What faults and foreign messages must not change, and memory at its highest."""
