@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from rank_faults import Faults, cut_connections
+from rank_faults import AgentCalls, Faults, cut_connections
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -86,6 +86,7 @@ class Rank:
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
+        self.agent_calls = None
         self.asked = {}
 
     def _buffers(self):
@@ -355,6 +356,12 @@ class Rank:
         manager.agent = agent
         receiver.clear()
         return {"state": "joined"}
+
+    def count_agent_calls(self) -> dict:
+        """See `rank_faults.AgentCalls`; the counts since this was asked first."""
+        if self.agent_calls is None:
+            self.agent_calls = AgentCalls(sys.modules["nixl._api"])
+        return {"count": self.agent_calls.count, "at_once": self.agent_calls.at_once}
 
     def nixl(self) -> dict:
         """Where this rank's NIXL was found."""

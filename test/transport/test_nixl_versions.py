@@ -87,17 +87,21 @@ def test_a_live_peer_is_connected_again(serve):
 
 
 def test_decode_ranks_join_while_transfers_run(serve):
-    """The thread that reads registrations adds peers while the scheduler sends."""
+    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
     with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
+        (prefill,) = servers.prefill
         many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
         assert_right(servers, many)
         (joining,) = servers.more("decode")
-        before = servers.prefill[0].call("health")["peers"]
+        before = prefill.call("health")["peers"]
+        prefill.call("count_agent_calls")
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(joining.call, "join", count=JOINS)
             deadline = time.monotonic() + SECONDS
-            while servers.prefill[0].call("health")["peers"] < before + 1 + JOINS:
+            while prefill.call("health")["peers"] < before + 1 + JOINS:
                 assert time.monotonic() < deadline
                 assert_right(servers, many)
             assert joined.result()["state"] == "joined"
         assert_right(servers, many)
+        calls = prefill.call("count_agent_calls")
+        assert calls["count"] > JOINS and calls["at_once"] == 0, calls
