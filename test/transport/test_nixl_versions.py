@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 # 0.9 holds the GIL in each of its calls. 1.0 and 1.1 do not, and cannot be asked to synchronise
 # their callers; later ones can.
 VERSIONS = ["0.9.0", "1.0.1", "1.1.0"]
-JOINS = 100
-SECONDS = 60
+JOINS = 50
+SECONDS = 120
 
 
 @pytest.fixture(params=VERSIONS)
