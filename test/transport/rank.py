@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 import time
+import uuid
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_faults import Faults, cut_connections
+from rank_faults import AgentCalls, Faults, cut_connections
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
 from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -95,6 +97,7 @@ class Rank:
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
+        self.agent_calls = None
         self.asked = {}
         self.group = None
 
@@ -462,6 +465,33 @@ class Rank:
         """How long Mooncake leaves a failing peer alone at first."""
         mooncake.BACK_OFF_SECONDS = seconds
         return {"state": "set"}
+
+    def join(self, count: int) -> dict:
+        """Register so many more decode ranks with prefill, as new servers do, and one's like.
+
+        They are this rank under other names, none of which asks for a room.
+        """
+        manager, agent = self.manager, self.manager.agent
+        receiver = self._receiver(0)
+        metadata = agent.get_agent_metadata()
+        for _ in range(count):
+            name = str(uuid.uuid4())
+            renamed = metadata.replace(agent.name.encode(), name.encode())
+            manager.agent = SimpleNamespace(name=name, get_agent_metadata=partial(bytes, renamed))
+            receiver._register_kv_args()
+        manager.agent = agent
+        receiver.clear()
+        return {"state": "joined"}
+
+    def count_agent_calls(self) -> dict:
+        """See `rank_faults.AgentCalls`; the counts since this was asked first."""
+        if self.agent_calls is None:
+            self.agent_calls = AgentCalls(sys.modules["nixl._api"])
+        return {"count": self.agent_calls.count, "at_once": self.agent_calls.at_once}
+
+    def nixl(self) -> dict:
+        """Where this rank's NIXL was found."""
+        return {"file": sys.modules["nixl._api"].__file__}
 
     def health(self) -> dict:
         """What faults and foreign messages must not change, and memory at its highest."""

@@ -10,10 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import struct
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -60,10 +58,6 @@ logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 16384
-# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process, and
-# a caller spins until its copies have ended: with more callers than cores none ends in time.
-TCP_BATCH = 512
-_TCP_TURN = threading.Lock()
 # A decode rank to which so many transfers in a row fail is left alone for some seconds, twice as
 # many after each that fails then: on a dead one each costs the transfer engine's time-out, in one
 # of few queues.
@@ -232,8 +226,6 @@ class MooncakeKVManager(CommonKVManager):
 
         def write(part: Copies) -> int:
             lists = part.lists()
-            if os.environ.get("MC_FORCE_TCP"):
-                return self._write_over_tcp(session, lists)
             return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
         parts = copies.parts(at_most)
@@ -243,15 +235,6 @@ class MooncakeKVManager(CommonKVManager):
             # All are waited for, also when one fails: pages must not be freed under a write.
             results = list(executor.map(write, parts))
         return next((status for status in results if status != 0), 0)
-
-    def _write_over_tcp(self, session: str, lists: Tuple[List[int], List[int], List[int]]) -> int:
-        for start in range(0, len(lists[0]), TCP_BATCH):
-            few = [column[start : start + TCP_BATCH] for column in lists]
-            with _TCP_TURN:
-                status = self.engine.batch_transfer_sync(session, *few)
-            if status != 0:
-                return status
-        return 0
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
         """Write the request's metadata to the peer. Returns the transfer engine's status."""

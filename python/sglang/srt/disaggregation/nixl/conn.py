@@ -133,7 +133,7 @@ class NixlKVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
-        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.1 has no locks
+        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
         # of its own, and a connection must not be made anew that a write begins to use.
         self.agent_lock = threading.RLock()
         self.out_of_reach: Set[str] = set()
