@@ -23,6 +23,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
 )
+from stages import play  # noqa: F401 - a probe
 
 from sglang_pd.device import device
 

@@ -19,11 +19,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rank_faults import Faults, cut_connections
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
 from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     KVClassType,
@@ -31,6 +33,7 @@ from sglang.srt.disaggregation.utils import (
     TransferBackend,
     get_kv_class,
     is_mla_backend,
+    poll_and_all_reduce,
 )
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
@@ -85,6 +88,7 @@ class Rank:
         self.manager = self._manager()
         self.faults = None
         self.asked = {}
+        self.group = None
 
     def _buffers(self):
         """((component, is draft, layer), tensor) of each buffer, see `rank_pools.pool_buffers`."""
@@ -256,14 +260,45 @@ class Rank:
             receiver.clear()
         return end
 
+    def vote(self, port: int) -> dict:
+        """From now on the TP ranks of this side poll together, as schedulers do."""
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{HOST}:{port}",
+            rank=self.config.tp_rank,
+            world_size=self.config.tp_size,
+        )
+        self.group = dist.group.WORLD
+        return {"state": "joined"}
+
+    def lose(self, rooms: list[int], knows: bool) -> dict:
+        """The prefill server of these rooms is lost, which another rank may know first.
+
+        Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
+        longest turn in seconds.
+        """
+        receivers = [self.asked.pop(room) for room in rooms]
+        if knows:
+            self.manager.lose_prefill(f"{HOST}:{self.config.bootstrap_port}")
+        longest, failed = 0.0, 0
+        while receivers:
+            begun = time.monotonic()
+            polls = poll_and_all_reduce(receivers, self.group)
+            ended = [one for one, poll in zip(receivers, polls) if poll == KVPoll.Failed]
+            for receiver in ended:
+                failed += _failure(receiver)["state"] == "failed"
+                receivers.remove(receiver)
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.002)
+        return {"failed": failed, "longest": longest}
+
     def give_up(
-        self, room: int, pages: list[int], after: float, seconds: float, at_once: bool = False
+        self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
     ) -> dict:
         """Abort a room some seconds after it was opened, or before, if that is below 0.
 
-        With `at_once` its end is not waited for: the scheduler says that the room has failed.
-        `changed` are the buffers that prefill still writes to when the room is over, and its pages
-        belong to others.
+        If this rank does not abort, another one does, with which it votes. `changed` are the
+        buffers that prefill still writes to when the room is over, and its pages belong to others.
         """
         receiver = self._receiver(room)
         first = receiver.poll()
@@ -273,9 +308,10 @@ class Rank:
             receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
         if after >= 0:
             time.sleep(after)
-            receiver.abort()
+            if aborts:
+                receiver.abort()
         begun = time.monotonic()
-        end = _failure(receiver) if at_once else self._await(receiver, seconds)
+        end = self._await(receiver, seconds)
         waited = time.monotonic() - begun
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         time.sleep(LATE_SECONDS)
@@ -295,7 +331,7 @@ class Rank:
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            state = poller.poll()
+            state = self._poll(poller)
             if state == leave_at:
                 return {"state": "waiting"}
             if state == KVPoll.Success:
@@ -306,6 +342,12 @@ class Rank:
                 return _failure(poller)
             time.sleep(0.002)
         return {"state": "hang"}
+
+    def _poll(self, poller) -> int:
+        if self.group is None:
+            return poller.poll()
+        (state,) = poll_and_all_reduce([poller], self.group)
+        return state
 
     def kept(self) -> dict:
         """How much the manager keeps of rooms that are over."""
@@ -335,6 +377,11 @@ class Rank:
     def forget_idle_sockets(self, seconds: float) -> dict:
         """Let those be closed that were unused for so long, instead of a minute."""
         messages.IDLE_SECONDS = seconds
+        return {"state": "set"}
+
+    def back_off(self, seconds: float) -> dict:
+        """How long Mooncake leaves a failing peer alone at first."""
+        mooncake.BACK_OFF_SECONDS = seconds
         return {"state": "set"}
 
     def health(self) -> dict:

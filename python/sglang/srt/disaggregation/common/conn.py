@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Dict, Iterable, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
 
@@ -42,6 +44,8 @@ ABORT = b"ABORT"
 MAX_GIVEN_UP = 4096
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
+# Ranks of a prefill server whose addresses are asked for at a time.
+MAX_ASKING = 16
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
@@ -571,12 +575,18 @@ class CommonKVReceiver:
             threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _abort_on_prefill(self, reason: str) -> None:
-        infos = (
-            self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-            for tp_rank in range(self.prefill_attn_tp_size)
-            for pp_rank in range(self.prefill_pp_size)
-        )
-        self._tell_abort(reason, filter(None, infos))
+        sizes = self.prefill_attn_tp_size, self.prefill_pp_size
+        ranks = itertools.product(*map(range, sizes))
+
+        def tell(rank: Tuple[int, int]) -> None:
+            tp_rank, pp_rank = rank
+            info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+            if info is not None:
+                self._tell_abort(reason, [info])
+
+        # All at once: a busy server takes its time for each answer.
+        with ThreadPoolExecutor(MAX_ASKING) as pool:
+            list(pool.map(tell, ranks))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         own_name = b"" if self.init_time is None else self._own_name()
