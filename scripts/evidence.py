@@ -292,13 +292,14 @@ def hang_ups() -> list[str]:
         'closes its connections, with "either" one of them, after random()**2 * 1.5 s; the engine',
         "looks every 4 s for who has gone. Then six prompts are sent at once: the longest time",
         "until all are answered, and what the servers still hold 10 s later. Stages have unequal",
-        "lengths, for which stock's tokens are wrong.",
+        "lengths, for which stock's tokens are wrong. Busy: how much longer a loop took than its",
+        "processor time, for what else ran on the machine.",
         "",
-        "| fleet | engine | seeds | servers | next six prompts | after s | held |",
-        "|---" * 7 + "|",
+        "| fleet | engine | seeds | servers | next six prompts | after s | busy | held |",
+        "|---" * 8 + "|",
         *(
             f"| {name} | {engine} | {row['seeds']} | {'alive' if row['alive'] else 'ended'} "
-            f"| {row['next_prompts']} | {row['seconds']} "
+            f"| {row['next_prompts']} | {row['seconds']} | {row['busy']} "
             f"| {cell(json.dumps(row['held'])) if row['held'] else 'nothing'} |"
             for (name, engine), row in latest.items()
         ),

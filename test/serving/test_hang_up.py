@@ -5,7 +5,7 @@ import time
 import pytest
 from hang_ups import CHUNK, Fleet, fleet, hang_up
 from probed import probed, still_held
-from serving_checks import held, outcome, record
+from serving_checks import busy, held, outcome, record
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from sglang_pd import cluster
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
+# On a machine with cores of its own; on a busy one by so much longer as a loop takes there.
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for them, to tell late from never
 STOCK_PATIENCE = 400
@@ -54,7 +55,7 @@ def nightly() -> list:
 def test_hang_ups(fleet, seeds, reference):
     row = after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
     assert row["next_prompts"] == "right", row
-    assert row["seconds"] <= AT_ONCE, row
+    assert row["seconds"] <= AT_ONCE * row["busy"], row
     assert not row["held"], row
     assert row["never_ended"] == 0, row
 
@@ -85,11 +86,12 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         chunk=CHUNK,
     )
     row = {"fleet": fleet.name, "engine": engine, "seeds": 0, "never_ended": 0, "held": {}}
-    row |= {"next_prompts": "right", "alive": True, "seconds": 0.0}
+    row |= {"next_prompts": "right", "alive": True, "seconds": 0.0, "busy": 1.0}
     with cluster.running(servers):
         try:
             for seed in seeds:
                 row["seeds"] += 1
+                row["busy"] = max(row["busy"], round(busy(), 1))
                 row["never_ended"] += hang_up(servers, fleet.way, seed)
                 _ask(servers, expected, patience, row)
                 if not (row["alive"] and _is_free(servers, row)):
@@ -115,7 +117,7 @@ def _ask(servers, expected, patience: float, row: dict) -> None:
 
 def _is_free(servers, row: dict) -> bool:
     """Whether soon no token, request or room is held; notes what is held otherwise."""
-    deadline = time.monotonic() + FREE_SECONDS
+    deadline = time.monotonic() + FREE_SECONDS * row["busy"]
     while row.update(held=_held(servers)) or row["held"]:
         if time.monotonic() > deadline:
             return False
