@@ -66,7 +66,7 @@ class CommonKVManager:
     # Prefill's requests, by room.
     senders: WeakValueDictionary[int, CommonKVSender] = WeakValueDictionary()
     # Why prefill failed a room; why decode gave up one whose request has not come to prefill.
-    given_up: OrderedDict[int, str] = OrderedDict()
+    given_up: OrderedDict[int, GivenUp] = OrderedDict()
     aborted: OrderedDict[int, str] = OrderedDict()
     # Bootstrap addresses of prefill servers that read ABORT frames.
     takes_aborts: Set[str] = set()
