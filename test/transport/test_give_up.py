@@ -139,6 +139,26 @@ def test_a_request_that_takes_too_long_keeps_its_pages(serve, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("state", ["waiting", "failed"])
+def test_a_request_that_leaves_prefill_unsent_is_over_on_both_sides(serve, backend, state):
+    """Its client is gone, at first perhaps on prefill alone: decode must not wait for KV."""
+    with serve(Fleet(backend=backend)) as servers:
+        assert_right(servers)
+        (prefill,), (decode,) = servers.prefill, servers.decode
+        decode.call("ask", room=900, pages=DESTINATION)
+        with ThreadPoolExecutor(1) as pool:
+            leaving = pool.submit(prefill.call, "leave", room=900, state=state, seconds=10)
+            if state == "failed":
+                gone = decode.call("drop", room=900, seconds=5)
+            else:
+                gone = decode.timed("end", room=900, seconds=5)
+                assert ABORTED in gone["reason"] and gone["seconds"] < PROMPT, gone
+            assert gone["state"] == "failed", gone
+            assert leaving.result() == {"state": "left", "slots": [3]}
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_that_stays_silent_is_waited_for_in_vain(serve, backend):
     """For 5 s: a page cannot be kept for ever."""
     with serve(Fleet(backend=backend, v_width=4), prefill="stock") as servers:

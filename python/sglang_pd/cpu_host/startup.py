@@ -44,6 +44,8 @@ def activate() -> None:
     after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
         after_import(f"{build}._api", adaptations.nixl_memory_kind)
+    if os.environ.get("MC_FORCE_TCP"):
+        after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)

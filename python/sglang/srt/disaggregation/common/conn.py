@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.kv_layout import (
     pair_layers,
     plan_for_peer,
     tp_size_conflict,
+    unsent_rows,
 )
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
@@ -141,9 +142,10 @@ class CommonKVManager:
                     "they are taken to be those of the same model."
                 )
             info.plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
-            unsent = one_sided_draft(self.kv_args.layout, info.plan.layout)
-            if unsent:
-                logger.warning(f"Decode {peer}: {unsent}")
+            for unsent in (one_sided_draft, unsent_rows):
+                said = unsent(self.kv_args.layout, info.plan.layout)
+                if said:
+                    logger.warning(f"Decode {peer}: {said}")
             return
         except LayoutError as error:
             info.refusal = str(error)
@@ -315,6 +317,8 @@ def _is_healthy(address: str) -> bool:
 
 class CommonKVSender:
     conclude_state: Optional[KVPoll] = None
+    # Whether this rank has ended the room, which it may say of it before.
+    is_over = False
 
     def __init__(
         self,
@@ -333,10 +337,19 @@ class CommonKVSender:
 
     def leave(self) -> None:
         """The request leaves before it is sent, for its client is gone: decode must not wait."""
-        if self.conclude_state is None and hasattr(self.kv_mgr, "give_up"):  # Mori has none
-            self.conclude_state = KVPoll.Failed
+        if not self.is_over and hasattr(self.kv_mgr, "give_up"):  # Mori has none
             self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
-            self.kv_mgr.give_up(self.bootstrap_room)
+            self._give_up()
+
+    def _give_up(self) -> str:
+        """End the room, which has failed; returns why. Decode is told when we write no more."""
+        self.is_over, self.conclude_state = True, KVPoll.Failed
+        return self.kv_mgr.give_up(self.bootstrap_room)
+
+    def clear(self) -> None:
+        """Forget the room, which has succeeded."""
+        self.is_over = True
+        self.kv_mgr.forget(self.bootstrap_room)
 
     def fail_too(self) -> None:
         """Another rank of this stage failed the room."""
