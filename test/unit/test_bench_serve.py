@@ -1,0 +1,42 @@
+"""What the benchmark of whole servers makes of its figures."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_serve.py"
+LATENCY, THROUGHPUT = "answer, alone, ms", "requests a second, 16 at once"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_serve", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("figure, ratio", [(LATENCY, 2.0), (THROUGHPUT, 0.5)])
+def test_a_ratio_above_one_is_better(bench, figure, ratio):
+    row = bench.row("fleet", figure, {"stock": [10.0] * 8, "patched": [5.0] * 8})
+    assert (row["ratio"], row["noise"]) == (ratio, 0.0)
+    assert bool(bench.slower([row])) == (ratio < 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [10, 11, 10, 11, 10, 11, 10, 11],  # first and second of a round
+        [10, 10, 11, 11, 10, 10, 11, 11],  # every other round
+        [10, 10, 10, 10, 11, 11, 11, 11],  # early and late
+    ],
+)
+def test_noise_is_the_distance_of_an_engine_from_itself(bench, values):
+    assert bench.noise({"stock": [10.0] * 8, "patched": values}) == pytest.approx(0.1)
+
+
+def test_what_is_slower_by_more_than_the_noise_is_named(bench):
+    row = {"fleet": "nixl", "figure": LATENCY, "noise": 0.05}
+    assert bench.slower([{**row, "ratio": 0.96}]) == []
+    assert "nixl: answer, alone, ms: 0.94" in bench.slower([{**row, "ratio": 0.94}])[0]
