@@ -11,7 +11,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import os
 import statistics
 import sys
 import threading
@@ -370,7 +369,6 @@ def plan(
     ] = False,
 ) -> None:
     """Time both sides; status 1 if ours is a tenth slower anywhere or misses a target."""
-    os.environ.pop("MC_FORCE_TCP", None)  # the CPU host's; batches over RDMA are what counts
     console = Console() if sys.stdout.isatty() else Console(width=160)
     every = kinds()
     if only_check:

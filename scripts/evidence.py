@@ -19,6 +19,8 @@ MEASURES = KEPT / "measures.json"
 SERVING = KEPT / "serving.jsonl"
 FAULTS = KEPT / "faults.jsonl"
 SOAK = KEPT / "soak.jsonl"
+HANG_UPS = KEPT / "hang_ups.jsonl"
+EVENT_LOOP = KEPT / "event_loop.jsonl"
 PLANNING = KEPT / "bench-plan.json"
 CPU_COPY = KEPT / "bench-cpu-copy.json"
 REPORT = ROOT / "docs" / "evidence.md"
@@ -113,7 +115,7 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    parts = [planning(), cpu_copy(), scenarios(), faults(), soak()]
+    parts = [planning(), cpu_copy(), scenarios(), faults(), hang_ups(), event_loop(), soak()]
     lines = [*heading(), *figures(measures), "", *(line for part in parts for line in part)]
     text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
@@ -274,6 +276,54 @@ def faults() -> list[str]:
             f"| {case} | {backend} | {row['seconds']} | {cell(row['client'])} "
             f"| {row.get('freed', '')} | {row['after']} |"
             for (case, backend), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def hang_ups() -> list[str]:
+    """A table: for each fleet what clients that hung up left behind when it was last tried."""
+    latest = {(row["fleet"], row["engine"]): row for row in recorded(HANG_UPS)}
+    if not latest:
+        return ["Clients that hang up: not measured.", ""]
+    return [
+        "Clients that hang up: for each seed 200 clients, up to 0.1 s apart, with prompts of 3 to",
+        "1,500 tokens, prefilled in chunks of 128. Each asks both servers, or the router, and",
+        'closes its connections, with "either" one of them, after random()**2 * 1.5 s; the engine',
+        "looks every 4 s for who has gone. Then six prompts are sent at once: the longest time",
+        "until all are answered, and what the servers still hold 10 s later. Stages have unequal",
+        "lengths, for which stock's tokens are wrong. Busy: how much longer a loop took than its",
+        "processor time, for what else ran on the machine.",
+        "",
+        "| fleet | engine | seeds | servers | next six prompts | after s | busy | held |",
+        "|---" * 8 + "|",
+        *(
+            f"| {name} | {engine} | {row['seeds']} | {'alive' if row['alive'] else 'ended'} "
+            f"| {row['next_prompts']} | {row['seconds']} | {row['busy']} "
+            f"| {cell(json.dumps(row['held'])) if row['held'] else 'nothing'} |"
+            for (name, engine), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def event_loop() -> list[str]:
+    """A table: for each backend and engine how long decode stood still when it was last tried."""
+    latest = {(row["backend"], row["engine"]): row for row in recorded(EVENT_LOOP)}
+    if not latest:
+        return ["Decode's event loop when prefill dies: not measured.", ""]
+    rooms = next(iter(latest.values()))["rooms"]
+    return [
+        f"Decode's event loop when prefill dies with {rooms} rooms open: decode TP 2, whose ranks'",
+        "heartbeats are apart; the longest time in which a rank's loop does not turn, from the",
+        "kill until all requests have failed, or for 30 s, and in 5 s before it.",
+        "",
+        "| backend | engine | before, ms | after the kill, ms | all failed after s |",
+        "|---" * 5 + "|",
+        *(
+            f"| {backend} | {engine} | {row['before_ms']:.0f} | {row['pause_ms']:.0f} "
+            f"| {row['seconds']} |"
+            for (backend, engine), row in latest.items()
         ),
         "",
     ]

@@ -3,6 +3,7 @@
     base/     torch and every package that the engine imports, once
     stock/    the published engine, untouched
     patched/  the published engine with this checkout's patch set applied
+    nixl/     other releases of NIXL than base's, each asked for by --nixl
 
 A step that is done is left alone; one that was interrupted is done again from its beginning.
 Everything that is installed is logged in .pd-env/logs/setup.log.
@@ -32,6 +33,7 @@ DEFAULT_TORCH = "torch==2.13.0"
 # says PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
 NOT_COMPILED = "/tests/|py312"
 PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
+NO_CUDA = ROOT / "scripts" / "no_cuda.c"
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
 # Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.
@@ -261,6 +263,33 @@ def patch_set(title: str) -> None:
         (folder / ".applied").write_text(key)
 
 
+def other_nixl(title: str, version: str) -> None:
+    """NIXL of this release alone, to be put on the path before base's."""
+    folder = PD_ENV / "nixl" / version
+    if folder.exists():
+        return
+    unfinished = folder.with_name(f"{version}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with Progress(f"{title} in .pd-env/nixl/{version}") as progress:
+        pip = [BASE / "bin" / "python", "-m", "pip", "install", *PIP_OPTIONS]
+        wanted = [f"nixl=={version}", f"nixl-cu12=={version}"]
+        run(progress, *pip, "--no-deps", "--target", unfinished, *wanted)
+        if needs_cuda(unfinished) and shutil.which("cc"):
+            (unfinished / "no_cuda").mkdir()
+            link = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", NO_CUDA]
+            run(progress, "cc", "-o", unfinished / "no_cuda" / "libcuda.so.1", *link)
+    unfinished.rename(folder)
+
+
+def needs_cuda(nixl: Path) -> bool:
+    """Whether NIXL's UCX plug-in is linked with CUDA's driver, and there is none here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return any(b"libcuda.so.1" in file.read_bytes() for file in nixl.rglob("libplugin_UCX.so"))
+    return False
+
+
 def is_tool(path: Path) -> bool:
     """Whether ``sglang_pd/PATH`` decides what `apply` writes; the CPU host and the demo do not."""
     return path.name not in ("cpu_host", "cluster.py", "keeper.py", "demo.py", "__pycache__")
@@ -279,7 +308,13 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
     ask.add_argument(
         "engines", nargs="*", metavar="stock|patched", help="which to prepare (default: both)"
     )
-    wanted = ask.parse_args().engines or ["stock", "patched"]
+    ask.add_argument(
+        "--nixl",
+        metavar="VERSION",
+        help="prepare this release of NIXL as well, and no engine that is not named",
+    )
+    asked = ask.parse_args()
+    wanted = asked.engines or ([] if asked.nixl else ["stock", "patched"])
     if not set(wanted) <= {"stock", "patched"}:
         ask.error(f"unknown engine among {wanted}: choose stock or patched")
     LOG.parent.mkdir(parents=True, exist_ok=True)
@@ -289,15 +324,17 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             say("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(wanted)
+        prepare(wanted, asked.nixl)
 
 
-def prepare(wanted: list[str]) -> None:
+def prepare(wanted: list[str], nixl: str | None) -> None:
     """Run the steps in order."""
-    steps = 2 + len(wanted) + ("patched" in wanted)
+    steps = 2 + bool(nixl) + len(wanted) + ("patched" in wanted)
     system_libraries(f"[1/{steps}] system libraries")
     base(f"[2/{steps}] torch and packages")
-    for number, name in enumerate(wanted, 3):
+    if nixl:
+        other_nixl(f"[3/{steps}] nixl=={nixl}", nixl)
+    for number, name in enumerate(wanted, 3 + bool(nixl)):
         engine(f"[{number}/{steps}] {ENGINE}", name)
     if "patched" in wanted:
         patch_set(f"[{steps}/{steps}] applying the patch set")

@@ -150,24 +150,6 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
         sys.stdout.buffer.write(line)
 
 
-@app.command()
-@refusing
-def demo(
-    stock: Annotated[
-        bool, typer.Option("--stock", help="Serve with the stock engine: no answer comes.")
-    ] = False,
-) -> None:
-    """Serves a tiny model, prefill TP 2 and decode TP 1, on this machine (in a checkout only)."""
-    try:
-        from sglang_pd.demo import run
-    except ImportError as error:
-        raise Refusal(
-            Code.NO_ENGINE,
-            f"the demo needs {error.name}; in a checkout, run scripts/demo.sh, which installs it",
-        ) from None
-    raise typer.Exit(run(stock))
-
-
 def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
     return {
         "tool": __version__,

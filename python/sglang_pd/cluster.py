@@ -150,6 +150,7 @@ class Server:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     ready_path: str = "/health"
     needs_others: bool = False  # started when the others are ready
+    bootstrap_port: int | None = None  # of a prefill server
 
     def start(self) -> None:
         """Start it under a keeper, which ends it when this process ends, however that is."""
@@ -206,13 +207,18 @@ def engine_server(
     attention: str = "torch_native",
     first_npu: int = 0,
     max_tokens: int = MAX_TOKENS,
+    max_requests: int = 16,
+    chunk: int = 256,
+    overlap: bool = False,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Server:
     """An engine server, small and quick to start, on the CPU host or on NPUs.
 
-    ``options`` are added to its command, ``environment`` to its environment. On NPUs its ranks
-    have one each, from ``first_npu`` on; attention and page size are then those that NPUs have.
+    ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
+    scheduled while the one before it is computed. ``options`` are added to its command,
+    ``environment`` to its environment. On NPUs its ranks have one each, from ``first_npu`` on;
+    attention and page size are then those that NPUs have.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -224,10 +230,13 @@ def engine_server(
     command += ["--nccl-port", str(nccl_port)]
     command += ["--device", device(), "--dtype", DTYPES[device()]]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
-    command += ["--max-total-tokens", str(max_tokens), "--max-running-requests", "16"]
-    command += ["--chunked-prefill-size", "256", "--random-seed", "0"]
+    command += ["--max-total-tokens", str(max_tokens)]
+    command += ["--max-running-requests", str(max_requests)]
+    command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
-    command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+    command += ["--sleep-on-idle", "--skip-server-warmup"]
+    if not overlap:
+        command += ["--disable-overlap-schedule"]
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
@@ -238,16 +247,26 @@ def engine_server(
 
 
 def pd_servers(
-    topology: Topology, model: Path, logs: Path, prefill_engine: str, decode_engine: str
+    topology: Topology,
+    model: Path,
+    logs: Path,
+    prefill_engine: str,
+    decode_engine: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **both,
 ) -> tuple[Server, Server, Server]:
-    """A prefill server, a decode server and the router before them."""
+    """A prefill server, a decode server and the router before them.
+
+    ``environment`` and ``both``, options of `engine_server`, are for the two engine servers.
+    """
     bootstrap_port, router_port, metrics_port, store_port = free_ports(4)
     transfer = ["--disaggregation-transfer-backend", topology.backend]
     transfer += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     common = {
         "page_size": topology.page_size,
         "attention": topology.attention,
-        "environment": topology.environment(store_port),
+        "environment": {**topology.environment(store_port), **environment},
+        **both,
     }
     prefill = engine_server(
         "prefill",
@@ -272,8 +291,9 @@ def pd_servers(
             *("--disaggregation-mode", "decode", *transfer),
             *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
         ],
-        **{**common, "environment": topology.decode_environment(store_port)},
+        **{**common, "environment": {**topology.decode_environment(store_port), **environment}},
     )
+    prefill.bootstrap_port = bootstrap_port
     # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
     command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(router_port)]

@@ -166,3 +166,45 @@ def test_a_hook_runs_once_after_the_module_and_does_not_import_it(tmp_path, monk
 def test_a_hook_on_a_loaded_module_is_refused():
     with pytest.raises(RuntimeError, match="json is imported already"):
         after_import("json", print)
+
+
+# Several callers of one engine write to another, each its own bytes; status and bytes of each.
+WRITE = """
+import ctypes, json, os, sys
+from concurrent.futures import ThreadPoolExecutor
+from mooncake.engine import TransferEngine
+callers, copies = map(int, sys.argv[1:])
+size = 8 * copies
+src, dst = (ctypes.create_string_buffer(os.urandom(callers * size)) for _ in range(2))
+engines = []
+for buffer in (src, dst):
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(ctypes.addressof(buffer), callers * size) == 0
+    engines.append(engine)
+session = f"127.0.0.1:{engines[1].get_rpc_port()}"
+
+def write(caller):
+    places = range(caller * size, (caller + 1) * size, 8)
+    src_places, dst_places = ([ctypes.addressof(b) + n for n in places] for b in (src, dst))
+    return engines[0].batch_transfer_sync_write(session, src_places, dst_places, [8] * copies)
+
+with ThreadPoolExecutor(callers) as pool:
+    statuses = list(pool.map(write, range(callers)))
+print(json.dumps([statuses, src.raw == dst.raw]), flush=True)
+os._exit(0)
+"""
+
+
+def written(callers: int, copies: int, **environment: str) -> str:
+    found = python(WRITE, str(callers), str(copies), MC_FORCE_TCP="true", **environment)
+    return found.stdout.splitlines()[-1] if found.stdout else found.stderr
+
+
+def test_mooncake_alone_refuses_many_copies():
+    assert written(1, 3000) == "[[-1], false]"
+
+
+@pytest.mark.parametrize(("callers", "copies"), [(1, 3000), (4, 1300), (1, 512)])
+def test_many_copies_and_callers(callers, copies):
+    assert written(callers, copies, **{SWITCH: "1"}) == f"[{[0] * callers}, true]"

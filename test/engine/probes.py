@@ -23,6 +23,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
 )
+from stages import play  # noqa: F401 - a probe
 
 from sglang_pd.device import device
 
@@ -151,21 +152,40 @@ def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
 
 
 class PickyEngine:
-    """MemFabric's and Mooncake's registration; a length in `refused` cannot be registered."""
+    """MemFabric's and Mooncake's registration: what cannot be registered, by lengths.
 
-    def __init__(self, refused: list[int]):
-        self.refused = refused
+    A batch with one of `refused` fails as a whole; so does one with both lengths of `not_together`.
+    """
+
+    def __init__(self, refused: list[int], not_together: list[int]):
+        self.refused = set(refused)
+        self.not_together = set(not_together)
         self.batches: list[list[int]] = []
+        self.registered: list[int] = []
 
     def batch_register_memory(self, ptrs: list[int], lengths: list[int]) -> int:
         self.batches.append(list(lengths))
-        return -1 if set(lengths) & set(self.refused) else 0
+        clash = self.not_together and self.not_together <= set(lengths)
+        if clash or self.refused & set(lengths):
+            return -1
+        self.registered += lengths
+        return 0
 
 
-def registration(backend: str, refused: list[int]) -> dict:
-    """What is registered in which batches of lengths, and the error if there is one."""
+def registration(
+    backend: str,
+    refused: list[int],
+    not_together: list[int] = (),
+    environment: dict | None = None,
+    state_is_described: bool = True,
+) -> dict:
+    """What is registered in which batches of lengths, in the end, and the error if there is one.
+
+    KV has 10 and 20 bytes, aux 30, state 40.
+    """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
+    state = [SimpleNamespace(name="index_k, layer 3")] if state_is_described else []
     manager = _manager(
         kind,
         0,
@@ -175,17 +195,18 @@ def registration(backend: str, refused: list[int]) -> dict:
         aux_data_lens=[30],
         state_data_ptrs=[4],
         state_data_lens=[40],
-        layout=SimpleNamespace(kv=named, state=[SimpleNamespace(name="index_k, layer 3")]),
+        layout=SimpleNamespace(kv=named, state=state),
     )
-    picky = PickyEngine(refused)
+    picky = PickyEngine(refused, not_together)
     manager.engine = object.__new__(AscendTransferEngine)
     manager.engine.engine = picky
     error = ""
     try:
-        manager.register_buffer_to_engine()
+        with mock.patch.dict(os.environ, environment or {}):
+            manager.register_buffer_to_engine()
     except RuntimeError as raised:
         error = str(raised)
-    return {"batches": picky.batches, "error": error}
+    return {"batches": picky.batches, "registered": sorted(picky.registered), "error": error}
 
 
 def copy_by_token(kind: str, page_size: int) -> bool:

@@ -1,10 +1,16 @@
 """KV to the host and back to other slots: every byte of every buffer, the untouched ones too."""
 
+import contextlib
+import gc
+import itertools
+
 import probes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.hardware_backend.npu import cpu_copy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.engine
 
@@ -157,6 +163,112 @@ def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
 def test_a_part_of_a_tile_major_page_is_refused(slots, fia_nz):
     with pytest.raises(ValueError, match="not whole pages of 16 tokens"):
         probes.mla_pool(False, 16).get_cpu_copy(torch.tensor(slots))
+
+
+class Watched(TorchDispatchMode):
+    """Sees what torch runs: elements of each tensor that is indexed, bytes of each that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.indexed: list[int] = []
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.index_copy_):
+            self.indexed.append(args[0].numel())
+        given_to_it = torch.utils._pytree.tree_leaves((args, kwargs))
+        known = {memory(part) for part in given_to_it if isinstance(part, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and memory(result) not in known:
+            self.made.append(result.untyped_storage().nbytes())
+        return result
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def row_elements(pool) -> int:
+    """Elements of the widest buffer in one layer."""
+    return max(layer[0].numel() for layer in by_token(pool).values())
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("layers_at_once", [1, 2, 2.5])
+@pytest.mark.parametrize("chunk", [2, 8192])
+def test_no_more_is_indexed_than_an_npu_can_count(kind, layers_at_once, chunk, monkeypatch):
+    """Five layers, of which an index operator of 32 bits reaches so many at a time."""
+    makers = {
+        "mha": lambda: probes.mha_pool(False, 4, 3, layers=5),
+        "mha_fia": lambda: probes.mha_pool(True, 4, 3, layers=5),
+        "mla": lambda: probes.mla_pool(False, 4, 3, layers=5),
+        "mla_index_keys": lambda: probes.mla_pool(True, 4, 3, layers=5),
+    }
+    pool = makers[kind]()
+    pool.cpu_offloading_chunk_size = chunk
+    limit = int(layers_at_once * row_elements(pool))
+    monkeypatch.setattr(cpu_copy, "MAX_INDEXED", limit, raising=False)
+    with Watched() as watched:
+        copied = pool.get_cpu_copy(torch.tensor([18, 19, 4, 0]))  # the last slot included
+        pool.load_cpu_copy(copied, torch.tensor([3, 19, 1, 17]))
+    assert watched.indexed and max(watched.indexed) <= limit
+    round_trip(pool, [18, 19, 4, 0], [3, 19, 1, 17])
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_memory_of_a_dropped_copy_is_used_again(kind):
+    """Also where the request is part of a cycle, or the copy was cut short by an error."""
+    pool = POOLS[kind](4, 0)
+    pool.cpu_offloading_chunk_size = 3
+    fill(pool)
+    slots = torch.arange(4, 15)
+    smallest = min(part.nbytes for part in pool.get_cpu_copy(slots)[-1])
+
+    def dropped() -> None:
+        pool.get_cpu_copy(slots)
+
+    def in_a_cycle() -> None:
+        request = {"kv_cache_cpu": pool.get_cpu_copy(slots)}
+        request["itself"] = request
+        del request
+        gc.collect()
+
+    def cut_short() -> None:
+        with contextlib.suppress(IndexError, RuntimeError):
+            pool.get_cpu_copy(torch.cat([slots, torch.tensor([10**6])]))
+
+    for leave in (dropped, in_a_cycle, cut_short, dropped):
+        leave()
+        with Watched() as watched:
+            copied = pool.get_cpu_copy(slots)
+        assert watched.made and max(watched.made) < smallest, leave
+        del copied
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_requests_that_are_away_keep_their_own(kind, data):
+    """Retracted, loaded and aborted in any order: what comes back is what went."""
+    pool = POOLS[kind](1, 0)
+    pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 4))
+    away, number = [], itertools.count(1)
+    for _ in range(data.draw(st.integers(1, 12))):
+        if not away or data.draw(st.booleans(), label="retract"):
+            tokens = data.draw(st.integers(1, pool.size))
+            for layers in by_token(pool).values():
+                for layer in layers:
+                    layer.fill_(next(number))
+            before = snapshot(pool)
+            away.append((pool.get_cpu_copy(torch.arange(tokens)), before, tokens))
+            continue
+        copied, before, tokens = away.pop(data.draw(st.integers(0, len(away) - 1)))
+        if data.draw(st.booleans(), label="load"):
+            pool.load_cpu_copy(copied, torch.arange(tokens))
+            for name, layers in by_token(pool).items():
+                for layer, buffer in enumerate(layers):
+                    assert torch.equal(buffer[:tokens], before[name][layer][:tokens])
+        del copied
 
 
 def test_stock(stock):

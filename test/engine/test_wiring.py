@@ -11,6 +11,8 @@ from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +34,7 @@ def wire(request, monkeypatch):
     monkeypatch.setattr(dp_attention, "_ATTN_DP_RANK", 0)
     monkeypatch.setattr(dp_attention, "_ATTN_DP_SIZE", 1)
 
-    def kv_args(target, draft=None) -> KVArgs:
+    def kv_args(target, draft=None, computed=LAYERS) -> KVArgs:
         model = SimpleNamespace(num_hidden_layers=LAYERS, get_total_num_kv_heads=lambda: 2)
         queue = object.__new__(QUEUES[request.param])
         queue.__dict__.update(
@@ -54,6 +56,10 @@ def wire(request, monkeypatch):
                 gpu_id=0,
                 model_config=model,
                 draft_worker=SimpleNamespace(model_config=model),
+                tp_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(start_layer=0, end_layer=computed)
+                ),
+                spec_algorithm=SpeculativeAlgorithm.NONE,
                 server_args=SimpleNamespace(disaggregation_ib_device=None, pp_size=1),
             ),
         )
@@ -117,6 +123,27 @@ def test_nsa_state_of_target_and_draft(wire):
     assert args.state_data_ptrs == [buffer.data_ptr() for buffer in buffers]
     expected = [("index_k", False, 3), ("index_k", False, 4), ("index_k", True, 0)]
     assert keys(args.layout.state) == expected
+
+
+def test_the_next_stages_layer_of_a_sliding_window_pool(wire):
+    """The engine gives a stage of layers 0 to 2 the next one, too, which it never computes."""
+    pool = SWAKVPool(
+        size=32,
+        size_swa=32,
+        page_size=16,
+        dtype=torch.float32,
+        head_num=2,
+        head_dim=4,
+        swa_attention_layer_ids=[0, 2],
+        full_attention_layer_ids=[1, 3],
+        enable_kvcache_transpose=False,
+        device="cpu",
+    )
+    layout = wire(pool, computed=3).layout
+    assert keys(layout.kv) == [(c, False, n) for c in ("k", "v") for n in (1, 3)]
+    assert keys(layout.state) == [(c, False, n) for c in ("swa_k", "swa_v") for n in (0, 2)]
+    assert {b.layer for b in (*layout.kv, *layout.state) if b.idle} == {3}
+    assert {b.pages for b in (*layout.kv, *layout.state)} == {3}  # page 0 is padding
 
 
 def test_a_draft_without_state_of_its_own(wire):

@@ -63,6 +63,78 @@ def test_the_copy_on_the_host_is_pinned(probes, kind):
     assert copied and all(part.is_pinned() for chunk in copied for part in chunk)
 
 
+def test_the_next_copy_takes_the_same_memory(probes):
+    import torch
+
+    pool = POOLS["paged"](probes)
+
+    def addresses() -> set[int]:
+        copied = pool.get_cpu_copy(torch.arange(PAGE, 3 * PAGE, device="npu"))
+        return {part.data_ptr() for chunk in copied for part in chunk}
+
+    assert addresses() == addresses()
+
+
+LARGE_PAGE = 128  # tokens
+# 4 layers, in tensors of more elements than 32 bits count, and of more than 4 GiB.
+LARGE = {
+    "mha": {"head_num": 8, "head_dim": 128, "size": 300_032},
+    "mla": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": None, "size": 1_100_032},
+}
+
+
+def large_pool(probes, kind: str):
+    import torch
+
+    from sglang_pd.device import device
+
+    classes = {"mha": probes.NPUMHATokenToKVPool, "mla": probes.NPUMLATokenToKVPool}
+    return classes[kind](
+        page_size=LARGE_PAGE,
+        dtype=torch.float16,
+        layer_num=4,
+        device=device(),
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=3,
+        **LARGE[kind],
+    )
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_copy_of_a_pool_that_32_bits_do_not_count(probes, kind):
+    """First and last page of every layer, to pages in between and at both ends, and back.
+
+    Pages are written and read whole, without the index operators that are looked at.
+    """
+    import torch
+
+    pool = large_pool(probes, kind)
+    buffers = [*pool.k_buffer, *pool.v_buffer]  # [pages, tokens of a page, ...] of each layer
+    assert getattr(pool, "kv_buffer", pool.k_buffer).numel() > 2**31  # what is indexed
+    last = buffers[0].shape[0] - 1
+    source, target = [0, 1, last // 2, last], [last, last // 2 + 1, 2, 1]
+    held = {}
+    for number, buffer in enumerate(buffers):
+        for page in source:
+            held[number, page] = torch.randn(buffer.shape[1:]).half()
+            buffer[page].copy_(held[number, page])
+
+    def slots(pages: list[int]) -> torch.Tensor:
+        tokens = [page * LARGE_PAGE + slot for page in pages for slot in range(LARGE_PAGE)]
+        return torch.tensor(tokens, device=pool.device)
+
+    copied = pool.get_cpu_copy(slots(source))
+    for buffer in buffers:
+        buffer.zero_()
+    pool.load_cpu_copy(copied, slots(target))
+    for number, buffer in enumerate(buffers):
+        for page, came_from in zip(target, source, strict=True):
+            assert torch.equal(buffer[page].cpu(), held[number, came_from]), (number, page)
+        for page in {*source, last - 1} - {*target}:
+            assert not buffer[page].cpu().any(), (number, page)
+
+
 def test_torch_npu_is_bound(probes):
     module = importlib.import_module("sglang.srt.hardware_backend.npu.memory_pool_npu")
     assert module.torch_npu is sys.modules["torch_npu"]

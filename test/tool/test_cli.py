@@ -101,7 +101,9 @@ def test_module_and_help_start(toy):
         [*module, "--help"], cwd=patches.PACKAGE.parent, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    for command in ("status", "apply", "revert", "diff"):
+    commands = [command.callback.__name__ for command in app.registered_commands]
+    assert commands == ["status", "apply", "revert", "diff"]
+    for command in commands:
         assert command in ran.stdout
 
 

@@ -1,6 +1,7 @@
 """Real transfer engines between real processes: the engine's pools and managers, no model."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from sglang_pd.cluster import PD_ENV, why_not_here
 
 @pytest.fixture(scope="session")
 def nursery():
-    """A function from `stock` or `patched` to a process that forks ranks of that engine."""
-    made: dict[str, fleets.Nursery] = {}
+    """A function from `stock` or `patched` to a process that forks ranks of that engine.
 
-    def of(engine: str) -> fleets.Nursery:
-        if engine not in made:
-            made[engine] = fleets.Nursery(engine)
-        return made[engine]
+    They use base's NIXL, or the release that SGLANG_PD_NIXL or the caller names.
+    """
+    made: dict[tuple[str, str], fleets.Nursery] = {}
+
+    def of(engine: str, nixl: str = os.environ.get("SGLANG_PD_NIXL", "")) -> fleets.Nursery:
+        if (engine, nixl) not in made:
+            made[engine, nixl] = fleets.Nursery(engine, nixl=nixl)
+        return made[engine, nixl]
 
     yield of
     for one in made.values():

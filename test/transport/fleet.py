@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_pd.cluster import HOST, free_ports, interpreter
+from sglang_pd.cluster import CHECKOUT, HOST, PD_ENV, free_ports, interpreter
 from sglang_pd.cpu_host import ENVIRONMENT
 from sglang_pd.device import await_peers, device
 
@@ -52,6 +53,7 @@ class Fleet:
     draft_heads: int = 4
     layers: int = 2
     stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as can be
+    hidden_size: int = 64  # of metadata's hidden states on a side that speculates; 16 elsewhere
     page_size: int = 16
     pages: int = 12
     k_width: int = 4
@@ -78,6 +80,7 @@ class Fleet:
         if side.model_layers:
             sizes = [side.model_layers]
         starts = np.cumsum([0, *sizes]).tolist()
+        drafts = {one: getattr(self, one).draft_layers > 0 for one in ("prefill", "decode")}
         first = 0 if role == "prefill" else self.prefill.tp * self.prefill.pp
         common = {
             key: value
@@ -101,6 +104,8 @@ class Fleet:
                 "layers": sizes[pp_rank],
                 "start_layer": starts[pp_rank],
                 "model_layers": side.model_layers or self.layers,
+                "speculates": drafts[role],
+                "sends_hidden_states": drafts["prefill"] == drafts["decode"],
                 "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
                 "page_size": side.page_size or self.page_size,
                 "k_width": side.k_width or self.k_width,
@@ -123,17 +128,59 @@ def store_url(port: int) -> str:
     return f"tcp://{HOST}:{port}"
 
 
+@functools.cache
+def other_nixl(version: str) -> dict[str, str]:
+    """Variables with which a process uses this release of NIXL. Installs it if need be (190 MB).
+
+    Raises:
+        RuntimeError: It cannot be installed; the text says why.
+    """
+    setup = [str(CHECKOUT / "scripts" / "setup.sh"), "--nixl", version]
+    done = subprocess.run(setup, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"NIXL {version} cannot be installed:\n{done.stderr[-2000:]}")
+    nixl = PD_ENV / "nixl" / version
+    first = {"PYTHONPATH": nixl, "LD_LIBRARY_PATH": nixl / "no_cuda"}
+    return {
+        name: os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
+        for name, folder in first.items()
+    }
+
+
+@functools.cache
+def why_without_ucx(version: str) -> str:
+    """Why this release of NIXL cannot load its plug-in for UCX here; empty if it can."""
+    ask = "import os; from nixl._api import nixl_agent as agent; "
+    ask += "print(agent('it').get_plugin_list(), flush=True); "
+    ask += "os._exit(0)"  # NIXL 1.0 crashes when the interpreter ends it
+    found = subprocess.run(
+        [str(interpreter("base")), "-c", ask],
+        env={**os.environ, **other_nixl(version)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    if "'UCX'" in found.stdout:
+        return ""
+    return (
+        f"NIXL {version} has no UCX here: its plug-in is linked with libcuda.so.1, which this "
+        "machine lacks, and for a stand-in there was no C compiler (cc) when it was installed"
+    )
+
+
 class Nursery:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
-    What has asked for NPUs must not fork processes that use them.
+    What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
+    use that one instead of base's.
     """
 
-    def __init__(self, engine: str, fresh: bool | None = None):
+    def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         fresh = device() == "npu" if fresh is None else fresh
         self.folder = tempfile.TemporaryDirectory(prefix="pd-")
         self.path = Path(self.folder.name) / "socket"
         self.log = Path(self.folder.name) / "log"
+        host = CPU_HOST if device() == "cpu" else {}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -142,7 +189,7 @@ class Nursery:
                     "fresh" if fresh else "fork",
                     str(self.path),
                 ],
-                env={**os.environ, **(CPU_HOST if device() == "cpu" else {})},
+                env={**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -247,6 +294,10 @@ class Servers:
         if role == "prefill":
             self.bootstrap = self._start_bootstrap()
         setattr(self, role, self._start_ranks(role))
+
+    def more(self, role: str) -> list[Rank]:
+        """One more server of this side, to which `request` sends nothing."""
+        return self._start_ranks(role)
 
     def pids(self, role: str) -> list[int]:
         first = [self.bootstrap] if role == "prefill" else []

@@ -15,28 +15,35 @@ import socket
 import sys
 import threading
 import time
+import uuid
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from rank_faults import Faults, cut_connections, fail_once
-from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers
+import torch.distributed as dist
+from rank_faults import AgentCalls, Faults, cut_connections, fail_once
+from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
 from rank_writes import Writes
-from sglang.srt.disaggregation import prefill as prefill_module  # noqa: F401 - before decode
+from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     KVClassType,
     MetadataBuffers,
+    ReqToMetadataIdxAllocator,
     TransferBackend,
     get_kv_class,
     is_mla_backend,
+    poll_and_all_reduce,
 )
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 try:
     from sglang.srt.disaggregation.common import messages
@@ -45,7 +52,10 @@ except ImportError:  # stock has none
 
 HOST = "127.0.0.1"
 AUX_SLOTS = 8
+HIDDEN_STATES = 8  # the row's number
+UNWRITTEN = 0xA5
 LATE_SECONDS = 3.0
+NO_LAYER = 64
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
     *("state_conv", "state_temporal"),
@@ -77,15 +87,20 @@ class Rank:
             False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
             True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        layers = range(c.start_layer, c.start_layer + c.layers)
-        self.pool = make_pool(c, layers, len(self.heads[False]))
+        self.pool = make_pool(c, pool_layers(c), len(self.heads[False]))
         drafts = range(c.draft_layers)
         self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
-        self.aux = MetadataBuffers(AUX_SLOTS, 16, torch.float32)
+        hidden = (c.hidden_size, torch.bfloat16) if c.speculates else (16, torch.float32)
+        self.aux = MetadataBuffers(AUX_SLOTS, *hidden)
+        if not self.is_prefill:
+            for row in self._aux_rows():
+                row.fill_(UNWRITTEN)
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
+        self.agent_calls = None
         self.asked = {}
+        self.group = None
 
     def _buffers(self):
         """((component, is draft, layer), tensor) of each buffer, see `rank_pools.pool_buffers`."""
@@ -93,6 +108,28 @@ class Rank:
             if pool is not None:
                 for (component, layer), buffer in pool_buffers(pool):
                     yield (component, is_draft, layer), buffer
+
+    def _aux_rows(self) -> list[torch.Tensor]:
+        """Each metadata buffer as `[slots, bytes]`."""
+        names = (
+            *("output_ids", "cached_tokens"),
+            *("output_token_logprobs_val", "output_token_logprobs_idx"),
+            *("output_top_logprobs_val", "output_top_logprobs_idx"),
+            *("output_topk_p", "output_topk_index", "output_hidden_states", "bootstrap_room"),
+        )
+        return [getattr(self.aux, name).view(torch.uint8) for name in names]
+
+    def _write_metadata(self, rows: list[torch.Tensor], room: int, slot: int) -> None:
+        """Each byte says what it is: room, row, place; first token and room are the room."""
+        number = torch.tensor([room])
+        for i, row in enumerate(rows):
+            if i == HIDDEN_STATES and not self.is_prefill and not self.config.sends_hidden_states:
+                continue
+            said = ((torch.arange(row.shape[1]) + room * 7 + i * 31) % 251).to(torch.uint8)
+            if i in (0, len(rows) - 1):
+                kind = torch.int64 if i else torch.int32
+                said[: kind.itemsize] = number.to(kind).view(torch.uint8)
+            row[slot] = said.to(row.device)
 
     def _manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
@@ -122,6 +159,12 @@ class Rank:
                 gpu_id=c.gpu_id,
                 model_config=model_config,
                 draft_worker=SimpleNamespace(model_config=draft_config),
+                tp_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(
+                        start_layer=c.start_layer, end_layer=c.start_layer + c.layers
+                    )
+                ),
+                spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
                 server_args=SimpleNamespace(
                     host=HOST,
                     disaggregation_bootstrap_port=c.bootstrap_port,
@@ -143,10 +186,16 @@ class Rank:
         return get_kv_class(TransferBackend(self.config.backend), kind)
 
     def fill(self, room: int, pages: list[int]) -> None:
-        """Prefill's result: this rank's heads of every token of the request's pages."""
-        for key, buffer in self._buffers():
+        """Prefill's result: this rank's heads of every token of the request's pages.
+
+        In a layer that its stage does not compute lies what no layer has.
+        """
+        c = self.config
+        for (component, is_draft, layer), buffer in self._buffers():
             array = buffer.cpu().numpy()
-            self._write(array, key, room, pages)
+            computed = is_draft or 0 <= layer - c.start_layer < c.layers or c.hybrid != "swa"
+            says = layer if computed else layer + NO_LAYER
+            self._write(array, (component, is_draft, says), room, pages)
             buffer.copy_(torch.from_numpy(array))
 
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
@@ -179,8 +228,7 @@ class Rank:
         if end["state"] != "waiting":
             return end
         slot = room % AUX_SLOTS
-        self.aux.output_ids[slot, 0] = room
-        self.aux.bootstrap_room[slot, 0] = room
+        self._write_metadata(self._aux_rows(), room, slot)
         sender.init(len(pages), slot)
         at = 0
         for chunk in chunks:
@@ -188,6 +236,32 @@ class Rank:
             state = self._state(room, pages) if at == len(pages) else None  # with the last chunk
             sender.send(np.array(part, dtype=np.int32), state)
         return self._await(sender, seconds)
+
+    def _sender(self, room: int):
+        return self._class(KVClassType.SENDER)(
+            mgr=self.manager,
+            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_room=room,
+            dest_tp_ranks=[self.config.tp_rank],
+            pp_rank=self.config.pp_rank,
+        )
+
+    def leave(self, room: int, state: str, seconds: float) -> dict:
+        """A request that leaves prefill's queue unsent, once it has this state.
+
+        The scheduler frees its metadata slot, and says nothing to its sender.
+        """
+        sender = self._sender(room)
+        wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
+        deadline = time.monotonic() + seconds
+        while sender.poll() != wanted:
+            if time.monotonic() > deadline:
+                return {"state": "hang"}
+            time.sleep(0.002)
+        allocator = ReqToMetadataIdxAllocator(0)
+        req = SimpleNamespace(disagg_kv_sender=sender, metadata_buffer_index=3)
+        prefill_module.release_req_to_metadata_buffer(req, allocator)
+        return {"state": "left", "slots": list(allocator.free_slots)}
 
     def _state(self, room: int, pages: list[int]) -> np.ndarray | None:
         slots = self._state_slots(room, pages)
@@ -212,6 +286,7 @@ class Rank:
         """
         receiver = self._receiver(room)
         slot = (room + 3) % AUX_SLOTS
+        metadata = [row.cpu().clone() for row in self._aux_rows()]
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
@@ -228,13 +303,25 @@ class Rank:
             for key, array in arrived.items()
             if not np.array_equal(array, self.expected[key])
         ]
-        if (
-            int(self.aux.output_ids[slot, 0]) != room
-            or int(self.aux.bootstrap_room[slot, 0]) != room
-        ):
-            wrong.append(f"aux slot {slot}: {self.aux.output_ids[slot, 0]}")
+        self._write_metadata(metadata, room, slot)
+        wrong += self._wrong_metadata(metadata)
         receiver.clear()
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
+
+    def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
+        """Rows that are not as expected, but of slots that rooms have which are still open."""
+        closed = [
+            slot
+            for slot in range(AUX_SLOTS)
+            if slot not in {(room + 3) % AUX_SLOTS for room in self.asked}
+        ]
+        rows = zip(expected, self._aux_rows())
+        wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
+        return [
+            f"metadata row {i}: slots {[closed[at] for at in slots.flatten().tolist()]}"
+            for i, slots in enumerate(wrong)
+            if len(slots)
+        ]
 
     def ask(self, room: int, pages: list[int]) -> dict:
         """Open a room on prefill and leave it to `end`, so that several can be open."""
@@ -260,14 +347,51 @@ class Rank:
             receiver.clear()
         return end
 
+    def vote(self, port: int) -> dict:
+        """From now on the TP ranks of this side poll together, as schedulers do."""
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{HOST}:{port}",
+            rank=self.config.tp_rank,
+            world_size=self.config.tp_size,
+        )
+        self.group = dist.group.WORLD
+        return {"state": "joined"}
+
+    def lose(self, rooms: list[int], knows: bool) -> dict:
+        """The prefill server of these rooms is lost, which another rank may know first.
+
+        Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
+        longest turn in seconds.
+        """
+        receivers = [self.asked.pop(room) for room in rooms]
+        if knows:
+            self.manager.lose_prefill(f"{HOST}:{self.config.bootstrap_port}")
+        longest, failed = 0.0, 0
+        while receivers:
+            begun = time.monotonic()
+            polls = poll_and_all_reduce(receivers, self.group)
+            ended = [one for one, poll in zip(receivers, polls) if poll == KVPoll.Failed]
+            for receiver in ended:
+                failed += _failure(receiver)["state"] == "failed"
+                receivers.remove(receiver)
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.002)
+        return {"failed": failed, "longest": longest}
+
+    def drop(self, room: int, seconds: float) -> dict:
+        """Abort a room that was asked for, and wait for its end."""
+        receiver = self.asked.pop(room)
+        receiver.abort()
+        return self._await(receiver, seconds)
+
     def give_up(
-        self, room: int, pages: list[int], after: float, seconds: float, at_once: bool = False
+        self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
     ) -> dict:
         """Abort a room some seconds after it was opened, or before, if that is below 0.
 
-        With `at_once` its end is not waited for: the scheduler says that the room has failed.
-        `changed` are the buffers that prefill still writes to when the room is over, and its pages
-        belong to others.
+        If this rank does not abort, another one does, with which it votes. `changed` are the
+        buffers that prefill still writes to when the room is over, and its pages belong to others.
         """
         receiver = self._receiver(room)
         first = receiver.poll()
@@ -277,9 +401,10 @@ class Rank:
             receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
         if after >= 0:
             time.sleep(after)
-            receiver.abort()
+            if aborts:
+                receiver.abort()
         begun = time.monotonic()
-        end = _failure(receiver) if at_once else self._await(receiver, seconds)
+        end = self._await(receiver, seconds)
         waited = time.monotonic() - begun
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         time.sleep(LATE_SECONDS)
@@ -287,16 +412,6 @@ class Rank:
         before, self.expected = self.expected, now
         changed = [str(key) for key in now if not np.array_equal(now[key], before[key])]
         return {**end, "changed": changed, "waited": waited}
-
-    def _sender(self, room: int):
-        c = self.config
-        return self._class(KVClassType.SENDER)(
-            mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{c.bootstrap_port}",
-            bootstrap_room=room,
-            dest_tp_ranks=[c.tp_rank],
-            pp_rank=c.pp_rank,
-        )
 
     def _receiver(self, room: int):
         return self._class(KVClassType.RECEIVER)(
@@ -309,7 +424,7 @@ class Rank:
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            state = poller.poll()
+            state = self._poll(poller)
             if state == leave_at:
                 return {"state": "waiting"}
             if state == KVPoll.Success:
@@ -320,6 +435,12 @@ class Rank:
                 return _failure(poller)
             time.sleep(0.002)
         return {"state": "hang"}
+
+    def _poll(self, poller) -> int:
+        if self.group is None:
+            return poller.poll()
+        (state,) = poll_and_all_reduce([poller], self.group)
+        return state
 
     def kept(self) -> dict:
         """How much the manager keeps of rooms that are over."""
@@ -377,6 +498,38 @@ class Rank:
         messages.IDLE_SECONDS = seconds
         return {"state": "set"}
 
+    def back_off(self, seconds: float) -> dict:
+        """How long Mooncake leaves a failing peer alone at first."""
+        mooncake.BACK_OFF_SECONDS = seconds
+        return {"state": "set"}
+
+    def join(self, count: int) -> dict:
+        """Register so many more decode ranks with prefill, as new servers do, and one's like.
+
+        They are this rank under other names, none of which asks for a room.
+        """
+        manager, agent = self.manager, self.manager.agent
+        receiver = self._receiver(0)
+        metadata = agent.get_agent_metadata()
+        for _ in range(count):
+            name = str(uuid.uuid4())
+            renamed = metadata.replace(agent.name.encode(), name.encode())
+            manager.agent = SimpleNamespace(name=name, get_agent_metadata=partial(bytes, renamed))
+            receiver._register_kv_args()
+        manager.agent = agent
+        receiver.clear()
+        return {"state": "joined"}
+
+    def count_agent_calls(self) -> dict:
+        """See `rank_faults.AgentCalls`; the counts since this was asked first."""
+        if self.agent_calls is None:
+            self.agent_calls = AgentCalls(sys.modules["nixl._api"])
+        return {"count": self.agent_calls.count, "at_once": self.agent_calls.at_once}
+
+    def nixl(self) -> dict:
+        """Where this rank's NIXL was found."""
+        return {"file": sys.modules["nixl._api"].__file__}
+
     def health(self) -> dict:
         """What faults and foreign messages must not change, and memory at its highest."""
         return {
@@ -425,7 +578,8 @@ class Rank:
         manager._connect = lambda *_, **__: sock
         manager._tell_end(peer, KVPoll.Success, "")
         manager._tell_end(peer, KVPoll.Failed, "no memory")
-        manager.send_aux_tcp(peer, room % AUX_SLOTS, [])
+        pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
+        manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect
 
     def expect(self, room: int) -> dict:

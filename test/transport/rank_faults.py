@@ -110,6 +110,38 @@ def fail_once(manager, what: str) -> None:
     setattr(owner, name, fail)
 
 
+class AgentCalls:
+    """Counts the calls to NIXL that begin while another thread of this process is inside one."""
+
+    NAMES = (
+        *("add_remote_agent", "remove_remote_agent", "send_notif", "get_new_notifs"),
+        *("initialize_xfer", "transfer", "check_xfer_state", "release_xfer_handle"),
+    )
+
+    def __init__(self, nixl):
+        """Of NIXL's module. That a handle is dropped is a call, too."""
+        self.count, self.at_once = 0, 0
+        self._inside, self._lock = [], threading.RLock()  # a handle is dropped at any time
+        for name in self.NAMES:
+            setattr(nixl.nixl_agent, name, self._counted(getattr(nixl.nixl_agent, name)))
+        nixl.nixl_xfer_handle.__del__ = self._counted(nixl.nixl_xfer_handle.__del__)
+
+    def _counted(self, call):
+        def counted(*args, **options):
+            me = threading.get_ident()
+            with self._lock:
+                self.count += 1
+                self.at_once += any(other != me for other in self._inside)
+                self._inside.append(me)
+            try:
+                return call(*args, **options)
+            finally:
+                with self._lock:
+                    self._inside.remove(me)
+
+        return counted
+
+
 def cut_connections() -> int:
     """Break those of this process, as a network may; both sides live on. Returns how many."""
     cut = 0

@@ -25,6 +25,12 @@ WINDOW_PAGES = 2
 MAMBA_SLOTS = 8
 
 
+def pool_layers(c: SimpleNamespace) -> range:
+    """The stage's layers; with sliding windows the engine adds the next stage's first."""
+    stop = c.start_layer + c.layers
+    return range(c.start_layer, min(stop + (c.hybrid == "swa"), c.model_layers))
+
+
 def make_pool(c: SimpleNamespace, layers: range, heads: int):
     """The pool for these layers; `c` is a rank's configuration."""
     common = {
@@ -71,7 +77,7 @@ def _npu_pool(c: SimpleNamespace, heads: int, common: dict):
 
 
 def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
-    special, full = list(layers[::2]), list(layers[1::2])
+    special, full = ([layer for layer in layers if layer % 2 == odd] for odd in (0, 1))
     common |= {
         "head_num": heads,
         "head_dim": c.k_width,

@@ -92,7 +92,9 @@ class World:
                     self._bytes[address // GAP] = array.reshape(-1).view(np.uint8)
                     heads = total and Heads(held[is_draft][0], held[is_draft][-1] + 1, total)
                     buffers.append(
-                        Buffer(component, is_draft, layer, array[0].nbytes, heads or None)
+                        Buffer(
+                            component, is_draft, layer, array[0].nbytes, heads or None, self.pages
+                        )
                     )
                     pointers.append(address)
                     memory[address] = array

@@ -114,6 +114,34 @@ def test_descriptors_are_what_nixl_takes():
         assert side.shape == (4, 3) and side.dtype == np.int64 and side.flags.c_contiguous
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    held=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    pages=st.lists(st.tuples(st.integers(-2, 8), st.integers(-2, 8)), max_size=4),
+    kind=st.sampled_from([np.int32, np.int64]),
+)
+def test_no_copy_leaves_the_buffers(held, pages, kind):
+    """`held` pages on either side, 0: not said, where only negative pages are surely wrong."""
+    buffers = [[Buffer("k", False, 0, 90, None, count)] for count in held]
+    src, dst = (np.array([one[side] for one in pages], dtype=kind) for side in (0, 1))
+    plan = make_plan([Pair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
+    right = [0 <= page < (held[i] or 99) for both in pages for i, page in enumerate(both)]
+    if all(right):
+        plan.copies(src, dst)
+    else:
+        with pytest.raises(LayoutError, match="nothing is written outside"):
+            plan.copies(src, dst)
+
+
+def test_refuses_pages_with_both_sides_values():
+    buffers = [Buffer("k", False, 0, 90, None, 5), Buffer("v", False, 0, 90, None, 4)]
+    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9900])
+    said = "prefill sends pages 1 to 3 of 4, decode has set aside pages 2 to 4 of 4"
+    with pytest.raises(LayoutError, match=said):
+        plan.copies([1, 3], [4, 2])
+
+
 def test_refuses_other_page_counts():
     plan = plan_of([])
     with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):

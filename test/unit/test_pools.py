@@ -16,8 +16,9 @@ def mla(layers=2, start=0, **more):
 
 def described(target, draft=None, count=4, state=False, tp=(0, 1), total=2, draft_total=None):
     lens = list(range(100, 100 + count))
-    buffers = describe_pools(target, draft, lens, state, tp, total, draft_total)
-    assert [buffer.page_bytes for buffer in buffers] == lens
+    sizes = [3 * size for size in lens]
+    buffers = describe_pools(target, draft, lens, sizes, state, tp, total, draft_total)
+    assert [(buffer.page_bytes, buffer.pages) for buffer in buffers] == [(n, 3) for n in lens]
     return [(b.component, b.draft, b.layer) for b in buffers], [b.heads for b in buffers]
 
 
@@ -62,6 +63,20 @@ def test_sliding_window_hybrid():
     assert described(pool, count=2, state=True)[0] == [("swa_k", False, 1), ("swa_v", False, 1)]
 
 
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_sliding_window_layer_that_another_stage_computes(draft):
+    """The engine's pools of a stage have the next stage's first layer, too."""
+    pool = SimpleNamespace(
+        full_kv_pool=mha(2),
+        swa_kv_pool=mha(1),
+        layers_mapping={3: (0, False), 4: (0, True), 5: (1, False)},
+    )
+    pools = (mha(0), pool) if draft else (pool, None)
+    buffers = describe_pools(*pools, [8] * 4, [8] * 4, False, (0, 1), 2, 2, range(3, 5))
+    assert [b.layer for b in buffers] == [3, 5, 3, 5]
+    assert [b.layer for b in buffers if b.idle] == ([] if draft else [5, 5])
+
+
 def test_recurrent_hybrid():
     mamba = SimpleNamespace(
         num_mamba_layers=3, get_contiguous_buf_infos=lambda: (range(6), range(6), range(6))
@@ -86,7 +101,7 @@ def test_no_state():
 
 def test_an_unknown_pool_stops_the_server_by_name():
     with pytest.raises(LayoutError, match="should register 4 KV buffers, the engine registers 5"):
-        describe_pools(mha(), None, [1] * 5, False, (0, 1), 2, None)
+        describe_pools(mha(), None, [1] * 5, [1] * 5, False, (0, 1), 2, None)
 
 
 @pytest.mark.parametrize(

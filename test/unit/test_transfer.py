@@ -1,5 +1,6 @@
 """Describe, match, plan and copy in simulated memory; every byte of decode is read back."""
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -192,6 +193,31 @@ def test_refuses_to_guess_the_layers_of_a_hybrid():
     src = layout(ATTENTION, MAMBA, pp=(1, 2))
     with pytest.raises(LayoutError, match="does not say for which layers"):
         plan_for_peer(src, pointers(2, 2), PeerFacts(0, 1, 4, 2), pointers(4, 2))
+
+
+def test_an_idle_layer_is_neither_sent_nor_received():
+    """Stages of layers 0 and 1, each with room for the next one, which another stage fills."""
+    layers = [Buffer(c, False, n, 64) for c in ("k", "v") for n in range(2)]
+    idle = [msgspec.structs.replace(b, idle=b.layer == 1) for b in layers]
+    src, dst = layout(idle, idle, pp=(0, 2), layers=2), layout(layers, layers, layers=2)
+    plan = plan_for_peer(src, pointers(4, 4), dst, pointers(4, 4))
+    for part in (plan.kv, plan.state):
+        assert part.copies([0], [0]).lists()[1] == [1000, 1002]
+    with pytest.raises(LayoutError, match="must send k, layer 1, .* k layers 0-0, v layers 0-0"):
+        plan_for_peer(
+            layout(layers, pp=(0, 2), layers=2),
+            pointers(4),
+            layout(idle, pp=(0, 2), layers=2),
+            pointers(4),
+        )
+
+
+def test_an_idle_layer_of_a_stage_whose_decode_is_stock():
+    """The same stage holds the same buffers, the idle one's among them."""
+    kv = [Buffer(c, False, n, 64, Heads(0, 1, 1), 4, n == 3) for c in "kv" for n in (1, 3)]
+    src = layout(kv, MAMBA[:0], pp=(0, 2))
+    plan = plan_for_peer(src, pointers(4), PeerFacts(0, 1, 4), pointers(4))
+    assert plan.kv.copies([0], [0]).lists()[1] == [1000, 1002]
 
 
 def test_refuses_to_split_recurrent_state_by_tp():

@@ -14,7 +14,10 @@ from kv_layout import (
     encode_layout,
 )
 
-heads = st.builds(Heads, *[st.integers(0, 64)] * 3)
+heads = st.builds(
+    lambda *numbers: Heads(*sorted(numbers)),
+    *[st.integers(0, 64)] * 3,
+).filter(lambda heads: heads.count)
 buffers = st.builds(
     Buffer,
     st.sampled_from(["k", "v", "index_k", "kv"]),
@@ -22,6 +25,8 @@ buffers = st.builds(
     st.integers(0, 200),
     st.integers(1, 1 << 24),
     st.none() | heads,
+    st.integers(0, 1 << 20),
+    st.booleans(),
 )
 layouts = st.builds(
     RankLayout,
@@ -35,6 +40,27 @@ layouts = st.builds(
     total_layers=st.integers(1, 200),
     kv=st.lists(buffers, max_size=5).map(tuple),
     state=st.lists(buffers, max_size=3).map(tuple),
+    aux=st.lists(st.integers(0, 1 << 15), max_size=10).map(tuple),
+    aux_slots=st.integers(0, 4096),
+)
+# What the version before wrote: buffers of five fields.
+BEFORE = (
+    b"KVL1\x8a\xa7tp_rank\x01\xa7tp_size\x02\xa7pp_rank\x00\xa7pp_size\x01\xa9page_size\x10"
+    b"\xa5dtype\xa8bfloat16\xa6memory\xa4VRAM\xactotal_layers=\xa2kv\x92"
+    b"\x95\xa1k\xc2\x00\xcd\x10\x00\x93\x02\x04\x04\x95\xa2kv\xc3\x03\xcd\x01,\xc0"
+    b"\xa5state\x91\x95\xa7index_k\xc2\x00\x08\xc0"
+)
+SAID_BEFORE = RankLayout(
+    tp_rank=1,
+    tp_size=2,
+    pp_rank=0,
+    pp_size=1,
+    page_size=16,
+    dtype="bfloat16",
+    memory="VRAM",
+    total_layers=61,
+    kv=(Buffer("k", False, 0, 4096, Heads(2, 4, 4)), Buffer("kv", True, 3, 300)),
+    state=(Buffer("index_k", False, 0, 8),),
 )
 LAYOUT = RankLayout(0, 1, 0, 1, 16, "bfloat16", "VRAM", 61, (Buffer("k", False, 0, 4096),))
 
@@ -44,8 +70,14 @@ def test_round_trip(layout):
     assert decode_layout(encode_layout(layout)) == layout
 
 
-@pytest.mark.parametrize("frame", [b"", b"KVL9\x80", b"junk"])
+@pytest.mark.parametrize("frame", [b"", b"KVL9\x80", b"junk", b"KVL", b"\0" * (2 << 20)])
 def test_a_peer_that_sends_no_description(frame):
+    """A stock one, or a fork whose frame in our place is another thing."""
+    assert decode_layout(frame) is None
+
+
+@given(frame=st.binary(max_size=200).filter(lambda frame: not frame.startswith(b"KVL1")))
+def test_no_frame_of_others_is_read(frame):
     assert decode_layout(frame) is None
 
 
@@ -76,6 +108,62 @@ def test_fields_of_later_releases_are_skipped():
     later["compression"] = "none"
     later["kv"] = [[*buffer, "later"] for buffer in later["kv"]]
     assert decode_layout(b"KVL1" + msgspec.msgpack.encode(later)) == LAYOUT
+
+
+def test_the_version_before_is_read():
+    assert decode_layout(BEFORE) == SAID_BEFORE
+
+
+class BufferBefore(msgspec.Struct, frozen=True, array_like=True):
+    component: str
+    draft: bool
+    layer: int
+    page_bytes: int
+    heads: Heads | None = None
+
+
+class LayoutBefore(msgspec.Struct, frozen=True, omit_defaults=True):
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    page_size: int
+    dtype: str
+    memory: str
+    total_layers: int
+    kv: tuple[BufferBefore, ...]
+    state: tuple[BufferBefore, ...] = ()
+
+
+@given(layout=layouts)
+def test_the_version_before_reads_ours(layout):
+    """These two are what it reads into: of what BEFORE says, the same is written again."""
+    read = msgspec.msgpack.Decoder(LayoutBefore).decode
+    assert b"KVL1" + msgspec.msgpack.encode(read(BEFORE[4:])) == BEFORE
+    theirs = read(encode_layout(layout)[4:])
+    for field in LayoutBefore.__struct_fields__[:8]:
+        assert getattr(theirs, field) == getattr(layout, field)
+    for part in ("kv", "state"):
+        for one, ours in zip(getattr(theirs, part), getattr(layout, part), strict=True):
+            assert all(getattr(one, f) == getattr(ours, f) for f in one.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"page_bytes": 0},
+        {"page_bytes": -4096},
+        {"pages": -1},
+        {"heads": Heads(2, 2, 4)},
+        {"heads": Heads(-1, 2, 4)},
+        {"heads": Heads(0, 5, 4)},
+    ],
+    ids=str,
+)
+def test_impossible_buffers_are_refused(changed):
+    buffer = msgspec.structs.replace(LAYOUT.kv[0], **changed)
+    with pytest.raises(LayoutError, match=r"a layout frame says Buffer\("):
+        decode_layout(encode_layout(msgspec.structs.replace(LAYOUT, kv=(buffer,))))
 
 
 def test_a_large_model_fits_one_small_frame():

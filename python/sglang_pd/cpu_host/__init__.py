@@ -19,9 +19,6 @@ ENVIRONMENT = {
     # Half a minute, not ten seconds: a server that waits for a core must not be taken for dead.
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
-    # Over TCP Mooncake refuses a batch of more than 2,048 pieces where these stay at 1,024.
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
 
 

@@ -4,9 +4,12 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+
+TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
 class NoEvent:
@@ -91,6 +94,28 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
         self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
 
     agent.__init__ = make_with_host_memory
+
+
+def few_copies_at_once(mooncake_engine: ModuleType) -> None:
+    """Let Mooncake's engines make few copies at a time, for one caller of this process.
+
+    Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
+    its copies have ended: with more callers than cores none ends in time.
+    """
+    engine = mooncake_engine.TransferEngine
+    write = engine.batch_transfer_sync_write
+    turn = threading.Lock()
+
+    def write_in_turn(self, session, src, dst, lengths, *more, **options) -> int:
+        for start in range(0, len(src), TCP_COPIES):
+            few = [column[start : start + TCP_COPIES] for column in (src, dst, lengths)]
+            with turn:
+                status = write(self, session, *few, *more, **options)
+            if status != 0:
+                return status
+        return 0
+
+    engine.batch_transfer_sync_write = write_in_turn
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_pd.cpu_host import SWITCH, adaptations, name_only, thread_binding
+from sglang_pd.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
 from sglang_pd.cpu_host.import_hooks import after_import, around_import
 
 PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
@@ -44,12 +44,15 @@ def activate() -> None:
     after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
         after_import(f"{build}._api", adaptations.nixl_memory_kind)
+    if os.environ.get("MC_FORCE_TCP"):
+        after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
     after_import(
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
     )
+    after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
 
 
 def _bind_threads() -> None:

@@ -9,6 +9,7 @@ import random
 from typing import TYPE_CHECKING, Optional
 
 from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
     RankLayout,
     describe_pools,
     keeps_own_state,
@@ -123,6 +124,8 @@ def describe_kv_args(
     """
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
+    runner = scheduler.tp_worker.model_runner
+    computed = range(runner.start_layer, runner.end_layer)
     tp = (get_attention_tp_rank(), get_attention_tp_size())
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     heads = (
@@ -138,9 +141,26 @@ def describe_kv_args(
         dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
         memory=memory_kind(token_to_kv_pool),
         total_layers=scheduler.model_config.num_hidden_layers,
-        kv=describe_pools(*pools, kv_args.kv_item_lens, False, tp, *heads),
-        state=describe_pools(*pools, kv_args.state_item_lens, True, tp, *heads),
+        kv=describe_pools(
+            *pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads, computed
+        ),
+        state=describe_pools(
+            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads, computed
+        ),
+        aux=_aux_widths(kv_args, scheduler),
+        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
     )
+
+
+def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
+    """Bytes of each metadata row.
+
+    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    """
+    widths = list(kv_args.aux_item_lens)
+    if scheduler.spec_algorithm.is_standalone():
+        widths[HIDDEN_STATES] = 0
+    return tuple(widths)
 
 
 def _draft_kv_head_num(scheduler: Scheduler) -> int:

@@ -5,12 +5,6 @@ refuses addresses that their owner has not registered.  Calls return 0, or a num
 """
 
 import enum
-import threading
-
-# Over TCP Mooncake fails with some 2,000 copies under way in a process, and a caller spins until
-# its copies have ended: so few at a time, and one caller.
-BATCH = 512
-_TURN = threading.Lock()
 
 
 def create_config_store(url: str) -> int:
@@ -76,12 +70,4 @@ class TransferEngine:
         self, session_id: str, src: list[int], dst: list[int], lengths: list[int]
     ) -> int:
         """Copy ``lengths[i]`` bytes from ``src[i]`` here to ``dst[i]`` there, for each ``i``."""
-        for start in range(0, len(src), BATCH):
-            part = slice(start, start + BATCH)
-            with _TURN:
-                status = self.carrier.batch_transfer_sync_write(
-                    session_id, src[part], dst[part], lengths[part]
-                )
-            if status != 0:
-                return status
-        return 0
+        return self.carrier.batch_transfer_sync_write(session_id, src, dst, lengths)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Dict, Iterable, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
 
@@ -29,6 +31,7 @@ from sglang.srt.disaggregation.kv_layout import (
     pair_layers,
     plan_for_peer,
     tp_size_conflict,
+    unsent_rows,
 )
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
@@ -42,6 +45,8 @@ ABORT = b"ABORT"
 MAX_GIVEN_UP = 4096
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
+# Ranks of a prefill server whose addresses are asked for at a time.
+MAX_ASKING = 16
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
 SENDERS_END_SECONDS = 5.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
@@ -137,9 +142,10 @@ class CommonKVManager:
                     "they are taken to be those of the same model."
                 )
             info.plan = plan_for_peer(self.kv_args.layout, own, layout or facts, pointers)
-            unsent = one_sided_draft(self.kv_args.layout, info.plan.layout)
-            if unsent:
-                logger.warning(f"Decode {peer}: {unsent}")
+            for unsent in (one_sided_draft, unsent_rows):
+                said = unsent(self.kv_args.layout, info.plan.layout)
+                if said:
+                    logger.warning(f"Decode {peer}: {said}")
             return
         except LayoutError as error:
             info.refusal = str(error)
@@ -318,6 +324,8 @@ def _is_healthy(address: str) -> bool:
 
 class CommonKVSender:
     conclude_state: Optional[KVPoll] = None
+    # Whether this rank has ended the room, which it may say of it before.
+    is_over = False
 
     def __init__(
         self,
@@ -336,10 +344,19 @@ class CommonKVSender:
 
     def leave(self) -> None:
         """The request leaves before it is sent, for its client is gone: decode must not wait."""
-        if self.conclude_state is None and hasattr(self.kv_mgr, "give_up"):  # Mori has none
-            self.conclude_state = KVPoll.Failed
+        if not self.is_over and hasattr(self.kv_mgr, "give_up"):  # Mori has none
             self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
-            self.kv_mgr.give_up(self.bootstrap_room)
+            self._give_up()
+
+    def _give_up(self) -> str:
+        """End the room, which has failed; returns why. Decode is told when we write no more."""
+        self.is_over, self.conclude_state = True, KVPoll.Failed
+        return self.kv_mgr.give_up(self.bootstrap_room)
+
+    def clear(self) -> None:
+        """Forget the room, which has succeeded."""
+        self.is_over = True
+        self.kv_mgr.forget(self.bootstrap_room)
 
     def fail_too(self) -> None:
         """Another rank of this stage failed the room."""
@@ -578,12 +595,18 @@ class CommonKVReceiver:
             threading.Thread(target=self._abort_on_prefill, args=(reason,), daemon=True).start()
 
     def _abort_on_prefill(self, reason: str) -> None:
-        infos = (
-            self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-            for tp_rank in range(self.prefill_attn_tp_size)
-            for pp_rank in range(self.prefill_pp_size)
-        )
-        self._tell_abort(reason, filter(None, infos))
+        sizes = self.prefill_attn_tp_size, self.prefill_pp_size
+        ranks = itertools.product(*map(range, sizes))
+
+        def tell(rank: Tuple[int, int]) -> None:
+            tp_rank, pp_rank = rank
+            info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
+            if info is not None:
+                self._tell_abort(reason, [info])
+
+        # All at once: a busy server takes its time for each answer.
+        with ThreadPoolExecutor(MAX_ASKING) as pool:
+            list(pool.map(tell, ranks))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         room, name = str(self.bootstrap_room).encode("ascii"), self._own_name()

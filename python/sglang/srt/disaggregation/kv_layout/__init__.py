@@ -2,11 +2,12 @@
 
 The order of thought is the order of the modules: `describe` (and `pools`, which describes the
 engine's own), `heads` and `match`, `plan`, with `infer` for peers that describe nothing, `wire` for
-the frame in which a description travels, `peer` for all of it in one call, and `arrivals` for the
-receiving end. Nothing here imports the engine or torch.
+the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for all of it
+in one call, and `arrivals` for the receiving end. Nothing here imports the engine or torch.
 """
 
 from .arrivals import Arrivals, Notice, format_notice, parse_notice
+from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
 from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import connected_prefill_ranks, heads_of_rank, share_of_sender, tp_size_conflict
 from .infer import PeerFacts, counted_layout, infer_layout
@@ -17,7 +18,9 @@ from .pools import describe_pools, keeps_own_state, memory_kind
 from .wire import bears_layout, decode_layout, encode_layout
 
 __all__ = [
+    "HIDDEN_STATES",
     "Arrivals",
+    "AuxPlan",
     "Buffer",
     "Copies",
     "Heads",
@@ -39,6 +42,7 @@ __all__ = [
     "heads_of_rank",
     "infer_layout",
     "keeps_own_state",
+    "make_aux_plan",
     "make_plan",
     "match_buffers",
     "memory_kind",
@@ -49,4 +53,5 @@ __all__ = [
     "refusals",
     "share_of_sender",
     "tp_size_conflict",
+    "unsent_rows",
 ]

@@ -38,8 +38,10 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
 
     `layer` is the layer's number in its whole model, whatever stage holds it (of recurrent state:
     its number among the layers that have one); `draft` says that this model is the speculative
-    draft. `page_bytes` is the distance from one page to the next. A page of a buffer with `heads`
-    is `[page_size, heads.count, head bytes]`; else it is opaque.
+    draft. `page_bytes` is the distance from one page to the next, `pages` how many there are, 0
+    from a peer that does not say. A page of a buffer with `heads` is `[page_size, heads.count,
+    head bytes]`; else it is opaque. `idle` is a buffer that the engine sets aside and its rank
+    never fills: it is neither sent nor received.
     """
 
     component: str
@@ -47,6 +49,8 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     page_bytes: int
     heads: Optional[Heads] = None
+    pages: int = 0
+    idle: bool = False
 
     @property
     def key(self) -> tuple[str, bool, int]:
@@ -71,6 +75,9 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         total_layers: Layers of the whole target model.
         kv: One entry for each pointer in `KVArgs.kv_data_ptrs`.
         state: One entry for each pointer in `KVArgs.state_data_ptrs`.
+        aux: Bytes a row of each metadata buffer in `KVArgs.aux_data_ptrs`, 0 where this rank has no
+            use for them; empty from a peer that does not say.
+        aux_slots: Rows of each of them; 0 likewise.
     """
 
     tp_rank: int
@@ -83,6 +90,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     total_layers: int
     kv: tuple[Buffer, ...]
     state: tuple[Buffer, ...] = ()
+    aux: tuple[int, ...] = ()
+    aux_slots: int = 0
 
     @property
     def name(self) -> str:

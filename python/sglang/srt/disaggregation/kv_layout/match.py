@@ -97,13 +97,15 @@ def same_layers(
 ) -> Iterator[tuple[int, int]]:
     """Indices of buffers that hold the same component of the same layer, heads left aside.
 
-    A draft buffer that only one side has is left out.
+    A draft buffer that only one side has is left out, and so is an idle one.
 
     Raises:
         LayoutError: The target model's buffer is missing on the destination.
     """
-    where = {buffer.key: i for i, buffer in enumerate(dst_buffers)}
+    where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.idle}
     for i, buffer in enumerate(src_buffers):
+        if buffer.idle:
+            continue
         j = where.get(buffer.key)
         if j is not None:
             yield i, j
@@ -175,6 +177,8 @@ def _summary(buffers: tuple[Buffer, ...]) -> str:
     """Such as `k layers 0-3, draft k layers 0-0`."""
     spans: dict[str, list[int]] = {}
     for buffer in buffers:
+        if buffer.idle:
+            continue
         spans.setdefault(f"{'draft ' if buffer.draft else ''}{buffer.component}", []).append(
             buffer.layer
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
+from .aux_rows import AuxPlan, make_aux_plan
 from .describe import Buffer, LayoutError, RankLayout
 from .infer import PeerFacts, infer_layout
 from .match import match_buffers, refusals, same_layers
@@ -30,6 +31,7 @@ class PeerPlan:
     layout: RankLayout
     kv: TransferPlan
     state: Optional[TransferPlan]
+    aux: AuxPlan
 
 
 def plan_for_peer(
@@ -57,7 +59,8 @@ def plan_for_peer(
     state = None
     if own_pointers.state is not None and peer_pointers.state is not None:
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
-    return PeerPlan(layout, plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv), state)
+    kv = plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv)
+    return PeerPlan(layout, kv, state, make_aux_plan(own, layout))
 
 
 def pair_layers(

@@ -13,7 +13,7 @@ Sliced pages (the two sides hold different heads) are copied token by token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,9 +148,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All copies between two ranks, short of the page indices; none where both hold nothing."""
+    """All copies between two ranks, short of the page indices; none where both hold nothing.
+
+    `src_pages` and `dst_pages` are how many pages each side's buffers have, 0 if it does not say.
+    """
 
     groups: tuple[_Alike, ...]
+    src_pages: int = 0
+    dst_pages: int = 0
 
     @property
     def is_sliced(self) -> bool:
@@ -161,7 +166,8 @@ class TransferPlan:
         """Copies from `src_pages` of this rank to `dst_pages` of the peer, in the request's order.
 
         Raises:
-            LayoutError: The two, of shape `[pages]`, do not name the same number of pages.
+            LayoutError: The two, of shape `[pages]`, do not name the same number of pages, or name
+                one that the buffers do not have.
         """
         src = np.asarray(src_pages, dtype=np.int64)
         dst = np.asarray(dst_pages, dtype=np.int64)
@@ -170,7 +176,22 @@ class TransferPlan:
                 f"prefill sends {src.size} pages where decode has set aside {dst.size}; "
                 "the two servers disagree about this request's length"
             )
+        if _is_outside(src, self.src_pages) or _is_outside(dst, self.dst_pages):
+            raise LayoutError(
+                f"prefill sends pages {_span(src, self.src_pages)}, decode has set aside pages "
+                f"{_span(dst, self.dst_pages)}; nothing is written outside of the buffers"
+            )
         return Copies(tuple(group.copies(src, dst) for group in self.groups))
+
+
+def _is_outside(pages: Ints, held: int) -> bool:
+    """Whether some page is not one of `held`, or is negative, which looks huge without a sign."""
+    return pages.size > 0 and int(pages.view(np.uint64).max()) >= (held or 1 << 63)
+
+
+def _span(pages: Ints, held: int) -> str:
+    """Such as `0 to 12 of 12`."""
+    return f"{pages.min()} to {pages.max()} of {held or 'an unknown number'}"
 
 
 def _cut(numbers: Ints, size: int) -> list[Ints]:
@@ -215,5 +236,12 @@ def make_plan(
         tuple(
             _Alike(*alike, *np.array(both, dtype=np.int64).T.copy())
             for alike, both in addresses.items()
-        )
+        ),
+        _fewest_pages(src_buffers[pair.src] for pair in pairs),
+        _fewest_pages(dst_buffers[pair.dst] for pair in pairs),
     )
+
+
+def _fewest_pages(buffers: Iterable[Buffer]) -> int:
+    """Pages that all of them have; 0 where none says."""
+    return min((buffer.pages for buffer in buffers if buffer.pages), default=0)

@@ -31,19 +31,23 @@ def describe_pools(
     target: Any,
     draft: Any,
     item_lens: Sequence[int],
+    data_lens: Sequence[int],
     state: bool,
     tp: tuple[int, int],
     total_kv_heads: Optional[int],
     draft_kv_heads: Optional[int],
+    computed: Optional[range] = None,
 ) -> tuple[Buffer, ...]:
     """One buffer for each entry of `item_lens`, target before draft.
 
     Args:
         target, draft: KV pools of the engine; `draft` may be None.
         item_lens: Bytes a page (or a state slot), parallel to the rank's pointers.
+        data_lens: Bytes of each whole buffer.
         state: Describe what is sent as state instead of KV.
         tp: Attention TP rank and size.
         total_kv_heads, draft_kv_heads: Of the whole model, from its configuration; None if unknown.
+        computed: Layers of the target that this rank's stage computes; None for all of the pool's.
 
     Raises:
         LayoutError: The pools have other buffers than `item_lens` says.
@@ -54,7 +58,8 @@ def describe_pools(
             continue
         for component, layers, held in _state(pool) if state else _kv(pool):
             heads = None if held is None else _heads(held, tp, total)
-            parts += [(component, is_draft, layer, heads) for layer in layers]
+            idle = set() if is_draft else _idle_layers(pool, computed)
+            parts += [(component, is_draft, layer, heads, layer in idle) for layer in layers]
     if len(parts) != len(item_lens):
         raise LayoutError(
             f"{type(target).__name__} with draft {type(draft).__name__} should register "
@@ -62,8 +67,10 @@ def describe_pools(
             f"{len(item_lens)}; this pool is not known to the patch set"
         )
     return tuple(
-        Buffer(component, is_draft, layer, page_bytes, heads)
-        for (component, is_draft, layer, heads), page_bytes in zip(parts, item_lens)
+        Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // page_bytes, idle)
+        for (component, is_draft, layer, heads, idle), page_bytes, data_bytes in zip(
+            parts, item_lens, data_lens
+        )
     )
 
 
@@ -112,6 +119,12 @@ def _full_attention_layers(pool: Any) -> list[int]:
         return list(pool.full_attention_layer_id_mapping)
     mapping = getattr(pool, "layers_mapping", {})
     return [layer for layer, (_, is_swa) in mapping.items() if not is_swa]
+
+
+def _idle_layers(pool: Any, computed: Optional[range]) -> set[int]:
+    """Layers that are another stage's: with sliding windows the engine adds the next one."""
+    held = set(getattr(pool, "layers_mapping", ()))
+    return set() if computed is None else held - set(computed)
 
 
 def _heads(held: int, tp: tuple[int, int], total: Optional[int]) -> Heads:

@@ -12,7 +12,7 @@ from typing import Optional
 
 import msgspec
 
-from .describe import LayoutError, RankLayout
+from .describe import Buffer, LayoutError, RankLayout
 
 _TAG = b"KVL1"
 _MAX_BYTES = 1 << 20
@@ -20,7 +20,7 @@ _decoder = msgspec.msgpack.Decoder(RankLayout)
 
 
 def encode_layout(layout: RankLayout) -> bytes:
-    """The trailing frame for `layout`: some 15 bytes a buffer."""
+    """The trailing frame for `layout`: some 20 bytes a buffer."""
     return _TAG + msgspec.msgpack.encode(layout)
 
 
@@ -42,7 +42,18 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
         ) from error
     if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
         raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
+    if min(layout.aux_slots, *layout.aux, 0) < 0:
+        raise LayoutError(f"a layout frame says {layout.aux_slots} slots of {layout.aux} bytes")
+    for buffer in (*layout.kv, *layout.state):
+        if not _is_possible(buffer):
+            raise LayoutError(f"a layout frame says {buffer}")
     return layout
+
+
+def _is_possible(buffer: Buffer) -> bool:
+    heads = buffer.heads
+    held = heads is None or 0 <= heads.start < heads.stop <= heads.total
+    return held and buffer.page_bytes > 0 and buffer.pages >= 0
 
 
 def bears_layout(frames: Sequence[bytes]) -> bool:

@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import struct
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +30,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
     Copies,
     LayoutError,
     PeerFacts,
@@ -41,7 +40,9 @@ from sglang.srt.disaggregation.kv_layout import (
     bears_layout,
     encode_layout,
 )
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
@@ -57,16 +58,15 @@ logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 16384
-# Mooncake's TCP transport (MC_FORCE_TCP) fails with some 2,000 copies under way in a process, and
-# a caller spins until its copies have ended: with more callers than cores none ends in time.
-TCP_BATCH = 512
-_TCP_TURN = threading.Lock()
 # A decode rank to which so many transfers in a row fail is left alone for some seconds, twice as
 # many after each that fails then: on a dead one each costs the transfer engine's time-out, in one
 # of few queues.
 FAILURES_IN_A_ROW = 2
 BACK_OFF_SECONDS = 10.0
 MAX_BACK_OFF_SECONDS = 320.0
+
+# What is registered: name, address, bytes.
+Region = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -108,32 +108,68 @@ class KVArgsRegisterInfo:
         )
 
 
+def _named(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
+def _aux_goes_over_tcp() -> bool:
+    """Whether `send_aux` does without the transfer engine, by this side's environment.
+
+    Decode does not know prefill's, and its manager has no attribute for it.
+    """
+    has_pool, pool = check_mooncake_custom_mem_pool_enabled()
+    return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+
+
 class MooncakeKVManager(CommonKVManager):
     def register_buffer_to_engine(self) -> None:
-        """Register KV, aux and state in one batch: of some transports, ranges that touch merge.
+        """Register KV and state in one batch, and aux, which some transports do not take, apart.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it.
+            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
+        kv, aux = self._regions()
+        refused = [self._register_batch("KV and state", kv)]
+        why_no_aux = self._register_batch("aux", aux)
+        if why_no_aux and _aux_goes_over_tcp():
+            logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+        else:
+            refused.append(why_no_aux)
+        if any(refused):
+            raise RuntimeError(
+                f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+                "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+            )
+
+    def _regions(self) -> Tuple[List[Region], List[Region]]:
+        """KV and state; aux."""
         args, layout = self.kv_args, self.kv_args.layout
-        names = [
-            *(f"KV {buffer.name}" for buffer in layout.kv),
-            *(f"aux {i}" for i in range(len(args.aux_data_ptrs))),
-            *(f"state {buffer.name}" for buffer in layout.state),
-        ]
-        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *args.state_data_ptrs]
-        lens = [*args.kv_data_lens, *args.aux_data_lens, *args.state_data_lens]
-        if self.engine.batch_register(ptrs, lens) == 0:
-            return
-        each = zip(names, ptrs, lens)
-        alone = [one for one in each if self.engine.batch_register([one[1]], [one[2]]) != 0]
-        failed = [f"{name} ({length:,} bytes)" for name, _, length in alone]
-        raise RuntimeError(
-            f"The transfer engine did not register this rank's {len(ptrs)} buffers of "
-            f"{sum(lens):,} bytes in one batch; one by one it fails for: "
-            f"{', '.join(failed) or 'none'}. Without them no KV can be transferred; look for "
-            "limits of locked memory and of memory regions, or choose a smaller KV pool"
+        kv = _named("KV", layout.kv, args.kv_data_ptrs, args.kv_data_lens)
+        state = _named("state", layout.state, args.state_data_ptrs, args.state_data_lens)
+        return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
+
+    def _register_batch(self, role: str, regions: List[Region]) -> str:
+        """Returns "", or which of these buffers cannot be registered."""
+        if self._is_registered(regions):
+            return ""
+        alone = [region for region in regions if not self._is_registered([region])]
+        failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
+        return (
+            f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+            f"{len(regions)}, bytes: {sum(length for *_, length in regions):,}); one by one it "
+            f"fails for: {failed or 'none'}"
         )
+
+    def _is_registered(self, regions: List[Region]) -> bool:
+        """Register these in one batch; whether that succeeded."""
+        ptrs, lens = [ptr for _, ptr, _ in regions], [length for *_, length in regions]
+        return not regions or self.engine.batch_register(ptrs, lens) == 0
 
     def send_kvcache(
         self,
@@ -190,8 +226,6 @@ class MooncakeKVManager(CommonKVManager):
 
         def write(part: Copies) -> int:
             lists = part.lists()
-            if os.environ.get("MC_FORCE_TCP"):
-                return self._write_over_tcp(session, lists)
             return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
         parts = copies.parts(at_most)
@@ -202,13 +236,27 @@ class MooncakeKVManager(CommonKVManager):
             results = list(executor.map(write, parts))
         return next((status for status in results if status != 0), 0)
 
-    def _write_over_tcp(self, session: str, lists: Tuple[List[int], List[int], List[int]]) -> int:
-        for start in range(0, len(lists[0]), TCP_BATCH):
-            few = [column[start : start + TCP_BATCH] for column in lists]
-            with _TCP_TURN:
-                status = self.engine.batch_transfer_sync(session, *few)
-            if status != 0:
-                return status
+    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
+        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine takes no host memory
+            return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
+        session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
+        slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        return self.engine.batch_transfer_sync(
+            session, *self._plan(session).aux.copies(*slots).tolist()
+        )
+
+    def send_aux_tcp(
+        self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
+    ) -> int:
+        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        plan, own = self._plan(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
+        rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        peer = (req.endpoint, req.dst_port, req.room)
+        for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
+            data = AuxDataCodec.serialize_data_from_buffer(address, size)
+            self.send_aux_data_to_endpoint(*peer, row, req.dst_aux_index, data)
         return 0
 
     def maybe_send_extra(
@@ -465,19 +513,29 @@ class MooncakeKVManager(CommonKVManager):
             self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
 
     def _handle_aux_data(self, msg: List[bytes]):
-        """Take in one metadata buffer's item that came by this way instead of the engine's."""
+        """Take in one metadata row that came by this way instead of the engine's.
+
+        One of another width is left out: a stock prefill rank sends hidden states as wide as its
+        own. None is waited for.
+        """
         buffer, slot = int(msg[2]), int(msg[3])
         data, args = msg[5], self.kv_args
         if not 0 <= buffer < len(args.aux_data_ptrs):
             raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
         item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
         (announced,) = struct.unpack(">I", msg[4])
-        if not (0 <= slot < size // item and len(data) == announced == item):
+        if not (0 <= slot < size // item and len(data) == announced):
             raise ValueError(
                 f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
                 f"{buffer}, which has {size // item} slots of {item} bytes"
             )
-        AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        if announced == item:
+            AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        else:
+            logger.warning_once(
+                f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "
+                "speculate on both sides or on none"
+            )
 
     def _register_to_bootstrap(self):
         self.limit_messages()
@@ -528,12 +586,11 @@ class MooncakeKVManager(CommonKVManager):
 
 class MooncakeKVSender(CommonKVSender):
     def clear(self) -> None:
-        self.kv_mgr.forget(self.bootstrap_room)
+        super().clear()
 
     def failure_exception(self):
         """End the room, which this or another rank failed; decode is told when we write no more."""
-        self.conclude_state = KVPoll.Failed
-        raise KVTransferError(self.bootstrap_room, self.kv_mgr.give_up(self.bootstrap_room))
+        raise KVTransferError(self.bootstrap_room, self._give_up())
 
 
 class MooncakeKVReceiver(CommonKVReceiver):

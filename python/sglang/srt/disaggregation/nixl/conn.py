@@ -133,7 +133,7 @@ class NixlKVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.failure_records: Dict[int, str] = {}
-        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.1 has no locks
+        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
         # of its own, and a connection must not be made anew that a write begins to use.
         self.agent_lock = threading.RLock()
         self.out_of_reach: Set[str] = set()
@@ -376,9 +376,9 @@ class NixlKVManager(CommonKVManager):
         notif: str,
     ):
         """Write the request's metadata (first token and its logprobs) to the peer."""
-        lens = np.array(self.kv_args.aux_item_lens, dtype=np.int64)
-        src = np.array(self.kv_args.aux_data_ptrs, dtype=np.int64) + lens * prefill_aux_index
-        dst = np.array(dst_aux_ptrs, dtype=np.int64) + lens * dst_aux_index
+        plan = self.decode_kv_args_table[peer_name].plan.aux
+        own = self.kv_args.aux_data_ptrs
+        src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         return self._start(
             peer_name,
             self._descs(src, lens, "DRAM", 0),
@@ -617,13 +617,9 @@ class NixlKVSender(CommonKVSender):
         if self.conclude_state is None:
             self.kv_mgr.fail(self.bootstrap_room, "Aborted by AbortReq.")
 
-    def clear(self):
-        self.kv_mgr.forget(self.bootstrap_room)
-
     def failure_exception(self):
         """End the room, which this or another rank failed; no write of ours is under way."""
-        self.conclude_state = KVPoll.Failed
-        raise RuntimeError(self.kv_mgr.give_up(self.bootstrap_room))
+        raise RuntimeError(self._give_up())
 
 
 class NixlKVReceiver(CommonKVReceiver):

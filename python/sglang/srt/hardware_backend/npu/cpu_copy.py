@@ -4,22 +4,27 @@
     [layers, rows, ...]  ->   [layers, rows of the chunk, ...]
 
 A row is a token, or a whole page where a page's bytes are not token after token. All layers of a
-buffer move at once, a chunk of rows at a time; the caller waits at the beginning and at the end. A
-chunk is as large as one that moves a single layer would be, for device memory is short when
-requests are retracted.
+buffer move at once, or as many as an NPU can index, a chunk of rows at a time; the caller waits at
+the beginning and at the end. A chunk is as large as one that moves a single layer would be, for
+device memory is short when requests are retracted.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import List, Sequence, Tuple
 
 import torch
+from sglang.srt.hardware_backend.npu import host_blocks
 
-logger = logging.getLogger(__name__)
+# An NPU's index operators count the elements of what they index in 32 bits.
+MAX_INDEXED = 2**31 - 1
 
-# chunks, buffers
-HostCopy = List[List[torch.Tensor]]
+
+class HostCopy(List[List[torch.Tensor]]):
+    """[chunk][buffer], each [layers, rows of the chunk, ...] on the host.
+
+    Once it is dropped another copy takes its memory: a tensor out of it must not outlive it.
+    """
 
 
 def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int) -> HostCopy:
@@ -30,10 +35,13 @@ def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
         rows: [n], any integer type, on any device; may be empty.
         chunk: Rows of one layer that may move at a time.
     """
+    copied = HostCopy()
+    at_once = _rows_at_once(buffers, chunk)
     _wait_for(buffers[0].device)
-    copied = [
-        [_gathered(buffer, part) for buffer in buffers] for part in _chunks(buffers, rows, chunk)
-    ]
+    for part in _chunks(buffers, rows, at_once):
+        copied.append([_room(copied, buffer, len(part), at_once) for buffer in buffers])
+        for buffer, host in zip(buffers, copied[-1]):
+            _gather(buffer, part, host)
     _wait_for(buffers[0].device)
     return copied
 
@@ -46,24 +54,26 @@ def copy_from_host(
     Raises:
         ValueError: The copy does not fit; nothing has been written.
     """
-    parts = _chunks(buffers, rows, chunk)
+    parts = _chunks(buffers, rows, _rows_at_once(buffers, chunk))
     _check_fit(copied, buffers, parts)
     _wait_for(buffers[0].device)
-    for host, part in zip(copied, parts):
-        for buffer, values in zip(buffers, host):
-            flat, at = _flat(buffer, part)
-            flat.index_copy_(0, at, values.to(buffer.device, non_blocking=True).flatten(0, 1))
+    for hosts, part in zip(copied, parts):
+        for buffer, host in zip(buffers, hosts):
+            _scatter(buffer, part, host)
     _wait_for(buffers[0].device)
+
+
+def _rows_at_once(buffers: Sequence[torch.Tensor], chunk: int) -> int:
+    if buffers[0].device.type == "cpu":  # where nothing is staged
+        return chunk
+    return max(1, chunk // buffers[0].shape[0])
 
 
 def _chunks(
-    buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
+    buffers: Sequence[torch.Tensor], rows: torch.Tensor, at_once: int
 ) -> Sequence[torch.Tensor]:
-    device = buffers[0].device
-    if device.type != "cpu":  # where nothing is staged
-        chunk = max(1, chunk // buffers[0].shape[0])
-    rows = rows.to(device=device, dtype=torch.int64)
-    return rows.split(chunk) if len(rows) else ()
+    rows = rows.to(device=buffers[0].device, dtype=torch.int64)
+    return rows.split(at_once) if len(rows) else ()
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -83,32 +93,48 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     return pages
 
 
-def _gathered(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    flat, at = _flat(buffer, rows)
-    picked = flat.index_select(0, at)
-    if picked.device.type != "cpu":
-        picked = _pinned_like(picked).copy_(picked, non_blocking=True)
-    return picked.view(buffer.shape[0], len(rows), *buffer.shape[2:])
+def _room(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
+    """Host memory for so many rows of every layer, which belongs to this copy."""
+    layers, _, *row = buffer.shape
+    row_bytes = layers * buffer[0, 0].nbytes
+    pinned = buffer.device.type != "cpu"
+    block = host_blocks.take(copied, rows * row_bytes, at_once * row_bytes, pinned)
+    return block.view(buffer.dtype).view(layers, rows, *row)
+
+
+def _gather(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
+    for layers, part in _by_index(buffer, host):
+        flat, at = _flat(layers, rows)
+        if flat.device.type == "cpu":
+            torch.index_select(flat, 0, at, out=part)
+        else:
+            part.copy_(flat.index_select(0, at), non_blocking=True)
+
+
+def _scatter(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
+    for layers, part in _by_index(buffer, host):
+        flat, at = _flat(layers, rows)
+        flat.index_copy_(0, at, part.to(flat.device, non_blocking=True))
+
+
+def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Layers that can be indexed at a time, and their rows on the host as [layers * rows, ...].
+
+    At least one: a layer is not cut.
+    """
+    at_once = max(1, MAX_INDEXED // buffer[0].numel())
+    parts = [part.view(-1, *part.shape[2:]) for part in host.split(at_once)]
+    return list(zip(buffer.split(at_once), parts))
 
 
 def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The buffer as [layers * rows, ...], and these rows of all layers in it.
+    """The layers as [layers * rows, ...], and these rows of all of them in it.
 
     An NPU copies a whole buffer, twice, to index any dimension but the first.
     """
     layers = torch.arange(buffer.shape[0], device=rows.device)
     at = layers[:, None] * buffer.shape[1] + rows
     return buffer.view(-1, *buffer.shape[2:]), at.view(-1)
-
-
-def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for it: pinned, or where there is no more of that, any."""
-    shape, dtype = tensor.shape, tensor.dtype
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        logger.warning(f"KV of a retracted request goes to memory that is not pinned: {error}")
-        return torch.empty(shape, dtype=dtype)
 
 
 def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequence) -> None:

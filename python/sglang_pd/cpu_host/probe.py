@@ -1,0 +1,134 @@
+"""Let a test look into the scheduler processes of a running server.
+
+With a folder in ``SGLANG_PD_PROBE`` every scheduler writes ``PID.json`` there when its event loop
+is set up, and again at each SIGUSR1:
+
+- ``disaggregation``, ``pp_rank``, ``tp_rank``: whose process it is
+- ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn
+- ``queues``: how many requests are in each queue
+- ``rooms``: the rooms in each table of the KV manager that has any
+
+``SGLANG_PD_HEARTBEATS_APART`` is by how many seconds each further TP rank of decode waits longer
+than SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL between two looks at prefill's health, so that ranks
+learn of its death one after the other.
+"""
+
+import functools
+import json
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = "SGLANG_PD_PROBE"
+APART = "SGLANG_PD_HEARTBEATS_APART"
+INTERVAL = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
+LEAST_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
+# Where the engine keeps requests, by the path from the scheduler.
+QUEUES = (
+    "waiting_queue",
+    "running_batch.reqs",
+    "disagg_prefill_bootstrap_queue.queue",
+    "disagg_prefill_inflight_queue",
+    "disagg_decode_prealloc_queue.queue",
+    "disagg_decode_prealloc_queue.retracted_queue",
+    "disagg_decode_transfer_queue.queue",
+)
+# Who has the KV manager.
+HOLDERS = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
+
+
+def probed_schedulers(module: ModuleType) -> None:
+    """Hook the engine's scheduler where the environment asks for it."""
+    if folder := os.environ.get(FOLDER):
+        _probe(module.Scheduler, Path(folder))
+    if seconds := os.environ.get(APART):
+        _set_heartbeats_apart(module.Scheduler, float(seconds))
+
+
+def _probe(scheduler_class: type, folder: Path) -> None:
+    """A process's main thread runs the loop and takes the signal."""
+    receive = scheduler_class.recv_requests
+
+    def recv_requests(self):
+        if not hasattr(self, "probe"):
+            self.probe = Probe(self, folder)
+        self.probe.turn()
+        return receive(self)
+
+    scheduler_class.recv_requests = recv_requests
+
+
+def _set_heartbeats_apart(scheduler_class: type, seconds: float) -> None:
+    """A process has one rank, whose KV manager reads the environment."""
+    make = scheduler_class.__init__
+
+    @functools.wraps(make)
+    def made(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs):
+        os.environ[INTERVAL] = str(float(os.environ[INTERVAL]) + tp_rank * seconds)
+        make(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+
+    scheduler_class.__init__ = made
+
+
+class Probe:
+    def __init__(self, scheduler, folder: Path):
+        self.scheduler = scheduler
+        self.file = folder / f"{os.getpid()}.json"
+        self.pause, self.last = 0.0, time.monotonic()
+        self.write()
+        signal.signal(signal.SIGUSR1, lambda number, frame: self.write())
+
+    def turn(self) -> None:
+        """The loop begins anew."""
+        now = time.monotonic()
+        self.pause = max(self.pause, now - self.last)
+        self.last = now
+
+    def write(self) -> None:
+        """Write the file, whole or not at all, and forget all pauses but that which may last."""
+        pause = max(self.pause, time.monotonic() - self.last)
+        self.pause = 0.0
+        scheduler = self.scheduler
+        seen = {
+            "disaggregation": scheduler.server_args.disaggregation_mode,
+            "pp_rank": scheduler.pp_rank,
+            "tp_rank": scheduler.tp_rank,
+            "pause": pause,
+            "queues": {name: len(_at(scheduler, name) or ()) for name in QUEUES},
+            "rooms": rooms(_manager(scheduler)),
+        }
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(json.dumps(seen))
+        draft.replace(self.file)
+
+
+def rooms(manager) -> dict[str, list[int]]:
+    """Rooms in each of the manager's tables: keys, elements, and those of sets that are values."""
+    classes = reversed(type(manager).__mro__)
+    tables = {name: value for one in classes for name, value in vars(one).items()}
+    tables.update(vars(manager))
+    found = {name: _rooms(table) for name, table in tables.items()}
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def _rooms(table) -> list[int]:
+    if not isinstance(table, (dict, set, deque)):
+        return []
+    sets = [value for value in list(getattr(table, "values", tuple)()) if isinstance(value, set)]
+    keys = [key for keys in (table, *sets) for key in list(keys)]
+    return [key for key in keys if type(key) is int and key >= LEAST_ROOM]
+
+
+def _manager(scheduler):
+    holders = (getattr(scheduler, name, None) for name in HOLDERS)
+    return next(holder.kv_manager for holder in holders if holder is not None)
+
+
+def _at(scheduler, path: str):
+    """The attribute at a path of names, or None."""
+    for name in path.split("."):
+        scheduler = getattr(scheduler, name, None)
+    return scheduler

@@ -1,0 +1,267 @@
+"""Stock and patched pairs of prefill and decode servers beside each other, on the CPU host.
+
+Run by `scripts/bench.sh serve`. Of each fleet both pairs are up, and one of them is stopped
+(SIGSTOP) while the other is asked: stock, patched, patched, stock in each round, the same prompts
+for both, whose tokens must agree. Clients post to both servers of a pair, without a router.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_pd import cluster
+from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+
+LOGS = cluster.PD_ENV / "logs" / "bench"
+ENGINES = ("stock", "patched")
+ROUNDS = 6
+PROMPT = 200  # tokens, sent in one piece
+NEW_TOKENS = 16
+ALONE = 6  # requests in a block, one after the other
+AT_ONCE = 16  # then so many together
+SECONDS = 120  # for an answer
+# What is measured, and whether more of it is better.
+FIGURES = {
+    "first token, alone, ms": False,
+    "answer, alone, ms": False,
+    f"first token, {AT_ONCE} at once, ms": False,
+    f"requests a second, {AT_ONCE} at once": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    topology: cluster.Topology
+    model: TinyModel = dataclasses.field(default_factory=TinyGQA)
+
+
+# Where stock is right.
+FLEETS = {
+    "nixl TP 1 to 1": Fleet(cluster.Topology("nixl", page_size=16)),
+    "nixl TP 1 to 2": Fleet(cluster.Topology("nixl", page_size=16, decode_tp=2)),
+    "mooncake TP 1 to 1": Fleet(cluster.Topology("mooncake", page_size=16)),
+    "mooncake TP 2 to 1": Fleet(cluster.Topology("mooncake", page_size=16, prefill_tp=2)),
+    "ascend MLA TP 1 to 1": Fleet(cluster.Topology("ascend", page_size=16), TinyMLA()),
+    "ascend GQA TP 2 to 1": Fleet(cluster.Topology("ascend", page_size=16, prefill_tp=2)),
+}
+
+Pair = tuple[cluster.Server, cluster.Server]  # prefill and decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One request: seconds to its first token and to its last, and its tokens."""
+
+    first: float
+    last: float
+    ids: tuple[int, ...]
+
+
+def pair(name: str, fleet: Fleet, engine: str) -> Pair:
+    folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
+    model = fleet.model.make(cluster.PD_ENV / "models")
+    return cluster.pd_servers(fleet.topology, model, folder, engine, engine)[:2]
+
+
+@contextlib.contextmanager
+def all_running(pairs: dict[str, Pair]) -> Iterator[None]:
+    """Both pairs, each stopped when it is ready."""
+    with contextlib.ExitStack() as stack:
+        for servers in pairs.values():
+            stack.enter_context(cluster.running(servers))
+            send(servers, signal.SIGSTOP)
+        yield
+
+
+def send(servers: Pair, number: signal.Signals) -> None:
+    """Send a signal to all processes of a pair."""
+    for server in servers:
+        # The keeper's children; it must itself be able to end them.
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            process.send_signal(number)
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Others for each block: prefill keeps for reuse what it has computed."""
+    source = random.Random(seed)
+    return [[source.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
+
+
+async def ask(client: httpx.AsyncClient, servers: Pair, prompt: list[int]) -> Timed:
+    """Post to both servers, and read decode's tokens as they come."""
+    prefill, decode = servers
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+        },
+        "bootstrap_host": cluster.HOST,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": random.randrange(2**63),
+    }
+    start = time.perf_counter()
+    prefilling = asyncio.create_task(client.post(f"{prefill.url}/generate", json=body))
+    times, last = [], "{}"
+    async with client.stream(
+        "POST", f"{decode.url}/generate", json={**body, "stream": True}
+    ) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                times.append(time.perf_counter() - start)
+                last = line.removeprefix("data: ")
+    await prefilling
+    ids = json.loads(last).get("output_ids", ())
+    if len(ids) != NEW_TOKENS:
+        raise RuntimeError(f"no {NEW_TOKENS} tokens, but: {last[:500]}")
+    return Timed(times[0], times[-1], tuple(ids))
+
+
+async def block(servers: Pair, seed: int) -> tuple[list[float], list[tuple[int, ...]]]:
+    """The figures of one block, in the order of `FIGURES`, and the tokens of its answers."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=SECONDS, trust_env=False, limits=limits) as client:
+        await ask(client, servers, prompts(-seed - 1, 1)[0])  # it was stopped: let it wake
+        alone = [await ask(client, servers, prompt) for prompt in prompts(seed, ALONE)]
+        start = time.perf_counter()
+        together = await asyncio.gather(
+            *(ask(client, servers, prompt) for prompt in prompts(seed + 1, AT_ONCE))
+        )
+        seconds = time.perf_counter() - start
+    figures = [
+        1e3 * statistics.median(one.first for one in alone),
+        1e3 * statistics.median(one.last for one in alone),
+        1e3 * statistics.median(one.first for one in together),
+        AT_ONCE / seconds,
+    ]
+    return figures, [one.ids for one in [*alone, *together]]
+
+
+def measure(name: str, fleet: Fleet, rounds: int) -> list[dict]:
+    """Rows of the table: for each figure both engines' medians, their ratio, and the noise.
+
+    Raises:
+        RuntimeError: An answer is missing, or the engines' tokens differ.
+    """
+    pairs = {engine: pair(name, fleet, engine) for engine in ENGINES}
+    blocks: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
+    with all_running(pairs):
+        # Before the first round one to warm up, which is not kept.
+        for number in range(-1, rounds):
+            for half, order in enumerate((ENGINES, ENGINES[::-1])):
+                seed = 10_000 + 4 * number + 2 * half
+                tokens = []
+                for engine in order:
+                    send(pairs[engine], signal.SIGCONT)
+                    figures, ids = asyncio.run(block(pairs[engine], seed))
+                    send(pairs[engine], signal.SIGSTOP)
+                    tokens.append(ids)
+                    if number >= 0:
+                        blocks[engine].append(figures)
+                if tokens[0] != tokens[1]:
+                    raise RuntimeError(f"{name}: stock and patched give other tokens")
+    return [
+        row(name, figure, {engine: [one[at] for one in blocks[engine]] for engine in ENGINES})
+        for at, figure in enumerate(FIGURES)
+    ]
+
+
+def row(name: str, figure: str, blocks: dict[str, list[float]]) -> dict:
+    """`ratio` is above 1 where patched is better; `noise` is an engine's distance from itself."""
+    medians = {engine: statistics.median(values) for engine, values in blocks.items()}
+    ratio = medians["patched"] / medians["stock"]
+    return {
+        "fleet": name,
+        "figure": figure,
+        **medians,
+        "ratio": ratio if FIGURES[figure] else 1 / ratio,
+        "noise": noise(blocks),
+    }
+
+
+def noise(blocks: dict[str, list[float]]) -> float:
+    """How far the medians of two halves of one engine's blocks are apart, as a part of one.
+
+    The largest of both engines and three ways to halve: first and second of a round, every other
+    round, and early and late.
+    """
+    apart = []
+    for values in blocks.values():
+        count = len(values)
+        ways = ([0, 1] * count, [0, 0, 1, 1] * count, [0] * (count // 2) + [1] * count)
+        for way in ways:
+            halves = ([v for v, half in zip(values, way) if half == which] for which in (0, 1))
+            one, other = map(statistics.median, halves)
+            apart.append(max(one, other) / min(one, other) - 1)
+    return max(apart)
+
+
+def slower(rows: list[dict]) -> list[str]:
+    """What is slower than stock by more than the noise, in words."""
+    return [
+        f"{row['fleet']}: {row['figure']}: {row['ratio']:.2f} of stock, noise {row['noise']:.2f}"
+        for row in rows
+        if row["ratio"] < 1 - row["noise"]
+    ]
+
+
+def table(rows: list[dict]) -> Table:
+    shown = Table(title=f"Prompts of {PROMPT} tokens, answers of {NEW_TOKENS}; medians, in turns")
+    for heading in ("fleet", "figure"):
+        shown.add_column(heading)
+    for heading in ("stock", "patched", "ratio", "noise"):
+        shown.add_column(heading, justify="right")
+    for fleet, of_fleet in itertools.groupby(rows, key=lambda row: row["fleet"]):
+        for one in of_fleet:
+            values = (f"{one[engine]:.2f}" for engine in ENGINES)
+            shown.add_row(
+                fleet, one["figure"], *values, f"{one['ratio']:.3f}", f"{one['noise']:.3f}"
+            )
+    return shown
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORD", help="Fleets with this in their name.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Of four blocks each.")] = ROUNDS,
+) -> None:
+    """Time requests through both pairs; status 1 if ours is slower by more than the noise."""
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    rows = []
+    for name, fleet in FLEETS.items():
+        if only in name:
+            rows += measure(name, fleet, rounds)
+            console.print(f"{name}: measured", highlight=False)
+    console.print(table(rows))
+    missed = slower(rows)
+    for line in missed:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({"rows": rows, "missed": missed}, indent=1))
+    raise typer.Exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

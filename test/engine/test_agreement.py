@@ -1,0 +1,63 @@
+"""Stages take and drop the same requests, whatever one of them learns at whatever moment."""
+
+import pytest
+import stages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.engine
+
+RIDS = ["1", "2", "3"]
+ROUNDS, STAGES = 3, 3
+STEPS = ROUNDS * STAGES * 2
+# What a stage may learn of a request in its queue.
+NEWS = {"bootstrap": ["ready", "failed"], "transfer": ["done", "failed"]}
+
+
+def histories(kind: str):
+    event = st.tuples(
+        st.integers(0, STEPS - 1),
+        st.integers(0, STAGES - 1),
+        st.sampled_from(RIDS),
+        st.sampled_from(NEWS[kind]),
+    )
+    return st.lists(event, max_size=12)
+
+
+@pytest.mark.parametrize("kind", NEWS)
+def test_stages_always_take_the_same_requests(kind):
+    @settings(max_examples=300, deadline=None)
+    @given(events=histories(kind), slots=st.sampled_from([1, 8]), lag=st.integers(0, 2))
+    def check(events, slots, lag):
+        # More rounds without news: what one stage knows, all have acted upon by then.
+        first, *others = stages.play(kind, STAGES, RIDS, events, ROUNDS + 4, slots, lag)
+        assert all(other == first for other in others), (first, others)
+
+    check()
+
+
+@pytest.mark.parametrize("kind, news", [("bootstrap", "ready"), ("transfer", "done")])
+def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
+    """Once the others are done with it, where that is asked for: pages may still be written to."""
+    for failing in range(STAGES):
+        events = [[1, failing, "1", "failed"]]
+        events += [[2, stage, "1", news] for stage in range(STAGES) if stage != failing]
+        for taken, left in stages.play(kind, STAGES, RIDS, events, ROUNDS):
+            assert not taken and left == ["2", "3"], failing
+
+
+# It fails on one of two stages after both proposed it: before the first decides, or the second.
+RACES = [
+    ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [3, 1, "1", "failed"]]),
+    ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [2, 0, "1", "failed"]]),
+    ("transfer", [[0, 0, "1", "done"], [1, 1, "1", "failed"]]),
+]
+
+
+@pytest.mark.parametrize("kind, events", RACES)
+def test_stocks_stages_part_where_ours_do_not(stock, kind, events):
+    call = [kind, 2, RIDS, events, 2]
+    first, second = stages.play(*call)
+    assert first == second
+    (of_stock,) = stock(["play", *call])
+    assert of_stock[0] != of_stock[1], of_stock

@@ -1,0 +1,176 @@
+"""A decode rank that does not answer costs others little: Mooncake's real queues and workers."""
+
+import concurrent.futures
+import statistics
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from serving_checks import record
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
+    Pointers,
+    RankLayout,
+    encode_layout,
+    plan_for_peer,
+)
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+pytestmark = pytest.mark.engine
+
+DEAD, LIVE = "10.0.0.1:4000", "10.0.0.2:8000"  # both in one queue of four
+LAYOUT = RankLayout(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    page_size=1,
+    dtype="float16",
+    memory="DRAM",
+    total_layers=1,
+    kv=(Buffer("kv", False, 0, 64, None, 8),),
+)
+
+
+class Engine:
+    """Writes to one session fail after some seconds, to others at once."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.tries = 0
+
+    def batch_transfer_sync(self, session, *lists) -> int:
+        if session != DEAD:
+            return 0
+        self.tries += 1
+        time.sleep(self.seconds)
+        return -1
+
+
+@pytest.fixture
+def manager():
+    """A prefill rank's, with one of its queues and that queue's worker."""
+    manager = object.__new__(mooncake.MooncakeKVManager)
+    manager.__dict__.update(
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        request_status={},
+        failure_records={},
+        transfer_infos={},
+        session_lock=threading.Lock(),
+        session_failures=mooncake.defaultdict(int),
+        not_before={},
+        enable_custom_mem_pool=False,
+        attn_tp_rank=0,
+        pp_size=1,
+        pp_rank=0,
+        transfer_queues=[mooncake.FastQueue()],
+        kv_args=SimpleNamespace(
+            aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
+        ),
+        _tell_end=lambda *_: None,
+    )
+    pointers = Pointers([1 << 20])
+    manager.decode_kv_args_table = {
+        session: SimpleNamespace(
+            dst_kv_ptrs=[1 << 20],
+            dst_aux_ptrs=[],
+            layout_frame=encode_layout(LAYOUT),
+            plan=plan_for_peer(LAYOUT, pointers, LAYOUT, pointers),
+            try_again=False,
+            refusal="",
+        )
+        for session in (DEAD, LIVE)
+    }
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        queue = manager.transfer_queues[0]
+        threading.Thread(
+            target=manager.transfer_worker, args=(queue, executor), daemon=True
+        ).start()
+        yield manager
+
+
+def send(manager, room: int, session: str) -> float:
+    """Open a room and send it; returns when."""
+    manager.update_status(room, KVPoll.Bootstrapping)
+    manager._open_room(
+        mooncake.TransferInfo(
+            room=room,
+            endpoint="10.0.0.1",
+            dst_port=1,
+            mooncake_session_id=session,
+            dst_kv_indices=np.array([3], np.int32),
+            dst_aux_index=0,
+            dst_state_indices=[],
+            required_dst_info_num=1,
+            is_dummy=False,
+        )
+    )
+    manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
+    return time.monotonic()
+
+
+def seconds_until_over(manager, room: int, since: float, patience: float) -> float:
+    while manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
+        assert time.monotonic() - since < patience, "it waits for the dead one for ever"
+        time.sleep(0.001)
+    return time.monotonic() - since
+
+
+@pytest.mark.parametrize(
+    "timeout, back_off, load",
+    [
+        pytest.param(0.3, 0.6, 4.0, id="scaled"),
+        pytest.param(5.0, 10.0, 60.0, id="as_it_is", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_dead_decode_rank_beside_a_live_one(manager, monkeypatch, timeout, back_off, load):
+    """Both get a new room ten times in a time-out, for as long as `load` seconds."""
+    monkeypatch.setattr(mooncake, "BACK_OFF_SECONDS", back_off)
+    manager.engine = engine = Engine(timeout)
+    end = time.monotonic() + load
+    waited, room = [], 0
+    while time.monotonic() < end:
+        room += 2
+        send(manager, room, DEAD)
+        begun = send(manager, room + 1, LIVE)
+        waited.append(seconds_until_over(manager, room + 1, begun, 10 * timeout))
+        assert manager.check_status(room + 1) == KVPoll.Success
+        time.sleep(timeout / 10)
+    median, worst = statistics.median(waited), max(waited)
+    record("back_off", timeout=timeout, rooms=len(waited), median=median, worst=worst)
+    # Two tries, and then one after each back-off, of which each is twice the one before.
+    assert engine.tries <= 2 + np.log2(load / back_off + 1) + 1, engine.tries
+    assert median < timeout / 10, waited
+    assert worst < 2.5 * timeout, waited
+
+
+def test_one_try_at_a_time(manager, monkeypatch):
+    """While one is under way the others are refused at once."""
+    monkeypatch.setattr(mooncake, "BACK_OFF_SECONDS", 0.2)
+    manager.engine = Engine(0.0)
+    for room in (1, 2):
+        seconds_until_over(manager, room, send(manager, room, DEAD), 5)
+    with pytest.raises(RuntimeError, match="it is tried again in"):
+        manager._check_patience(DEAD)
+    deadline = time.monotonic() + 5
+    while manager.not_before[DEAD] > time.monotonic():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with manager._trying(DEAD), pytest.raises(RuntimeError, match="when that has ended"):
+        manager._check_patience(DEAD)
+    manager._check_patience(DEAD)  # it succeeded
+
+
+def test_a_new_process_at_that_address_is_served(manager):
+    manager.engine = Engine(0.0)
+    for room in (1, 2):
+        seconds_until_over(manager, room, send(manager, room, DEAD), 5)
+    assert DEAD in manager.not_before
+    manager._forgive(DEAD)
+    manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
+    seconds_until_over(manager, 3, send(manager, 3, DEAD), 5)
+    assert manager.check_status(3) == KVPoll.Success

@@ -1,0 +1,57 @@
+"""What scheduler processes of a running server say of themselves: `sglang_pd.cpu_host.probe`."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+from serving_checks import seconds_until
+
+from sglang_pd import cluster
+from sglang_pd.cpu_host.probe import FOLDER
+
+# What a manager keeps of rooms that are over, for requests that may still come; bounded.
+REMEMBERED = ("given_up", "aborted")
+PATIENCE = 30  # seconds; a process takes the signal between two steps
+
+
+def probed(folder: Path) -> dict[str, str]:
+    """Environment of servers that answer `look`; the folder is emptied."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+    return {FOLDER: str(folder)}
+
+
+def look(server: cluster.Server) -> list[dict]:
+    """What each scheduler process of a server sees now; pauses are since the last look."""
+    folder = Path(server.environment[FOLDER])
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    files = [file for one in family if (file := folder / f"{one.pid}.json").exists()]
+    assert files, f"no scheduler process of {server.name} has a probe"
+    for file in files:
+        file.unlink()
+        os.kill(int(file.stem), signal.SIGUSR1)
+    seconds_until(lambda: all(file.exists() for file in files), PATIENCE)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def rank_name(seen: dict) -> str:
+    return f"{seen['disaggregation']} PP {seen['pp_rank']} TP {seen['tp_rank']}"
+
+
+def still_held(server: cluster.Server) -> dict[str, dict]:
+    """Requests in queues and rooms in tables, of each rank that has any."""
+    found = {}
+    for seen in look(server):
+        over = {room for name in REMEMBERED for room in seen["rooms"].get(name, ())}
+        tables = {
+            name: len(set(rooms) - over)
+            for name, rooms in seen["rooms"].items()
+            if name not in REMEMBERED
+        }
+        held = {name: count for name, count in {**seen["queues"], **tables}.items() if count}
+        if held:
+            found[rank_name(seen)] = held
+    return found

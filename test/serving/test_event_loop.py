@@ -1,0 +1,133 @@
+"""Decode's event loop turns on when prefill dies with many rooms open."""
+
+import asyncio
+import contextlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+from probed import look, probed
+from serving_checks import record, seconds_until
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
+
+from sglang_pd import cluster
+from sglang_pd.cpu_host.probe import APART
+from sglang_pd.device import device
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
+]
+
+ROOMS = 100
+LONGEST_MS = 50
+OPEN_SECONDS = 60  # for all rooms to be open on both ranks
+BEFORE = 5  # seconds with open rooms and nothing else, to compare with
+# Rank 0 looks at prefill's health every 2 s, rank 1 every 6 s: prefill is lost at the second look,
+# for rank 0 after 2 to 4 s and for rank 1 after 6 to 12 s.
+HEARTBEATS = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+    APART: "4",
+}
+LOST_SECONDS = 30  # in which stock has noticed too, though over NIXL it fails no room then
+PATIENCE = 150  # with each room waiting for a second, one after the other, it takes 100 s
+
+
+@pytest.mark.parametrize(
+    "backend, engine",
+    [
+        pytest.param("nixl", "patched"),
+        pytest.param("mooncake", "patched", marks=pytest.mark.nightly),
+        pytest.param("nixl", "stock", marks=pytest.mark.nightly),
+        pytest.param("mooncake", "stock", marks=pytest.mark.nightly),
+    ],
+)
+def test_prefill_dies_with_open_rooms(backend, engine):
+    logs = cluster.PD_ENV / "logs" / "serving" / f"event-loop-{backend}-{engine}"
+    # Decode keeps 512 tokens free for each request that it has admitted.
+    topology = cluster.Topology(backend, decode_tp=2, page_size=16, decode_tokens=ROOMS * 600)
+    prefill, decode, _ = cluster.pd_servers(
+        topology,
+        model_folder(FOUR_HEADS),
+        logs,
+        engine,
+        engine,
+        environment={**probed(logs / "probe"), **HEARTBEATS},
+        max_requests=ROOMS + 28,
+    )
+    # With nothing left to do its loop would stand still for up to a second, as it is told to.
+    decode.command = [word for word in decode.command if word != "--sleep-on-idle"]
+    row = {"backend": backend, "engine": engine, "rooms": ROOMS}
+    # Decode is stopped before the pool waits for those who asked it.
+    with ThreadPoolExecutor() as pool, cluster.running([prefill, decode]):
+        asking = pool.submit(asyncio.run, ask_decode_alone(prefill, decode))
+        seconds_until(lambda: open_rooms(look(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1)
+        go_first(decode)
+        look(decode)
+        time.sleep(BEFORE)
+        row["before_ms"] = longest_pause_ms(look(decode))
+        prefill.stop()
+        row |= after_the_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
+        decode.check_running()
+    statuses = asking.result()
+    record("event_loop", **row)
+    if engine == "patched":
+        assert statuses == [500] * ROOMS, row
+        assert row["pause_ms"] <= LONGEST_MS, row
+
+
+def go_first(server: cluster.Server) -> None:
+    """Before what else runs on this machine, where that is allowed: its pauses are then its own."""
+    with contextlib.suppress(PermissionError):
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            for thread in process.threads():
+                os.setpriority(os.PRIO_PROCESS, thread.id, -15)
+
+
+def after_the_kill(decode: cluster.Server, patience: float) -> dict:
+    """How long until no rank has a room, or "never", and the longest pause meanwhile."""
+    start, longest = time.monotonic(), 0.0
+    while time.monotonic() - start < patience:
+        ranks = look(decode)
+        longest = max(longest, longest_pause_ms(ranks))
+        if not any(open_rooms(ranks)):
+            return {"seconds": round(time.monotonic() - start, 1), "pause_ms": longest}
+        time.sleep(0.2)
+    return {"seconds": "never", "pause_ms": longest}
+
+
+def open_rooms(ranks: list[dict]) -> list[int]:
+    """For each rank of decode how many requests it waits for KV of."""
+    return [seen["queues"]["disagg_decode_transfer_queue.queue"] for seen in ranks]
+
+
+def longest_pause_ms(ranks: list[dict]) -> float:
+    """In which the event loop of a rank did not turn, since it was last looked at."""
+    return round(1000 * max(seen["pause"] for seen in ranks), 1)
+
+
+async def ask_decode_alone(prefill, decode) -> list[int | None]:
+    """Requests that prefill is never sent; returns how each ended, None if decode ended first."""
+    async with httpx.AsyncClient(
+        timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as client:
+
+        async def one(number: int) -> int | None:
+            body = {
+                "input_ids": [number % 256] * 16,
+                "sampling_params": {"max_new_tokens": NEW_TOKENS},
+                "bootstrap_host": cluster.HOST,
+                "bootstrap_port": prefill.bootstrap_port,
+                "bootstrap_room": 2**40 + number,
+            }
+            try:
+                return (await client.post(f"{decode.url}/generate", json=body)).status_code
+            except httpx.HTTPError:
+                return None
+
+        return await asyncio.gather(*map(one, range(ROOMS)))

@@ -1,0 +1,135 @@
+"""After clients that hang up at any moment both servers live, and answer the next ones at once."""
+
+import time
+
+import pytest
+from hang_ups import CHUNK, Fleet, fleet, hang_up
+from probed import probed, still_held
+from serving_checks import busy, held, outcome, record
+from serving_scenarios import NEW_TOKENS, model_folder, prompts
+
+from sglang_pd import cluster
+from sglang_pd.device import device
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
+]
+
+# On a machine with cores of its own; on a busy one by so much longer as a loop takes there.
+AT_ONCE = 5  # seconds, for the next prompts
+PATIENCE = 60  # seconds, for them, to tell late from never
+STOCK_PATIENCE = 400
+FREE_SECONDS = 10  # the engine looks every 4 s whether a client has hung up
+SEEDS = range(5)
+ALWAYS = ("nixl-tp1_pp2_to_tp1-both", "ascend-tp1_pp2_to_tp1-both")
+
+PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
+TP_2_TO_2 = {**TP_2, "decode_tp": 2}
+FLEETS = [
+    made
+    for backend in ("nixl", "mooncake", "ascend")
+    for made in (
+        *(fleet(backend, **sizes) for sizes in (PP_2, PP_3, TP_2, {**PP_2, **TP_2}, TP_2_TO_2)),
+        *(fleet(backend, "router", **sizes) for sizes in (PP_2, TP_2)),
+        *(fleet(backend, "either", **sizes) for sizes in (PP_2, TP_2_TO_2)),
+        # Pipeline stages know no overlap in this release.
+        *(fleet(backend, overlap=True, **sizes) for sizes in (TP_2, TP_2_TO_2)),
+        fleet(backend, "router", overlap=True, **TP_2),
+    )
+]
+
+
+def every_run() -> list:
+    return [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in ALWAYS]
+
+
+def nightly() -> list:
+    return [
+        pytest.param(one, list(SEEDS), id=one.name, marks=pytest.mark.nightly) for one in FLEETS
+    ]
+
+
+@pytest.mark.parametrize("fleet, seeds", [*every_run(), *nightly()])
+def test_hang_ups(fleet, seeds, reference):
+    row = after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
+    assert row["next_prompts"] == "right", row
+    assert row["seconds"] <= AT_ONCE * row["busy"], row
+    assert not row["held"], row
+    assert row["never_ended"] == 0, row
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
+def test_stock_beside_it(backend, reference):
+    """Its tokens are wrong with stages of unequal length: the question is how soon they come."""
+    row = after_hang_ups(fleet(backend, **PP_2), "stock", [0], reference, STOCK_PATIENCE)
+    assert row["next_prompts"] in ("right", "wrong"), row
+
+
+def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float) -> dict:
+    """What two hundred clients for each seed leave behind; recorded.
+
+    Fails with the log of a server that has ended.
+    """
+    expected = reference(fleet.model, NEW_TOKENS)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
+    servers = cluster.pd_servers(
+        fleet.topology,
+        model_folder(fleet.model),
+        logs,
+        engine,
+        engine,
+        environment=probed(logs / "probe"),
+        overlap=fleet.overlap,
+        chunk=CHUNK,
+    )
+    row = {"fleet": fleet.name, "engine": engine, "seeds": 0, "never_ended": 0, "held": {}}
+    row |= {"next_prompts": "right", "alive": True, "seconds": 0.0, "busy": 1.0}
+    with cluster.running(servers):
+        try:
+            for seed in seeds:
+                row["seeds"] += 1
+                row["busy"] = max(row["busy"], round(busy(), 1))
+                row["never_ended"] += hang_up(servers, fleet.way, seed)
+                _ask(servers, expected, patience, row)
+                if not (row["alive"] and _is_free(servers, row)):
+                    break
+        finally:
+            record("hang_ups", **row)
+        for server in servers:
+            server.check_running()
+    return row
+
+
+def _ask(servers, expected, patience: float, row: dict) -> None:
+    """Ask the next six prompts; notes the outcome, and the longest time until all are answered."""
+    start = time.monotonic()
+    answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, patience)
+    row["seconds"] = max(row["seconds"], round(time.monotonic() - start, 1))
+    ended = [server.name for server in servers if server.has_ended()]
+    row["alive"] = not ended
+    result, detail = outcome(answers, ended, expected)
+    if result != "right":
+        row |= {"next_prompts": result, "detail": detail}
+
+
+def _is_free(servers, row: dict) -> bool:
+    """Whether soon no token, request or room is held; notes what is held otherwise."""
+    deadline = time.monotonic() + FREE_SECONDS * row["busy"]
+    while row.update(held=_held(servers)) or row["held"]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _held(servers) -> dict[str, dict]:
+    """By server and rank: what its own count says, then what is in its queues and tables."""
+    found = {}
+    for server in servers[:2]:
+        counted = {name: count for name, count in held(server).items() if count}
+        found |= {server.name: counted} if counted else {}
+        found |= still_held(server)
+    return found

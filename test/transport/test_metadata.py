@@ -1,0 +1,69 @@
+"""A request's metadata, each byte of each slot, where only one side has a draft model.
+
+That side's rows of hidden states are as wide as the model, the other's hold 16 floats.
+"""
+
+import dataclasses
+from itertools import count
+
+import pytest
+from fleet import Fleet, Side
+
+pytestmark = [
+    pytest.mark.transport,
+    pytest.mark.parametrize("backend", ["nixl", "mooncake", "mooncake_tcp"]),
+]
+
+DRAFT = Side(draft_layers=1)
+FLEETS = {
+    "none": Fleet(),
+    "both": Fleet(DRAFT, DRAFT),
+    "prefill": Fleet(DRAFT, Side()),
+    "decode": Fleet(Side(), DRAFT),
+    "prefill_tp2_to_1": Fleet(Side(tp=2, draft_layers=1), Side()),
+    "decode_tp1_to_2": Fleet(Side(), Side(tp=2, draft_layers=1)),
+}
+# Slots 1 to 7 and 0 of decode, then 1 again. Narrow rows have room for a wide one's slot 1.
+ROOM, REQUESTS = 6, 9
+
+
+def over(backend, fleet):
+    """V as wide as K for stock; `mooncake_tcp` sends metadata as messages."""
+    tcp = {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"} if backend == "mooncake_tcp" else {}
+    sides = {
+        role: dataclasses.replace(getattr(fleet, role), environment=tcp)
+        for role in ("prefill", "decode")
+    }
+    return dataclasses.replace(fleet, v_width=4, backend=backend.removesuffix("_tcp"), **sides)
+
+
+def outcomes(servers, requests=REQUESTS):
+    servers._rooms = count(ROOM)
+    return [servers.request([9, 2, 3], [0, 1, 2], seconds=10) for _ in range(requests)]
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_metadata(serve, backend, name):
+    with serve(over(backend, FLEETS[name])) as servers:
+        assert {outcome.state for outcome in outcomes(servers)} == {"right"}
+
+
+@pytest.mark.parametrize("name", ["both", "prefill", "decode"])
+def test_stock_decode(serve, backend, name):
+    """It does not say how wide its rows are; its pointers tell whether it has a draft."""
+    with serve(over(backend, FLEETS[name]), "patched", "stock") as servers:
+        assert {outcome.state for outcome in outcomes(servers)} == {"right"}
+
+
+@pytest.mark.parametrize("decode", ["stock", "patched"])
+def test_stock_prefill_writes_other_slots(serve, backend, decode):
+    """Its narrow rows by their own width. (With a draft on prefill alone stock sends no KV.)
+
+    A patched decode rank can tell only where they come as messages.
+    """
+    with serve(over(backend, FLEETS["decode"]), "stock", decode) as servers:
+        outcome = outcomes(servers, 1)[0]
+    if (backend, decode) == ("mooncake_tcp", "patched"):
+        assert outcome.state == "right", outcome
+    else:
+        assert (outcome.state, outcome.reasons[:16]) == ("wrong", "metadata row 8: "), outcome

@@ -1,0 +1,107 @@
+"""The NIXL backend over other releases of NIXL than the newest, which the other tests use.
+
+With SGLANG_PD_NIXL=VERSION in the environment, all transport tests run over that one.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fleet import Fleet, Side, why_without_ucx
+from test_faults import PAGES, assert_failed, assert_right
+from test_transfers import REQUESTS
+
+pytestmark = [pytest.mark.transport, pytest.mark.nightly]
+
+# 0.9 holds the GIL in each of its calls. 1.0 and 1.1 do not, and cannot be asked to synchronise
+# their callers; later ones can.
+VERSIONS = ["0.9.0", "1.0.1", "1.1.0"]
+JOINS = 50
+SECONDS = 120
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request) -> str:
+    return request.param
+
+
+@pytest.fixture()
+def nursery(nursery, version):
+    """Ranks use this release of NIXL. Skips where its plug-in for UCX cannot be loaded."""
+
+    def of(engine: str):
+        if why := why_without_ucx(version):
+            pytest.skip(why)
+        return nursery(engine, version)
+
+    return of
+
+
+RIGHT = {
+    "tp2_to_1": Fleet(Side(tp=2)),
+    "tp1_to_4_replicated": Fleet(Side(), Side(tp=4), kv_heads=2),
+    "pp2_odd": Fleet(Side(pp=2), layers=7),
+    "pp2_tp2_to_1": Fleet(Side(tp=2, pp=2), layers=3),
+    "nsa_draft_pp2_odd": Fleet(
+        Side(pp=2, draft_layers=1),
+        Side(draft_layers=1),
+        layers=7,
+        mla=True,
+        index_keys=True,
+        page_size=64,
+    ),
+    "swa_tp2_to_1": Fleet(Side(tp=2), layers=6, v_width=4, hybrid="swa"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_transfers(serve, version, name):
+    with serve(RIGHT[name]) as servers:
+        for rank in (*servers.prefill, *servers.decode):
+            assert f"/nixl/{version}/" in rank.call("nixl")["file"]
+        for request in REQUESTS:
+            assert_right(servers, request)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("status", "NIXL did not start the transfer"),
+        ("late status", "Prefill's write to decode failed: NIXL reports an error"),
+    ],
+)
+def test_a_failing_transfer_fails_its_request_alone(serve, how, said):
+    with serve(Fleet()) as servers:
+        assert_right(servers)
+        servers.prefill[0].call("plan_faults", how=how, at=[2])
+        assert_failed(servers.request(*PAGES), said)
+        assert_right(servers)
+
+
+def test_a_live_peer_is_connected_again(serve):
+    with serve(Fleet()) as servers:
+        assert_right(servers)
+        for cutting in (*servers.prefill, *servers.decode):
+            assert cutting.call("cut_connections")["cut"]
+            assert_right(servers)
+
+
+def test_decode_ranks_join_while_transfers_run(serve):
+    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
+    with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
+        (prefill,) = servers.prefill
+        many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
+        assert_right(servers, many)
+        (joining,) = servers.more("decode")
+        before = prefill.call("health")["peers"]
+        prefill.call("count_agent_calls")
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(joining.call, "join", count=JOINS)
+            deadline = time.monotonic() + SECONDS
+            while prefill.call("health")["peers"] < before + 1 + JOINS:
+                assert time.monotonic() < deadline
+                assert_right(servers, many)
+            assert joined.result()["state"] == "joined"
+        assert_right(servers, many)
+        calls = prefill.call("count_agent_calls")
+        assert calls["count"] > JOINS and calls["at_once"] == 0, calls
