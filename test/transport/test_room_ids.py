@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 
 import pytest
@@ -13,7 +14,9 @@ from test_fuzz import Line, await_read, recorded
 
 pytestmark = pytest.mark.transport
 
-ROOM, OTHER, NOT_OPENED = 900, 901, 3
+ROOM, OTHER = 900, 901
+# Places in what `Rank.messages` records of decode.
+OPENED, ABORT, NOT_OPENED = 1, 2, 3
 SRC, DST = [9, 2, 3, 7], [0, 1, 8, 11]
 GIVEN_UP = "Aborted by AbortReq."
 
@@ -116,6 +119,23 @@ def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve
         if outcome.state != "right":
             assert_failed(outcome, GIVEN_UP)
         outcome = again(servers)
+        assert outcome.state == "right", outcome
+
+
+def test_the_end_of_a_room_is_no_write_of_the_next_of_its_number(serve):
+    """Mooncake: it waits in the queue of the rank, behind what is written."""
+    with serve(Fleet(backend="mooncake")) as servers:
+        assert served(servers, OTHER).state == "right"
+        again = []
+        for room in (910, 911, 912):
+            messages = recorded(servers.decode[0], room)
+            again += [messages[OPENED], messages[ABORT], messages[OPENED]]
+        servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=1.5)
+        with ThreadPoolExecutor(1) as pool, closing(Line(servers.prefill[0])) as line:
+            writing = pool.submit(served, servers)
+            line.send(again)
+            assert writing.result().state == "right"
+        outcome = served(servers)
         assert outcome.state == "right", outcome
 
 

@@ -327,6 +327,8 @@ class MooncakeKVManager(CommonKVManager):
         if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
             self._end_room(chunk.room, KVPoll.Failed)
             return
+        if chunk.is_last and chunk.prefill_aux_index is None:
+            return  # the end of a room whose number is another request's by now
         for req in list(self.transfer_infos.get(chunk.room, {}).values()):
             if not req.is_dummy:
                 self._send_to_peer(req, chunk, executor)
