@@ -244,7 +244,7 @@ def main(
     only: Annotated[
         str, typer.Option("--only", metavar="WORD", help="Fleets with this in their name.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
 ) -> None:
     """Time requests through both pairs; status 1 if ours is slower by more than the noise."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
