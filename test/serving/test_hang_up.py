@@ -91,10 +91,10 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         try:
             for seed in seeds:
                 row["seeds"] += 1
-                now = round(busy(), 1)
-                row["busy"] = max(row["busy"], now)
-                row["never_ended"] += hang_up(servers, fleet.way, seed, now)
+                pace = busy()
+                row["never_ended"] += hang_up(servers, fleet.way, seed, pace)
                 _ask(servers, expected, patience, row)
+                row["busy"] = round(max(row["busy"], pace, busy()), 1)
                 if not (row["alive"] and _is_free(servers, row)):
                     break
         finally:
