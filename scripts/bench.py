@@ -31,6 +31,7 @@ from rich.table import Table
 PATCH_SET = Path(__file__).resolve().parents[1] / "python" / "sglang" / "srt" / "disaggregation"
 ENGINE = "sglang.srt.disaggregation"
 PEER = "peer"
+NOTICE = "1_kv_0_1_0"  # of room 1
 PAGE_SIZE = 128  # tokens
 ELEMENT = 2  # bytes, bfloat16
 CHECKED = [1, 2, 5, 16]
@@ -95,6 +96,7 @@ class Kind:
         manager = object.__new__(manager_class)
         manager.agent = manager.engine = transport
         manager.agent_lock, manager.writes = threading.RLock(), WeakSet()
+        manager.request_status = {1: 2}  # the notice's room waits for KV
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
         manager.enable_custom_mem_pool = False
@@ -118,7 +120,7 @@ class Kind:
             tail = (*tail, executor)
         else:
             sizes = (own.tp_size, peer.tp_size, peer.tp_rank, page_bytes)
-            tail = (0, "notif", *(sizes if self.sliced else ()))
+            tail = (0, NOTICE, *(sizes if self.sliced else ()))
         send = manager.send_kvcache_slice if self.sliced else manager.send_kvcache
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 

@@ -61,8 +61,9 @@ def test_long_unused_ones_are_closed_when_another_is_opened(open_sockets, peer):
     assert set(open_sockets) == {second, third}
     assert old.closed
     PeerSocket(first).send_multipart([b"after"])
-    for sock in (one, other):
-        assert [sock.recv(), sock.recv()] == [b"before", b"after"]
+    # The first peer reads from two connections, the old one and the new, in either order.
+    assert {one.recv(), one.recv()} == {b"before", b"after"}
+    assert [other.recv(), other.recv()] == [b"before", b"after"]
 
 
 def test_threads_share_a_socket(open_sockets, peer):
@@ -91,3 +92,47 @@ def test_a_peer_that_takes_nothing_makes_nobody_wait(open_sockets, peer):
         for _ in range(10_000):
             PeerSocket(endpoint).send_multipart([b"x"])
     assert time.monotonic() - start < 2
+
+
+def bound() -> tuple[int, zmq.Socket]:
+    """A port and its socket, as the engine binds them."""
+    sock = zmq.Context.instance().socket(zmq.PULL)
+    sock.setsockopt(zmq.RCVHWM, 5)
+    return sock.bind_to_random_port("tcp://127.0.0.1"), sock
+
+
+def again(port: int, sock: zmq.Socket) -> tuple[int, zmq.Socket]:
+    return messages.bind_again(sock)
+
+
+def test_a_socket_bound_again_hangs_up_on_a_frame_above_the_limit(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 1000)
+    for limits, arrives in ((lambda port, sock: (port, sock), True), (again, False)):
+        port, sock = limits(*bound())
+        sock.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
+        with zmq.Context.instance().socket(zmq.PUSH) as peer, sock:
+            peer.setsockopt(zmq.LINGER, 0)
+            monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            peer.send_multipart([b"x" * 1000])
+            assert sock.recv_multipart() == [b"x" * 1000]
+            peer.send_multipart([b"x" * 1001])
+            if arrives:
+                assert sock.recv_multipart() == [b"x" * 1001]
+            else:
+                assert monitor.poll(ARRIVAL_MS), "a frame above the limit was taken"
+            peer.disable_monitor()
+
+
+def test_a_socket_is_bound_again_to_a_port_of_its_own():
+    port, sock = bound()
+    other_port, other = messages.bind_again(sock)
+    with other:
+        assert sock.closed and not other.closed
+        assert other_port != port
+        endpoint = other.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii")
+        assert endpoint == f"tcp://127.0.0.1:{other_port}"
+        assert other.getsockopt(zmq.MAXMSGSIZE) == messages.MAX_FRAME_BYTES
+        assert other.getsockopt(zmq.TYPE) == zmq.PULL and other.getsockopt(zmq.RCVHWM) == 5
+        with pytest.raises(zmq.ZMQError, match="in use"):
+            zmq.Context.instance().socket(zmq.PULL).bind(endpoint)

@@ -22,8 +22,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_faults import AgentCalls, Faults, cut_connections
+from rank_faults import AgentCalls, Faults, cut_connections, fail_once
 from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
+from rank_writes import Writes
 from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -222,7 +223,7 @@ class Rank:
     def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
         """A request's life on prefill: wait for decode, then send its pages in these chunks."""
         self.fill(room, pages)
-        sender = self._sender(room)
+        sender = self.asked.pop(room, None) or self._sender(room)
         end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
         if end["state"] != "waiting":
             return end
@@ -327,6 +328,16 @@ class Rank:
         self.asked[room] = self._receiver(room)
         self.asked[room].init(np.array(pages, dtype=np.int32), (room + 3) % AUX_SLOTS, None)
         return {"state": "asked"}
+
+    def begin(self, room: int) -> dict:
+        """A request comes: prefill waits for decode; decode has not opened the room yet."""
+        self.asked[room] = (self._sender if self.is_prefill else self._receiver)(room)
+        return {"state": "begun"}
+
+    def abort(self, room: int) -> dict:
+        """The client of a request that was begun or asked for is gone; `end` says what comes."""
+        self.asked[room].abort()
+        return {"state": "aborted"}
 
     def end(self, room: int, seconds: float) -> dict:
         """Wait for such a room; what has arrived is not looked at."""
@@ -452,6 +463,32 @@ class Rank:
         self.faults.plan(**plan)
         return {"state": "planned"}
 
+    def fail_once(self, what: str) -> dict:
+        """See `rank_faults.fail_once`."""
+        fail_once(self.manager, what)
+        return {"state": "planned"}
+
+    def note_writes(self) -> dict:
+        """See `rank_writes.Writes`."""
+        self.writes = Writes(self.manager)
+        return {"state": "noted"}
+
+    def written_outside(self, ranges: list[list[int]]) -> dict:
+        """How many writes were done since, and those that left these ranges."""
+        return {"done": len(self.writes), "outside": self.writes.outside(ranges)}
+
+    def registered(self) -> list[list[int]]:
+        """Address and bytes of each buffer that prefill may write to."""
+        args = self.manager.kv_args
+        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *args.state_data_ptrs]
+        lens = [*args.kv_data_lens, *args.aux_data_lens, *args.state_data_lens]
+        return [[int(ptr), int(size)] for ptr, size in zip(ptrs, lens)]
+
+    def accept(self) -> dict:
+        """Take what the buffers hold now as right, after a request that went wrong."""
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        return {"state": "accepted"}
+
     def cut_connections(self) -> dict:
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
@@ -517,12 +554,14 @@ class Rank:
         return sent
 
     def _tell_prefill(self, room: int, pages: list[int], sock) -> None:
-        """A registration, an open room and an ABORT."""
+        """A registration, an open room, and ABORTs of a room that was opened and that was not."""
         receiver = self._receiver(room)
         receiver._socket = lambda info: sock
+        not_opened = receiver._abort_frames("no time")
         receiver._register_kv_args()
         receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
-        receiver._tell_prefill(receiver.bootstrap_infos[0], receiver._abort_frames("no time"))
+        for frames in (receiver._abort_frames("no time"), not_opened):
+            receiver._tell_prefill(receiver.bootstrap_infos[0], frames)
         receiver.clear()
 
     def _tell_decode(self, room: int, sock) -> None:

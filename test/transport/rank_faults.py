@@ -93,6 +93,23 @@ class Faults:
         return "ERR" if how else self._is_done(handle)
 
 
+def fail_once(manager, what: str) -> None:
+    """The next time a decode rank registers, prefill cannot `plan` for it, or `connect` to it."""
+    from sglang.srt.disaggregation.common import conn
+
+    owner, name = {
+        "plan": (conn, "plan_for_peer"),
+        "connect": (getattr(manager, "agent", None), "add_remote_agent"),
+    }[what]
+    right = getattr(owner, name)
+
+    def fail(*args):
+        setattr(owner, name, right)
+        raise RuntimeError(ERROR)
+
+    setattr(owner, name, fail)
+
+
 class AgentCalls:
     """Counts the calls to NIXL that begin while another thread of this process is inside one."""
 

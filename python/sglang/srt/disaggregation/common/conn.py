@@ -38,8 +38,8 @@ from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 logger = logging.getLogger(__name__)
 
 # First frame (after a backend's guard) of a message by which decode gives up a room: ABORT, room,
-# reason, and decode's name if it has opened the room. Sent only to servers that announce
-# `takes_aborts`.
+# reason, decode's name if it has opened the room, and decode's name. Sent only to servers that
+# announce `takes_aborts`.
 ABORT = b"ABORT"
 # Failed rooms that prefill remembers, for ranks to which they come late; and open rooms in all.
 MAX_GIVEN_UP = 4096
@@ -66,7 +66,7 @@ class CommonKVManager:
     # Prefill's requests, by room.
     senders: WeakValueDictionary[int, CommonKVSender] = WeakValueDictionary()
     # Why prefill failed a room; why decode gave up one whose request has not come to prefill.
-    given_up: OrderedDict[int, str] = OrderedDict()
+    given_up: OrderedDict[int, GivenUp] = OrderedDict()
     aborted: OrderedDict[int, str] = OrderedDict()
     # Bootstrap addresses of prefill servers that read ABORT frames.
     takes_aborts: Set[str] = set()
@@ -237,22 +237,29 @@ class CommonKVManager:
 
     def remember(self, room: int, reason: str, told: Iterable[str]) -> None:
         """Prefill: keep why a room was failed, for decode ranks that ask for it only now."""
-        self.given_up[room] = GivenUp(reason, set(told))
+        known = self.given_up.pop(room, None)
+        self.given_up[room] = GivenUp(reason, {*told, *(known.told if known else ())})
         if len(self.given_up) > MAX_GIVEN_UP:
             self.given_up.popitem(last=False)
 
-    def take_abort(self, room: bytes, reason: bytes, session: bytes = b"") -> None:
+    def take_abort(
+        self, room: bytes, reason: bytes, session: bytes = b"", name: bytes = b""
+    ) -> None:
         """Fail the room that decode has given up, also if its request has yet to come.
 
-        `session` is decode's name if it has opened the room: then it may be over.
+        `session` is decode's name if it has opened the room: then it may be over. A decode rank
+        that has not needs no telling; when it asks for the room, that is another request.
         """
         number, peer = int(room), session.decode("ascii")
+        knows = {name.decode("ascii")} if name and not peer else set()
         why = f"Decode gave up this request: {reason.decode('utf-8', 'replace')}"
         with self.rooms_lock:
-            peers = self.transfer_infos.get(number, ())
-            if (peer and peer not in peers) or number in self.given_up:
-                return
-            self.fail_room(number, why)
+            if number in self.given_up:
+                self.given_up[number].told |= knows
+            elif not peer or peer in self.transfer_infos.get(number, ()):
+                self.fail_room(number, why)
+                if knows and number not in self.aborted:
+                    self.remember(number, why, knows)
 
     def fail_room(self, room: int, reason: str) -> None:
         """Prefill: fail a room, also if its request has yet to come; decode is told why."""
@@ -602,8 +609,8 @@ class CommonKVReceiver:
             list(pool.map(tell, ranks))
 
     def _abort_frames(self, reason: str) -> List[bytes]:
-        own_name = b"" if self.init_time is None else self._own_name()
-        return [ABORT, str(self.bootstrap_room).encode("ascii"), reason.encode("utf-8"), own_name]
+        room, name = str(self.bootstrap_room).encode("ascii"), self._own_name()
+        return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
 
     def _ask_bootstrap_server(self, tp_rank: int, dp_group: int, pp_rank: int) -> Optional[dict]:
         """The bootstrap server's answer for one rank, or for the whole server with -1 thrice."""

@@ -57,7 +57,7 @@ def bind_again(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
     up to be bound again may be another's by then.
     """
     address = sock.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii").rpartition(":")[0]
-    limited = sock.context.socket(sock.socket_type)
+    limited = sock.context.socket(sock.getsockopt(zmq.TYPE))
     for option in (zmq.IPV6, zmq.RCVHWM, zmq.RCVBUF):
         limited.setsockopt(option, sock.getsockopt(option))
     limited.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

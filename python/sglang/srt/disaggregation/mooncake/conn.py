@@ -404,13 +404,21 @@ class MooncakeKVManager(CommonKVManager):
             self.not_before.pop(session, None)
 
     def _end_room(self, room: int, status: KVPoll, reason: str = "") -> None:
-        """Tell the room's decode ranks how it ended here; those of an ended room are told."""
+        """Tell the room's decode ranks how it ended here, once each."""
         with self.rooms_lock:
-            peers = self.transfer_infos.pop(room, {})
+            peers = self.transfer_infos.get(room, {})
+            untold = [
+                req for req in peers.values() if not (req.is_dummy or hasattr(req, "is_told"))
+            ]
+            for req in untold:
+                req.is_told = True
             if room in self.request_status:
                 if reason:
                     self.record_failure(room, reason)
                 self.update_status(room, status)
+            # Else `give_up` will, which remembers whom we told.
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.transfer_infos.pop(room, None)
             known = self.given_up.get(room)
             reason = (
                 self.failure_records.get(room)
@@ -418,9 +426,8 @@ class MooncakeKVManager(CommonKVManager):
                 or reason
                 or "another prefill rank failed"
             )
-        for req in peers.values():
-            if not req.is_dummy:
-                self._tell_end(req, status, reason)
+        for req in untold:
+            self._tell_end(req, status, reason)
 
     def _tell_end(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender)]
@@ -542,7 +549,7 @@ class MooncakeKVManager(CommonKVManager):
 
     def _take_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] == ABORT:
-            self.take_abort(*frames[1:4])
+            self.take_abort(*frames[1:5])
         elif frames[0] == b"None":
             self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
         else:

@@ -520,7 +520,7 @@ class NixlKVManager(CommonKVManager):
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         frames = frames[1:]
         if frames[0] == ABORT:
-            self.take_abort(*frames[1:4])
+            self.take_abort(*frames[1:5])
         elif frames[0] == b"None":
             self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
         else:
