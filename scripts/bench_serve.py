@@ -76,7 +76,8 @@ class Timed:
 def pair(name: str, fleet: Fleet, engine: str) -> Pair:
     folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
     model = fleet.model.make(cluster.PD_ENV / "models")
-    return cluster.pd_servers(fleet.topology, model, folder, engine, engine)[:2]
+    servers = cluster.pd_servers(fleet.topology, model, folder, engine, engine, idle_sleep=False)
+    return servers[:2]
 
 
 @contextlib.contextmanager
