@@ -76,7 +76,8 @@ class Timed:
 def pair(name: str, fleet: Fleet, engine: str) -> Pair:
     folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
     model = fleet.model.make(cluster.PD_ENV / "models")
-    return cluster.pd_servers(fleet.topology, model, folder, engine, engine)[:2]
+    servers = cluster.pd_servers(fleet.topology, model, folder, engine, engine, idle_sleep=False)
+    return servers[:2]
 
 
 @contextlib.contextmanager
@@ -244,7 +245,7 @@ def main(
     only: Annotated[
         str, typer.Option("--only", metavar="WORD", help="Fleets with this in their name.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
 ) -> None:
     """Time requests through both pairs; status 1 if ours is slower by more than the noise."""
     console = Console() if sys.stdout.isatty() else Console(width=120)

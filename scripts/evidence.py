@@ -122,17 +122,9 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    parts = [
-        planning(),
-        cpu_copy(),
-        scenarios(),
-        serving_speed(),
-        faults(),
-        hang_ups(),
-        event_loop(),
-        soak(),
-    ]
-    lines = [*heading(), *figures(measures), "", *(line for part in parts for line in part)]
+    tables = (planning, cpu_copy, scenarios, serving_speed, faults, hang_ups, event_loop, soak)
+    parts = (line for table in tables for line in table())
+    lines = [*heading(), *figures(measures), "", *parts]
     text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
     draft = REPORT.with_suffix(".draft")
@@ -333,7 +325,7 @@ def hang_ups() -> list[str]:
         "looks every 4 s for who has gone. Then six prompts are sent at once: the longest time",
         "until all are answered, and what the servers still hold 10 s later. Stages have unequal",
         "lengths, for which stock's tokens are wrong. Busy: how much longer a loop took than its",
-        "processor time, for what else ran on the machine.",
+        "processor time, for what else ran on the machine, and as much longer clients took.",
         "",
         "| fleet | engine | seeds | servers | next six prompts | after s | busy | held |",
         "|---" * 8 + "|",

@@ -210,15 +210,17 @@ def engine_server(
     max_requests: int = 16,
     chunk: int = 256,
     overlap: bool = False,
+    idle_sleep: bool = True,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Server:
     """An engine server, small and quick to start, on the CPU host or on NPUs.
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
-    scheduled while the one before it is computed. ``options`` are added to its command,
-    ``environment`` to its environment. On NPUs its ranks have one each, from ``first_npu`` on;
-    attention and page size are then those that NPUs have.
+    scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
+    core to others, for up to a second, also while it waits for the other server. ``options`` are
+    added to its command, ``environment`` to its environment. On NPUs its ranks have one each, from
+    ``first_npu`` on; attention and page size are then those that NPUs have.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -234,7 +236,9 @@ def engine_server(
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
-    command += ["--sleep-on-idle", "--skip-server-warmup"]
+    command += ["--skip-server-warmup"]
+    if idle_sleep:
+        command += ["--sleep-on-idle"]
     if not overlap:
         command += ["--disable-overlap-schedule"]
     if on_npu:

@@ -47,24 +47,25 @@ def fleet(backend: str, way: str = "both", overlap: bool = False, **sizes: int) 
     return Fleet(topology, SEVEN_LAYERS_MLA if is_ascend else FIVE_LAYERS, way, overlap)
 
 
-def hang_up(servers: tuple, way: str, seed: int) -> int:
+def hang_up(servers: tuple, way: str, seed: int, pace: float = 1.0) -> int:
     """Let all clients come and go; returns how many were never told how their request ended.
 
-    ``servers`` are prefill, decode and the router.
+    ``servers`` are prefill, decode and the router. Clients take ``pace`` times as long for all
+    that they do: on a busy machine they would else do what servers there cannot keep up with.
     """
-    return asyncio.run(_come_and_go(servers, way, random.Random(seed)))
+    return asyncio.run(_come_and_go(servers, way, random.Random(seed), pace))
 
 
-async def _come_and_go(servers, way: str, source: random.Random) -> int:
+async def _come_and_go(servers, way: str, source: random.Random, pace: float) -> int:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=OTHER_SECONDS, trust_env=False, limits=limits) as client:
         clients = []
         for _ in range(CLIENTS):
             request = _request(servers, way, source)
-            patience = source.random() ** 2 * PATIENCE
+            patience = source.random() ** 2 * PATIENCE * pace
             leave = source.randrange(2) if way == "either" else None
             clients.append(asyncio.create_task(_one(client, *request, patience, leave)))
-            await asyncio.sleep(source.random() * APART)
+            await asyncio.sleep(source.random() * APART * pace)
         return sum(await asyncio.gather(*clients))
 
 

@@ -83,7 +83,7 @@ def seconds_until(condition: Callable[[], bool], patience: float, pause: float =
     return time.monotonic() - start
 
 
-def busy(seconds: float = 0.5) -> float:
+def busy(seconds: float = 1.0) -> float:
     """How much longer a loop takes than its processor time: 1 on a machine with a free core."""
     start, used = time.monotonic(), time.thread_time()
     while time.monotonic() - start < seconds:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
-# On a machine with cores of its own; on a busy one by so much longer as a loop takes there.
+# On a machine with cores of its own; on a busy one all takes as much longer as a loop does there.
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for them, to tell late from never
 STOCK_PATIENCE = 400
@@ -91,9 +91,10 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         try:
             for seed in seeds:
                 row["seeds"] += 1
-                row["busy"] = max(row["busy"], round(busy(), 1))
-                row["never_ended"] += hang_up(servers, fleet.way, seed)
+                pace = busy()
+                row["never_ended"] += hang_up(servers, fleet.way, seed, pace)
                 _ask(servers, expected, patience, row)
+                row["busy"] = round(max(row["busy"], pace, busy()), 1)
                 if not (row["alive"] and _is_free(servers, row)):
                     break
         finally:
