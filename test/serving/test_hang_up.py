@@ -93,7 +93,7 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
                 row["seeds"] += 1
                 pace = busy()
                 row["never_ended"] += hang_up(servers, fleet.way, seed, pace)
-                _ask(servers, expected, patience, row)
+                _ask(servers, expected, patience * pace, row)
                 row["busy"] = round(max(row["busy"], pace, busy()), 1)
                 if not (row["alive"] and _is_free(servers, row)):
                     break
