@@ -477,6 +477,10 @@ class Rank:
         """How many writes were done since, and those that left these ranges."""
         return {"done": len(self.writes), "outside": self.writes.outside(ranges)}
 
+    def knows_aborted(self, room: int) -> bool:
+        """Whether decode gave up this room, of which no request has come to prefill."""
+        return room in self.manager.aborted
+
     def registered(self) -> list[list[int]]:
         """Address and bytes of each buffer that prefill may write to."""
         args = self.manager.kv_args

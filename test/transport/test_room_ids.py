@@ -115,6 +115,7 @@ def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve
         servers.decode[0].call("begin", room=ROOM)
         servers.decode[0].call("abort", room=ROOM)
         end(servers, servers.decode[0], GIVEN_UP)
+        eventually(lambda: servers.prefill[0].call("knows_aborted", room=ROOM), True)
         outcome = again(servers)
         if outcome.state != "right":
             assert_failed(outcome, GIVEN_UP)
