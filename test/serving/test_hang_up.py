@@ -19,6 +19,8 @@ pytestmark = [
 
 # On a machine with cores of its own; on a busy one all takes as much longer as a loop does there.
 AT_ONCE = 5  # seconds, for the next prompts
+# Prefill has begun some of what nobody waits for: MLA takes a CPU so long, also stock's.
+AT_ONCE_MLA = 15
 PATIENCE = 60  # seconds, for them, to tell late from never
 STOCK_PATIENCE = 400
 FREE_SECONDS = 10  # the engine looks every 4 s whether a client has hung up
@@ -55,7 +57,8 @@ def nightly() -> list:
 def test_hang_ups(fleet, seeds, reference):
     row = after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
     assert row["next_prompts"] == "right", row
-    assert row["seconds"] <= AT_ONCE * row["busy"], row
+    limit = AT_ONCE_MLA if fleet.topology.backend == "ascend" else AT_ONCE
+    assert row["seconds"] <= limit * row["busy"], row
     assert not row["held"], row
     assert row["never_ended"] == 0, row
 
