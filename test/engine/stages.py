@@ -29,7 +29,13 @@ class Poller:
         self.state = state
         self.over = False
 
-    def learn(self, state: int) -> None:
+    is_aborted = False
+
+    def learn(self, state: str) -> None:
+        if state == "aborted":
+            self.is_aborted = True
+            return
+        state = STATES[state]
         if self.state not in (KVPoll.Failed, KVPoll.Success) and not self.over:
             self.state = state
 
@@ -59,6 +65,7 @@ class Request(SimpleNamespace):
             output_ids=[],
             return_logprob=False,
             finished_reason=None,
+            to_finish=None,
             time_stats=SimpleNamespace(),
             add_latency=lambda stage: None,
             **more,
@@ -83,7 +90,7 @@ class Stage(SchedulerPPMixin):
         return self.from_before
 
     def taken(self) -> list[str]:
-        return [req.rid for req in self.waiting_queue]
+        return [f"{req.rid}{' aborted' * bool(req.to_finish)}" for req in self.waiting_queue]
 
 
 class PrefillStage(Stage):
@@ -175,7 +182,7 @@ def play(
             step = next(steps)
             for at, stage, rid, state in events:
                 if at == step:
-                    fleet[stage].pollers[rid].learn(STATES[state])
+                    fleet[stage].pollers[rid].learn(state)
 
         proposed = deque()
         for _ in range(rounds):

@@ -46,6 +46,14 @@ def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
             assert not taken and left == ["2", "3"], failing
 
 
+def test_a_client_that_hangs_up_after_the_stages_agreed_is_heard():
+    """It is aborted on all stages; what they have agreed on is done, and ends."""
+    events = [[step, step, "1", "done"] for step in range(STAGES)]
+    events += [[STAGES, stage, "1", "aborted"] for stage in range(STAGES)]
+    for taken, _ in stages.play("transfer", STAGES, RIDS, events, ROUNDS):
+        assert taken == ["1 aborted"]
+
+
 # It fails on one of two stages after both proposed it: before the first decides, or the second.
 RACES = [
     ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [3, 1, "1", "failed"]]),

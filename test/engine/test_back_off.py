@@ -68,6 +68,8 @@ def manager():
         pp_size=1,
         pp_rank=0,
         transfer_queues=[mooncake.FastQueue()],
+        bootstrap_timeout=100,
+        failure_lock=threading.Lock(),
         kv_args=SimpleNamespace(
             aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
         ),
@@ -96,6 +98,13 @@ def manager():
 def send(manager, room: int, session: str) -> float:
     """Open a room and send it; returns when."""
     manager.update_status(room, KVPoll.Bootstrapping)
+    ask(manager, room, session)
+    manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
+    return time.monotonic()
+
+
+def ask(manager, room: int, session: str) -> None:
+    """As decode does."""
     manager._open_room(
         mooncake.TransferInfo(
             room=room,
@@ -109,8 +118,6 @@ def send(manager, room: int, session: str) -> float:
             is_dummy=False,
         )
     )
-    manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
-    return time.monotonic()
 
 
 def seconds_until_over(manager, room: int, since: float, patience: float) -> float:
@@ -174,3 +181,31 @@ def test_a_new_process_at_that_address_is_served(manager):
     manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
     seconds_until_over(manager, 3, send(manager, 3, DEAD), 5)
     assert manager.check_status(3) == KVPoll.Success
+
+
+def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager):
+    """Its pages are freed on prefill while they are read: decode must not take what arrives."""
+    begun, told, go_on = threading.Event(), [], threading.Event()
+
+    def write(*_) -> int:
+        begun.set()
+        assert go_on.wait(10)
+        return 0
+
+    manager.engine = SimpleNamespace(batch_transfer_sync=write)
+    manager._tell_end = lambda req, status, reason: told.append((req.room, status, reason))
+    sender = mooncake.MooncakeKVSender(manager, "10.0.0.3:1", 70, [0], 0)
+    ask(manager, 70, LIVE)
+    sender.init(1, 0)
+    sender.send(np.array([2], np.int32))
+    assert begun.wait(10)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(mooncake.KVTransferError):
+        sender.failure_exception()
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while not told:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert told == [(70, KVPoll.Failed, "Aborted by AbortReq.")]

@@ -591,6 +591,7 @@ class Rank:
         self.manager.update_status(room, KVPoll.Bootstrapping)
         if not self.is_prefill:
             self.manager.required_prefill_response_num_table[room] = 1
+            self.manager.asked_rooms.add(room)
         return {"state": "open"}
 
     def await_end(self, room: int, seconds: float) -> dict:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, List, Optional
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.agreement import agreed
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -66,6 +67,12 @@ class SchedulerPPMixin:
         queue = self.disagg_decode_transfer_queue
         requests = [(one.req.rid, one.kv_receiver) for one in queue.queue]
         with agreed(requests, dict.fromkeys(over, KVPoll.Success), failed):
-            self.waiting_queue.extend(queue.pop_transferred(over))
+            taken = queue.pop_transferred(over)
+        # Aborted, on all stages, after they had agreed that it is done.
+        aborted = {rid for rid, receiver in requests if getattr(receiver, "is_aborted", False)}
+        for req in taken:
+            if req.rid in aborted:
+                req.to_finish = FINISH_ABORT()
+        self.waiting_queue.extend(taken)
         left = {one.req.rid for one in queue.queue}
         return [[rid for rid in rids if rid not in left] for rids in release_rids]

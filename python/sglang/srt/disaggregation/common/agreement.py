@@ -1,7 +1,7 @@
 """Ranks of one server act in step: what they think of a request changes for all of them, or not.
 
     TP ranks of a stage    a vote at each poll: a request has failed when one rank says so, and
-                           ends when on no rank its pages are still read or written
+                           ends when none is busy with it any more
     pipeline stages        what the first stage made of a request, the others make of it
 
 Threads that take messages leave marks (a room's status), which are looked at only where the
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-# A sender or a receiver of KV. Ours have `is_busy` and `fail_too`; the engine's own need neither.
+# A sender or a receiver of KV, with `is_busy` and `fail_too` where it needs them.
 Poller = Any
 
 

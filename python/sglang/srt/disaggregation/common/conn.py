@@ -45,6 +45,13 @@ ABORT = b"ABORT"
 MAX_GIVEN_UP = 4096
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
+TWO_REQUESTS = "another request has this bootstrap_room; choose another number for each"
+# Of a server's TP, DP, PP and page size.
+MAX_SIZE = 1 << 16
+# Seconds that a bootstrap server has for an answer, to connect and in all; a scheduler waits. One
+# that let them pass is not asked again for some more.
+ANSWER_SECONDS = (2, 5)
+SILENT_SECONDS = 10.0
 # Ranks of a prefill server whose addresses are asked for at a time.
 MAX_ASKING = 16
 # How long a failed room waits on decode for the other senders: pages are not freed under a write.
@@ -70,6 +77,8 @@ class CommonKVManager:
     aborted: OrderedDict[int, str] = OrderedDict()
     # Bootstrap addresses of prefill servers that read ABORT frames.
     takes_aborts: Set[str] = set()
+    # Those that did not answer, and when they are asked again.
+    silent_until: Dict[str, float] = {}
 
     @property
     def sender(self) -> int:
@@ -115,7 +124,7 @@ class CommonKVManager:
             total = getattr(args, "total_kv_layers", None)
             total = total or max(start + held, len(dst) // len(components))
             own = counted_layout(components, start, total, len(src))
-        known = getattr(self, "decode_kv_args_table", {}).values()
+        known = list(getattr(self, "decode_kv_args_table", {}).values())
         described = (
             info.plan.layout
             for info in known
@@ -168,8 +177,10 @@ class CommonKVManager:
 
     def fail(self, room: int, reason: str) -> None:
         """Mark a room as failed; its request is failed where the ranks look at it together."""
-        self.record_failure(room, reason)
-        self.update_status(room, KVPoll.Failed)
+        with self.rooms_lock:
+            if room in self.request_status:  # else it is over
+                self.record_failure(room, reason)
+                self.update_status(room, KVPoll.Failed)
 
     def limit_messages(self) -> None:
         """Take our messages on a socket that ends the connection of one that is too large."""
@@ -226,11 +237,17 @@ class CommonKVManager:
         return None
 
     def begin(self, room: int, sender: CommonKVSender) -> None:
-        """Prefill: a request has come; one that decode has given up before has failed."""
+        """Prefill: a request has come; one that decode has given up before has failed.
+
+        So have two of one number at a time, for nobody can tell which of them decode asks for.
+        """
         with self.rooms_lock:
+            other = self.senders.get(room)
             self.senders[room] = sender
             self.given_up.pop(room, None)  # was another request of that number
             reason = self.aborted.pop(room, None)
+            if other is not None and not other.is_over:
+                reason = TWO_REQUESTS
             self.update_status(room, KVPoll.Bootstrapping)
             if reason is not None:
                 self.fail(room, reason)
@@ -322,9 +339,17 @@ def _is_healthy(address: str) -> bool:
         return False
 
 
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 < number <= MAX_SIZE
+
+
+def _is_address(rank: dict) -> bool:
+    return isinstance(rank.get("rank_ip"), str) and type(rank.get("rank_port")) is int
+
+
 class CommonKVSender:
     conclude_state: Optional[KVPoll] = None
-    # Whether this rank has ended the room, which it may say of it before.
+    # The room is given up or forgotten; `conclude_state` may say before how it will end.
     is_over = False
 
     def __init__(
@@ -367,6 +392,9 @@ class CommonKVSender:
 class CommonKVReceiver:
     init_time: Optional[float] = None
     conclude_state: Optional[KVPoll] = None
+    # Another request has the room.
+    is_second = False
+    is_aborted = False
     # When the first sender gave up, or this side did.
     failing_since: Optional[float] = None
     gave_up = False
@@ -382,6 +410,10 @@ class CommonKVReceiver:
         self.bootstrap_addr = bootstrap_addr
         self.kv_mgr = mgr
         self.bootstrap_infos: Optional[List[dict]] = None
+        if bootstrap_room in mgr.request_status:
+            # Fails alone: what is known of the room is the first one's.
+            self.is_second, self.conclude_state = True, KVPoll.Failed
+            return
         mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
         if not self._learn_prefill_sizes():
             self._fail(f"Bootstrap server {bootstrap_addr} does not tell prefill's sizes")
@@ -414,7 +446,7 @@ class CommonKVReceiver:
         if None in sizes[:3]:
             answer = self._ask_bootstrap_server(-1, -1, -1) or {}
             sizes = [answer.get(f"prefill_{name}") for name in names]
-            if None in sizes[:3]:
+            if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
                 return False
             for table, size in zip(tables, sizes):
                 table[self.bootstrap_addr] = size
@@ -466,7 +498,7 @@ class CommonKVReceiver:
             # The last stage first: it must be ready when the first one starts to compute.
             for pp_rank in reversed(self.target_pp_ranks):
                 info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-                if info is None:
+                if info is None or not _is_address(info):
                     self._fail(
                         f"Prefill {self.bootstrap_addr} has no rank DP {self.target_dp_group} "
                         f"TP {tp_rank} PP {pp_rank} yet"
@@ -484,6 +516,8 @@ class CommonKVReceiver:
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
+        if self.is_second:
+            return
         if self.bootstrap_infos is None:
             self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
@@ -533,7 +567,8 @@ class CommonKVReceiver:
 
     def abort(self):
         """Nobody waits for this request any more; it fails when none of our pages is written to."""
-        if not self.gave_up:
+        self.is_aborted = True
+        if not (self.gave_up or self.is_second):
             self.poll()  # it may be over
             self._give_up("Aborted by AbortReq.")
 
@@ -563,6 +598,8 @@ class CommonKVReceiver:
     def _conclude(self) -> KVPoll:
         """The room's state, kept when it is over; one that was failing has failed."""
         status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Success and self.init_time is None:
+            return KVPoll.WaitingForInput  # nobody was asked
         if status in ENDED:
             status = self.conclude_state = KVPoll.Failed if self.failing_since else status
         return status
@@ -580,6 +617,8 @@ class CommonKVReceiver:
 
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
+        if self.is_second:
+            return TWO_REQUESTS
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
         return self.kv_mgr.forget(self.bootstrap_room)
 
@@ -601,7 +640,7 @@ class CommonKVReceiver:
         def tell(rank: Tuple[int, int]) -> None:
             tp_rank, pp_rank = rank
             info = self._get_bootstrap_info_from_server(tp_rank, self.target_dp_group, pp_rank)
-            if info is not None:
+            if info is not None and _is_address(info):
                 self._tell_abort(reason, [info])
 
         # All at once: a busy server takes its time for each answer.
@@ -614,15 +653,24 @@ class CommonKVReceiver:
 
     def _ask_bootstrap_server(self, tp_rank: int, dp_group: int, pp_rank: int) -> Optional[dict]:
         """The bootstrap server's answer for one rank, or for the whole server with -1 thrice."""
+        address, silent_until = self.bootstrap_addr, self.kv_mgr.silent_until
+        if time.monotonic() < silent_until.get(address, 0.0):
+            return None
         query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
+        url = f"http://{address}/route"
         try:
-            response = requests.get(f"http://{self.bootstrap_addr}/route", params=query, timeout=5)
-            if response.status_code == 200:
-                return response.json()
-            error = f"{response.status_code}, {response.text}"
+            response = requests.get(url, params=query, timeout=ANSWER_SECONDS)
+            answer = response.json() if response.status_code == 200 else None
+            if isinstance(answer, dict):
+                return answer
+            error = f"{response.status_code}, {response.text[:200]}"
         except (requests.RequestException, ValueError) as exception:
             error = str(exception)
-        logger.error(f"Bootstrap server {self.bootstrap_addr} on {query}: {error}")
+            if isinstance(exception, requests.Timeout):
+                silent_until[address] = time.monotonic() + SILENT_SECONDS
+                if len(silent_until) > MAX_GIVEN_UP:
+                    del silent_until[next(iter(silent_until))]
+        logger.error(f"Bootstrap server {address} on {query}: {error}")
         return None
 
     def _get_bootstrap_info_from_server(

@@ -306,7 +306,8 @@ class MooncakeKVManager(CommonKVManager):
     def _enqueue(self, chunk: TransferKVChunk) -> None:
         """In the queue of its decode ranks, so that a dead one holds up no others."""
         ports = [
-            int(session.rsplit(":", 1)[1]) for session in self.transfer_infos.get(chunk.room, ())
+            int(session.rsplit(":", 1)[1])
+            for session in list(self.transfer_infos.get(chunk.room, ()))
         ]
         if ports:
             self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
@@ -418,6 +419,8 @@ class MooncakeKVManager(CommonKVManager):
                 if reason:
                     self.record_failure(room, reason)
                 self.update_status(room, status)
+            # Failed, if its request has been given up while its last chunk was written.
+            status = self.check_status(room)
             # Else `give_up` will, which remembers whom we told.
             if self.request_status.get(room) != KVPoll.Failed:
                 self.transfer_infos.pop(room, None)
@@ -464,6 +467,7 @@ class MooncakeKVManager(CommonKVManager):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
                 self.required_prefill_response_num_table.pop(bootstrap_room, None)
                 self.prefill_response_tracker.pop(bootstrap_room, None)
+                self.asked_rooms.discard(bootstrap_room)
                 self.failing_rooms.discard(bootstrap_room)
             return self.failure_records.pop(bootstrap_room, None)
 
@@ -484,7 +488,9 @@ class MooncakeKVManager(CommonKVManager):
 
     def start_decode_thread(self):
         """Read how prefill ranks end their rooms, and watch whether they live."""
-        # Rooms of which a sender has failed, while others may still write.
+        # Rooms that prefill was asked for, and those of which a sender has failed, while others may
+        # still write.
+        self.asked_rooms: Set[int] = set()
         self.failing_rooms: Set[int] = set()
         self.limit_messages()
         read_messages(self.server_socket, self._take_end)
@@ -499,7 +505,7 @@ class MooncakeKVManager(CommonKVManager):
             raise ValueError("this is no prefill rank's word on a room")
         said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
         with self.rooms_lock:
-            if int(room) in self.request_status:  # else it is over
+            if int(room) in self.asked_rooms:  # else it is over
                 failure = said if int(status) == KVPoll.Failed else None
                 self._count_end(int(room), int(sender), failure)
 
@@ -629,6 +635,8 @@ class MooncakeKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
+        if self.bootstrap_infos is not None:
+            self.kv_mgr.asked_rooms.add(self.bootstrap_room)
         super().init(kv_indices, aux_index, state_indices)
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:

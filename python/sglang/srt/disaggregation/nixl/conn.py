@@ -196,13 +196,14 @@ class NixlKVManager(CommonKVManager):
 
     def forget(self, bootstrap_room: int) -> Optional[str]:
         """Drop all that is kept of a finished room; returns why it failed, if it did."""
-        self.request_status.pop(bootstrap_room, None)
-        if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.transfer_infos.pop(bootstrap_room, None)
-        else:
-            self.transfer_statuses.pop(bootstrap_room, None)
-            self.required_prefill_response_num_table.pop(bootstrap_room, None)
-        return self.failure_records.pop(bootstrap_room, None)
+        with self.rooms_lock:
+            self.request_status.pop(bootstrap_room, None)
+            if self.disaggregation_mode == DisaggregationMode.PREFILL:
+                self.transfer_infos.pop(bootstrap_room, None)
+            else:
+                self.transfer_statuses.pop(bootstrap_room, None)
+                self.required_prefill_response_num_table.pop(bootstrap_room, None)
+            return self.failure_records.pop(bootstrap_room, None)
 
     def register_buffer_to_engine(self):
         """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
@@ -468,7 +469,7 @@ class NixlKVManager(CommonKVManager):
             peers = self.transfer_infos.pop(bootstrap_room, {})
             reason = self.forget(bootstrap_room) or "another prefill rank failed"
             self.remember(bootstrap_room, reason, peers)
-            self._tell_failure(bootstrap_room, peers, reason)
+        self._tell_failure(bootstrap_room, peers, reason)
         return reason
 
     def end_when_unwritten(self, room: int, reason: str) -> None:
@@ -630,11 +631,12 @@ class NixlKVReceiver(CommonKVReceiver):
         state_indices: Optional[List[int]] = None,
     ):
         """Tell the prefill ranks where this room's pages, state slots and metadata go."""
+        if self.bootstrap_infos is not None:  # else it failed, maybe without knowing its senders
+            # What has come for this number before is another request's.
+            self.kv_mgr.transfer_statuses[self.bootstrap_room] = Arrivals(
+                self.required_prefill_response_num, state_indices is not None
+            )
         super().init(kv_indices, aux_index, state_indices)
-        if self.init_time is not None:  # else it failed before, maybe without knowing its senders
-            arrivals = self.kv_mgr.transfer_statuses[self.bootstrap_room]
-            arrivals.senders = self.required_prefill_response_num
-            arrivals.expects_state = state_indices is not None
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
         return [

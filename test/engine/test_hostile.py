@@ -1,0 +1,223 @@
+"""What a client or a peer may say or do, and no scheduler may die of: real managers, no network."""
+
+import threading
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import requests
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.kv_layout import Arrivals, Notice
+from sglang.srt.disaggregation.mooncake.conn import (
+    KVTransferError,
+    MooncakeKVManager,
+    MooncakeKVReceiver,
+    MooncakeKVSender,
+)
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+pytestmark = pytest.mark.engine
+
+BACKENDS = {
+    "mooncake": (MooncakeKVManager, MooncakeKVReceiver),
+    "nixl": (NixlKVManager, NixlKVReceiver),
+}
+FAILURES = (RuntimeError, KVTransferError)
+ADDRESS = "10.9.9.9:8998"
+SIZES = {
+    "prefill_attn_tp_size": 1,
+    "prefill_dp_size": 1,
+    "prefill_pp_size": 1,
+    "prefill_page_size": 16,
+}
+RANK = {"rank_ip": "10.9.9.9", "rank_port": 4000}
+PAGES = np.array([3], np.int32)
+
+
+class Answers:
+    """A bootstrap server: what it says of itself, and of each rank."""
+
+    def __init__(self, sizes=SIZES, rank=RANK):
+        self.sizes, self.rank = sizes, rank
+        self.asked = 0
+
+    def get(self, url, params, timeout):
+        self.asked += 1
+        answer = self.sizes if params["engine_rank"] == -1 else self.rank
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(status_code=200, text=str(answer), json=lambda: answer)
+
+
+@pytest.fixture(params=BACKENDS)
+def decode(request, monkeypatch):
+    """A decode rank: a function that makes a receiver after this server's answers."""
+    manager_class, receiver_class = BACKENDS[request.param]
+    manager = object.__new__(manager_class)
+    manager.__dict__.update(
+        disaggregation_mode=DisaggregationMode.DECODE,
+        request_status={},
+        failure_records={},
+        connection_pool={},
+        connection_lock=threading.Lock(),
+        required_prefill_response_num_table={},
+        prefill_response_tracker=defaultdict(set),
+        addr_to_rooms_tracker=defaultdict(set),
+        transfer_statuses=defaultdict(Arrivals),
+        asked_rooms=set(),
+        failing_rooms=set(),
+        silent_until={},
+        prefill_attn_tp_size_table={},
+        prefill_dp_size_table={},
+        prefill_pp_size_table={},
+        prefill_page_size_table={},
+        kv_args=SimpleNamespace(page_size=16, engine_rank=0),
+        attn_tp_size=1,
+        pp_size=1,
+        pp_rank=0,
+        is_mla_backend=False,
+        waiting_timeout=100,
+        get_session_id=lambda: "10.0.0.1:1",
+        agent=SimpleNamespace(name="me", get_new_notifs=dict),
+        agent_lock=threading.RLock(),
+        local_ip="10.0.0.1",
+        rank_port=1,
+    )
+    monkeypatch.setattr(receiver_class, "_register_kv_args", lambda self: None)
+    monkeypatch.setattr(receiver_class, "_tell_prefill", lambda self, info, frames: None)
+
+    def receiver(room: int, answers=None):
+        monkeypatch.setattr(requests, "get", (answers or Answers()).get)
+        return receiver_class(manager, ADDRESS, room, 0)
+
+    receiver.manager = manager
+    return receiver
+
+
+def tables(manager) -> dict[str, int]:
+    """What is kept of rooms."""
+    kept = ("request_status", "failure_records", "transfer_statuses", "asked_rooms")
+    return {name: len(getattr(manager, name)) for name in kept}
+
+
+def end(receiver) -> str:
+    """It has failed, for this reason."""
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(FAILURES) as raised:
+        receiver.failure_exception()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        Answers(sizes=[1, 1, 1, 16]),
+        Answers(sizes="prefill"),
+        Answers(sizes=None),
+        Answers(sizes={}),
+        *(Answers(sizes={**SIZES, name: wrong}) for name in SIZES for wrong in (0, -1, "1", 1e9)),
+        Answers(sizes={**SIZES, "prefill_attn_tp_size": True}),
+        Answers(rank=[]),
+        Answers(rank={}),
+        Answers(rank={**RANK, "rank_ip": 7}),
+        Answers(rank={**RANK, "rank_port": "x"}),
+        Answers(rank={**RANK, "rank_port": None}),
+        Answers(sizes=requests.ConnectionError("refused")),
+        Answers(sizes=ValueError("no JSON")),
+    ],
+    ids=lambda answers: f"{answers.sizes} {answers.rank}"[:80],
+)
+def test_what_a_bootstrap_server_answers(decode, answers):
+    """A client names it; the answer is read in decode's scheduler."""
+    receiver = decode(7, answers)
+    assert "10.9.9.9" in end(receiver)
+    assert not any(tables(decode.manager).values())
+
+
+def test_a_silent_bootstrap_server_is_left_alone_for_a_while(decode, monkeypatch):
+    """The scheduler waits for its answer."""
+    silent = Answers(sizes=requests.Timeout("no answer"))
+    for room in range(5):
+        end(decode(room, silent))
+    assert silent.asked == 1
+    monkeypatch.setitem(decode.manager.silent_until, ADDRESS, time.monotonic() - 1)
+    assert decode(9).poll() == KVPoll.WaitingForInput
+
+
+def test_two_requests_of_one_number(decode):
+    """The second fails, and touches nothing of the first."""
+    first = decode(7)
+    first.init(PAGES, 0)
+    second = decode(7)
+    second.init(PAGES, 1)
+    second.abort()
+    assert end(second).endswith(common.TWO_REQUESTS)
+    second.clear()
+    assert first.poll() == KVPoll.WaitingForInput
+    succeed(decode.manager, 7)
+    assert first.poll() == KVPoll.Success
+    first.clear()
+    assert not any(tables(decode.manager).values())
+    assert decode(7).poll() == KVPoll.WaitingForInput
+
+
+def succeed(manager, room: int) -> None:
+    """Prefill's word that the room is written."""
+    if isinstance(manager, MooncakeKVManager):
+        manager._take_end([b"%d" % room, b"%d" % KVPoll.Success, b"0"])
+    else:
+        for notice in (Notice(room, "kv", is_last=True), Notice(room, "aux")):
+            manager.transfer_statuses[room].add("prefill", notice)
+
+
+def test_a_word_on_an_old_room_is_none_on_the_next_of_its_number(decode):
+    """Decode has asked nobody yet: else it would decode what has not come."""
+    receiver = decode(7)
+    succeed(decode.manager, 7)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    decode.manager.update_status(7, KVPoll.Success)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    receiver.clear()
+    receiver = decode(8)
+    succeed(decode.manager, 8)
+    receiver.init(PAGES, 0)
+    assert receiver.poll() == KVPoll.WaitingForInput
+
+
+def prefill() -> MooncakeKVManager:
+    manager = object.__new__(MooncakeKVManager)
+    manager.__dict__.update(
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        request_status={},
+        failure_records={},
+        transfer_infos={},
+        bootstrap_timeout=100,
+        transfer_queues=[],
+    )
+    return manager
+
+
+def test_two_prefill_requests_of_one_number_fail():
+    """Also when the first is over, and a third comes: none that is computed is Bootstrapping."""
+    manager = prefill()
+    first, second = (MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0) for _ in range(2))
+    assert first.poll() == second.poll() == KVPoll.Failed
+    with pytest.raises(FAILURES, match="another request has this bootstrap_room"):
+        first.failure_exception()
+    third = MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0)
+    assert second.poll() == third.poll() == KVPoll.Failed
+    for sender in (second, third):
+        with pytest.raises(FAILURES):
+            sender.failure_exception()
+    fourth = MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0)
+    assert fourth.poll() == KVPoll.Bootstrapping
+
+
+def test_a_room_that_is_over_does_not_come_back_by_a_late_failure():
+    manager = prefill()
+    manager.fail(7_000_002, "too late")
+    assert not manager.request_status and not manager.failure_records
