@@ -15,7 +15,7 @@ from sglang.srt.disaggregation import decode as decode_module
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
+from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator, poll_and_all_reduce
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 
 # The end of a handover, or of a request, in words of the test.
@@ -155,6 +155,18 @@ class TransferStage(Stage):
         return [one.req.rid for one in self.disagg_decode_transfer_queue.queue]
 
 
+def group():
+    """Of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def poll(pollers: list) -> list[int]:
+    """As a scheduler does."""
+    return poll_and_all_reduce(pollers, group())
+
+
 def play(
     kind: str,
     stages: int,
@@ -173,8 +185,7 @@ def play(
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(decode_module, "release_kv_cache", mock.Mock()))
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group()
         fleet = [make(number, rids, slots) for number in range(stages)]
         steps = itertools.count()
 

@@ -1,9 +1,13 @@
 """Stages take and drop the same requests, whatever one of them learns at whatever moment."""
 
+from types import SimpleNamespace
+
 import pytest
 import stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import agreement
 
 pytestmark = pytest.mark.engine
 
@@ -44,6 +48,38 @@ def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
         events += [[2, stage, "1", news] for stage in range(STAGES) if stage != failing]
         for taken, left in stages.play(kind, STAGES, RIDS, events, ROUNDS):
             assert not taken and left == ["2", "3"], failing
+
+
+def test_many_rooms_that_fail_end_in_several_turns():
+    """On decode, once they are open: elsewhere the queues know no other end."""
+
+    def turns(pollers) -> list[int]:
+        """How many have failed, turn by turn."""
+        ended = []
+        while pollers:
+            polls = stages.poll(pollers)
+            assert set(polls) <= {KVPoll.Failed, KVPoll.Transferring}
+            pollers = [one for one, poll in zip(pollers, polls) if poll != KVPoll.Failed]
+            ended.append(polls.count(KVPoll.Failed))
+        return ended
+
+    def failed(**more):
+        return SimpleNamespace(poll=lambda: KVPoll.Failed, **more)
+
+    most = agreement.ENDS_AT_ONCE
+    assert turns([failed(is_open=lambda: True) for _ in range(2 * most + 1)]) == [most, most, 1]
+    assert turns([failed(is_open=lambda: False) for _ in range(2 * most)]) == [2 * most]
+    assert turns([failed() for _ in range(2 * most)]) == [2 * most]
+
+
+def test_what_the_stages_agreed_on_ends_at_once():
+    rids = [str(number) for number in range(2 * agreement.ENDS_AT_ONCE)]
+    pollers = [stages.Poller(KVPoll.Failed) for _ in rids]
+    for poller in pollers:
+        poller.is_open = lambda: True
+    with agreement.agreed(list(zip(rids, pollers)), {}, rids):
+        assert stages.poll(pollers) == [KVPoll.Failed] * len(rids)
+    assert stages.poll(pollers).count(KVPoll.Failed) == agreement.ENDS_AT_ONCE
 
 
 def test_a_client_that_hangs_up_after_the_stages_agreed_is_heard():

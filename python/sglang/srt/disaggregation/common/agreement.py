@@ -19,8 +19,12 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-# A sender or a receiver of KV, with `is_busy` and `fail_too` where it needs them.
+# A sender or a receiver of KV, with `is_busy`, `fail_too` and `is_open` where it needs them.
 Poller = Any
+
+# Open rooms of decode that end in failure in one turn of the scheduler, which frees and reports
+# each: what runs must not wait for a hundred.
+ENDS_AT_ONCE = 25
 
 
 def vote(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) -> List[int]:
@@ -30,6 +34,8 @@ def vote(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) -> List[in
     is Transferring until none of them is busy with it.
     """
     quiet = [not (hasattr(poller, "is_busy") and poller.is_busy()) for poller in pollers]
+    for i in [i for i, poller in enumerate(pollers) if _can_wait(poller, polls[i])][ENDS_AT_ONCE:]:
+        quiet[i] = False
     votes = torch.tensor([list(polls), quiet], dtype=torch.uint8)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=gloo_group)
     states, all_quiet = votes.tolist()
@@ -40,6 +46,12 @@ def vote(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) -> List[in
             if not all_quiet[i]:
                 states[i] = KVPoll.Transferring
     return states
+
+
+def _can_wait(poller: Poller, poll: int) -> bool:
+    """Whether a failed request may end in another turn: nowhere but on decode, once it is open."""
+    pinned = hasattr(poller, "is_pinned")
+    return poll == KVPoll.Failed and not pinned and hasattr(poller, "is_open") and poller.is_open()
 
 
 @contextmanager
@@ -55,8 +67,9 @@ def agreed(requests: Sequence[Tuple[str, Poller]], good, failed) -> Iterator[Non
     for rid, poller in requests:
         if rid in states:
             poller.poll = lambda state=states[rid]: state
+            poller.is_pinned = True
     try:
         yield
     finally:
         for poller in pinned:
-            del poller.poll
+            del poller.poll, poller.is_pinned

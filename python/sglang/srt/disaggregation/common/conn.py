@@ -604,6 +604,10 @@ class CommonKVReceiver:
             status = self.conclude_state = KVPoll.Failed if self.failing_since else status
         return status
 
+    def is_open(self) -> bool:
+        """Whether prefill was asked for the room."""
+        return self.init_time is not None
+
     def is_busy(self) -> bool:
         """Whether our pages may be written to."""
         return False

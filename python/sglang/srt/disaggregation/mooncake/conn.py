@@ -667,7 +667,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
 
     def is_busy(self) -> bool:
         """Whether our pages may be written to."""
-        return self.init_time is not None and self.conclude_state is None
+        return self.is_open() and self.conclude_state is None
 
     def _own_name(self) -> bytes:
         return self.session_id.encode("ascii")

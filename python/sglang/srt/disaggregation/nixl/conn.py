@@ -697,7 +697,7 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def is_busy(self) -> bool:
         """Whether our pages may be written to."""
-        return self.init_time is not None and self.conclude_state is None
+        return self.is_open() and self.conclude_state is None
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
