@@ -113,6 +113,8 @@ def fake_packages(folder: Path, patched: bool) -> None:
     (folder / "nixl_cu12").mkdir()
     (folder / "nixl_cu12" / "__init__.py").write_text("")
     (folder / "nixl_cu12" / "_api.py").write_text(
+        "class nixlBind:\n"
+        "    class nixlAgentConfig: pass\n"
         "class nixl_agent:\n"
         "    def __init__(self, name):\n"
         "        self.nixl_mems = {'DRAM': 0, 'VRAM': 1}\n"
@@ -127,6 +129,20 @@ def test_nixl_memory_kind_is_changed_for_the_stock_engine_only(tmp_path, patched
     code = "import json, nixl_cu12._api as a; print(json.dumps(a.nixl_agent('x').nixl_mems))"
     found = python(code, path=tmp_path, **{SWITCH: "1"})
     assert json.loads(found.stdout) == kinds, found.stderr
+
+
+def test_an_idle_nixl_agent_burns_no_core():
+    code = """
+import time
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("idle", nixl_agent_config(backends=["UCX"]))
+start, used = time.monotonic(), time.process_time()
+time.sleep(2)
+print((time.process_time() - used) / (time.monotonic() - start))
+"""
+    folders = Path(pytest.importorskip("nixl", reason="no NIXL here").__file__).parents[1]
+    found = python(code, path=folders, **{SWITCH: "1"})
+    assert float(found.stdout.splitlines()[-1]) < 0.2, found.stderr
 
 
 def test_kv_heads_are_not_padded(tmp_path):

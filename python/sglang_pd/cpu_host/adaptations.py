@@ -12,6 +12,9 @@ from types import ModuleType
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
+PROGRESS_DELAY_US = 10_000
+
+
 class NoEvent:
     """``torch.cuda.Event`` where everything is synchronous: always recorded, always reached."""
 
@@ -116,6 +119,27 @@ def few_copies_at_once(mooncake_engine: ModuleType) -> None:
         return 0
 
     engine.batch_transfer_sync_write = write_in_turn
+
+
+def nixl_agents(nixl_api: ModuleType) -> None:
+    """Both changes to NIXL."""
+    nixl_memory_kind(nixl_api)
+    nixl_progress_delay(nixl_api)
+
+
+def nixl_progress_delay(nixl_api: ModuleType) -> None:
+    """Let the progress thread of NIXL's agents sleep between two looks.
+
+    NIXL gives it no delay, so that each rank burns a whole core, also when it is idle; here they
+    have two cores in all.
+    """
+    config = nixl_api.nixlBind.nixlAgentConfig
+
+    class PatientConfig(config):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    nixl_api.nixlBind.nixlAgentConfig = PatientConfig
 
 
 @contextlib.contextmanager

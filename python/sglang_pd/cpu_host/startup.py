@@ -43,7 +43,7 @@ def activate() -> None:
     after_import("torch", adaptations.torch_streams)
     after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
-        after_import(f"{build}._api", adaptations.nixl_memory_kind)
+        after_import(f"{build}._api", adaptations.nixl_agents)
     if os.environ.get("MC_FORCE_TCP"):
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
