@@ -21,6 +21,7 @@ FAULTS = KEPT / "faults.jsonl"
 SOAK = KEPT / "soak.jsonl"
 HANG_UPS = KEPT / "hang_ups.jsonl"
 EVENT_LOOP = KEPT / "event_loop.jsonl"
+BACK_OFF = KEPT / "back_off.jsonl"
 PLANNING = KEPT / "bench-plan.json"
 SERVE = KEPT / "bench-serve.json"
 CPU_COPY = KEPT / "bench-cpu-copy.json"
@@ -122,7 +123,17 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    tables = (planning, cpu_copy, scenarios, serving_speed, faults, hang_ups, event_loop, soak)
+    tables = (
+        planning,
+        cpu_copy,
+        scenarios,
+        serving_speed,
+        faults,
+        hang_ups,
+        event_loop,
+        back_off,
+        soak,
+    )
     parts = (line for table in tables for line in table())
     lines = [*heading(), *figures(measures), "", *parts]
     text = "\n".join(lines).rstrip("\n") + "\n"
@@ -356,6 +367,26 @@ def event_loop() -> list[str]:
             f"| {backend} | {engine} | {row['before_ms']:.0f} | {row['pause_ms']:.0f} "
             f"| {row['seconds']} |"
             for (backend, engine), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def back_off() -> list[str]:
+    """A table: transfers to a decode rank beside one that does not answer, when last tried."""
+    latest = {row["timeout"]: row for row in recorded(BACK_OFF)}
+    if not latest:
+        return ["A decode rank that does not answer, beside another: not measured.", ""]
+    return [
+        "Mooncake, two decode ranks in one queue, of which one does not answer: each transfer to it",
+        "fails after the time-out (of a stand-in for the engine). What the other's transfers take.",
+        "",
+        "| time-out s | transfers | median ms | worst ms |",
+        "|---" * 4 + "|",
+        *(
+            f"| {timeout:g} | {row['rooms']} | {1000 * row['median']:.1f} "
+            f"| {1000 * row['worst']:.0f} |"
+            for timeout, row in sorted(latest.items())
         ),
         "",
     ]
