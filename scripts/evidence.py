@@ -134,7 +134,7 @@ def report() -> None:
         back_off,
         soak,
     )
-    parts = (line for table in tables for line in table())
+    parts = (line for table in (*measured, *attacked) for line in table())
     lines = [*heading(), *figures(measures), "", *parts]
     text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
@@ -378,8 +378,8 @@ def back_off() -> list[str]:
     if not latest:
         return ["A decode rank that does not answer, beside another: not measured.", ""]
     return [
-        "Mooncake, two decode ranks in one queue, of which one does not answer: each transfer to it",
-        "fails after the time-out (of a stand-in for the engine). What the other's transfers take.",
+        "Mooncake, two decode ranks in one queue, of which one does not answer: a transfer to it",
+        "fails after the time-out (a stand-in's for the engine). What the other's transfers take.",
         "",
         "| time-out s | transfers | median ms | worst ms |",
         "|---" * 4 + "|",
