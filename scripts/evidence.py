@@ -123,17 +123,8 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    tables = (
-        planning,
-        cpu_copy,
-        scenarios,
-        serving_speed,
-        faults,
-        hang_ups,
-        event_loop,
-        back_off,
-        soak,
-    )
+    measured = (planning, cpu_copy, scenarios, serving_speed)
+    attacked = (faults, hang_ups, event_loop, back_off, soak)
     parts = (line for table in (*measured, *attacked) for line in table())
     lines = [*heading(), *figures(measures), "", *parts]
     text = "\n".join(lines).rstrip("\n") + "\n"
