@@ -159,6 +159,27 @@ def test_a_request_that_leaves_prefill_unsent_is_over_on_both_sides(serve, backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_decode_never_asks_for_is_not_kept_for_ever(serve, backend):
+    """Its client hung up on decode before decode had read it."""
+    patience = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
+    with serve(Fleet(Side(environment=patience), backend=backend)) as servers:
+        assert_right(servers)
+        request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 10}
+        answer = servers.prefill[0].timed("send", **request)
+        assert answer["state"] == "failed" and answer["seconds"] < 3, answer
+        assert "timed out" in answer["reason"] or "did not ask" in answer["reason"], answer
+        assert_right(servers)
+
+
+def test_stock_nixl_keeps_it_for_ever(serve):
+    patience = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
+    fleet = Fleet(Side(environment=patience), k_width=4, v_width=4)
+    with serve(fleet, "stock", "stock") as servers:
+        request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 4}
+        assert servers.prefill[0].call("send", **request)["state"] == "hang"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_that_stays_silent_is_waited_for_in_vain(serve, backend):
     """For 5 s: a page cannot be kept for ever."""
     with serve(Fleet(backend=backend, v_width=4), prefill="stock") as servers:

@@ -365,6 +365,7 @@ class CommonKVSender:
         self.bootstrap_server_url = bootstrap_addr
         self.aux_index = None
         self.curr_idx = 0
+        self.begun = time.monotonic()
         mgr.begin(bootstrap_room, self)
 
     def leave(self) -> None:

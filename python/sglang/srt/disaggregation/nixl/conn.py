@@ -8,6 +8,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections import defaultdict
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set
@@ -142,6 +143,7 @@ class NixlKVManager(CommonKVManager):
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
+            self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
             self._start_bootstrap_thread()
         else:
             self._watch_prefill_servers()
@@ -592,6 +594,7 @@ class NixlKVSender(CommonKVSender):
         if self.conclude_state is not None:
             return self.conclude_state
         self._drop_ended_writes()
+        self._lose_patience()
         status = self.kv_mgr.check_status(self.bootstrap_room)
         if status != KVPoll.Failed and not self.has_sent:
             return status
@@ -599,6 +602,20 @@ class NixlKVSender(CommonKVSender):
             return KVPoll.Transferring
         self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
         return self.conclude_state
+
+    def _lose_patience(self) -> None:
+        """Fail a room that decode does not ask for: maybe it was never sent the request."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        waited = time.monotonic() - self.begun
+        if (
+            waited >= manager.bootstrap_timeout
+            and manager.check_status(room) == KVPoll.Bootstrapping
+        ):
+            manager.fail(
+                room,
+                f"Decode did not ask for this request within {waited:.0f} s; "
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
+            )
 
     def _drop_ended_writes(self) -> None:
         """Forget the writes that are done; one that failed fails the room."""
