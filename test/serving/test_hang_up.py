@@ -23,8 +23,11 @@ AT_ONCE = 5  # seconds, for the next prompts
 AT_ONCE_MLA = 15
 PATIENCE = 60  # seconds, for them, to tell late from never
 STOCK_PATIENCE = 400
-# For a request that its client withdrew from decode before decode had read it.
-PATIENT_PREFILL = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30"}
+# For a request that its client withdrew from one of the servers before that had read it.
+PATIENT = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
+}
 FREE_SECONDS = 10  # the engine looks every 4 s whether a client has hung up
 SEEDS = range(5)
 ALWAYS = ("nixl-tp1_pp2_to_tp1-both", "ascend-tp1_pp2_to_tp1-both")
@@ -86,7 +89,7 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         logs,
         engine,
         engine,
-        environment={**probed(logs / "probe"), **PATIENT_PREFILL},
+        environment={**probed(logs / "probe"), **PATIENT},
         overlap=fleet.overlap,
         chunk=CHUNK,
     )
