@@ -34,6 +34,8 @@ DEFAULT_TORCH = "torch==2.13.0"
 NOT_COMPILED = "/tests/|py312"
 PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
 NO_CUDA = ROOT / "scripts" / "no_cuda.c"
+# Of python/sglang_pd: starts and asks servers, and does not decide what the patch set writes.
+HARNESS = {"cpu_host", "cluster.py", "demo.py", "forks.py", "keeper.py", "__pycache__"}
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
 # Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.
@@ -292,7 +294,7 @@ def needs_cuda(nixl: Path) -> bool:
 
 def is_tool(path: Path) -> bool:
     """Whether ``sglang_pd/PATH`` decides what `apply` writes; the CPU host and the demo do not."""
-    return path.name not in ("cpu_host", "cluster.py", "keeper.py", "demo.py", "__pycache__")
+    return path.name not in HARNESS
 
 
 def main() -> None:

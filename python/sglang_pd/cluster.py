@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 import httpx
 
+from sglang_pd import forks
 from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
 from sglang_pd.device import DTYPES, device, npus
 
@@ -41,6 +42,7 @@ class ServerFailed(RuntimeError):
 class Topology:
     """Sizes of the two sides, and how KV travels between them.
 
+    With a ``dp`` above 1 attention is data parallel over the TP ranks, in so many groups.
     ``page_size`` is in tokens; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
     ``retract`` makes decode take a request's KV away from it and give it back later, every third
     step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
@@ -49,7 +51,10 @@ class Topology:
     backend: str = "nixl"
     prefill_tp: int = 1
     prefill_pp: int = 1
+    prefill_dp: int = 1
     decode_tp: int = 1
+    decode_pp: int = 1
+    decode_dp: int = 1
     page_size: int = 1
     fia: bool = False
     retract: bool = False
@@ -63,7 +68,7 @@ class Topology:
     @property
     def ranks(self) -> tuple[int, int]:
         """Of prefill and of decode."""
-        return self.prefill_tp * self.prefill_pp, self.decode_tp
+        return self.prefill_tp * self.prefill_pp, self.decode_tp * self.decode_pp
 
     @property
     def retracts(self) -> bool:
@@ -139,6 +144,25 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
 
 
+class Kept(subprocess.Popen):
+    """A command under a keeper, which ends it when this process ends, however that is."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log):
+        super().__init__(
+            [sys.executable, "-I", "-S", str(KEEPER), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """Kill it and all that it started."""
+        self.stdin.close()
+        self.wait()
+
+
 @dataclasses.dataclass
 class Server:
     """One child process with a port and a log, ended with its whole process group."""
@@ -151,19 +175,21 @@ class Server:
     ready_path: str = "/health"
     needs_others: bool = False  # started when the others are ready
     bootstrap_port: int | None = None  # of a prefill server
+    fork: bool = False  # start it as a fork of a process that has imported its engine
 
     def start(self) -> None:
-        """Start it under a keeper, which ends it when this process ends, however that is."""
+        """Start it under a keeper, which ends it when this process ends, however that is.
+
+        Raises:
+            NurseryFailed: its engine could not be imported.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
+            if self.fork:
+                python, _, module, *arguments = self.command
+                self.process = forks.fork(python, module, arguments, self.environment, log)
+            else:
+                self.process = Kept(self.command, self.environment, log)
 
     @property
     def url(self) -> str:
@@ -191,8 +217,7 @@ class Server:
 
     def stop(self) -> None:
         """End the process and all that it started, at once."""
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.stop()
 
 
 def engine_server(
@@ -203,6 +228,7 @@ def engine_server(
     *,
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
     page_size: int = 1,
     attention: str = "torch_native",
     first_npu: int = 0,
@@ -213,14 +239,16 @@ def engine_server(
     idle_sleep: bool = True,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    fork: bool = True,
 ) -> Server:
     """An engine server, small and quick to start, on the CPU host or on NPUs.
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
     scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
     core to others, for up to a second, also while it waits for the other server. ``options`` are
-    added to its command, ``environment`` to its environment. On NPUs its ranks have one each, from
-    ``first_npu`` on; attention and page size are then those that NPUs have.
+    added to its command, ``environment`` to its environment. With ``fork`` its processes are forks
+    where they can be, see `forks`. On NPUs its ranks have one each, from ``first_npu`` on;
+    attention and page size are then those that NPUs have, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -232,6 +260,8 @@ def engine_server(
     command += ["--nccl-port", str(nccl_port)]
     command += ["--device", device(), "--dtype", DTYPES[device()]]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
+    if dp > 1:
+        command += ["--dp-size", str(dp), "--enable-dp-attention"]
     command += ["--max-total-tokens", str(max_tokens)]
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
@@ -247,7 +277,8 @@ def engine_server(
     else:
         host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
     variables = {**host, **environment}
-    return Server(name, [*command, *options], port, logs / f"{name}.log", variables)
+    log = logs / f"{name}.log"
+    return Server(name, [*command, *options], port, log, variables, fork=fork and not on_npu)
 
 
 def pd_servers(
@@ -279,6 +310,7 @@ def pd_servers(
         logs,
         tp=topology.prefill_tp,
         pp=topology.prefill_pp,
+        dp=topology.prefill_dp,
         options=["--disaggregation-mode", "prefill", *transfer],
         **common,
     )
@@ -288,6 +320,8 @@ def pd_servers(
         model,
         logs,
         tp=topology.decode_tp,
+        pp=topology.decode_pp,
+        dp=topology.decode_dp,
         first_npu=topology.ranks[0],
         max_tokens=topology.decode_tokens,
         # Tokens kept free for each request: with few, decode admits more than it can finish.
@@ -352,7 +386,7 @@ def wait_ready(
                 tails = "\n".join(server.log_tail() for server in waiting)
                 raise ServerFailed(f"{waiting[0].name} was not ready in time\n{tails}")
             else:
-                time.sleep(0.5)
+                time.sleep(0.1)
 
 
 def ask(

@@ -6,8 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving_checks import held, holds_nothing, open_files, outcome, record, seconds_until
-from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder, prompts
+from serving_checks import busy, held, holds_nothing, open_files, outcome, record, seconds_until
+from serving_scenarios import FOUR_HEADS, GQA, NEW_TOKENS, model_folder, prompts
 
 from sglang_pd import cluster
 
@@ -24,6 +24,8 @@ HEARTBEAT = {
 }
 PATIENCE = 180  # seconds, for an answer
 ERROR_PATIENCE = 60  # for an error
+REFUSED_SECONDS = 3  # for a refusal
+SIX_HEADS = GQA(heads=6, kv_heads=6, hidden=192)
 # NIXL's eight workers close theirs to a dead peer when they next work, which such small requests
 # do not make them, and some are the router's; a leak for each of 14 requests would be more.
 MORE_FILES = 20
@@ -63,6 +65,36 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
     assert failure is not None and failure.startswith("http 5"), row
     assert row["seconds"] < ERROR_PATIENCE, row
     assert row["more_files"] <= MORE_FILES, row
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_an_unfit_pair_is_refused_at_once(backend):
+    """Six heads on three ranks and on two: a head would have to be cut."""
+    if reason := cluster.why_not_here(backend, 5, ("patched", "patched")):
+        pytest.skip(reason)
+    servers = cluster.pd_servers(
+        cluster.Topology(backend, prefill_tp=3, decode_tp=2, page_size=16),
+        model_folder(SIX_HEADS),
+        cluster.PD_ENV / "logs" / "serving" / f"{backend}-unfit",
+        "patched",
+        "patched",
+    )
+    prefill, decode, router = servers
+    row = {"case": "TP 3 asked by TP 2, six KV heads", "backend": backend}
+    with cluster.running(servers):
+        answers = []
+        for prompt in prompts()[:3]:  # the first brings the two sides together
+            answers += cluster.ask(router.url, [prompt], NEW_TOKENS, ERROR_PATIENCE)
+        row["pace"] = busy()
+        row["freed"] = round(seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE), 1)
+        row["client"] = answers[0].failure or "an answer"
+        row["seconds"] = round(max(answer.seconds for answer in answers), 1)
+        for server in servers:
+            server.check_running()
+        row["after"] = "none: they can never be served"
+    record("faults", **row)
+    assert all((answer.failure or "").startswith("http 5") for answer in answers), answers
+    assert row["seconds"] <= REFUSED_SECONDS * row["pace"], row
 
 
 def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cluster.Server]:

@@ -33,18 +33,25 @@ SEEDS = range(5)
 ALWAYS = ("nixl-tp1_pp2_to_tp1-both", "ascend-tp1_pp2_to_tp1-both")
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
-TP_2_TO_2 = {**TP_2, "decode_tp": 2}
+PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
+# All sizes with each backend, and each pair of backend, size, way and overlap once; pipeline stages
+# know no overlap in this release.
 FLEETS = [
-    made
-    for backend in ("nixl", "mooncake", "ascend")
-    for made in (
-        *(fleet(backend, **sizes) for sizes in (PP_2, PP_3, TP_2, {**PP_2, **TP_2}, TP_2_TO_2)),
-        *(fleet(backend, "router", **sizes) for sizes in (PP_2, TP_2)),
-        *(fleet(backend, "either", **sizes) for sizes in (PP_2, TP_2_TO_2)),
-        # Pipeline stages know no overlap in this release.
-        *(fleet(backend, overlap=True, **sizes) for sizes in (TP_2, TP_2_TO_2)),
-        fleet(backend, "router", overlap=True, **TP_2),
-    )
+    fleet("nixl", **PP_2),
+    fleet("nixl", "either", **PP_3),
+    fleet("nixl", "router", overlap=True, **TP_2),
+    fleet("nixl", **PP_2_TP_2),
+    fleet("nixl", "either", overlap=True, **TP_2_TO_2),
+    fleet("mooncake", "router", **PP_2),
+    fleet("mooncake", **PP_3),
+    fleet("mooncake", "either", **TP_2),
+    fleet("mooncake", "either", **PP_2_TP_2),
+    fleet("mooncake", overlap=True, **TP_2_TO_2),
+    fleet("ascend", **PP_2),
+    fleet("ascend", "router", **PP_3),
+    fleet("ascend", overlap=True, **TP_2),
+    fleet("ascend", "router", **PP_2_TP_2),
+    fleet("ascend", "either", **TP_2_TO_2),
 ]
 
 

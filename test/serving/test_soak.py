@@ -57,6 +57,7 @@ def test_soak(backend, engine, reference):
         cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{engine}",
         engine,
         engine,
+        fork=False,  # the allocator reads its variables when a process is started
     )
     for server in (prefill, decode):
         server.environment = {**server.environment, **ALLOCATOR}

@@ -41,36 +41,32 @@ HOLDERS = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
 def probed_schedulers(module: ModuleType) -> None:
-    """Hook the engine's scheduler where the environment asks for it."""
-    if folder := os.environ.get(FOLDER):
-        _probe(module.Scheduler, Path(folder))
-    if seconds := os.environ.get(APART):
-        _set_heartbeats_apart(module.Scheduler, float(seconds))
-
-
-def _probe(scheduler_class: type, folder: Path) -> None:
-    """A process's main thread runs the loop and takes the signal."""
-    receive = scheduler_class.recv_requests
-
-    def recv_requests(self):
-        if not hasattr(self, "probe"):
-            self.probe = Probe(self, folder)
-        self.probe.turn()
-        return receive(self)
-
-    scheduler_class.recv_requests = recv_requests
-
-
-def _set_heartbeats_apart(scheduler_class: type, seconds: float) -> None:
-    """A process has one rank, whose KV manager reads the environment."""
-    make = scheduler_class.__init__
+    """Hook the engine's schedulers where the environment asks for it when they are made."""
+    make = module.Scheduler.__init__
 
     @functools.wraps(make)
     def made(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs):
-        os.environ[INTERVAL] = str(float(os.environ[INTERVAL]) + tp_rank * seconds)
+        if seconds := os.environ.get(APART):
+            # A process has one rank, whose KV manager reads the environment.
+            os.environ[INTERVAL] = str(float(os.environ[INTERVAL]) + tp_rank * float(seconds))
         make(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+        if folder := os.environ.get(FOLDER):
+            _probe(self, Path(folder))
 
-    scheduler_class.__init__ = made
+    module.Scheduler.__init__ = made
+
+
+def _probe(scheduler, folder: Path) -> None:
+    """A process's main thread runs the loop and takes the signal."""
+    receive = scheduler.recv_requests
+
+    def recv_requests():
+        if not hasattr(scheduler, "probe"):
+            scheduler.probe = Probe(scheduler, folder)
+        scheduler.probe.turn()
+        return receive()
+
+    scheduler.recv_requests = recv_requests
 
 
 class Probe:

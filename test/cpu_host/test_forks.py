@@ -1,0 +1,141 @@
+"""Servers that are forks of a process which has imported the engine: as those of ``python -m``."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_pd import cluster, forks
+from sglang_pd.cpu_host import ENVIRONMENT
+
+pytestmark = pytest.mark.timeout(300)
+
+PYTHON = str(cluster.interpreter("stock"))
+# A child by way of "spawn", as the engine makes them; it says what it is.
+CHILD = """
+import multiprocessing, os, sys, time, threading
+def child():
+    print("child of", os.getppid(), "sglang" in sys.modules, flush=True)
+    time.sleep({seconds})
+if {threads}:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+context = multiprocessing.get_context("spawn")
+process = context.Process(target={target})
+print("server", os.getpid(), flush=True)
+process.start()
+process.join()
+"""
+
+
+def run(code: str, log: Path, **environment: str) -> forks.Fork:
+    """Run the statements in a fork."""
+    with log.open("wb") as file:
+        # It runs what it is given, and is in every Python.
+        return forks.fork(
+            PYTHON, "timeit", ["-n1", "-r1", code], {**ENVIRONMENT, **environment}, file
+        )
+
+
+def lines(log: Path, count: int, seconds: float = 60) -> list[str]:
+    """The first lines of a log, when they are there."""
+    deadline = time.monotonic() + seconds
+    while len(found := log.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    """A container's first process may not bury the dead."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_has_imported_the_engine_and_has_the_environment_it_was_given(tmp_path):
+    log = tmp_path / "log"
+    code = "import os, sys; print('sglang' in sys.modules, os.environ['SOME'], sys.argv[1])"
+    assert run(code, log, SOME="thing").wait() == 0
+    assert log.read_text().splitlines()[0] == "True thing -n1"
+
+
+def test_its_status_is_told(tmp_path):
+    process = run("import os; os._exit(7)", tmp_path / "log")
+    assert process.wait() == 7
+    assert process.poll() == 7
+
+
+def test_its_processes_are_forks_and_its_children(tmp_path):
+    log = tmp_path / "log"
+    process = run(CHILD.format(seconds=600, threads=False, target="child"), log)
+    server, child = (line.split() for line in lines(log, 2))
+    assert child == ["child", "of", server[1], "True"]
+    family = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+    assert int(server[1]) in family
+    assert len(family) == 2
+    process.stop()
+    assert all(gone(pid) for pid in family)
+
+
+def test_beside_a_thread_nothing_is_forked(tmp_path):
+    """It would hold a lock that nobody ever releases."""
+    log = tmp_path / "log"
+    # A spawned process takes its target by name, from a module that it can import.
+    target = "exec, args=('import sys; print(\\'sglang\\' in sys.modules)',)"
+    run(CHILD.format(seconds=0, threads=True, target=target), log).wait()
+    assert lines(log, 2)[1] == "False"
+
+
+def test_what_is_read_at_import_takes_another_nursery(tmp_path):
+    """One that nobody reads then does not."""
+    run("pass", tmp_path / "log").wait()
+    given = {**os.environ, **ENVIRONMENT}
+    (nursery,) = (one for one in forks._nurseries if one.fits(PYTHON, given))
+    read = next(name for name in nursery.read if name.startswith("SGLANG"))
+    assert nursery.fits(PYTHON, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
+    assert not nursery.fits(PYTHON, {**given, read: "another value"})
+    assert not nursery.fits(str(cluster.interpreter("patched")), given)
+
+
+def test_it_ends_with_who_asked_also_at_once(tmp_path):
+    log = tmp_path / "log"
+    keepers = [run(CHILD.format(seconds=600, threads=False, target="child"), log).pid]
+    assert all(gone(pid) for pid in keepers)
+
+
+def test_all_end_with_a_killed_parent(tmp_path):
+    log = tmp_path / "log"
+    code = CHILD.format(seconds=600, threads=False, target="child")
+    script = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+sys.path.append({str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_forks import run
+kept = run({code!r}, Path({str(log)!r}))
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        log.touch()
+        server = int(lines(log, 2, 120)[0].split()[1])
+        (child,) = psutil.Process(server).children()
+        keeper = psutil.Process(server).ppid()
+        nursery = psutil.Process(keeper).ppid()
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert all(gone(pid) for pid in (server, child.pid, keeper, nursery))
+
+
+def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
+    with pytest.raises(forks.NurseryFailed, match="No module named"):
+        forks.Nursery(sys.executable, {"PYTHONPATH": str(cluster.CHECKOUT / "python")})
