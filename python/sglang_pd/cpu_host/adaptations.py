@@ -159,6 +159,13 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     memory_pool_npu.torch_npu = operators
 
 
+def cheap_chunks(torch_native_backend: ModuleType) -> None:
+    """Compute the new tokens of a prompt's chunk, and not all before them again."""
+    from sglang_pd.cpu_host.attention import extend
+
+    torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+
+
 def ascend_attention(attention_registry: ModuleType) -> None:
     """Let ``ascend`` be attention over the NPU pools without an NPU's kernels."""
 
