@@ -426,15 +426,19 @@ def ask(
     new_tokens: int,
     seconds: float,
     at_once: int | None = None,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
     """Send prompts (token ids), all or so many at once, greedily decode ``new_tokens`` of each.
 
-    One that has no answer after ``seconds`` is a hang.
+    One that has no answer after ``seconds``, or as soon as none will come, is a hang.
     """
-    return asyncio.run(ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts)))
+    asking = ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts), is_lost)
+    return asyncio.run(asking)
 
 
-async def ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
+async def ask_all(
+    url, prompts, new_tokens, seconds, at_once, is_lost=lambda: False
+) -> list[Answer]:
     """The same, for a client that may hang up."""
     places = asyncio.Semaphore(at_once)
 
@@ -443,7 +447,23 @@ async def ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
             return await _ask_one(client, url, list(prompt), new_tokens, seconds)
 
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-        return await asyncio.gather(*map(one, prompts))
+        asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            while not is_lost() and (await asyncio.wait(asking, timeout=0.5))[1]:
+                continue
+        finally:
+            for task in asking:
+                task.cancel()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    return [_hang_if_cancelled(answer) for answer in answers]
+
+
+def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
+    if isinstance(answer, asyncio.CancelledError):
+        return Answer(failure="hang")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
