@@ -35,7 +35,7 @@ NOT_COMPILED = "/tests/|py312"
 PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
 NO_CUDA = ROOT / "scripts" / "no_cuda.c"
 # Of python/sglang_pd: starts and asks servers, and does not decide what the patch set writes.
-HARNESS = {"cpu_host", "cluster.py", "demo.py", "forks.py", "keeper.py", "__pycache__"}
+HARNESS = {"cpu_host", "cluster.py", "demo.py", "forks.py", "keeper.py", "ports.py", "__pycache__"}
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
 # Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -22,13 +20,12 @@ import httpx
 from sglang_pd import forks
 from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
 from sglang_pd.device import DTYPES, device, npus
+from sglang_pd.ports import HOST, free_ports, free_run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
 KEEPER = Path(__file__).with_name("keeper.py")
-HOST = "127.0.0.1"
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
-PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
 MAX_TOKENS = 8192  # of a server's KV pool
 NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
 NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
@@ -127,21 +124,6 @@ def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | No
     if ranks > npus():
         return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on now."""
-    found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
 
 
 class Kept(subprocess.Popen):
@@ -262,6 +244,8 @@ def engine_server(
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     if dp > 1:
         command += ["--dp-size", str(dp), "--enable-dp-attention"]
+        # Its processes meet at this port and the next five.
+        command += ["--dist-init-addr", f"{HOST}:{free_run(6)}"]
     command += ["--max-total-tokens", str(max_tokens)]
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
@@ -294,56 +278,103 @@ def pd_servers(
 
     ``environment`` and ``both``, options of `engine_server`, are for the two engine servers.
     """
-    bootstrap_port, router_port, metrics_port, store_port = free_ports(4)
-    transfer = ["--disaggregation-transfer-backend", topology.backend]
-    transfer += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
-    common = {
-        "page_size": topology.page_size,
-        "attention": topology.attention,
-        "environment": {**topology.environment(store_port), **environment},
-        **both,
-    }
-    prefill = engine_server(
-        "prefill",
-        prefill_engine,
+    (store_port,) = free_ports(1)
+    both["environment"] = {**environment}
+    prefill = prefill_server(topology, prefill_engine, model, logs, store_port, **both)
+    decode = decode_server(topology, decode_engine, model, logs, store_port, **both)
+    return prefill, decode, router([prefill], [decode], logs)
+
+
+def prefill_server(
+    topology: Topology,
+    engine: str,
+    model: Path,
+    logs: Path,
+    store_port: int,
+    *,
+    name: str = "prefill",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more,
+) -> Server:
+    """The prefill server of a topology, with more options of `engine_server`."""
+    (bootstrap_port,) = free_ports(1)
+    server = engine_server(
+        name,
+        engine,
         model,
         logs,
         tp=topology.prefill_tp,
         pp=topology.prefill_pp,
         dp=topology.prefill_dp,
-        options=["--disaggregation-mode", "prefill", *transfer],
-        **common,
+        page_size=topology.page_size,
+        attention=topology.attention,
+        options=[
+            *("--disaggregation-mode", "prefill"),
+            *("--disaggregation-transfer-backend", topology.backend),
+            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+        ],
+        environment={**topology.environment(store_port), **environment},
+        **more,
     )
-    decode = engine_server(
-        "decode",
-        decode_engine,
+    server.bootstrap_port = bootstrap_port
+    return server
+
+
+def decode_server(
+    topology: Topology,
+    engine: str,
+    model: Path,
+    logs: Path,
+    store_port: int,
+    *,
+    name: str = "decode",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more,
+) -> Server:
+    """The decode server of a topology, with more options of `engine_server`."""
+    return engine_server(
+        name,
+        engine,
         model,
         logs,
         tp=topology.decode_tp,
         pp=topology.decode_pp,
         dp=topology.decode_dp,
+        page_size=topology.page_size,
+        attention=topology.attention,
         first_npu=topology.ranks[0],
         max_tokens=topology.decode_tokens,
-        # Tokens kept free for each request: with few, decode admits more than it can finish.
         options=[
-            *("--disaggregation-mode", "decode", *transfer),
+            *("--disaggregation-mode", "decode"),
+            *("--disaggregation-transfer-backend", topology.backend),
+            # Tokens kept free for each request: with few, decode admits more than it can finish.
             *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
         ],
-        **{**common, "environment": {**topology.decode_environment(store_port), **environment}},
+        environment={**topology.decode_environment(store_port), **environment},
+        **more,
     )
-    prefill.bootstrap_port = bootstrap_port
+
+
+def router(
+    prefills: Sequence[Server], decodes: Sequence[Server], logs: Path, name: str = "router"
+) -> Server:
+    """The router before these servers, to be started when they are ready."""
+    port, metrics_port = free_ports(2)
     # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
     command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
-    command += ["--pd-disaggregation", "--host", HOST, "--port", str(router_port)]
+    command += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
-    command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
+    for prefill in prefills:
+        command += ["--prefill", prefill.url, str(prefill.bootstrap_port)]
+    for decode in decodes:
+        command += ["--decode", decode.url]
     command += ["--worker-startup-check-interval", "1"]
     # A retry would hide the first answer, an open circuit the next ones.
     command += ["--disable-retries", "--disable-circuit-breaker"]
-    router = Server("router", command, router_port, logs / "router.log", ready_path="/readiness")
+    server = Server(name, command, port, logs / f"{name}.log", ready_path="/readiness")
     # It gives up on a server that does not answer for about 100 s.
-    router.needs_others = True
-    return prefill, decode, router
+    server.needs_others = True
+    return server
 
 
 @contextlib.contextmanager
@@ -395,15 +426,19 @@ def ask(
     new_tokens: int,
     seconds: float,
     at_once: int | None = None,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
     """Send prompts (token ids), all or so many at once, greedily decode ``new_tokens`` of each.
 
-    One that has no answer after ``seconds`` is a hang.
+    One that has no answer after ``seconds``, or as soon as none will come, is a hang.
     """
-    return asyncio.run(ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts)))
+    asking = ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts), is_lost)
+    return asyncio.run(asking)
 
 
-async def ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
+async def ask_all(
+    url, prompts, new_tokens, seconds, at_once, is_lost=lambda: False
+) -> list[Answer]:
     """The same, for a client that may hang up."""
     places = asyncio.Semaphore(at_once)
 
@@ -412,7 +447,23 @@ async def ask_all(url, prompts, new_tokens, seconds, at_once) -> list[Answer]:
             return await _ask_one(client, url, list(prompt), new_tokens, seconds)
 
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-        return await asyncio.gather(*map(one, prompts))
+        asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            while not is_lost() and (await asyncio.wait(asking, timeout=0.5))[1]:
+                continue
+        finally:
+            for task in asking:
+                task.cancel()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    return [_hang_if_cancelled(answer) for answer in answers]
+
+
+def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
+    if isinstance(answer, asyncio.CancelledError):
+        return Answer(failure="hang")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from sglang_pd import cluster
+from sglang_pd.ports import free_ports, free_run
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
@@ -26,7 +27,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
-    (port,) = cluster.free_ports(1)
+    (port,) = free_ports(1)
     command = [sys.executable, "-c", WITH_CHILD, str(port), str(folder / "child")]
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
@@ -59,7 +60,7 @@ server.start()
 time.sleep(600)
 """
     )
-    (port,) = cluster.free_ports(1)
+    (port,) = free_ports(1)
     child = tmp_path / "child"
     paths = os.pathsep.join(sys.path)
     parent = subprocess.Popen(
@@ -76,7 +77,7 @@ time.sleep(600)
 
 
 def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):
-    (port,) = cluster.free_ports(1)
+    (port,) = free_ports(1)
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = cluster.Server("broken", command, port, tmp_path / "log")
     start = time.monotonic()
@@ -89,7 +90,7 @@ def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
-    (port,) = cluster.free_ports(1)
+    (port,) = free_ports(1)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     server = cluster.Server("slow", command, port, tmp_path / "log")
     with (
@@ -101,11 +102,32 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
 
 
 def test_free_ports_are_distinct_and_free():
-    ports = cluster.free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
+    chosen = free_ports(20)
+    assert len(set(chosen)) == 20
+    for port in chosen:
         with socket.socket() as probe:
             probe.bind((cluster.HOST, port))
+
+
+def test_a_run_of_ports_is_held_whole():
+    start = free_run(3, range(19_000, 19_500))
+    with pytest.raises(OSError, match="no 1 free ports"):
+        free_ports(1, range(start, start + 3))
+    with pytest.raises(OSError, match="no 3 free ports in a row"):
+        free_run(3, range(start - 2, start + 5))
+
+
+def test_what_one_process_has_chosen_no_other_does():
+    """Nothing listens there yet."""
+    script = "import sys; sys.path[:0] = {0!r}; from sglang_pd.ports import free_ports; "
+    script += "print(free_ports(1, [{1}, {2}]))"
+    mine, other = free_ports(2)
+    with socket.socket() as listener:
+        listener.bind((cluster.HOST, other))
+        listener.listen()
+        command = [sys.executable, "-c", script.format(sys.path, mine, other)]
+        found = subprocess.run(command, capture_output=True, text=True)
+    assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
 
 
 def test_silence_is_a_hang_and_refusal_is_not(tmp_path):

@@ -18,6 +18,24 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 PATIENCE = 180  # seconds; a right answer takes a few, on a busy machine half a minute
 STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
+LOST_SECONDS = 15  # after a server's exception; answers to come are there by then
+
+
+class Lost:
+    """Whether no answer is to be expected: a server logged an exception, and then time went by."""
+
+    def __init__(self, servers: tuple[cluster.Server, ...]):
+        self.servers = servers
+        self.since: float | None = None
+
+    def __call__(self) -> bool:
+        if self.since is None and any(map(_logged_an_exception, self.servers)):
+            self.since = time.monotonic()
+        return self.since is not None and time.monotonic() - self.since > LOST_SECONDS
+
+
+def _logged_an_exception(server: cluster.Server) -> bool:
+    return "Traceback (most recent call last)" in server.log.read_text(errors="replace")
 
 
 def serve(
@@ -36,7 +54,9 @@ def serve(
     with cluster.running(servers):
         if scenario.topology.backend == "ascend":
             await_peers()
-        answers = cluster.ask(router.url, prompts(), scenario.new_tokens, seconds)
+        answers = cluster.ask(
+            router.url, prompts(), scenario.new_tokens, seconds, is_lost=Lost(servers)
+        )
         if scenario.topology.retracts and not any(answer.failure for answer in answers):
             assert retractions(servers[1].log.read_text(errors="replace")), "decode retracted none"
         return answers, [server.name for server in servers if server.has_ended()]

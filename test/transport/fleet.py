@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_pd.cluster import CHECKOUT, HOST, PD_ENV, free_ports, interpreter
+from sglang_pd.cluster import CHECKOUT, PD_ENV, interpreter
 from sglang_pd.cpu_host import ENVIRONMENT
 from sglang_pd.device import await_peers, device
+from sglang_pd.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120

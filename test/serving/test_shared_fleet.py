@@ -1,0 +1,243 @@
+"""Many servers in one fleet, as the engine starts them by default: each prefill with each decode.
+
+Scheduling overlaps where there are no pipeline stages, and prefixes are kept for reuse.
+"""
+
+import dataclasses
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from serving_checks import holds_nothing, outcome, record, seconds_until
+from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
+
+from sglang_pd import cluster
+from sglang_pd.cpu_host.models import TinyModel
+from sglang_pd.device import device
+from sglang_pd.ports import free_ports
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
+]
+
+LOGS = cluster.PD_ENV / "logs" / "serving"
+PATIENCE = 120  # seconds, for an answer
+FREE_SECONDS = 30
+
+
+@dataclasses.dataclass
+class SharedFleet:
+    """Servers by their sizes, and a router for each pair of them."""
+
+    name: str
+    model: TinyModel
+    prefills: dict[str, cluster.Server]
+    decodes: dict[str, cluster.Server]
+    routers: dict[tuple[str, str], cluster.Server] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for p, prefill in self.prefills.items():
+            for d, decode in self.decodes.items():
+                name = f"router-{p}-{d}"
+                self.routers[p, d] = cluster.router([prefill], [decode], LOGS / self.name, name)
+
+    @property
+    def servers(self) -> list[cluster.Server]:
+        return [*self.prefills.values(), *self.decodes.values(), *self.routers.values()]
+
+    def check(self, pair: tuple[str, str], expected, asked=None) -> None:
+        """Ask a pair the prompts, at once; the answers must be the reference's."""
+        start = time.monotonic()
+        answers = cluster.ask(self.routers[pair].url, asked or prompts(), NEW_TOKENS, PATIENCE)
+        ended = [server.name for server in self.servers if server.has_ended()]
+        result, detail = outcome(answers, ended, expected)
+        record(
+            "serving",
+            scenario=f"{self.name} {' to '.join(pair)}",
+            engine="patched",
+            outcome=result,
+            seconds=round(time.monotonic() - start, 1),
+            detail=detail,
+        )
+        assert result == "right", detail
+
+
+def shared(name: str, model: TinyModel, prefills: dict, decodes: dict) -> SharedFleet:
+    """Patched servers of these topologies; of each only its side counts."""
+    folder, logs = model_folder(model), LOGS / name
+    (store_port,) = free_ports(1)
+    both = {"overlap": True}
+
+    def made(make, role: str, topologies: dict) -> dict[str, cluster.Server]:
+        return {
+            key: make(topology, "patched", folder, logs, store_port, name=f"{role}-{key}", **both)
+            for key, topology in topologies.items()
+        }
+
+    return SharedFleet(
+        name,
+        model,
+        made(cluster.prefill_server, "prefill", prefills),
+        made(cluster.decode_server, "decode", decodes),
+    )
+
+
+def sizes(backend: str, **topologies: dict) -> dict[str, cluster.Topology]:
+    return {
+        name: cluster.Topology(backend, page_size=16, **fields)
+        for name, fields in topologies.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def nixl():
+    fleet = shared(
+        "nixl-shared",
+        FIVE_LAYERS,
+        sizes("nixl", tp1={}, tp2={"prefill_tp": 2}, pp2={"prefill_pp": 2}),
+        sizes("nixl", tp1={}, tp2={"decode_tp": 2}),
+    )
+    with cluster.running(fleet.servers):
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def ascend():
+    fleet = shared(
+        "ascend-shared",
+        SEVEN_LAYERS_MLA,
+        sizes("ascend", pp2={"prefill_pp": 2}),
+        sizes("ascend", plain={}, retract={"retract": True}),
+    )
+    with cluster.running(fleet.servers):
+        yield fleet
+
+
+PAIRS = [(p, d) for p in ("tp1", "tp2", "pp2") for d in ("tp1", "tp2")]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_each_pair(pair, nixl, reference):
+    nixl.check(pair, reference(nixl.model, NEW_TOKENS))
+
+
+def test_all_pairs_at_once(nixl, reference):
+    """A rank then has rooms of several peers with different layouts under way."""
+    expected = reference(nixl.model, NEW_TOKENS)
+    with ThreadPoolExecutor(len(PAIRS)) as pool:
+        for done in [pool.submit(nixl.check, pair, expected) for pair in PAIRS]:
+            done.result()
+
+
+@pytest.mark.parametrize("decode", ["plain", "retract"])
+def test_mla_from_stages(decode, ascend, reference):
+    ascend.check(("pp2", decode), reference(ascend.model, NEW_TOKENS))
+
+
+def branching() -> list[list[int]]:
+    """Prompts that share a prefix in part: up to a page's edge, and into a page."""
+    source = random.Random(7)
+    trunk = [source.randrange(256) for _ in range(300)]
+    lengths = (300, 16, 17, 150, 256, 299)
+    return [
+        [*trunk[:length], *(source.randrange(256) for _ in range(20 * turn))]
+        for turn, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
+def test_prompts_that_share_a_prefix(pair, nixl, reference):
+    asked = branching()
+    expected = reference(nixl.model, NEW_TOKENS, asked)
+    for prompt, answer in zip(asked, expected):
+        nixl.check(pair, [answer], [prompt])
+    nixl.check(pair, expected, asked)
+
+
+def body(prompt, **more) -> dict:
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling, **more}
+
+
+def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[list[int]]:
+    """The answer's tokens up to each piece of the stream; hangs up after so many pieces."""
+    pieces = []
+    with (
+        httpx.Client(timeout=PATIENCE, trust_env=False) as client,
+        client.stream("POST", f"{url}/generate", json=body(prompt, stream=True)) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: "))["output_ids"])
+            if len(pieces) >= stop_after:
+                break
+    return pieces
+
+
+@pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
+def test_a_stream(pair, nixl, reference):
+    for prompt, expected in zip(prompts(), reference(nixl.model, NEW_TOKENS)):
+        pieces = streamed(nixl.routers[pair].url, prompt)
+        assert len(pieces) > 1
+        assert all(expected.ids[: len(piece)] == tuple(piece) for piece in pieces)
+        assert tuple(pieces[-1]) == expected.ids
+
+
+@pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
+def test_an_aborted_stream(pair, nixl, reference):
+    p, d = pair
+    for prompt in prompts():
+        assert streamed(nixl.routers[pair].url, prompt, 1)
+    for server in (nixl.prefills[p], nixl.decodes[d]):
+        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
+    nixl.check(pair, reference(nixl.model, NEW_TOKENS))
+
+
+@pytest.fixture
+def everyone(nixl):
+    """A router before two prefill and two decode servers of different TP."""
+    prefills = [nixl.prefills[size] for size in ("tp1", "tp2")]
+    router = cluster.router(prefills, list(nixl.decodes.values()), LOGS / nixl.name, "everyone")
+    with cluster.running([router]):
+        yield router
+
+
+def test_one_of_two_decode_servers_dies(nixl, everyone, reference):
+    """The others' requests go on; what was on its way to the dead one fails, and nothing is lost.
+
+    The router does not try again here, so a request that it gives to a dead server fails.
+    """
+    expected = reference(nixl.model, NEW_TOKENS)
+    dying = nixl.decodes["tp2"]
+    for _ in range(3):
+        answers = cluster.ask(everyone.url, prompts(), NEW_TOKENS, PATIENCE)
+        assert outcome(answers, [], expected)[0] == "right", answers
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(cluster.ask, everyone.url, prompts() * 4, NEW_TOKENS, PATIENCE)
+        time.sleep(0.3)  # the router has given them to servers; some are under way
+        dying.stop()
+        answers = asking.result()
+    _right_or_refused(answers, expected * 4)
+    nixl.check(("tp1", "tp1"), expected)
+    nixl.check(("tp2", "tp1"), expected)
+    for server in (*nixl.prefills.values(), nixl.decodes["tp1"]):
+        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
+    dying.log = dying.log.with_stem(f"{dying.name}-again")
+    dying.start()
+    cluster.wait_ready([dying], time.monotonic() + cluster.START_SECONDS, lambda _: None)
+    for pair in PAIRS:
+        nixl.check(pair, expected)
+
+
+def _right_or_refused(answers, expected) -> None:
+    for got, want in zip(answers, expected, strict=True):
+        if got.failure is not None:
+            assert got.failure.startswith("http 5"), got
+        else:
+            assert outcome([got], [], [want])[0] == "right"
+    assert any(answer.failure is None for answer in answers)
