@@ -28,6 +28,14 @@ KEEPER = Path(__file__).with_name("keeper.py")
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
 NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
+# Two tokens drafted by computing and one that is there already, all verified at once.
+DRAFTING = (
+    *("--speculative-algorithm", "EAGLE"),
+    *("--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+    "--disable-cuda-graph",  # of the draft model; there are others on accelerators only
+)
 NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
 
 
@@ -87,12 +95,16 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Generated token ids and the log-probability of each, or why there are none."""
+    """Generated token ids and the log-probability of each, or why there are none.
+
+    ``rounds`` is how often the target has verified what a draft model proposed.
+    """
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
     seconds: float = 0.0
+    rounds: int = 0
 
 
 def interpreter(environment: str) -> Path:
@@ -219,6 +231,7 @@ def engine_server(
     chunk: int = 256,
     overlap: bool = False,
     idle_sleep: bool = True,
+    draft: Path | None = None,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
     fork: bool = True,
@@ -227,10 +240,11 @@ def engine_server(
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
     scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
-    core to others, for up to a second, also while it waits for the other server. ``options`` are
-    added to its command, ``environment`` to its environment. With ``fork`` its processes are forks
-    where they can be, see `forks`. On NPUs its ranks have one each, from ``first_npu`` on;
-    attention and page size are then those that NPUs have, and nothing is forked.
+    core to others, for up to a second, also while it waits for the other server. With the folder
+    of a ``draft`` model it speculates. ``options`` are added to its command, ``environment`` to its
+    environment. With ``fork`` its processes are forks where they can be, see `forks`. On NPUs its
+    ranks have one each, from ``first_npu`` on; attention and page size are then those that NPUs
+    have, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -255,6 +269,8 @@ def engine_server(
         command += ["--sleep-on-idle"]
     if not overlap:
         command += ["--disable-overlap-schedule"]
+    if draft is not None:
+        command += ["--speculative-draft-model-path", str(draft), *DRAFTING]
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
@@ -490,9 +506,11 @@ async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
         return failed(f"connection: {error!r}")
     if response.status_code != 200:
         return failed(f"http {response.status_code}: {response.text[:1000]}")
-    rows = response.json()["meta_info"]["output_token_logprobs"]
+    about = response.json()["meta_info"]
+    rows = about["output_token_logprobs"]
     return Answer(
         ids=tuple(row[1] for row in rows),
         logprobs=tuple(row[0] for row in rows),
         seconds=time.monotonic() - start,
+        rounds=about.get("spec_verify_ct", 0),
     )

@@ -177,6 +177,53 @@ def ascend_attention(attention_registry: ModuleType) -> None:
     attention_registry.ATTENTION_BACKENDS["ascend"] = make
 
 
+def chains_of_drafts(eagle_utils: ModuleType) -> None:
+    """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
+    from sglang_pd.cpu_host import speculation
+
+    eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
+    eagle_utils.verify_tree_greedy_func = speculation.verify_chains
+
+
+def speculative_attention(torch_native_backend: ModuleType) -> None:
+    """Let the torch-native backend, which knows prompts and single tokens, verify and draft."""
+    from sglang_pd.cpu_host.speculation import decoded_lengths, extended_lengths
+
+    backend = torch_native_backend.TorchNativeAttnBackend
+    extend, decode = backend.forward_extend, backend.forward_decode
+    backend.drafted = 0
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        return extend(self, q, k, v, layer, extended_lengths(forward_batch), save_kv_cache)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        batch = decoded_lengths(forward_batch, self.drafted)
+        return decode(self, q, k, v, layer, batch, save_kv_cache)
+
+    backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
+
+
+def torch_native(torch_native_backend: ModuleType) -> None:
+    """Both changes to the backend."""
+    cheap_chunks(torch_native_backend)
+    speculative_attention(torch_native_backend)
+
+
+def draft_attention(draft_utils: ModuleType) -> None:
+    """Let a draft have the attention that its model runner has.
+
+    The engine knows none for ``torch_native``, and an NPU's kernels alone for ``ascend``.
+    """
+    from sglang_pd.cpu_host.speculation import DraftSteps
+
+    def steps(self):
+        return DraftSteps(self.draft_model_runner.attn_backend, self.speculative_num_steps)
+
+    factory = draft_utils.DraftBackendFactory
+    factory.create_decode_backend = steps
+    factory.create_draft_extend_backend = lambda self: self.draft_model_runner.attn_backend
+
+
 def absorbed_mla(attention_backend_handler: ModuleType) -> None:
     """Compute MLA by the absorbed method, which takes K and V from the pool, at all times.
 

@@ -10,7 +10,9 @@ import dataclasses
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 VOCABULARY = 320  # 256 bytes and the end token, rounded up to a multiple of 64
 END = "<|end|>"
@@ -19,41 +21,41 @@ CONTEXT = 4096  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class TinyModel(abc.ABC):
-    """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token."""
+    """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token.
+
+    What the layers after the first one say is weighted by ``later``: where that is little, a draft
+    that knows the first layer alone foresees some tokens (`sglang_pd.cpu_host.drafts`).
+    """
+
+    family: ClassVar[str]
 
     layers: int = 4
     heads: int = 4
     hidden: int = 128
     seed: int = 0
+    later: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Folder of the checkpoint, which tells every parameter."""
+        later = "" if self.later == 1 else f"-later{self.later:g}"
+        return (
+            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache}"
+            f"-e{self.hidden}-s{self.seed}{later}"
+        )
 
     @property
     @abc.abstractmethod
-    def name(self) -> str:
-        """Folder of the checkpoint, which tells every parameter."""
+    def cache(self) -> str:
+        """What the name tells of the KV cache."""
 
     @abc.abstractmethod
     def network(self, **common):
         """A transformers model with random weights; ``common`` goes into its config."""
 
     def make(self, folder: Path) -> Path:
-        """Folder of the checkpoint below ``folder``, written there first if it is not yet.
-
-        It appears whole or not at all, also when two processes make it at once.
-        """
-        target = folder / self.name
-        if target.is_dir():
-            return target
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{self.name}-", dir=folder))
-        try:
-            self._write(draft)
-            os.rename(draft, target)
-        except OSError:
-            if not target.is_dir():
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-        return target
+        """Folder of the checkpoint below ``folder``, written there first if it is not yet."""
+        return written_once(folder / self.name, self._write)
 
     def _write(self, folder: Path) -> None:
         import torch
@@ -73,6 +75,9 @@ class TinyModel(abc.ABC):
                 pad_token_id=256,
                 dtype="float32",
             )
+        for layer in network.model.layers[1:]:
+            for said in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                said.weight.data *= self.later
         network.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
 
@@ -81,21 +86,33 @@ class TinyModel(abc.ABC):
 class TinyGQA(TinyModel):
     """Grouped-query attention of the Qwen3 family with ``kv_heads`` KV heads."""
 
+    family = "qwen3"
+
     kv_heads: int = 4
     head_dim: int = 64
 
     @property
-    def name(self) -> str:
-        return (
-            f"qwen3-l{self.layers}-h{self.heads}-kv{self.kv_heads}-d{self.head_dim}"
-            f"-e{self.hidden}-s{self.seed}"
-        )
+    def cache(self) -> str:
+        return f"kv{self.kv_heads}-d{self.head_dim}"
 
     def network(self, **common):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         config = Qwen3Config(num_key_value_heads=self.kv_heads, head_dim=self.head_dim, **common)
         return Qwen3ForCausalLM(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyLlama(TinyGQA):
+    """The same of the Llama family, which has EAGLE drafts."""
+
+    family = "llama"
+
+    def network(self, **common):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(num_key_value_heads=self.kv_heads, head_dim=self.head_dim, **common)
+        return LlamaForCausalLM(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +123,15 @@ class TinyMLA(TinyModel):
     a head's value, and of its key without the RoPE part.
     """
 
+    family = "deepseek2"
+
     latent: int = 64
     rope: int = 32
     head_dim: int = 32
 
     @property
-    def name(self) -> str:
-        return (
-            f"deepseek2-l{self.layers}-h{self.heads}-c{self.latent}-r{self.rope}-d{self.head_dim}"
-            f"-e{self.hidden}-s{self.seed}"
-        )
+    def cache(self) -> str:
+        return f"c{self.latent}-r{self.rope}-d{self.head_dim}"
 
     def network(self, **common):
         from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -137,6 +153,26 @@ class TinyMLA(TinyModel):
             **common,
         )
         return DeepseekV2ForCausalLM(config)
+
+
+def written_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """The folder ``target``, whose files are written by ``write(folder)`` if it is not there yet.
+
+    It appears whole or not at all, also when two processes make it at once.
+    """
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(unfinished)
+        os.rename(unfinished, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
 
 
 def byte_tokenizer():
