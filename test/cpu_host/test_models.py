@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sglang_pd.cpu_host.models import VOCABULARY, TinyGQA, TinyMLA, byte_tokenizer
+from sglang_pd.cpu_host.models import VOCABULARY, TinyGQA, TinyLlama, TinyMLA, byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
 
@@ -48,7 +48,11 @@ def logprobs_after(network, tokens, damage) -> list[float]:
     return logits[0, -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("model", [TinyGQA(), TinyMLA(layers=7)], ids=["gqa", "mla"])
+@pytest.mark.parametrize(
+    "model",
+    [TinyGQA(), TinyMLA(layers=7), TinyLlama(later=0.1), TinyMLA(later=0.1)],
+    ids=["gqa", "mla", "drafted_llama", "drafted_mla"],
+)
 def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
     """A page of 16 tokens in one layer that is not what it must be can be seen in one token."""
     import torch

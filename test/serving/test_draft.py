@@ -1,0 +1,183 @@
+"""Servers that decode speculatively: a draft model on both sides, or on decode alone.
+
+Whatever a draft proposes, token ids are those of one server without it; how many of its tokens are
+accepted says whether what it needs has come with the KV.
+"""
+
+import dataclasses
+
+import pytest
+from serving_checks import outcome, record
+from serving_scenarios import model_folder, prompts
+
+from sglang_pd import cluster
+from sglang_pd.cluster import PD_ENV, Topology
+from sglang_pd.cpu_host.drafts import make_draft
+from sglang_pd.cpu_host.models import TinyLlama, TinyMLA, TinyModel
+from sglang_pd.device import device
+from sglang_pd.ports import free_ports
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(900),  # servers may take START_SECONDS, three times
+    pytest.mark.skipif(device() == "npu", reason="its drafts are made for the CPU host"),
+]
+
+PATIENCE = 120  # seconds
+NEW_TOKENS = 40
+LLAMA = TinyLlama(layers=4, later=0.1)
+MLA = TinyMLA(layers=4, later=0.1)
+BOTH, DECODE = ("prefill", "decode"), ("decode",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """A fleet with a draft on the named ``sides``; ``stock`` is as of a `Scenario`."""
+
+    name: str
+    topology: Topology
+    model: TinyModel
+    sides: tuple[str, ...]
+    stock: str
+    nightly: bool = False
+
+
+def nixl(name, sides, stock, nightly=False, **sizes) -> Drafted:
+    return Drafted(f"nixl-{name}", Topology("nixl", **sizes), LLAMA, sides, stock, nightly)
+
+
+def ascend(name, sides, stock, nightly=False, **sizes) -> Drafted:
+    topology = Topology("ascend", page_size=16, **sizes)
+    return Drafted(f"ascend-mla_{name}", topology, MLA, sides, stock, nightly)
+
+
+SCENARIOS = [
+    nixl("both", BOTH, "right", page_size=16),
+    nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
+    nixl("decode_alone", DECODE, "right"),
+    nixl("decode_alone_pp2", DECODE, "right", prefill_pp=2, page_size=16),
+    ascend("both", BOTH, "right"),
+    ascend("decode_alone", DECODE, "right", True),
+    ascend("decode_alone_pp2", DECODE, "wrong", prefill_pp=2),
+]
+
+
+@pytest.fixture(scope="module")
+def drafted_alone():
+    """Function: rounds, for each prompt, of one stock server with a model's draft."""
+    known: dict[str, list[int]] = {}
+
+    def rounds(drafted: Drafted) -> list[int]:
+        if drafted.name not in known:
+            model = drafted.model
+            server = cluster.engine_server(
+                "single",
+                "stock",
+                model_folder(model),
+                PD_ENV / "logs" / "serving" / "drafted",
+                page_size=drafted.topology.page_size,
+                attention=drafted.topology.attention,
+                draft=draft_folder(model),
+            )
+            with cluster.running([server]):
+                answers = ask(server)
+            known[drafted.name] = [answer.rounds for answer in answers]
+        return known[drafted.name]
+
+    return rounds
+
+
+def draft_folder(model: TinyModel):
+    return make_draft(model, PD_ENV / "models")
+
+
+def ask(server: cluster.Server, at_once: int | None = 1) -> list[cluster.Answer]:
+    """Ask one by one, so that a prompt has the same chunks in every fleet.
+
+    At the end of a chunk that is not the last the engine's draft reads a token that the target
+    would have said there, and not the one that is.
+    """
+    return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once)
+
+
+def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
+    (store_port,) = free_ports(1)
+    logs = PD_ENV / "logs" / "serving" / f"draft-{drafted.name}-{engine}"
+    servers = [
+        start(
+            drafted.topology,
+            engine,
+            model_folder(drafted.model),
+            logs,
+            store_port,
+            draft=draft_folder(drafted.model) if side in drafted.sides else None,
+        )
+        for side, start in (("prefill", cluster.prefill_server), ("decode", cluster.decode_server))
+    ]
+    return (*servers, cluster.router(servers[:1], servers[1:], logs))
+
+
+@pytest.fixture
+def serves(reference):
+    """Function: answers of a scenario's fleet, one by one; what became of those and of all at once.
+
+    The outcome is recorded.
+    """
+
+    def served(drafted: Drafted, engine: str) -> tuple[list[cluster.Answer], str, str]:
+        expected = reference(drafted.model, NEW_TOKENS)
+        servers = fleet(drafted, engine)
+        with cluster.running(servers):
+            answers = ask(servers[-1])
+            result, detail = outcome(answers, ended(servers), expected)
+            if result == "right":
+                together = ask(servers[-1], at_once=None)
+                result, detail = outcome(together, ended(servers), expected)
+        record(
+            "draft",
+            scenario=drafted.name,
+            engine=engine,
+            outcome=result,
+            rounds=[answer.rounds for answer in answers],
+            tokens_a_round=tokens_a_round([answer.rounds for answer in answers]),
+            detail=detail,
+        )
+        return answers, result, detail
+
+    return served
+
+
+def ended(servers) -> list[str]:
+    return [server.name for server in servers if server.has_ended()]
+
+
+def tokens_a_round(rounds: list[int]) -> float:
+    """Of those after a request's first one; 1 without any accepted draft."""
+    return round(len(rounds) * (NEW_TOKENS - 1) / max(1, sum(rounds)), 2)
+
+
+def parameters() -> list:
+    return [
+        pytest.param(one, id=one.name, marks=[pytest.mark.nightly] if one.nightly else [])
+        for one in SCENARIOS
+    ]
+
+
+@pytest.mark.parametrize("drafted", parameters())
+def test_patched(drafted, serves, drafted_alone):
+    answers, result, detail = serves(drafted, "patched")
+    assert result == "right", detail
+    rounds, alone = [answer.rounds for answer in answers], drafted_alone(drafted)
+    assert tokens_a_round(alone) > 1.1, f"this draft foresees nothing: {alone}"
+    if drafted.sides == BOTH:
+        assert rounds == alone, "the draft lacks what it had in one server"
+    else:
+        assert sum(alone) < sum(rounds), "the draft has what nobody gave it"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafted", parameters())
+def test_stock(drafted, serves):
+    """Keeps the table honest."""
+    _, result, detail = serves(drafted, "stock")
+    assert result == drafted.stock, detail
