@@ -1,4 +1,4 @@
-"""Servers that decode speculatively: a draft model on both sides, or on decode alone.
+"""Servers that decode speculatively: a draft model on both sides, or on one.
 
 Whatever a draft proposes, token ids are those of one server without it; how many of its tokens are
 accepted says whether what it needs has come with the KV.
@@ -27,7 +27,8 @@ PATIENCE = 120  # seconds
 NEW_TOKENS = 40
 LLAMA = TinyLlama(layers=4, later=0.1)
 MLA = TinyMLA(layers=4, later=0.1)
-BOTH, DECODE = ("prefill", "decode"), ("decode",)
+PREFILL, DECODE = ("prefill",), ("decode",)
+BOTH = PREFILL + DECODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ SCENARIOS = [
     nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
     nixl("decode_alone", DECODE, "right"),
     nixl("decode_alone_pp2", DECODE, "right", prefill_pp=2, page_size=16),
+    nixl("prefill_alone", PREFILL, "hang", True),
     ascend("both", BOTH, "right"),
     ascend("decode_alone", DECODE, "right", True),
     ascend("decode_alone_pp2", DECODE, "wrong", prefill_pp=2),
@@ -171,8 +173,10 @@ def test_patched(drafted, serves, drafted_alone):
     assert tokens_a_round(alone) > 1.1, f"this draft foresees nothing: {alone}"
     if drafted.sides == BOTH:
         assert rounds == alone, "the draft lacks what it had in one server"
-    else:
+    elif drafted.sides == DECODE:
         assert sum(alone) < sum(rounds), "the draft has what nobody gave it"
+    else:
+        assert not any(rounds), "decode has no draft"
 
 
 @pytest.mark.nightly
