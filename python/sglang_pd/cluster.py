@@ -449,8 +449,9 @@ async def ask_all(
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
         try:
-            while not is_lost() and (await asyncio.wait(asking, timeout=0.5))[1]:
-                continue
+            while (await asyncio.wait(asking, timeout=0.5))[1]:
+                if await asyncio.to_thread(is_lost):
+                    break
         finally:
             for task in asking:
                 task.cancel()
