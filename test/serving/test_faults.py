@@ -68,7 +68,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
     assert row["more_files"] <= MORE_FILES, row
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)])
 def test_an_unfit_pair_is_refused_at_once(backend):
     """Six heads on three ranks and on two: a head would have to be cut."""
     if reason := cluster.why_not_here(backend, 5, ("patched", "patched")):

@@ -154,10 +154,11 @@ def branching() -> list[list[int]]:
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
 def test_prompts_that_share_a_prefix(pair, nixl, reference):
+    """The first is there when the others come, at once."""
     asked = branching()
     expected = reference(nixl.model, NEW_TOKENS, asked)
-    for prompt, answer in zip(asked, expected):
-        nixl.check(pair, [answer], [prompt])
+    nixl.check(pair, expected[:1], asked[:1])
+    nixl.check(pair, expected[1:], asked[1:])
     nixl.check(pair, expected, asked)
 
 
@@ -183,7 +184,7 @@ def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
 def test_a_stream(pair, nixl, reference):
-    for prompt, expected in zip(prompts(), reference(nixl.model, NEW_TOKENS)):
+    for prompt, expected in list(zip(prompts(), reference(nixl.model, NEW_TOKENS)))[::2]:
         pieces = streamed(nixl.routers[pair].url, prompt)
         assert len(pieces) > 1
         assert all(expected.ids[: len(piece)] == tuple(piece) for piece in pieces)
@@ -193,7 +194,7 @@ def test_a_stream(pair, nixl, reference):
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
 def test_an_aborted_stream(pair, nixl, reference):
     p, d = pair
-    for prompt in prompts():
+    for prompt in prompts()[::2]:
         assert streamed(nixl.routers[pair].url, prompt, 1)
     for server in (nixl.prefills[p], nixl.decodes[d]):
         seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
