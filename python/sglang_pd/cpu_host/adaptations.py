@@ -159,11 +159,17 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     memory_pool_npu.torch_npu = operators
 
 
-def cheap_chunks(torch_native_backend: ModuleType) -> None:
-    """Compute the new tokens of a prompt's chunk, and not all before them again."""
+def torch_native_attention(torch_native_backend: ModuleType) -> None:
+    """Compute the new tokens of a prompt's chunk, and not all before them again; pad for DP.
+
+    With DP attention idle ranks and short batches are padded by requests of a length that each
+    attention backend names, and this one does not.
+    """
     from sglang_pd.cpu_host.attention import extend
 
-    torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+    backend = torch_native_backend.TorchNativeAttnBackend
+    backend._run_sdpa_forward_extend = extend
+    backend.get_cuda_graph_seq_len_fill_value = lambda self: 1
 
 
 def ascend_attention(attention_registry: ModuleType) -> None:
