@@ -219,6 +219,7 @@ def engine_server(
     chunk: int = 256,
     overlap: bool = False,
     idle_sleep: bool = True,
+    kv_dtype: str = "auto",
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
     fork: bool = True,
@@ -227,7 +228,8 @@ def engine_server(
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
     scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
-    core to others, for up to a second, also while it waits for the other server. ``options`` are
+    core to others, for up to a second, also while it waits for the other server. ``kv_dtype`` is
+    that of the KV pool, "auto" the model's. ``options`` are
     added to its command, ``environment`` to its environment. With ``fork`` its processes are forks
     where they can be, see `forks`. On NPUs its ranks have one each, from ``first_npu`` on;
     attention and page size are then those that NPUs have, and nothing is forked.
@@ -250,6 +252,7 @@ def engine_server(
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
+    command += ["--kv-cache-dtype", kv_dtype]
     command += ["--skip-server-warmup"]
     if idle_sleep:
         command += ["--sleep-on-idle"]

@@ -22,6 +22,13 @@ def test_a_rank_holds_the_heads_it_is_dealt(total):
             assert list(range(heads.start, heads.stop)) == hand, (ranks, rank)
 
 
+def test_a_model_without_kv_heads():
+    """One with recurrent layers alone: each rank holds none, and none is sent."""
+    assert all(heads_of_rank(rank, 4, 0).count == 0 for rank in range(4))
+    none = heads_of_rank(0, 4, 0)
+    assert share_of_sender(none, heads_of_rank(0, 2, 0), (0, 4), (0, 2)).count == 0
+
+
 @pytest.mark.parametrize("total", SIZES[1:])
 def test_heads_that_no_engine_splits_are_refused(total):
     others = [ranks for ranks in SIZES if not splittable(total, ranks)]
