@@ -144,7 +144,7 @@ def base(title: str) -> None:
     """The environment with torch and all packages."""
     chosen = os.environ.get("SGLANG_PD_TORCH")
     torch = chosen or DEFAULT_TORCH
-    key = digest(REQUIREMENTS)
+    key = digest(REQUIREMENTS, text=UV)
     # Not chosen now: the torch that was chosen when it was made is right.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
