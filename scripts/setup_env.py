@@ -148,6 +148,11 @@ def base(title: str) -> None:
     # Not chosen now: the torch that was chosen when it was made is right.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
+    if BASE.is_symlink():
+        sys.exit(
+            f"setup: .pd-env/base is a link to {BASE.resolve()}, which is not what this checkout "
+            "needs; remove the link, or run scripts/setup.sh where it leads"
+        )
     python = BASE / "bin" / "python"
     with step(f"{title} in .pd-env/base"):
         run(sys.executable, "-m", "venv", "--clear", BASE)

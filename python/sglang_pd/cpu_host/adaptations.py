@@ -1,6 +1,7 @@
 """What the CPU host changes in imported modules, and why.  Each function takes the module."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -66,6 +67,17 @@ def torch_streams(torch: ModuleType) -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext(stream)
     torch.cuda.set_stream = lambda stream: None
     torch.cuda.synchronize = lambda device=None: None
+    torch.tensor = _without_pinning(torch.tensor)
+
+
+def _without_pinning(make):
+    """With DP attention the engine pins small tensors for a copy that here there is not."""
+
+    @functools.wraps(make)
+    def made(*args, pin_memory=False, **kwargs):
+        return make(*args, **kwargs)
+
+    return made
 
 
 def whole_kv_heads(update_config: ModuleType) -> None:
