@@ -324,7 +324,7 @@ def hang_ups() -> list[str]:
         "Clients that hang up: for each seed 200 clients, up to 0.1 s apart, with prompts of 3 to",
         "1,500 tokens, prefilled in chunks of 128. Each asks both servers, or the router, and",
         'closes its connections, with "either" one of them, after random()**2 * 1.5 s; the engine',
-        "looks every 4 s for who has gone. Then six prompts are sent at once: the longest time",
+        "looks each second for who has gone. Then six prompts are sent at once: the longest time",
         "until all are answered, and what the servers still hold 10 s later. Stages have unequal",
         "lengths, for which stock's tokens are wrong. Busy: how much longer a loop took than its",
         "processor time, for what else ran on the machine, and as much longer clients took.",

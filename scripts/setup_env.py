@@ -5,8 +5,8 @@
     patched/  the published engine with this checkout's patch set applied
     nixl/     other releases of NIXL than base's, each asked for by --nixl
 
-A step that is done is left alone; one that was interrupted is done again from its beginning.
-Everything that is installed is logged in .pd-env/logs/setup.log.
+Packages come by uv, torch by pip. A step that is done is left alone; one that was interrupted is
+done again.
 """
 
 import argparse
@@ -18,21 +18,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PD_ENV = ROOT / ".pd-env"
-LOG = PD_ENV / "logs" / "setup.log"
 BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 ENGINE = "sglang==0.5.9"
 DEFAULT_TORCH = "torch==2.13.0"
-# Modules are compiled on all cores rather than by pip: else at each import where the environment
-# says PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
+UV = "uv==0.13.9"
+# Modules are compiled at once, on all cores: else at each import where the environment says
+# PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
 NOT_COMPILED = "/tests/|py312"
-PIP_OPTIONS = ["--no-compile", "--progress-bar", "off"]
 NO_CUDA = ROOT / "scripts" / "no_cuda.c"
 # Of python/sglang_pd: starts and asks servers, and does not decide what the patch set writes.
 HARNESS = {"cpu_host", "cluster.py", "demo.py", "forks.py", "keeper.py", "ports.py", "__pycache__"}
@@ -60,73 +60,35 @@ def say(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
-class Progress:
-    """One line per step: rewritten every second on a terminal, every 20 seconds in a log."""
-
-    def __init__(self, title: str):
-        self.title = title
-        self.detail = ""
-        self.start = time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self.done = threading.Event()
-
-    def __enter__(self):
-        say(f"{self.title} ...")
-        self.ticker = threading.Thread(target=self._tick, daemon=True)
-        self.ticker.start()
-        return self
-
-    def __exit__(self, kind, error, trace):
-        self.done.set()
-        self.ticker.join()
-        if kind is None:
-            say(self._line("done"))
-
-    def _line(self, state: str) -> str:
-        seconds = time.monotonic() - self.start
-        return f"{self.title}: {state}, {seconds:.0f} s"
-
-    def _tick(self) -> None:
-        while not self.done.wait(1 if self.terminal else 20):
-            line = self._line(self.detail or "running")
-            if self.terminal:
-                print(f"\r\033[Ksetup: {line}", end="", file=sys.stderr, flush=True)
-            else:
-                say(line)
-        if self.terminal:
-            print("\r\033[K", end="", file=sys.stderr)
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Say what begins, and how long it took; what its commands say is between."""
+    say(f"{title} ...")
+    start = time.monotonic()
+    yield
+    say(f"{title}: done, {time.monotonic() - start:.0f} s")
 
 
-def run(progress: Progress, *command: str | Path, total: int = 0) -> None:
-    """Run a command, its output to the log; counts what pip collects out of ``total``.
+def run(*command: str | Path, quiet: bool = False) -> None:
+    """Run a command, whose output is shown; a quiet one's if it fails.
 
     Raises:
-        SystemExit: it failed; the message holds the end of its output.
+        SystemExit: it failed.
     """
-    tail: list[str] = []
-    collected = 0
     words = [str(word) for word in command]
-    with LOG.open("a") as log:
-        print(f"\n$ {shlex.join(words)}", file=log, flush=True)
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    shown = subprocess.PIPE if quiet else sys.stderr
+    done = subprocess.run(words, stdout=shown, stderr=subprocess.STDOUT if quiet else None)
+    if done.returncode != 0:
+        sys.stderr.write((done.stdout or b"").decode(errors="replace"))
+        sys.exit(
+            f"setup: this failed (status {done.returncode}): {shlex.join(words)}\n"
+            "setup: its output above says why; run again to resume"
         )
-        for line in process.stdout:
-            log.write(line)
-            tail = [*tail[-19:], line.rstrip()]
-            if line.startswith("Collecting "):
-                collected += 1
-                of_all = f" of {total}" if total else ""
-                progress.detail = f"{collected}{of_all} packages fetched"
-            elif line.startswith("Installing collected packages"):
-                progress.detail = f"installing {line.count(',') + 1} packages"
-        if process.wait() != 0:
-            print(file=sys.stderr)
-            sys.exit(
-                "\n".join(tail)
-                + f"\nsetup: this failed (status {process.returncode}): {shlex.join(words)}"
-                + f"\nsetup: the whole log is {LOG}; run again to resume"
-            )
+
+
+def uv_install(python: Path, *what: str | Path) -> None:
+    """Install these, and nothing that they name, for a Python."""
+    run(BASE / "bin" / "uv", "pip", "install", "--python", python, "--no-deps", *what)
 
 
 def digest(*paths: Path, text: str = "") -> str:
@@ -167,9 +129,9 @@ def system_libraries(title: str) -> None:
     if not missing:
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
-        with Progress(f"{title} ({' '.join(missing)})") as progress:
-            run(progress, "apt-get", "update")
-            run(progress, "apt-get", "install", "-y", "--no-install-recommends", *missing)
+        with step(f"{title} ({' '.join(missing)})"):
+            run("apt-get", "update", "-q")
+            run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
         missing = missing_libraries()
     if missing:
         say(
@@ -182,30 +144,34 @@ def base(title: str) -> None:
     """The environment with torch and all packages."""
     chosen = os.environ.get("SGLANG_PD_TORCH")
     torch = chosen or DEFAULT_TORCH
-    key = digest(REQUIREMENTS)
+    key = digest(REQUIREMENTS, text=UV)
     # Not chosen now: the torch that was chosen when it was made is right.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
-    names = [line for line in REQUIREMENTS.read_text().splitlines() if "==" in line]
-    with Progress(f"{title} in .pd-env/base") as progress:
-        run(progress, sys.executable, "-m", "venv", "--clear", BASE)
-        pip = [BASE / "bin" / "python", "-m", "pip", "install", *PIP_OPTIONS]
-        run(progress, *pip, "--no-deps", "-r", REQUIREMENTS, total=len(names))
+    if BASE.is_symlink():
+        sys.exit(
+            f"setup: .pd-env/base is a link to {BASE.resolve()}, which is not what this checkout "
+            "needs; remove the link, or run scripts/setup.sh where it leads"
+        )
+    python = BASE / "bin" / "python"
+    with step(f"{title} in .pd-env/base"):
+        run(sys.executable, "-m", "venv", "--clear", BASE)
+        pip = [python, "-m", "pip", "install", "--no-compile"]
+        run(*pip, "--quiet", UV)
+        uv_install(python, "-r", REQUIREMENTS)
         if torch == "existing":
             (site_packages(BASE) / "existing_torch.pth").write_text(f"{existing_torch()}\n")
         else:
-            progress.detail = "torch"
-            run(progress, *pip, *shlex.split(torch))
-        compile_modules(progress, site_packages(BASE))
-        run(progress, BASE / "bin" / "python", "-c", "import torch; print(torch.__version__)")
+            run(*pip, *shlex.split(torch))
+        compile_modules(site_packages(BASE))
+        run(python, "-c", "import torch; print('torch', torch.__version__)")
         (BASE / ".torch").write_text(torch)
         (BASE / ".ready").write_text(key)
 
 
-def compile_modules(progress: Progress, folder: Path) -> None:
-    progress.detail = "compiling modules"
-    compile_all = [BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0"]
-    run(progress, *compile_all, "-x", NOT_COMPILED, folder)
+def compile_modules(folder: Path) -> None:
+    say("compiling modules")
+    run(BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0", "-x", NOT_COMPILED, folder)
 
 
 def existing_torch() -> Path:
@@ -226,16 +192,15 @@ def engine(title: str, name: str) -> None:
     key = digest(text=f"{ENGINE}\0{path_file}\0{(BASE / '.ready').read_text()}")
     if is_done(folder, key):
         return
-    with Progress(f"{title} in .pd-env/{name}") as progress:
-        run(progress, sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
-        pip = [BASE / "bin" / "python", "-m", "pip", "--python", folder / "bin" / "python"]
-        run(progress, *pip, "install", *PIP_OPTIONS, "--no-deps", ENGINE)
+    with step(f"{title} in .pd-env/{name}"):
+        run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
+        uv_install(folder / "bin" / "python", ENGINE)
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
-        compile_modules(progress, site_packages(folder))
-        progress.detail = "first import"
+        compile_modules(site_packages(folder))
+        say("first import")
         on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
         check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
-        run(progress, "env", *on_cpu_host, *check)
+        run("env", *on_cpu_host, *check, quiet=True)
         (folder / ".ready").write_text(key)
 
 
@@ -257,11 +222,11 @@ def patch_set(title: str) -> None:
     if is_done(folder, key, ".applied"):
         return
     tool = [folder / "bin" / "python", "-m", "sglang_pd"]
-    with Progress(title) as progress:
+    with step(title):
         if (folder / ".applied").exists():
-            run(progress, *tool, "revert")
+            run(*tool, "revert")
         (folder / ".applied").write_text("under way")
-        run(progress, *tool, "apply")
+        run(*tool, "apply")
         (folder / ".applied").write_text(key)
 
 
@@ -272,14 +237,13 @@ def other_nixl(title: str, version: str) -> None:
         return
     unfinished = folder.with_name(f"{version}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    with Progress(f"{title} in .pd-env/nixl/{version}") as progress:
-        pip = [BASE / "bin" / "python", "-m", "pip", "install", *PIP_OPTIONS]
+    with step(f"{title} in .pd-env/nixl/{version}"):
         wanted = [f"nixl=={version}", f"nixl-cu12=={version}"]
-        run(progress, *pip, "--no-deps", "--target", unfinished, *wanted)
+        uv_install(BASE / "bin" / "python", "--target", unfinished, *wanted)
         if needs_cuda(unfinished) and shutil.which("cc"):
             (unfinished / "no_cuda").mkdir()
             link = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", NO_CUDA]
-            run(progress, "cc", "-o", unfinished / "no_cuda" / "libcuda.so.1", *link)
+            run("cc", "-o", unfinished / "no_cuda" / "libcuda.so.1", *link)
     unfinished.rename(folder)
 
 
@@ -319,7 +283,7 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
     wanted = asked.engines or ([] if asked.nixl else ["stock", "patched"])
     if not set(wanted) <= {"stock", "patched"}:
         ask.error(f"unknown engine among {wanted}: choose stock or patched")
-    LOG.parent.mkdir(parents=True, exist_ok=True)
+    PD_ENV.mkdir(exist_ok=True)
     with (PD_ENV / "setup.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

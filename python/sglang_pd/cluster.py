@@ -231,6 +231,7 @@ def engine_server(
     chunk: int = 256,
     overlap: bool = False,
     idle_sleep: bool = True,
+    kv_dtype: str = "auto",
     draft: Path | None = None,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -240,11 +241,11 @@ def engine_server(
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
     scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
-    core to others, for up to a second, also while it waits for the other server. With the folder
-    of a ``draft`` model it speculates. ``options`` are added to its command, ``environment`` to its
-    environment. With ``fork`` its processes are forks where they can be, see `forks`. On NPUs its
-    ranks have one each, from ``first_npu`` on; attention and page size are then those that NPUs
-    have, and nothing is forked.
+    core to others, for up to a second, also while it waits for the other server. ``kv_dtype`` is
+    that of the KV pool, "auto" the model's. With the folder of a ``draft`` model it speculates.
+    ``options`` are added to its command, ``environment`` to its environment. With ``fork`` its
+    processes are forks where they can be, see `forks`. On NPUs its ranks have one each, from
+    ``first_npu`` on; attention and page size are then those that NPUs have, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -264,6 +265,7 @@ def engine_server(
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
+    command += ["--kv-cache-dtype", kv_dtype]
     command += ["--skip-server-warmup"]
     if idle_sleep:
         command += ["--sleep-on-idle"]
@@ -465,8 +467,9 @@ async def ask_all(
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
         try:
-            while not is_lost() and (await asyncio.wait(asking, timeout=0.5))[1]:
-                continue
+            while (await asyncio.wait(asking, timeout=0.5))[1]:
+                if await asyncio.to_thread(is_lost):
+                    break
         finally:
             for task in asking:
                 task.cancel()

@@ -1,15 +1,17 @@
 """What scheduler processes of a running server say of themselves: `sglang_pd.cpu_host.probe`."""
 
+import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 from serving_checks import seconds_until
 
 from sglang_pd import cluster
-from sglang_pd.cpu_host.probe import FOLDER
+from sglang_pd.cpu_host.probe import FOLDER, HOLD
 
 # What a manager keeps of rooms that are over, for requests that may still come; bounded.
 REMEMBERED = ("given_up", "aborted")
@@ -35,6 +37,28 @@ def look(server: cluster.Server) -> list[dict]:
         os.kill(int(file.stem), signal.SIGUSR1)
     seconds_until(lambda: all(file.exists() for file in files), PATIENCE)
     return [json.loads(file.read_text()) for file in files]
+
+
+@contextlib.contextmanager
+def held_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Callable[[], None]]:
+    """Let the server stand still when it has sent so many tokens of a prompt, within the block.
+
+    Gives a function that waits until it does.
+    """
+    hold = Path(prefill.environment[FOLDER]) / HOLD
+    draft = hold.with_suffix(".draft")
+    draft.write_text(str(tokens))
+    draft.replace(hold)
+
+    def wait() -> None:
+        seconds_until(lambda: any(hold.parent.glob("held-*")), PATIENCE)
+
+    try:
+        yield wait
+    finally:
+        hold.unlink()
+        for file in hold.parent.glob("held-*"):
+            file.unlink()
 
 
 def rank_name(seen: dict) -> str:

@@ -73,11 +73,11 @@ class Scenario:
     topology: Topology
     model: TinyModel
     stock: str
-    always: tuple[str, ...] = ("patched",)  # the tests that it is in without --nightly
+    always: tuple[str, ...] = ()  # the tests that it is in without --nightly
     new_tokens: int = NEW_TOKENS
 
 
-def nixl(name: str, model: TinyModel, stock: str, always=("patched",), **sizes) -> Scenario:
+def nixl(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
     return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, stock, always)
 
 
@@ -96,40 +96,52 @@ def full_pool(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Sc
     return dataclasses.replace(fleet, new_tokens=LONG)
 
 
+# What every run leaves out of "patched" is in test_shared_fleet.py, or differs in one thing alone.
 SCENARIOS = [
-    nixl("tp2_to_1", FOUR_HEADS, "hang", ("stock", "patched"), prefill_tp=2, page_size=16),
-    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", prefill_tp=4),
+    nixl("tp2_to_1", FOUR_HEADS, "hang", ("stock",), prefill_tp=2, page_size=16),
+    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", ("patched",), prefill_tp=4),
     nixl("tp1_to_4_replicated", TWO_HEADS, "http 500", decode_tp=4),
-    nixl("tp2_to_4_replicated", TWO_HEADS, "http 500", (), prefill_tp=2, decode_tp=4, page_size=16),
-    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", (), prefill_tp=2, prefill_pp=2),
-    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock", "patched"), prefill_pp=2),
-    nixl("tp1_to_1", FOUR_HEADS, "right", (), page_size=16),
-    nixl("tp2_to_2", FOUR_HEADS, "right", (), prefill_tp=2, decode_tp=2),
+    nixl("tp2_to_4_replicated", TWO_HEADS, "http 500", prefill_tp=2, decode_tp=4, page_size=16),
+    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", prefill_tp=2, prefill_pp=2),
+    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock",), prefill_pp=2),
+    nixl("tp1_to_1", FOUR_HEADS, "right", page_size=16),
+    nixl("tp2_to_2", FOUR_HEADS, "right", prefill_tp=2, decode_tp=2),
     nixl("tp1_to_2", FOUR_HEADS, "right", ("mixed",), decode_tp=2, page_size=128),
-    nixl("pp2_even_layers", FOUR_HEADS, "right", (), prefill_pp=2, page_size=16),
+    nixl("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
+    # Clients ask for logprobs, of which decode's last stage has none at first.
+    nixl("pp2_to_pp2", FIVE_LAYERS, "http 502", ("stock", "patched"), prefill_pp=2, decode_pp=2),
     mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
-    mooncake("tp2_to_1", FOUR_HEADS, "right", ("patched",), prefill_tp=2),
+    mooncake("tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
     mooncake("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=16),
-    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", ("patched",), prefill_tp=4),
+    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", prefill_tp=4),
     mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", decode_tp=4),
     mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", prefill_tp=2, decode_tp=4),
     mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", prefill_tp=2, prefill_pp=2),
-    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("patched",), prefill_pp=2),
+    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock", "patched"), prefill_pp=2),
     mooncake("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
     ascend("mla_pp1", SEVEN_LAYERS_MLA, "right"),
-    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", ("stock", "patched"), prefill_pp=2),
+    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", ("stock",), prefill_pp=2),
     ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", prefill_pp=3),
     ascend("mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2, decode_tp=2),
     ascend("mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2),
     ascend("gqa_tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
     ascend("fia", FOUR_HEADS, "wrong", ("stock",), fia=True),
     ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", ("patched",), fia=True, prefill_pp=2),
-    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", ("patched",), fia=True, prefill_tp=2),
+    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", fia=True, prefill_tp=2),
     # 502 is the router's answer when decode has died.
-    ascend("mla_retract", SEVEN_LAYERS_MLA, "http 502", ("stock", "patched"), retract=True),
+    ascend("mla_retract", SEVEN_LAYERS_MLA, "http 502", ("stock",), retract=True),
     ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "http 502", retract=True, prefill_pp=2),
     ascend("gqa_retract", FOUR_HEADS, "http 502", retract=True),
     ascend("fia_retract", FOUR_HEADS, "wrong", ("patched",), fia=True, retract=True),
+    ascend(
+        "mla_pp2_to_pp2_retract",
+        SEVEN_LAYERS_MLA,
+        "http 502",
+        (),
+        prefill_pp=2,
+        decode_pp=2,
+        retract=True,
+    ),
     full_pool("mla", SEVEN_LAYERS_MLA, "http 502"),
     full_pool("gqa", FOUR_HEADS, "http 502", ("patched",)),
     full_pool("mla_pp2", SEVEN_LAYERS_MLA, "http 502", prefill_pp=2),

@@ -6,15 +6,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving_checks import busy, held, holds_nothing, open_files, outcome, record, seconds_until
+from probed import held_in_mid_prompt, probed
+from serving_checks import busy, holds_nothing, open_files, outcome, record, seconds_until
 from serving_scenarios import FOUR_HEADS, GQA, NEW_TOKENS, model_folder, prompts
 
 from sglang_pd import cluster
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-# Prefilled, and sent, in many chunks: time enough to die in between. Not longer, for prefill
-# computes them all before it says that decode is dead.
+# Prefilled, and sent, in many chunks. Not longer, for prefill computes them all before it says
+# that decode is dead.
 LONG_PROMPT = 1500
 CHUNK = 64
 # The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
@@ -67,7 +68,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
     assert row["more_files"] <= MORE_FILES, row
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)])
 def test_an_unfit_pair_is_refused_at_once(backend):
     """Six heads on three ranks and on two: a head would have to be cut."""
     if reason := cluster.why_not_here(backend, 5, ("patched", "patched")):
@@ -105,9 +106,10 @@ def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cl
         cluster.PD_ENV / "logs" / "serving" / label,
         "patched",
         "patched",
+        environment=probed(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
+        chunk=CHUNK,
     )
-    prefill, decode, _ = servers
-    prefill.command = [*prefill.command, "--chunked-prefill-size", str(CHUNK)]
+    _, decode, _ = servers
     decode.environment = {**decode.environment, **HEARTBEAT}
     return servers
 
@@ -126,12 +128,13 @@ def _hang_up(backend, servers, expected) -> None:
     prefill, decode, router = servers
 
     async def ask_and_hang_up() -> None:
-        asking = asyncio.create_task(
-            cluster.ask_all(router.url, [_long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
-        )
-        while await asyncio.to_thread(_prefilled, prefill) < 3 * CHUNK:
-            assert not asking.done(), "it has been answered"
-        asking.cancel()
+        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+            asking = asyncio.create_task(
+                cluster.ask_all(router.url, [_long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
+            )
+            await asyncio.to_thread(reached)
+            asking.cancel()
+            await asyncio.wait([asking])
 
     asyncio.run(ask_and_hang_up())
     free = seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE)
@@ -156,18 +159,14 @@ def _long_prompt(seed: int) -> list[int]:
 def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     """How the client's request fails, and how long after the kill."""
     with ThreadPoolExecutor() as pool:
-        asking = pool.submit(cluster.ask, router.url, [_long_prompt(2)], NEW_TOKENS, PATIENCE)
         # What is prefilled of a prompt is sent while its next chunk is computed.
-        seconds_until(lambda: _prefilled(prefill) >= 3 * CHUNK, ERROR_PATIENCE, pause=0.005)
-        assert _prefilled(prefill) < LONG_PROMPT - 3 * CHUNK, "all but the end is prefilled by now"
-        start = time.monotonic()
-        dying.stop()  # kills all its processes
+        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+            asking = pool.submit(cluster.ask, router.url, [_long_prompt(2)], NEW_TOKENS, PATIENCE)
+            reached()
+            start = time.monotonic()
+            dying.stop()  # kills all its processes
         (answer,) = asking.result()
         return answer.failure, round(time.monotonic() - start, 1)
-
-
-def _prefilled(server: cluster.Server) -> int:
-    return held(server)["num_used_tokens"]
 
 
 def _start_again(server: cluster.Server) -> None:

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from serving_checks import holds_nothing, outcome, record, seconds_until
+import torch
+from serving_checks import LOGPROB_TOLERANCE, holds_nothing, outcome, record, seconds_until
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
+from transformers import AutoModelForCausalLM
 
 from sglang_pd import cluster
 from sglang_pd.cpu_host.models import TinyModel
@@ -154,10 +156,11 @@ def branching() -> list[list[int]]:
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
 def test_prompts_that_share_a_prefix(pair, nixl, reference):
+    """The first is there when the others come, at once."""
     asked = branching()
     expected = reference(nixl.model, NEW_TOKENS, asked)
-    for prompt, answer in zip(asked, expected):
-        nixl.check(pair, [answer], [prompt])
+    nixl.check(pair, expected[:1], asked[:1])
+    nixl.check(pair, expected[1:], asked[1:])
     nixl.check(pair, expected, asked)
 
 
@@ -183,7 +186,7 @@ def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
 def test_a_stream(pair, nixl, reference):
-    for prompt, expected in zip(prompts(), reference(nixl.model, NEW_TOKENS)):
+    for prompt, expected in list(zip(prompts(), reference(nixl.model, NEW_TOKENS)))[::2]:
         pieces = streamed(nixl.routers[pair].url, prompt)
         assert len(pieces) > 1
         assert all(expected.ids[: len(piece)] == tuple(piece) for piece in pieces)
@@ -193,11 +196,48 @@ def test_a_stream(pair, nixl, reference):
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
 def test_an_aborted_stream(pair, nixl, reference):
     p, d = pair
-    for prompt in prompts():
+    for prompt in prompts()[::2]:
         assert streamed(nixl.routers[pair].url, prompt, 1)
     for server in (nixl.prefills[p], nixl.decodes[d]):
         seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
     nixl.check(pair, reference(nixl.model, NEW_TOKENS))
+
+
+def posted(url: str, asked: dict) -> httpx.Response:
+    with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
+        return client.post(f"{url}/generate", json=asked)
+
+
+@pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
+def test_logprobs_of_the_prompt(pair, nixl):
+    """They are prefill's, and the router puts them into decode's answer."""
+    prompt = prompts()[3]
+    asked = body(prompt, return_logprob=True, logprob_start_len=0)
+    rows = posted(nixl.routers[pair].url, asked).json()["meta_info"]["input_token_logprobs"]
+    assert [row[1] for row in rows] == prompt
+    assert rows[0][0] is None
+    found = [row[0] for row in rows[1:]]
+    apart = max(abs(got - want) for got, want in zip(found, logprobs(nixl.model, prompt)))
+    assert apart < LOGPROB_TOLERANCE["float32"]
+
+
+def logprobs(model: TinyModel, prompt: list[int]) -> list[float]:
+    """Of each token but the first, by the model alone."""
+    network = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype="float32")
+    with torch.no_grad():
+        scores = network(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+
+
+def test_several_samples_of_a_prompt(nixl, reference):
+    """0.5.9 gives them all one room, so they cannot be served: the client hears so."""
+    asked = body(prompts()[3])
+    asked["sampling_params"]["n"] = 2
+    answer = posted(nixl.routers["tp2", "tp1"].url, asked)
+    assert answer.status_code >= 400, answer.text
+    nixl.check(("tp2", "tp1"), reference(nixl.model, NEW_TOKENS))
+    for server in (nixl.prefills["tp2"], nixl.decodes["tp1"]):
+        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ class Side:
     k_width: int = 0  # 0: the fleet's
     kv_heads: int = 0  # 0: the fleet's
     dtype: str = "int64"
+    fia: bool | None = None  # None: the fleet's
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,6 +113,7 @@ class Fleet:
                 "k_width": side.k_width or self.k_width,
                 "kv_heads": side.kv_heads or self.kv_heads,
                 "dtype": side.dtype,
+                "fia": self.fia if side.fia is None else side.fia,
                 "environment": side.environment,
             }
             for tp_rank in range(side.tp)

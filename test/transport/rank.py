@@ -56,6 +56,12 @@ HIDDEN_STATES = 8  # the row's number
 UNWRITTEN = 0xA5
 LATE_SECONDS = 3.0
 NO_LAYER = 64
+# Of the manager, by room; a backend has some of them on prefill, others on decode.
+TABLES = (
+    *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
+    *("required_prefill_response_num_table", "prefill_response_tracker", "addr_to_rooms_tracker"),
+    *("asked_rooms", "failing_rooms"),
+)
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
     *("state_conv", "state_temporal"),
@@ -443,19 +449,12 @@ class Rank:
         return state
 
     def kept(self) -> dict:
-        """How much the manager keeps of rooms that are over."""
-        names = (
-            "request_status",
-            "transfer_infos",
-            "transfer_statuses",
-            "failure_records",
-            "failing_rooms",
-            "prefill_response_tracker",
-            "required_prefill_response_num_table",
-        )
-        kept = {name: len(getattr(self.manager, name, ())) for name in names}
-        rooms = getattr(self.manager, "addr_to_rooms_tracker", {}).values()
-        return {**kept, "addr_to_rooms_tracker": sum(map(len, rooms))}
+        """How many rooms are in each table that the manager has of them; see `TABLES`."""
+        tables = {name: getattr(self.manager, name, None) for name in TABLES}
+        kept = {name: len(table) for name, table in tables.items() if table is not None}
+        if "addr_to_rooms_tracker" in kept:
+            kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
+        return kept
 
     def plan_faults(self, **plan) -> dict:
         """See `rank_faults.Faults.plan`."""

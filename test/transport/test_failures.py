@@ -69,6 +69,37 @@ def test_peers_that_do_not_fit(serve, backend, prefill, decode, said):
     assert said in refused(serve, Fleet(prefill, decode, backend=backend))
 
 
+ALL_HAVE = {"request_status", "failure_records"}
+TABLES = {
+    "nixl": (
+        {"transfer_infos"},
+        {
+            "transfer_statuses",
+            "required_prefill_response_num_table",
+            "addr_to_rooms_tracker",
+        },
+    ),
+    "mooncake": (
+        {"transfer_infos"},
+        {
+            "required_prefill_response_num_table",
+            "prefill_response_tracker",
+            "addr_to_rooms_tracker",
+            "asked_rooms",
+            "failing_rooms",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", TABLES)
+def test_the_tables_that_are_looked_at(serve, backend):
+    """One with another name would never be seen to keep anything."""
+    with serve(Fleet(backend=backend)) as servers:
+        found = [set(kept) for kept in servers.kept()]
+    assert found == [ALL_HAVE | names for names in TABLES[backend]]
+
+
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_a_refused_room_is_not_opened(serve, backend):
     """Though the scheduler may ask for that before it has looked at the room's state."""

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fleet import Fleet, Side
 
-pytestmark = [
-    pytest.mark.transport,
-    pytest.mark.parametrize("backend", ["nixl", "mooncake"]),
-]
+pytestmark = pytest.mark.transport
+
+BACKENDS = ("nixl", "mooncake")
 
 # (pages on prefill, pages on decode, chunks)
 REQUESTS = [
@@ -36,12 +35,24 @@ def swa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=6, **more):
     return Fleet(*sides, layers=layers, v_width=4, hybrid="swa", **more)
 
 
-def mamba(tp=1):
-    return Fleet(Side(tp=tp), Side(tp=tp), layers=4, hybrid="mamba")
+def mamba(tp=(1, 1)):
+    return Fleet(*(Side(tp=size) for size in tp), layers=4, hybrid="mamba")
 
 
 def over(backend, fleet):
     return dataclasses.replace(fleet, backend=backend)
+
+
+def in_turn(names):
+    """Each name over each backend; every run takes one of them for each, nightly all."""
+    return pytest.mark.parametrize(
+        "name, backend",
+        [
+            pytest.param(name, backend, marks=[] if at % 2 == turn else [pytest.mark.nightly])
+            for at, name in enumerate(names)
+            for turn, backend in enumerate(BACKENDS)
+        ],
+    )
 
 
 def assert_all_right(servers):
@@ -65,11 +76,11 @@ RIGHT = {
     "swa_tp1_to_2": swa(tp=(1, 2)),
     "swa_draft": swa((2, 2)),
     "mamba": mamba(),
-    "mamba_tp2_to_2": mamba(tp=2),
+    "mamba_tp2_to_2": mamba(tp=(2, 2)),
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@in_turn(RIGHT)
 def test_state(serve, backend, name):
     with serve(over(backend, RIGHT[name])) as servers:
         assert_all_right(servers)
@@ -108,7 +119,7 @@ def first_stage_last(servers, src, dst):
         return [future.result() for future in received]
 
 
-@pytest.mark.parametrize("name", SWA_STAGES)
+@in_turn(SWA_STAGES)
 def test_stages_of_sliding_windows(serve, backend, name):
     with serve(over(backend, SWA_STAGES[name])) as servers:
         for src, dst, _ in REQUESTS[:2]:
@@ -117,7 +128,7 @@ def test_stages_of_sliding_windows(serve, backend, name):
         assert_all_right(servers)
 
 
-@pytest.mark.parametrize("name", ["full", "window"])
+@in_turn(["full", "window"])
 def test_stock_stages_of_sliding_windows(serve, backend, name):
     with serve(over(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
@@ -133,7 +144,7 @@ ONE_SIDED = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_SIDED)
+@in_turn(ONE_SIDED)
 def test_draft_on_one_side(serve, nursery, backend, name):
     """What only one side has is left out, and prefill's log says so once for a decode rank."""
     log = nursery("patched").log
@@ -171,11 +182,12 @@ def assert_draft_state_unwritten(serve, fleet, engines):
 
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
-@pytest.mark.parametrize("name", UNWRITTEN)
+@in_turn(UNWRITTEN)
 def test_stock_leaves_draft_state_unwritten(serve, backend, name, engines):
     assert_draft_state_unwritten(serve, over(backend, UNWRITTEN[name]), engines)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_stock_alone_leaves_draft_state_unwritten(serve, backend):
     fleet = over(backend, RIGHT["nsa_draft_pp3_uneven"])
     assert_draft_state_unwritten(serve, fleet, ENGINES[0])
@@ -192,7 +204,8 @@ MIXED = {
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", MIXED)
-@pytest.mark.nightly  # the suite has 45 minutes
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.nightly
 def test_mixed_fleet(serve, backend, name, engines):
     with serve(over(backend, MIXED[name]), *engines) as servers:
         assert_all_right(servers)
@@ -204,7 +217,7 @@ DRAFT_ON_ONE_SIDE = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFT_ON_ONE_SIDE)
+@in_turn(DRAFT_ON_ONE_SIDE)
 def test_draft_on_one_side_with_stock_decode(serve, backend, name):
     """Our last stage may register as many state buffers as decode, which has all layers."""
     with serve(over(backend, DRAFT_ON_ONE_SIDE[name]), "patched", "stock") as servers:
@@ -215,7 +228,7 @@ def test_draft_on_one_side_with_stock_decode(serve, backend, name):
 STOCK_ENDS = {"draft_on_prefill": ONE_SIDED["prefill"], "swa_tp2_to_1": RIGHT["swa_tp2_to_1"]}
 
 
-@pytest.mark.parametrize("name", STOCK_ENDS)
+@in_turn(STOCK_ENDS)
 def test_stock_prefill_ends(serve, backend, name):
     """Over NIXL its scheduler raises, over Mooncake its transfer thread is lost."""
     with serve(over(backend, STOCK_ENDS[name]), "stock", "stock") as servers:

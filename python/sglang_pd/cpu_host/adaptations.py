@@ -1,6 +1,7 @@
 """What the CPU host changes in imported modules, and why.  Each function takes the module."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -66,6 +67,17 @@ def torch_streams(torch: ModuleType) -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext(stream)
     torch.cuda.set_stream = lambda stream: None
     torch.cuda.synchronize = lambda device=None: None
+    torch.tensor = _without_pinning(torch.tensor)
+
+
+def _without_pinning(make):
+    """With DP attention the engine pins small tensors for a copy that here there is not."""
+
+    @functools.wraps(make)
+    def made(*args, pin_memory=False, **kwargs):
+        return make(*args, **kwargs)
+
+    return made
 
 
 def whole_kv_heads(update_config: ModuleType) -> None:
@@ -159,11 +171,18 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     memory_pool_npu.torch_npu = operators
 
 
-def cheap_chunks(torch_native_backend: ModuleType) -> None:
-    """Compute the new tokens of a prompt's chunk, and not all before them again."""
+def torch_native_attention(torch_native_backend: ModuleType) -> None:
+    """Compute the new tokens of a prompt's chunk, and not all before them again; pad for DP; draft.
+
+    With DP attention idle ranks and short batches are padded by requests of a length that each
+    attention backend names, and this one does not.
+    """
     from sglang_pd.cpu_host.attention import extend
 
-    torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+    backend = torch_native_backend.TorchNativeAttnBackend
+    backend._run_sdpa_forward_extend = extend
+    backend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    speculative_attention(torch_native_backend)
 
 
 def ascend_attention(attention_registry: ModuleType) -> None:
@@ -186,7 +205,7 @@ def chains_of_drafts(eagle_utils: ModuleType) -> None:
 
 
 def speculative_attention(torch_native_backend: ModuleType) -> None:
-    """Let the torch-native backend, which knows prompts and single tokens, verify and draft."""
+    """Let the backend, which knows prompts and single tokens, verify and draft."""
     from sglang_pd.cpu_host.speculation import decoded_lengths, extended_lengths
 
     backend = torch_native_backend.TorchNativeAttnBackend
@@ -201,12 +220,6 @@ def speculative_attention(torch_native_backend: ModuleType) -> None:
         return decode(self, q, k, v, layer, batch, save_kv_cache)
 
     backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
-
-
-def torch_native(torch_native_backend: ModuleType) -> None:
-    """Both changes to the backend."""
-    cheap_chunks(torch_native_backend)
-    speculative_attention(torch_native_backend)
 
 
 def draft_attention(draft_utils: ModuleType) -> None:

@@ -8,11 +8,15 @@ is set up, and again at each SIGUSR1:
 - ``queues``: how many requests are in each queue
 - ``rooms``: the rooms in each table of the KV manager that has any
 
+Where the folder has a file ``hold`` with a number of tokens, a prefill scheduler that has sent so
+many of a prompt stands still, and writes ``held-PID``, until the file is gone.
+
 ``SGLANG_PD_HEARTBEATS_APART`` is by how many seconds each further TP rank of decode waits longer
 than SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL between two looks at prefill's health, so that ranks
 learn of its death one after the other.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -23,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = "SGLANG_PD_PROBE"
+HOLD = "hold"
 APART = "SGLANG_PD_HEARTBEATS_APART"
 INTERVAL = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 LEAST_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
@@ -79,9 +84,21 @@ class Probe:
 
     def turn(self) -> None:
         """The loop begins anew."""
+        while self._is_held():
+            self.file.with_name(f"held-{os.getpid()}").touch()
+            time.sleep(0.005)
         now = time.monotonic()
         self.pause = max(self.pause, now - self.last)
         self.last = now
+
+    def _is_held(self) -> bool:
+        request = getattr(self.scheduler, "chunked_req", None)
+        hold = self.file.with_name(HOLD)
+        if request is None or not hold.exists():
+            return False
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            return request.start_send_idx >= int(hold.read_text())
+        return False
 
     def write(self) -> None:
         """Write the file, whole or not at all, and forget all pauses but that which may last."""

@@ -48,7 +48,9 @@ def activate() -> None:
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
-    after_import(f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native)
+    after_import(
+        f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
+    )
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
     after_import(
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla

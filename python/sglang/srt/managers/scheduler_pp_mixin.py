@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Dict, List, Optional
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.agreement import agreed
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.utils import get_logprob_dict_from_result
 
 if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.utils import GenerationBatchResult
 
 
 class SchedulerPPMixin:
@@ -76,3 +80,12 @@ class SchedulerPPMixin:
         self.waiting_queue.extend(taken)
         left = {one.req.rid for one in queue.queue}
         return [[rid for rid in rids if rid not in left] for rids in release_rids]
+
+    def _pp_prepare_tensor_dict(
+        self: Scheduler, result: GenerationBatchResult, batch: ScheduleBatch
+    ) -> Dict[str, torch.Tensor]:
+        """What the last stage found; of requests that just came from prefill it has no logprobs."""
+        found = {"next_token_ids": result.next_token_ids}
+        if batch.return_logprob and result.logits_output is not None:
+            found.update(get_logprob_dict_from_result(result))
+        return found

@@ -1,0 +1,200 @@
+"""Put one fault at a time into the patch set; `scripts/test.sh` must find each.
+
+Run by `scripts/mutants.sh`. Each fault is made in a copy of the checkout with an environment of its
+own, in which the tests run, the quick ones first, until one fails.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = Path("python/sglang/srt")
+LAYOUT = "disaggregation/kv_layout"
+TESTS = ("unit", "engine", "transport", "cpu_host", "serving")  # the tool's do not look at it
+NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """In ``file``, each text is replaced by another; it must be there once."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+
+def mutant(name: str, file: str, *changes: tuple[str, str]) -> Mutant:
+    return Mutant(name, file, changes)
+
+
+MUTANTS = (
+    mutant(
+        "replicated heads in another order",
+        f"{LAYOUT}/heads.py",
+        ("head = rank // (tp_size // total)", "head = rank % total"),
+    ),
+    mutant(
+        "each stage's layers begin with 0",
+        f"{LAYOUT}/pools.py",
+        (
+            "list(range(pool.start_layer, pool.start_layer + pool.layer_num))",
+            "list(range(pool.layer_num))",
+        ),
+    ),
+    mutant(
+        "a run of pages where decode's have a gap",
+        f"{LAYOUT}/plan.py",
+        (" | (dst[1:] - dst[:-1] != 1)", ""),
+    ),
+    mutant(
+        "a long page without its last token",
+        f"{LAYOUT}/plan.py",
+        ("row = np.arange(self.rows)", "row = np.arange(min(self.rows, max(16, self.rows - 1)))"),
+        ("np.full(src.size * self.rows, self.length)", "np.full(src.size * row.size, self.length)"),
+    ),
+    mutant(
+        "more pages on decode than prefill sends",
+        f"{LAYOUT}/plan.py",
+        ("if src.size != dst.size:", "if src.size > dst.size:"),
+    ),
+    mutant(
+        "stages that have one sender's number",
+        "disaggregation/common/conn.py",
+        ("return self.attn_tp_rank * self.pp_size + self.pp_rank", "return self.attn_tp_rank"),
+    ),
+    mutant(
+        "done before the last chunk has come",
+        f"{LAYOUT}/arrivals.py",
+        ("if len(self._chunks[who]) == count}", "if self._chunks[who]}"),
+    ),
+    mutant(
+        "a peer made known beside other calls of the agent",
+        "disaggregation/nixl/conn.py",
+        (
+            "            with self.agent_lock:\n"
+            "                self.agent.add_remote_agent(decode_kv_args.agent_metadata)",
+            "            self.agent.add_remote_agent(decode_kv_args.agent_metadata)",
+        ),
+    ),
+    mutant(
+        "FIA: a token for a page",
+        "hardware_backend/npu/memory_pool_npu.py",
+        ("[buffer.nbytes // pages for buffer in buffers]", "[b[0].nbytes for b in buffers]"),
+    ),
+    mutant(
+        "index keys that stay behind in a copy",
+        "hardware_backend/npu/memory_pool_npu.py",
+        ("            buffers.append(self.index_k_buffer)\n", "            pass\n"),
+    ),
+    mutant(
+        "the draft's state is not registered",
+        "disaggregation/utils.py",
+        ("            pools.append(draft_token_to_kv_pool)\n", "            pass\n"),
+    ),
+    mutant(
+        "metadata rows by prefill's width alone",
+        f"{LAYOUT}/aux_rows.py",
+        ("if width == theirs[i] != 0)", "if width)"),
+    ),
+    mutant(
+        "a stage goes by what it hears itself",
+        "disaggregation/common/agreement.py",
+        ("poller.poll = lambda state=states[rid]: state", "poller.poll = poller.poll"),
+    ),
+    mutant(
+        "a rank fails alone",
+        "disaggregation/common/agreement.py",
+        ("op=dist.ReduceOp.MIN", "op=dist.ReduceOp.MAX"),
+    ),
+)
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the checkout that shares base, the models and the references."""
+    copy = folder / "checkout"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+    (copy / ".pd-env").mkdir()
+    for name in ("base", "models", "references"):
+        (copy / ".pd-env" / name).symlink_to(ROOT / ".pd-env" / name)
+    return copy
+
+
+def put(fault: Mutant, checkout: Path) -> Path:
+    """Write the fault into the checkout; returns the file.
+
+    Raises:
+        SystemExit: the text that is to be replaced is not there once.
+    """
+    file = checkout / SOURCES / fault.file
+    text = file.read_text()
+    for old, new in fault.changes:
+        if text.count(old) != 1:
+            sys.exit(f"mutants: {fault.name}: {old!r} is {text.count(old)} times in {fault.file}")
+        text = text.replace(old, new)
+    file.write_text(text)
+    return file
+
+
+def caught_by(checkout: Path) -> str | None:
+    """The first test that fails; None if all pass."""
+    command = ["scripts/cpu_host.sh", "pytest", "-x", "-q", "-m", "not nightly"]
+    for ring in TESTS:
+        done = subprocess.run(
+            [*command, f"test/{ring}"],
+            cwd=checkout,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if done.returncode == 1 and failed:
+            return failed[0].split()[1]
+        if done.returncode != 0:
+            sys.exit(f"mutants: the tests did not run:\n{done.stdout[-4000:]}")
+    return None
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Of these the faults with WORD in their name.")] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Only see that each fault can be made.")
+    ] = False,
+) -> None:
+    """Exit status 0 if each fault is found."""
+    console = Console()
+    table = Table("fault", "found by", "seconds", title="Faults in the patch set, one at a time")
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
+        checkout = copied(Path(folder))
+        for fault in MUTANTS:
+            if only not in fault.name:
+                continue
+            whole = (checkout / SOURCES / fault.file).read_text()
+            file = put(fault, checkout)
+            if not check:
+                start = time.monotonic()
+                found = caught_by(checkout)
+                missed += found is None
+                seconds = f"{time.monotonic() - start:.0f}"
+                console.print(f"{fault.name}: {found or 'NOT FOUND'}, {seconds} s")
+                table.add_row(fault.name, found or "NOT FOUND", seconds)
+            file.write_text(whole)
+    if not check:
+        console.print(table)
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

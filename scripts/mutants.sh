@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Put one fault at a time into the patch set, and see that scripts/test.sh finds it.
+#
+# usage: scripts/mutants.sh [--only WORD] [--check]
+#
+#   --only WORD   of these the faults with WORD in their name
+#   --check       only see that each fault can be made
+#
+# Half an hour on two cores; status 1 if a fault is not found. See scripts/mutants.py.
+set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/scripts/setup.sh"
+exec "$root/.pd-env/base/bin/python" "$root/scripts/mutants.py" "$@"

@@ -1,0 +1,74 @@
+"""Accuracy as upstream's pull requests report it: the engine's own few-shot script, 200 questions.
+
+The model is a tiny one that was trained on sums, written as GSM8K's questions are.
+"""
+
+import re
+import subprocess
+
+import pytest
+from serving_checks import record
+from serving_scenarios import model_folder
+
+from sglang_pd import cluster
+from sglang_pd.cluster import Topology
+from sglang_pd.cpu_host.sums import SHOTS, AddingGQA, AddingMLA, write_sums
+from sglang_pd.device import device
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.nightly,
+    pytest.mark.timeout(2400),  # training takes minutes, once
+    pytest.mark.skipif(device() != "cpu", reason="its models are made for the CPU host"),
+]
+
+QUESTIONS = 200
+NEAR_ONE = 0.95  # what a single server must score, for the figure to say something
+SECONDS = 240
+
+FLEETS = {
+    "nixl TP 2 to 1": (Topology("nixl", prefill_tp=2, page_size=16), AddingGQA()),
+    "nixl TP 4 to 1, replicated heads": (Topology("nixl", prefill_tp=4), AddingGQA()),
+    "ascend MLA, prefill PP 2": (Topology("ascend", prefill_pp=2, page_size=16), AddingMLA()),
+    "ascend FIA": (Topology("ascend", fia=True, page_size=16), AddingGQA()),
+}
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("gsm8k") / "sums.jsonl"
+    write_sums(file, QUESTIONS + 1)
+    return file
+
+
+def accuracy(server: cluster.Server, questions, folder) -> float | None:
+    """What the engine's script says; None if it has no answer in time."""
+    command = [str(cluster.interpreter("stock")), "-m", "sglang.test.few_shot_gsm8k"]
+    command += ["--data-path", str(questions), "--num-questions", str(QUESTIONS + 1)]
+    command += ["--num-shots", str(SHOTS), "--max-new-tokens", "8", "--parallel", "16"]
+    command += ["--host", f"http://{cluster.HOST}", "--port", str(server.port)]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    found = re.search(r"^Accuracy: ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert found or done.returncode != 0, done.stderr[-2000:]
+    return float(found[1]) if found else None
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_accuracy(name, questions, tmp_path):
+    topology, model = FLEETS[name]
+    folder, logs = model_folder(model), cluster.PD_ENV / "logs" / "serving" / "accuracy"
+    single = cluster.engine_server("single", "stock", folder, logs)
+    scores = {}
+    with cluster.running([single]):
+        scores["one server"] = accuracy(single, questions, tmp_path)
+    for engine in ("stock", "patched"):
+        servers = cluster.pd_servers(topology, folder, logs / engine, engine, engine)
+        with cluster.running(servers):
+            scores[engine] = accuracy(servers[-1], questions, tmp_path)
+    record("accuracy", fleet=name, questions=QUESTIONS, **scores)
+    assert scores["one server"] >= NEAR_ONE, scores
+    assert scores["patched"] == scores["one server"], scores
+    assert scores["stock"] is None or scores["stock"] < NEAR_ONE, scores

@@ -1,0 +1,48 @@
+"""KV pools of half and of quarter the width: bytes are bytes, and item lengths are halved."""
+
+import pytest
+from serving_checks import outcome
+from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
+
+from sglang_pd import cluster
+from sglang_pd.cluster import Topology
+from sglang_pd.device import device
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="each takes an NPU more than its own fleet"),
+]
+
+PATIENCE = 120  # seconds
+FLEETS = {
+    "nixl_tp2_to_1": (Topology("nixl", prefill_tp=2, page_size=16), FIVE_LAYERS),
+    "nixl_pp2": (Topology("nixl", prefill_pp=2, page_size=16), FIVE_LAYERS),
+    "ascend_mla_pp2": (Topology("ascend", prefill_pp=2, page_size=16), SEVEN_LAYERS_MLA),
+    "ascend_fia_tp2_to_1": (
+        Topology("ascend", prefill_tp=2, page_size=16, fia=True),
+        FIVE_LAYERS,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e5m2"])
+@pytest.mark.parametrize("name", FLEETS)
+def test_kv_dtype(name, dtype):
+    """Rounding is the same on one server, which keeps its KV in the same type."""
+    topology, model = FLEETS[name]
+    folder = model_folder(model)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"{dtype}-{name}"
+    both = {"kv_dtype": dtype}
+    servers = cluster.pd_servers(topology, folder, logs, "patched", "patched", **both)
+    single = cluster.engine_server(
+        "single", "stock", folder, logs, page_size=16, attention=topology.attention, **both
+    )
+    with cluster.running([*servers, single]):
+        expected = cluster.ask(single.url, prompts(), NEW_TOKENS, PATIENCE)
+        answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, PATIENCE)
+        ended = [server.name for server in (*servers, single) if server.has_ended()]
+    assert not any(answer.failure for answer in expected), expected
+    result, detail = outcome(answers, ended, expected)
+    assert result == "right", detail

@@ -1,0 +1,48 @@
+"""The tool and the engine-free core on other Pythons than 3.11, where such are found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("3.10", "3.12", "3.13")
+# The tool's own dependencies, and what the tests of the two rings need.
+PACKAGES = ("libcst>=1.5", "rich>=13", "tomli>=2", "typer>=0.16", "httpx", "psutil")
+FOR_TESTS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "hatchling")
+RINGS = ("test/unit", "test/tool")
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_other_pythons(version, tmp_path):
+    uv = Path(sys.prefix).parent / "base" / "bin" / "uv"
+    if not uv.exists():
+        pytest.skip("uv comes with scripts/setup.sh, which has not made this environment")
+    never = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
+    found = run(uv, "python", "find", version, env=never)
+    if found.returncode != 0:
+        pytest.skip(f"no Python {version} here: {found.stderr.strip()}")
+    python = tmp_path / "venv" / "bin" / "python"
+    made = run(uv, "venv", "--python", found.stdout.strip(), python.parents[1], env=never)
+    assert made.returncode == 0, made.stderr
+    brought = run(uv, "pip", "install", "--python", python, *PACKAGES, *FOR_TESTS, env=never)
+    assert brought.returncode == 0, brought.stderr
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
+    done = run(
+        *(python, "-m", "pytest", "-q", "-m", "not engine and not nightly"),
+        *("-p", "no:cacheprovider", *RINGS),
+        cwd=ROOT,
+        env={**clean, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
