@@ -155,7 +155,7 @@ def ended(servers) -> list[str]:
 
 def tokens_a_round(rounds: list[int]) -> float:
     """Of those after a request's first one; 1 without any accepted draft."""
-    return round(len(rounds) * (NEW_TOKENS - 1) / max(1, sum(rounds)), 2)
+    return round(len(rounds) * (NEW_TOKENS - 1) / sum(rounds), 2) if any(rounds) else 1.0
 
 
 def parameters() -> list:

@@ -116,16 +116,6 @@ def test_mooncake(serve, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_ipv6(serve, backend):
-    """The ranks' own addresses, that they tell each other."""
-    side = Side(tp=2, environment={"SGLANG_HOST_IP": "::1"})
-    with serve(Fleet(side, dataclasses.replace(side, tp=1), backend=backend)) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
-
-
 def ascend(prefill=None, decode=None, **more):
     """The NPU pools over MemFabric's calls; K and V of these pools are of one width."""
     return Fleet(prefill or Side(), decode or Side(), backend="ascend", **more)
