@@ -20,6 +20,7 @@ import torch
 from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
 from sglang_pd.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
@@ -170,6 +171,7 @@ def test_attention_equals_the_torch_native_one(kind, monkeypatch):
     for number, batch in enumerate(batches()):
         given, rope, joined = arguments(kind, tokens=len(batch["out_cache_loc"]))
         step = "forward_extend" if number < 2 else "forward_decode"
+        batch["forward_mode"] = ForwardMode.EXTEND if number < 2 else ForwardMode.DECODE
         npu_batch = SimpleNamespace(**batch, token_to_kv_pool=npu_pool)
         plain_batch = SimpleNamespace(**batch, token_to_kv_pool=plain_pool)
         got = getattr(ascend, step)(*given, layer, npu_batch, **rope)

@@ -143,7 +143,7 @@ SCENARIOS = [
         retract=True,
     ),
     full_pool("mla", SEVEN_LAYERS_MLA, "http 502"),
-    full_pool("gqa", FOUR_HEADS, "http 502", ("patched",)),
+    full_pool("gqa", FOUR_HEADS, "http 502"),
     full_pool("mla_pp2", SEVEN_LAYERS_MLA, "http 502", prefill_pp=2),
 ]
 

@@ -57,7 +57,7 @@ SCENARIOS = [
     nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
     nixl("decode_alone", DECODE, "right"),
     nixl("decode_alone_pp2", DECODE, "right", prefill_pp=2, page_size=16),
-    nixl("prefill_alone", PREFILL, "hang", True),
+    nixl("prefill_alone", PREFILL, "http 500", True),
     ascend("both", BOTH, "right"),
     ascend("decode_alone", DECODE, "right", True),
     ascend("decode_alone_pp2", DECODE, "wrong", prefill_pp=2),
