@@ -49,9 +49,10 @@ NEW_TOKENS = 12
 # From one token to many pages; the last is prefilled, and sent, in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
 # So long answers that all prompts are decoded at once, and a pool that takes the prompts, in 54
-# pages of 16 tokens, and not their answers, in 78.
+# pages of 16 tokens, and one answer in 4 more, so that a request alone among prompts that wait
+# comes to its end; but not all answers, in 78.
 LONG = 64
-FULL = 56 * 16
+FULL = 59 * 16
 
 
 def prompts() -> list[list[int]]:

@@ -12,6 +12,7 @@ input.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -24,9 +25,13 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing import popen_fork, popen_spawn_posix
 from pathlib import Path
+from types import ModuleType
+
+from sglang_pd.cpu_host.import_hooks import after_import
 
 IMPORTED = (
     "sglang.launch_server",
@@ -40,6 +45,7 @@ IMPORTED_IF_THERE = ("nixl._api",)  # not Mooncake, which starts threads when it
 # They look at each variable for those with a prefix of theirs; as do others, with ``items``.
 GO_OVER_ALL = ("fsspec.config",)
 LIMIT = 1 << 20  # bytes of a message
+BOOTSTRAP_SECONDS = 10  # in which the bootstrap server starts
 
 
 def main(path: Path) -> None:
@@ -48,6 +54,7 @@ def main(path: Path) -> None:
     Raises:
         SystemExit: the engine has started threads, which a fork would not have.
     """
+    after_import("sglang.srt.disaggregation.common.conn", _patient_registration)
     before = dict(os.environ)
     with _noting_reads() as read:
         for name in IMPORTED:
@@ -76,6 +83,28 @@ def main(path: Path) -> None:
                 listener.close()
                 keep(connection, read, made)
             connection.close()
+
+
+def _patient_registration(conn: ModuleType) -> None:
+    """Let a prefill rank register only when the bootstrap server listens.
+
+    The engine starts that server after the ranks, and a forked rank may be there first; it would
+    try once, and remain unknown.
+    """
+    register = conn.CommonKVManager._register_to_bootstrap
+
+    @functools.wraps(register)
+    def register_in_time(self):
+        start = time.monotonic()
+        while time.monotonic() - start < BOOTSTRAP_SECONDS:
+            try:
+                socket.create_connection((self.bootstrap_host, self.bootstrap_port)).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        return register(self)
+
+    conn.CommonKVManager._register_to_bootstrap = register_in_time
 
 
 def is_alone() -> bool:
