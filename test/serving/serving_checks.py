@@ -14,6 +14,7 @@ from sglang_pd.device import DTYPES, device
 # Another TP size or kernel sums in another order. In half precision that may also decide between
 # two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.
 LOGPROB_TOLERANCE = {"float32": 2e-3, "float16": 0.05}
+LOST_SECONDS = 8  # without work
 TOKENS_MUST_AGREE = {"float32": True, "float16": False}
 
 
@@ -72,6 +73,33 @@ def held(server: cluster.Server) -> dict[str, int]:
 
 def holds_nothing(server: cluster.Server) -> bool:
     return not any(held(server).values())
+
+
+class Lost:
+    """Whether no answer is to be expected: for long nothing has been computed.
+
+    Prefill has done its part, or has raised, and decode runs nothing.
+    """
+
+    def __init__(self, prefill: cluster.Server, decode: cluster.Server):
+        self.prefill, self.decode = prefill, decode
+        self.busy_at = time.monotonic()
+
+    def __call__(self) -> bool:
+        if not self._is_idle():
+            self.busy_at = time.monotonic()
+        return time.monotonic() - self.busy_at > LOST_SECONDS
+
+    def _is_idle(self) -> bool:
+        if any(server.has_ended() for server in (self.prefill, self.decode)):
+            return False  # the router will say so
+        raised = "Traceback (most recent call last)" in self.prefill.log.read_text(errors="replace")
+        try:
+            return held(self.decode)["num_running_reqs"] == 0 and (
+                raised or holds_nothing(self.prefill)
+            )
+        except httpx.HTTPError:
+            return False
 
 
 def seconds_until(condition: Callable[[], bool], patience: float, pause: float = 0.05) -> float:

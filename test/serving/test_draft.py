@@ -7,7 +7,7 @@ accepted says whether what it needs has come with the KV.
 import dataclasses
 
 import pytest
-from serving_checks import outcome, record
+from serving_checks import Lost, outcome, record
 from serving_scenarios import model_folder, prompts
 
 from sglang_pd import cluster
@@ -93,13 +93,13 @@ def draft_folder(model: TinyModel):
     return make_draft(model, PD_ENV / "models")
 
 
-def ask(server: cluster.Server, at_once: int | None = 1) -> list[cluster.Answer]:
+def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster.Answer]:
     """Ask one by one, so that a prompt has the same chunks in every fleet.
 
     At the end of a chunk that is not the last the engine's draft reads a token that the target
     would have said there, and not the one that is.
     """
-    return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once)
+    return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once, **more)
 
 
 def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
@@ -130,10 +130,10 @@ def serves(reference):
         expected = reference(drafted.model, NEW_TOKENS)
         servers = fleet(drafted, engine)
         with cluster.running(servers):
-            answers = ask(servers[-1])
+            answers = ask(servers[-1], is_lost=Lost(*servers[:2]))
             result, detail = outcome(answers, ended(servers), expected)
             if result == "right":
-                together = ask(servers[-1], at_once=None)
+                together = ask(servers[-1], at_once=None, is_lost=Lost(*servers[:2]))
                 result, detail = outcome(together, ended(servers), expected)
         record(
             "draft",

@@ -6,9 +6,8 @@ one, where token ids and logprobs must be right.
 
 import time
 
-import httpx
 import pytest
-from serving_checks import held, holds_nothing, outcome, record, retractions
+from serving_checks import Lost, outcome, record, retractions
 from serving_scenarios import MIXED, SCENARIOS, Scenario, model_folder, prompts
 
 from sglang_pd import cluster
@@ -19,34 +18,6 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 PATIENCE = 180  # seconds; a right answer takes a few, on a busy machine half a minute
 STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
-LOST_SECONDS = 8  # without work
-
-
-class Lost:
-    """Whether no answer is to be expected: for long nothing has been computed.
-
-    Prefill has done its part, or has raised, and decode runs nothing.
-    """
-
-    def __init__(self, prefill: cluster.Server, decode: cluster.Server):
-        self.prefill, self.decode = prefill, decode
-        self.busy_at = time.monotonic()
-
-    def __call__(self) -> bool:
-        if not self._is_idle():
-            self.busy_at = time.monotonic()
-        return time.monotonic() - self.busy_at > LOST_SECONDS
-
-    def _is_idle(self) -> bool:
-        if any(server.has_ended() for server in (self.prefill, self.decode)):
-            return False  # the router will say so
-        raised = "Traceback (most recent call last)" in self.prefill.log.read_text(errors="replace")
-        try:
-            return held(self.decode)["num_running_reqs"] == 0 and (
-                raised or holds_nothing(self.prefill)
-            )
-        except httpx.HTTPError:
-            return False
 
 
 def serve(

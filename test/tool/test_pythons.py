@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.10", "3.12", "3.13")
 # The tool's own dependencies, and what the tests of the two rings need.
 PACKAGES = ("libcst>=1.5", "rich>=13", "tomli>=2", "typer>=0.16", "httpx", "psutil")
-FOR_TESTS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "hatchling")
+FOR_TESTS = ("hypothesis", "msgspec", "numpy", "pytest", "pytest-timeout", "hatchling")
 RINGS = ("test/unit", "test/tool")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -23,17 +23,24 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     )
 
 
+def path_with_pyenv() -> str:
+    """PATH with what pyenv has made, and without its shims, which fail for what is not chosen."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    kept = [folder for folder in os.environ["PATH"].split(":") if Path(folder) != pyenv / "shims"]
+    return ":".join([*kept, *map(str, sorted(pyenv.glob("versions/*/bin")))])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_pythons(version, tmp_path):
     uv = Path(sys.prefix).parent / "base" / "bin" / "uv"
     if not uv.exists():
         pytest.skip("uv comes with scripts/setup.sh, which has not made this environment")
-    never = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
+    never = {**os.environ, "UV_PYTHON_DOWNLOADS": "never", "PATH": path_with_pyenv()}
     found = run(uv, "python", "find", version, env=never)
     if found.returncode != 0:
         pytest.skip(f"no Python {version} here: {found.stderr.strip()}")
     python = tmp_path / "venv" / "bin" / "python"
-    made = run(uv, "venv", "--python", found.stdout.strip(), python.parents[1], env=never)
+    made = run(uv, "venv", "--seed", "--python", found.stdout.strip(), python.parents[1], env=never)
     assert made.returncode == 0, made.stderr
     brought = run(uv, "pip", "install", "--python", python, *PACKAGES, *FOR_TESTS, env=never)
     assert brought.returncode == 0, brought.stderr

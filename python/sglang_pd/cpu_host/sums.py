@@ -11,9 +11,9 @@ from pathlib import Path
 
 from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, byte_tokenizer
 
-LARGEST = 99
-STEPS = 2400
-BATCH = 96  # texts of SHOTS + 1 sums
+LARGEST = 19
+STEPS = 1200
+BATCH = 32  # texts of SHOTS + 1 sums
 SHOTS = 1
 IGNORED = -100  # no loss
 
