@@ -1,5 +1,6 @@
 """After clients that hang up at any moment both servers live, and answer the next ones at once."""
 
+import os
 import time
 
 import pytest
@@ -17,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
-# On a machine with cores of its own; on a busy one all takes as much longer as a loop does there.
+# Where each rank has a core of its own; ranks that share cores, among themselves or with others,
+# take as much longer.
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for them, to tell late from never
 STOCK_PATIENCE = 400
@@ -80,7 +82,8 @@ def nightly() -> list:
 def test_hang_ups(fleet, seeds, reference):
     row = after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
     assert row["next_prompts"] == "right", row
-    assert row["seconds"] <= AT_ONCE * row["busy"], row
+    shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
+    assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
     assert not row["held"], row
     assert row["never_ended"] == 0, row
 
