@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".pd-env" / "evidence"
 MEASURES = KEPT / "measures.json"
 SERVING = KEPT / "serving.jsonl"
+ACCURACY = KEPT / "accuracy.jsonl"
+DRAFT = KEPT / "draft.jsonl"
 FAULTS = KEPT / "faults.jsonl"
 SOAK = KEPT / "soak.jsonl"
 HANG_UPS = KEPT / "hang_ups.jsonl"
@@ -123,7 +125,7 @@ def tested(command: list[str]) -> dict:
 def report() -> None:
     """Write the report, whole or not at all."""
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    measured = (planning, cpu_copy, scenarios, serving_speed)
+    measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
     attacked = (faults, hang_ups, event_loop, back_off, soak)
     parts = (line for table in (*measured, *attacked) for line in table())
     lines = [*heading(), *figures(measures), "", *parts]
@@ -266,6 +268,60 @@ def scenarios() -> list[str]:
 def recorded(file: Path) -> list[dict]:
     """Rows that tests have kept, the oldest first."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def accuracy() -> list[str]:
+    """A table: what the engine's few-shot script scores through each router."""
+    latest = {row["fleet"]: row for row in recorded(ACCURACY)}
+    if not latest:
+        return ["Accuracy: not measured.", ""]
+    sides = ("one server", "stock", "patched")
+    return [
+        "Accuracy: the engine's `few_shot_gsm8k` on sums that tiny models were trained on until",
+        "they know them: the part of the answers that is right, through one server and through",
+        "the router of each fleet.",
+        "",
+        f"| fleet | questions | {' | '.join(sides)} |",
+        "|---" * 5 + "|",
+        *(
+            f"| {fleet} | {row['questions']} | {' | '.join(score(row[side]) for side in sides)} |"
+            for fleet, row in latest.items()
+        ),
+        "",
+    ]
+
+
+def score(part: float | None) -> str:
+    return "no answer" if part is None else f"{part:.3f}"
+
+
+def drafts() -> list[str]:
+    """A table: what fleets with a draft model answered, and how many drafts were accepted."""
+    latest: dict[str, dict[str, dict]] = {}
+    for row in recorded(DRAFT):
+        latest.setdefault(row["scenario"], {})[row["engine"]] = row
+    if not latest:
+        return ["Draft models: not measured.", ""]
+
+    def cell_of(row: dict | None) -> str:
+        if row is None:
+            return ""
+        accepted = f", {row['tokens_a_round']} tokens a round" if row["outcome"] == "right" else ""
+        return row["outcome"] + accepted
+
+    return [
+        "Draft models (EAGLE for a Llama, NEXTN for MLA, topk 1): six prompts one by one, 40",
+        "tokens each, which must be those of one server without a draft. Tokens a round of decode:",
+        "1 is no accepted draft.",
+        "",
+        "| fleet | stock | patched |",
+        "|---" * 3 + "|",
+        *(
+            f"| {name} | {cell_of(rows.get('stock'))} | {cell_of(rows.get('patched'))} |"
+            for name, rows in latest.items()
+        ),
+        "",
+    ]
 
 
 def faults() -> list[str]:

@@ -178,10 +178,11 @@ def registration(
     not_together: list[int] = (),
     environment: dict | None = None,
     state_is_described: bool = True,
+    state_bytes: int = 40,
 ) -> dict:
     """What is registered in which batches of lengths, in the end, and the error if there is one.
 
-    KV has 10 and 20 bytes, aux 30, state 40.
+    KV has 10 and 20 bytes, aux 30.
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
@@ -194,7 +195,7 @@ def registration(
         aux_data_ptrs=[3],
         aux_data_lens=[30],
         state_data_ptrs=[4],
-        state_data_lens=[40],
+        state_data_lens=[state_bytes],
         layout=SimpleNamespace(kv=named, state=state),
     )
     picky = PickyEngine(refused, not_together)

@@ -62,7 +62,7 @@ class Fleet:
     v_width: int = 2
     mla: bool = False
     index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
-    hybrid: str = ""  # GQA: every other layer keeps a sliding window (swa), or a state (mamba)
+    hybrid: str = ""  # GQA: every other layer is sliding (swa) or recurrent (mamba, conv)
     fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:

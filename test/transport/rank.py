@@ -23,7 +23,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_faults import AgentCalls, Faults, cut_connections, fail_once
-from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
+from rank_pools import (
+    MAMBA_SLOTS,
+    STATE_SIZE,
+    WINDOW_PAGES,
+    make_pool,
+    pool_buffers,
+    pool_layers,
+    state_rows,
+)
 from rank_writes import Writes
 from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -86,6 +94,7 @@ class Rank:
         if c.device == "npu":
             torch.npu.set_device(c.gpu_id)
         self.is_prefill = c.role == "prefill"
+        self.is_recurrent = c.hybrid in STATE_SIZE
         parallel_state._ATTN_TP = SimpleNamespace(rank_in_group=c.tp_rank, world_size=c.tp_size)
         parallel_state._PP = SimpleNamespace(rank_in_group=c.pp_rank, world_size=c.pp_size)
         dp_attention._ATTN_DP_RANK, dp_attention._ATTN_DP_SIZE = 0, 1
@@ -210,11 +219,14 @@ class Rank:
         if component.startswith("state"):
             pages = self._state_slots(room, pages)
         number = COMPONENTS.index(component) * 2 + is_draft
-        if buffer.ndim == 2:
-            shard = self.config.tp_rank if self.config.hybrid == "mamba" else 0
+        if buffer.dtype == np.uint8:
+            rows = np.zeros(1, int)
+            if self.is_recurrent:
+                rows = state_rows(self.config, component, buffer.shape[1])
             for i, page in enumerate(pages):
-                start = room * 7 + layer * 31 + i * 13 + number * 59 + shard * 101
-                buffer[page] = np.arange(start, start + buffer.shape[1]) % 251
+                start = room * 7 + layer * 31 + i * 13 + number * 59 + rows[:, None] * 101
+                says = (start + np.arange(buffer.shape[-1])) % 251
+                buffer[page] = says if self.is_recurrent else says[0]
             return
         heads = [0] if self.config.mla else self.heads[is_draft]
         size = self.config.page_size
@@ -278,7 +290,7 @@ class Rank:
         of the window, or one slot."""
         if self.config.hybrid == "swa":
             return [self.config.pages - page for page in pages[-WINDOW_PAGES:]]
-        if self.config.hybrid == "mamba":
+        if self.is_recurrent:
             return [1 + (room if self.is_prefill else room + 3) % MAMBA_SLOTS]
         return pages if isinstance(self.pool, NSATokenToKVPool) else None
 

@@ -154,6 +154,16 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
     nixl_api.nixlBind.nixlAgentConfig = PatientConfig
 
 
+def gathers(parallel_state: ModuleType) -> None:
+    """Let DP attention's ranks gather and scatter through torch, as the engine does on an NPU.
+
+    Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
+    """
+    group = parallel_state.GroupCoordinator
+    group.all_gather_into_tensor = lambda self, *both: self._all_gather_into_tensor(*both) and None
+    group.reduce_scatter_tensor = lambda self, *both: self._reduce_scatter_tensor(*both) and None
+
+
 @contextlib.contextmanager
 def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.

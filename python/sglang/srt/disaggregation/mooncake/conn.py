@@ -167,7 +167,8 @@ class MooncakeKVManager(CommonKVManager):
         )
 
     def _is_registered(self, regions: List[Region]) -> bool:
-        """Register these in one batch; whether that succeeded."""
+        """Register those that are not empty in one batch; whether that succeeded."""
+        regions = [region for region in regions if region[2]]
         ptrs, lens = [ptr for _, ptr, _ in regions], [length for *_, length in regions]
         return not regions or self.engine.batch_register(ptrs, lens) == 0
 

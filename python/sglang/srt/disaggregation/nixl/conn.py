@@ -218,16 +218,15 @@ class NixlKVManager(CommonKVManager):
         pool = (args.layout.memory, args.gpu_id)
         self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
         self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
-        if args.state_data_ptrs:
+        if any(args.state_data_lens):
             self.state_descs = self._register(
                 "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
 
     def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str, device: int):
+        regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
         try:
-            descs = self.agent.register_memory(
-                [(ptr, size, device, "") for ptr, size in zip(ptrs, lens)], kind
-            )
+            descs = self.agent.register_memory(regions, kind)
         except Exception as error:
             descs, why = None, error
         else:
