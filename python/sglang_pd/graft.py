@@ -24,6 +24,7 @@ from sglang_pd.source import (
 )
 
 WIDTH = 88
+REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
 BLANK = cst.EmptyLine(indent=False)
 
 
@@ -52,7 +53,10 @@ class _Graft:
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
         imports, typing, guarded, symbols = self._sort(ours)
-        body = self._imports(list(engine.body), imports, typing, {symbol_name(s) for s in symbols})
+        symbols, gone = self._removals(symbols, "")
+        bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
+        body = self._without(list(engine.body), gone, bound, "")
+        body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
         body = self._guard(body, guarded, ours)
         body = self._symbols(body, symbols, "")
         if body and not engine.body:
@@ -162,35 +166,80 @@ class _Graft:
                 )
         return any(typing or bound.kind == "import" for bound in bounds)
 
+    # Removals
+
+    def _removals(self, ours: Sequence, scope: str) -> tuple[list, list[str]]:
+        """Our statements without the one that says what is removed, and the names in it."""
+        rest = [s for s in ours if symbol_name(s) != REMOVED]
+        names: list[str] = []
+        for statement in (s for s in ours if symbol_name(s) == REMOVED):
+            try:
+                names += _strings(statement)
+            except ValueError:
+                raise GraftError(
+                    f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                    "tuple of names"
+                ) from None
+        return rest, names
+
+    def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
+        """The engine's statements of a module or class less those that bind our removed names."""
+        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        for name in names:
+            at = find(body, name, where, ("symbol", "import"))
+            if at is None:
+                raise GraftError(f"our {self.path} removes `{scope}{name}`; {where} has none")
+            if symbol_name(body[at]) is None and not imports_of(body[at]):
+                raise GraftError(
+                    f"our {self.path} removes `{scope}{name}`, which {where} binds by "
+                    f"`{_head(body[at])}`, together with something else"
+                )
+            if name in ours or names.count(name) > 1:
+                raise GraftError(f"our {self.path} removes `{scope}{name}` and binds it, or twice")
+            self.before[scope + name] = fingerprint(body[at])
+        places = {find(body, name, where, ("symbol", "import")) for name in names}
+        for at in sorted(places, reverse=True):
+            rest = _less(body[at], set(names))
+            if rest is not None:
+                body[at] = rest
+                continue
+            lines = body[at].leading_lines
+            lines = _split_comments(lines)[0] if at or scope else lines  # a file's own comments
+            if at + 1 < len(body):
+                more = body[at + 1].leading_lines
+                lines = lines if any(line.comment for line in lines) else ()
+                body[at + 1] = body[at + 1].with_changes(leading_lines=[*lines, *more])
+            del body[at]
+        return body
+
     # Guarded imports
 
     def _guard(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
-        """The engine's statements with our guarded imports for its unconditional ones."""
+        """The engine's statements with our guarded imports, below its own."""
         place = _after_imports(body)
-        added, removed = [], set()
+        where = f"the engine's {self.path}"
+        added = []
         for block in blocks:
-            origins = self._guarded(block, ours)
-            found = self._imports_to_guard(body, origins)
-            if fingerprint(block) in map(fingerprint, found):
-                continue  # a later engine's own guard
-            for statement in found:
-                self._check_replaceable(statement, origins, block, body[:place])
+            names = self._guarded(block, ours)
+            found = [find(body, name, where, ("import", "guarded")) for name in names]
+            if any(at is not None and fingerprint(body[at]) == fingerprint(block) for at in found):
+                self.before.update(dict.fromkeys(names, fingerprint(block)))
+                continue  # the engine's own guard
+            if bound := [name for name, at in zip(names, found) if at is not None]:
+                raise GraftError(
+                    f"our {self.path} guards {_quoted(bound)}, which {where} imports otherwise; "
+                    f"name it in {REMOVED}"
+                )
+            for name in names:
+                self.before.setdefault(name, None)
             _, comments = _split_comments(block.leading_lines)
             added.append(block.with_changes(leading_lines=[BLANK, *comments]))
-            removed.update(found)
         for block in added:
-            self._check_test(block, [s for s in body[:place] if s not in removed])
-        body[place:place] = added
-        for at in reversed([at for at, s in enumerate(body) if s in removed]):
-            lines = body[at].leading_lines
-            kept = _split_comments(lines)[0] if at else lines  # a file's first lines are its own
-            following = body[at + 1]
-            following = following.with_changes(leading_lines=[*kept, *following.leading_lines])
-            body[at : at + 2] = [following]
-        return body
+            self._check_test(block, body[:place])
+        return [*body[:place], *added, *body[place:]]
 
-    def _guarded(self, block: cst.If, ours: cst.Module) -> dict[str, str]:
-        """What our block binds: {name: origin}."""
+    def _guarded(self, block: cst.If, ours: cst.Module) -> list[str]:
+        """What our block binds."""
         for node in (node for line in block.body.body for node in imports_of(line)):
             if isinstance(node, cst.ImportFrom):
                 self._check_absolute(node)
@@ -203,30 +252,7 @@ class _Graft:
                 )
             if sum(name in bindings(s, self.module) for s in ours.body) > 1:
                 raise GraftError(f"our {self.path} binds `{name}` twice; `{_head(block)}` does it")
-        return {name: bound.origin for name, bound in bounds.items()}
-
-    def _imports_to_guard(self, body: list, origins: dict[str, str]) -> list[cst.CSTNode]:
-        """The engine's statements that import any of our guarded names; notes what they were."""
-        found = []
-        for name in origins:
-            at = find(body, name, f"the engine's {self.path}", ("import", "guarded"))
-            self.before[name] = None if at is None else fingerprint(body[at])
-            if at is not None:
-                found.append(body[at])
-        return found
-
-    def _check_replaceable(self, old: cst.CSTNode, origins: dict, block: cst.If, top: list) -> None:
-        """`old` is at the engine's top, alone on its line, and imports no more than ours."""
-        bounds = bindings(old, self.module)
-        if (
-            old not in top
-            or len(imports_of(old)) != 1
-            or any(origins.get(name) != bound.origin for name, bound in bounds.items())
-        ):
-            raise GraftError(
-                f"{self.path}: `{_head(block)}` guards {_quoted(origins)} in ours; the engine's "
-                f"`{_head(old)}` is no import, above its first line of code, of just that"
-            )
+        return list(bounds)
 
     def _check_test(self, block: cst.If, top: list) -> None:
         """What the test calls must be imported above it; compiling does not show it."""
@@ -258,7 +284,8 @@ class _Graft:
                 at = find(body, name, where)
                 body[at] = self._replace(body[at], statement, scope + name)
                 continue
-            self.before[scope + name] = None
+            self.before.setdefault(scope + name, None)
+            self._check_new(statement, scope + name)
             if scope and not isinstance(statement, Definition):
                 at = _after_fields(body)
             else:
@@ -274,6 +301,11 @@ class _Graft:
                 "function, class or assignment to one name"
             )
         return name
+
+    def _check_new(self, statement: cst.CSTNode, symbol: str) -> None:
+        inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
+        if any(symbol_name(s) == REMOVED for s in inner):
+            raise GraftError(f"our {self.path}: `class {symbol}` is new; nothing can be removed")
 
     def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
         """Where a new symbol goes: after our previous one, else before our next in the engine."""
@@ -301,8 +333,43 @@ class _Graft:
                     "the engine; an opened class repeats them or leaves them out"
                 )
         members = _without_docstring(statements(new, f"our {self.path}"))
-        body = self._symbols(statements(old, f"the engine's {self.path}"), members, f"{symbol}.")
+        members, gone = self._removals(members, f"{symbol}.")
+        body = statements(old, f"the engine's {self.path}")
+        body = self._without(body, gone, set(map(symbol_name, members)), f"{symbol}.")
+        body = self._symbols(body, members, f"{symbol}.")
         return old.with_deep_changes(old.body, body=body)
+
+
+def _strings(statement: cst.CSTNode) -> list[str]:
+    """The names in `REMOVED = ("a", "b")`. Raises ValueError where it is another thing."""
+    value = ast.literal_eval(_code(statement.body[0].value).strip())
+    if not isinstance(value, tuple) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError(value)
+    return list(value)
+
+
+def _less(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
+    """The statement without what binds these names; None where nothing is left of it."""
+    imports = imports_of(statement)
+    kept = []
+    for node in imports:
+        if isinstance(node.names, cst.ImportStar):
+            kept.append(node)
+            continue
+        aliases = [a for a in node.names if _bound_name(a, node) not in names]
+        if len(aliases) == len(node.names):
+            kept.append(node)
+        elif aliases:
+            aliases[-1] = aliases[-1].with_changes(comma=node.names[-1].comma)
+            kept.append(node.with_changes(names=aliases))
+    return statement.with_changes(body=kept) if kept else None
+
+
+def _bound_name(alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom) -> str:
+    if alias.asname:
+        return alias.evaluated_alias
+    name = alias.evaluated_name
+    return name.split(".")[0] if isinstance(node, cst.Import) else name
 
 
 def _without_docstring(body: Sequence) -> list:

@@ -12,6 +12,8 @@ from sglang.srt.hardware_backend.npu.cpu_copy import (
 )
 from sglang.srt.utils import get_bool_env_var, is_npu
 
+REMOVED = ("torch_npu",)
+
 if is_npu():
     import torch_npu  # noqa: F401 - the engine's own methods call it
 
