@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 import libcst as cst
 
 from sglang_pd.source import (
+    BASES,
     Bound,
     Definition,
     GraftError,
     absolute,
+    bases,
+    bases_statement,
     bindings,
     find,
     fingerprint,
@@ -24,6 +27,8 @@ from sglang_pd.source import (
 )
 
 WIDTH = 88
+SPACE = cst.SimpleWhitespace(" ")
+PAREN = (cst.LeftParen(), cst.RightParen())
 REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
 BLANK = cst.EmptyLine(indent=False)
 
@@ -326,18 +331,43 @@ class _Graft:
             kept, _ = _split_comments(old.leading_lines)
             _, comments = _split_comments(new.leading_lines)
             return new.with_changes(leading_lines=[*kept, *comments])
-        for part in (_decorators, _bases):
-            if part(new) not in ("", part(old)):
-                raise GraftError(
-                    f"{self.path}: `class {symbol}` has `{part(new)}` in ours, `{part(old)}` in "
-                    "the engine; an opened class repeats them or leaves them out"
-                )
+        if _decorators(new) not in ("", _decorators(old)):
+            raise GraftError(
+                f"{self.path}: `class {symbol}` has `{_decorators(new)}` in ours, "
+                f"`{_decorators(old)}` in the engine; an opened class repeats them, or leaves them "
+                "out"
+            )
+        old = self._with_bases(old, new, symbol)
         members = _without_docstring(statements(new, f"our {self.path}"))
         members, gone = self._removals(members, f"{symbol}.")
         body = statements(old, f"the engine's {self.path}")
         body = self._without(body, gone, set(map(symbol_name, members)), f"{symbol}.")
         body = self._symbols(body, members, f"{symbol}.")
         return old.with_deep_changes(old.body, body=body)
+
+    def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
+        """The engine's class with the bases that ours puts before the engine's."""
+        theirs, wanted = bases(old), bases(new)
+        added = wanted[: len(wanted) - len(theirs)]
+        if not wanted or wanted == theirs:
+            return old
+        if [*added, *theirs] != wanted or any("=" in base for base in added):
+            raise GraftError(
+                f"{self.path}: `class {symbol}` has `{_joined(wanted)}` in ours, "
+                f"`{_joined(theirs)}` in the engine; an opened class repeats them, with its own "
+                "before them, or leaves them out"
+            )
+        self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
+        front = cst.parse_statement(f"class C({', '.join(added)}): ...").bases
+        comma = cst.Comma(whitespace_after=SPACE)
+        front = [arg.with_changes(comma=comma) for arg in front]
+        if not theirs:
+            front[-1] = front[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return old.with_changes(bases=[*front, *old.bases], lpar=PAREN[0], rpar=PAREN[1])
+
+
+def _joined(names: list[str]) -> str:
+    return f"({', '.join(names)})"
 
 
 def _strings(statement: cst.CSTNode) -> list[str]:
@@ -421,14 +451,6 @@ def _spaced(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
 
 def _decorators(node: cst.ClassDef) -> str:
     return " ".join(f"@{_code(decorator.decorator)}" for decorator in node.decorators)
-
-
-def _bases(node: cst.ClassDef) -> str:
-    """Bases and keywords of a class, evenly spaced."""
-    even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
-    args = (_code(arg.with_changes(**even)) for arg in (*node.bases, *node.keywords))
-    text = ", ".join("".join(arg.split()) for arg in args)
-    return f"({text})" if text else ""
 
 
 def _code(node: cst.CSTNode) -> str:

@@ -236,13 +236,31 @@ def statements(node: cst.Module | cst.ClassDef, where: str) -> list[cst.CSTNode]
     return list(node.body.body)
 
 
+BASES = "__bases__"  # in a dotted symbol, what stands between the parentheses of a class
+
+
+def bases(node: cst.ClassDef) -> list[str]:
+    """Bases and keywords of a class, each without spaces."""
+    even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
+    args = (arg.with_changes(**even) for arg in (*node.bases, *node.keywords))
+    return ["".join(_PLAIN.code_for_node(arg).split()) for arg in args]
+
+
+def bases_statement(node: cst.ClassDef) -> cst.CSTNode:
+    """What stands for the bases of a class where a symbol's text is asked for."""
+    return cst.parse_statement(f"bases({', '.join(bases(node))})")
+
+
 def lookup(module: cst.Module, symbol: str, where: str) -> cst.CSTNode | None:
     """The statement of a dotted symbol (`Class.method`), None if absent. Raises as `find`.
 
-    An imported name has the import as its statement, or the `if` that guards it.
+    An imported name has the import as its statement, or the `if` that guards it; the bases of a
+    class (`Class.__bases__`) have one made for them.
     """
     node: cst.CSTNode = module
     for name in symbol.split("."):
+        if name == BASES and isinstance(node, cst.ClassDef):
+            return bases_statement(node)
         if not isinstance(node, (cst.Module, cst.ClassDef)):
             return None
         body = statements(node, where)

@@ -460,6 +460,47 @@ def test_removals_refused(engine, ours, words):
     refused(engine, ours, PATH, *words)
 
 
+# Bases
+
+
+@pytest.mark.parametrize(
+    ("engine", "ours", "expected"),
+    [
+        ("class A(B):", "class A(C, d.E, B):", "class A(C, d.E, B):"),
+        ("class A(B, metaclass=M):", "class A(C, B, metaclass=M):", "class A(C, B, metaclass=M):"),
+        ("class A(B ,):", "class A(C,B):", "class A(C, B ,):"),
+        ("class A:", "class A(C):", "class A(C):"),
+        ("class A():", "class A(C):", "class A(C):"),
+        ("class A(B):", "class A(B):", "class A(B):"),
+    ],
+)
+def test_our_bases_stand_before_the_engines(engine, ours, expected):
+    body = "\n    x = 1\n"
+    got, before = graft(f"{engine}{body}".encode(), f"{ours}\n    y = 2\n".encode(), PATH)
+    assert got.decode() == f"{expected}{body}    y = 2\n"
+    assert ("A.__bases__" in before) == (engine != expected)
+    assert graft(got, f"{ours}\n    y = 2\n".encode(), PATH)[0] == got
+
+
+def test_bases_are_pinned_owned_and_reverted(toy):
+    untouched = toy.snapshot()
+    ours = toy.trees / "sglang/srt/pool.py"
+    of_ours = "class Of:\n    pass\n\n\nclass Pool(Of, object):"
+    ours.write_text(ours.read_text().replace("class Pool:", of_ours))
+    toy.pin()
+    release, engine = toy.release(), toy.engine()
+    assert "Pool.__bases__" in release.pins["srt/pool.py"]
+    operations.apply(engine, release)
+    assert operations.status(engine, release).state == "applied"
+    assert operations.revert(engine)
+    assert toy.snapshot() == untouched
+    pool = toy.root / "srt/pool.py"
+    pool.write_text(pool.read_text().replace("class Pool(object):", "class Pool(Other, object):"))
+    toy.write_record()
+    with pytest.raises(Refusal, match="Pool.__bases__: expected sha256"):
+        operations.apply(engine, release)
+
+
 # Guarded imports
 
 GUARD = "if on_npu():\n    import npu\n"
