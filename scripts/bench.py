@@ -161,7 +161,7 @@ def kinds() -> list[Kind]:
         for name in ("ascend", "mooncake", "nixl")
     }
     load(f"{ENGINE}.kv_layout", PATCH_SET / "kv_layout")
-    load(f"{ENGINE}.common.messages", PATCH_SET / "common" / "messages.py")
+    load(f"{ENGINE}.pd.messages", PATCH_SET / "pd" / "messages.py")
     # Ours find these beside the engine's own names when the patch set is applied.
     for name, value in vars(load("patch_set.common", PATCH_SET / "common" / "conn.py")).items():
         vars(stock_common).setdefault(name, value)

@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     mutant(
         "stages that have one sender's number",
-        "disaggregation/common/conn.py",
+        "disaggregation/pd/rooms.py",
         ("return self.attn_tp_rank * self.pp_size + self.pp_rank", "return self.attn_tp_rank"),
     ),
     mutant(
@@ -109,12 +109,12 @@ MUTANTS = (
     ),
     mutant(
         "a stage goes by what it hears itself",
-        "disaggregation/common/agreement.py",
+        "disaggregation/pd/agreement.py",
         ("poller.poll = lambda state=states[rid]: state", "poller.poll = poller.poll"),
     ),
     mutant(
         "a rank fails alone",
-        "disaggregation/common/agreement.py",
+        "disaggregation/pd/agreement.py",
         ("op=dist.ReduceOp.MIN", "op=dist.ReduceOp.MAX"),
     ),
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sglang.srt.disaggregation.base import BaseKVManager
+from sglang.srt.disaggregation.pd.describe import describe_kv_args
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
-    describe_kv_args,
     get_kv_class,
     setup_kv_args,
     setup_state_kv_args,

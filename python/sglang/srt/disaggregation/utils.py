@@ -1,6 +1,6 @@
 """Fill `KVArgs` from the engine's pools, for prefill and decode alike.
 
-Each `_init_kv_manager` calls `setup_kv_args`, `setup_state_kv_args` and `describe_kv_args`.
+Each `_init_kv_manager` calls `setup_kv_args`, `setup_state_kv_args` and then `pd.describe`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Optional
 
-from sglang.srt.disaggregation.kv_layout import (
-    HIDDEN_STATES,
-    RankLayout,
-    describe_pools,
-    keeps_own_state,
-    memory_kind,
-)
+from sglang.srt.disaggregation.kv_layout import keeps_own_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
@@ -30,7 +24,7 @@ def poll_and_all_reduce(pollers, gloo_group):
         pollers: Senders or receivers, of the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.common.agreement import vote
+    from sglang.srt.disaggregation.pd.agreement import vote
 
     polls = [
         KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
@@ -109,68 +103,3 @@ def setup_state_kv_args(
             kv_args.state_item_lens += item_lens
             if hasattr(pool, "get_state_dim_per_tensor"):
                 kv_args.state_dim_per_tensor += pool.get_state_dim_per_tensor()
-
-
-def describe_kv_args(
-    kv_args: KVArgs,
-    scheduler: Scheduler,
-    token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
-) -> None:
-    """Set `kv_args.layout`: what each buffer that is now registered holds.
-
-    Raises:
-        LayoutError: A pool that the patch set does not know.
-    """
-    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
-
-    runner = scheduler.tp_worker.model_runner
-    computed = range(runner.start_layer, runner.end_layer)
-    tp = (get_attention_tp_rank(), get_attention_tp_size())
-    pools = (token_to_kv_pool, draft_token_to_kv_pool)
-    heads = (
-        kv_args.total_kv_head_num,
-        None if draft_token_to_kv_pool is None else _draft_kv_head_num(scheduler),
-    )
-    kv_args.layout = RankLayout(
-        tp_rank=tp[0],
-        tp_size=tp[1],
-        pp_rank=kv_args.pp_rank,
-        pp_size=scheduler.server_args.pp_size,
-        page_size=kv_args.page_size,
-        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
-        memory=memory_kind(token_to_kv_pool),
-        total_layers=scheduler.model_config.num_hidden_layers,
-        kv=describe_pools(
-            *pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads, computed
-        ),
-        state=describe_pools(
-            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads, computed
-        ),
-        aux=_aux_widths(kv_args, scheduler),
-        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
-    )
-
-
-def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
-    """Bytes of each metadata row.
-
-    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
-    """
-    widths = list(kv_args.aux_item_lens)
-    if scheduler.spec_algorithm.is_standalone():
-        widths[HIDDEN_STATES] = 0
-    return tuple(widths)
-
-
-def _draft_kv_head_num(scheduler: Scheduler) -> int:
-    """KV heads of the whole draft model; its worker is wrapped once more under overlap."""
-    worker = scheduler.draft_worker
-    inner = getattr(worker, "draft_worker", None)
-    if inner is not None:
-        worker = (
-            inner.draft_runner_list[0]
-            if hasattr(inner, "draft_runner_list")
-            else inner.draft_runner
-        )
-    return worker.model_config.get_total_num_kv_heads()

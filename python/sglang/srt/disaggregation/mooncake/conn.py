@@ -20,27 +20,22 @@ import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
-    ABORT,
-    ENDED,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
-    CommonKVSender,
-    split_state,
 )
-from sglang.srt.disaggregation.common.messages import read_messages, unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
     Copies,
     LayoutError,
-    PeerFacts,
     PeerPlan,
-    Pointers,
     TransferPlan,
-    bears_layout,
     encode_layout,
 )
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
+from sglang.srt.disaggregation.pd.messages import read_messages, unpacked
+from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.rooms import ENDED
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
@@ -48,6 +43,7 @@ from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import (
         AuxDataCodec,
+        CommonKVSender,
         FastQueue,
         KVTransferError,
         TransferInfo,
@@ -70,23 +66,10 @@ Region = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo:
-    # What the decode rank says of its buffers; empty from a stock one.
-    layout_frame: bytes = b""
-    # Set by the manager: the copies to this rank, or why there can be none; whether another try may
-    # help; and whether it reads more than a stock one.
-    plan: Optional[PeerPlan] = None
-    refusal: str = ""
-    try_again: bool = False
-    reads_reasons: bool = False
-
+class KVArgsRegisterInfo(Registration):
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position.
-
-        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
-        take for the target's.
-        """
+        """Read a registration, whose frames are known by position."""
 
         def numbers(position: int, code: str) -> List[int]:
             return unpacked(code, msg[position]) if len(msg) > position else []
@@ -98,7 +81,7 @@ class KVArgsRegisterInfo:
             mooncake_session_id=msg[3].decode("ascii"),
             dst_kv_ptrs=numbers(4, "Q"),
             dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=numbers(6, "Q") + (numbers(13, "Q") if bears_layout(msg) else []),
+            dst_state_data_ptrs=state_pointers(msg, 6),
             dst_tp_rank=int(msg[7]),
             dst_attn_tp_size=int(msg[8]),
             dst_kv_item_len=int(msg[9]),
@@ -106,6 +89,14 @@ class KVArgsRegisterInfo:
             dst_state_dim_per_tensor=numbers(11, "I"),
             layout_frame=msg[12] if len(msg) > 12 else b"",
         )
+
+    @property
+    def name(self) -> str:
+        return self.mooncake_session_id
+
+    @property
+    def attn_tp(self) -> Tuple[int, int]:
+        return self.dst_tp_rank, self.dst_attn_tp_size
 
 
 def _named(
@@ -128,6 +119,14 @@ def _aux_goes_over_tcp() -> bool:
 
 
 class MooncakeKVManager(CommonKVManager):
+    REMOVED = (
+        "_handle_node_failure",
+        "check_status",
+        "record_failure",
+        "send_kvcache_slice",
+        "update_status",
+    )
+
     def register_buffer_to_engine(self) -> None:
         """Register KV and state in one batch, and aux, which some transports do not take, apart.
 
@@ -194,22 +193,6 @@ class MooncakeKVManager(CommonKVManager):
         if info.plan is None:
             raise LayoutError(info.refusal)
         return info.plan
-
-    def send_kvcache_slice(
-        self,
-        mooncake_session_id: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_tp_rank: int,
-        dst_attn_tp_size: int,
-        dst_kv_item_len: int,
-        executor: concurrent.futures.ThreadPoolExecutor,
-    ) -> int:
-        """The same between different TP sizes: the plan made at registration knows the heads."""
-        return self.send_kvcache(
-            mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor
-        )
 
     def _write(
         self,
@@ -321,13 +304,15 @@ class MooncakeKVManager(CommonKVManager):
                 self._send_chunk(chunk, executor)
             except Exception as error:
                 logger.exception(f"Room {chunk.room} could not be sent")
-                self._end_room(chunk.room, KVPoll.Failed, f"Prefill could not send KV: {error}")
+                self._conclude_room(
+                    chunk.room, KVPoll.Failed, f"Prefill could not send KV: {error}"
+                )
 
     def _send_chunk(
         self, chunk: TransferKVChunk, executor: concurrent.futures.ThreadPoolExecutor
     ) -> None:
         if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
-            self._end_room(chunk.room, KVPoll.Failed)
+            self._conclude_room(chunk.room, KVPoll.Failed)
             return
         if chunk.is_last and chunk.prefill_aux_index is None:
             return  # the end of a room whose number is another request's by now
@@ -335,7 +320,7 @@ class MooncakeKVManager(CommonKVManager):
             if not req.is_dummy:
                 self._send_to_peer(req, chunk, executor)
         if chunk.is_last:
-            self._end_room(chunk.room, KVPoll.Success)
+            self._conclude_room(chunk.room, KVPoll.Success)
 
     def _send_to_peer(
         self,
@@ -407,7 +392,7 @@ class MooncakeKVManager(CommonKVManager):
             self.session_failures.pop(session, None)
             self.not_before.pop(session, None)
 
-    def _end_room(self, room: int, status: KVPoll, reason: str = "") -> None:
+    def _conclude_room(self, room: int, status: KVPoll, reason: str = "") -> None:
         """Tell the room's decode ranks how it ended here, once each."""
         with self.rooms_lock:
             peers = self.transfer_infos.get(room, {})
@@ -420,23 +405,23 @@ class MooncakeKVManager(CommonKVManager):
                 if reason:
                     self.record_failure(room, reason)
                 self.update_status(room, status)
-            # Failed, if its request has been given up while its last chunk was written.
+            # Failed, if its request was aborted while its last chunk was written.
             status = self.check_status(room)
-            # Else `give_up` will, which remembers whom we told.
+            # Else `finish_failed` will, which remembers whom we told.
             if self.request_status.get(room) != KVPoll.Failed:
                 self.transfer_infos.pop(room, None)
-            known = self.given_up.get(room)
+            known = self.aborted.get(room)
             reason = (
                 self.failure_records.get(room)
-                or (known.reason if known else self.aborted.get(room))
+                or (known.reason if known else self.aborted_early.get(room))
                 or reason
                 or "another prefill rank failed"
             )
         for req in untold:
-            self._tell_end(req, status, reason)
+            self._send_status(req, status, reason)
 
-    def _tell_end(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
-        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender)]
+    def _send_status(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
+        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
         if self.decode_kv_args_table[req.mooncake_session_id].reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
         address = format_tcp_address(req.endpoint, req.dst_port)
@@ -445,47 +430,32 @@ class MooncakeKVManager(CommonKVManager):
         except zmq.ZMQError as error:
             logger.warning(f"Room {req.room}: decode {address} was not told: {error}")
 
-    def give_up(self, bootstrap_room: int) -> str:
+    def _tell_failed(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
+        for req in peers.values():
+            if not req.is_dummy:
+                self._send_status(req, KVPoll.Failed, reason)
+
+    def finish_failed(self, room: int) -> str:
         """Prefill: end a failed room; returns why. Decode is told when no write is under way."""
         with self.rooms_lock:
-            reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.remember(bootstrap_room, reason, self.transfer_infos.get(bootstrap_room, ()))
-        self._enqueue_end(bootstrap_room)
+            reason = self.forget(room) or "another prefill rank failed"
+            self.remember_aborted(room, reason, self.transfer_infos.get(room, ()))
+        self.conclude_failed(room, reason)
         return reason
 
-    def end_when_unwritten(self, room: int, reason: str) -> None:
-        """Tell the room's decode ranks that it failed, behind what is being written of it."""
-        self._enqueue_end(room)
+    def conclude_failed(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed, behind what is being written of it.
 
-    def _enqueue_end(self, room: int) -> None:
-        """Behind the chunks of a failed room, of which none that waits is sent any more."""
+        Of its chunks that wait none is sent any more.
+        """
         self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
-    def forget(self, bootstrap_room: int) -> Optional[str]:
-        """Drop all that is kept of a finished room; returns why it failed, if it did."""
-        with self.rooms_lock:
-            self.request_status.pop(bootstrap_room, None)
-            if self.disaggregation_mode == DisaggregationMode.DECODE:
-                self.required_prefill_response_num_table.pop(bootstrap_room, None)
-                self.prefill_response_tracker.pop(bootstrap_room, None)
-                self.asked_rooms.discard(bootstrap_room)
-                self.failing_rooms.discard(bootstrap_room)
-            return self.failure_records.pop(bootstrap_room, None)
-
-    def record_failure(self, bootstrap_room: int, failure_reason: str):
-        """Keep the first reason why a room failed, for the client."""
-        self.failure_records.setdefault(bootstrap_room, failure_reason)
-
-    def check_status(self, bootstrap_room: int) -> KVPoll:
-        """The room's state; one that is forgotten has failed."""
-        return self.request_status.get(bootstrap_room, KVPoll.Failed)
-
-    def update_status(self, bootstrap_room: int, status: KVPoll):
-        """Move a room on. It never moves back, and a failed room stays failed."""
-        self.advance(bootstrap_room, status)
-
-    def _handle_node_failure(self, failed_bootstrap_addr: str):
-        self.lose_prefill(failed_bootstrap_addr)
+    def _drop_room(self, room: int) -> None:
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self.required_prefill_response_num_table.pop(room, None)
+            self.prefill_response_tracker.pop(room, None)
+            self.asked_rooms.discard(room)
+            self.failing_rooms.discard(room)
 
     def start_decode_thread(self):
         """Read how prefill ranks end their rooms, and watch whether they live."""
@@ -494,10 +464,10 @@ class MooncakeKVManager(CommonKVManager):
         self.asked_rooms: Set[int] = set()
         self.failing_rooms: Set[int] = set()
         self.limit_messages()
-        read_messages(self.server_socket, self._take_end)
+        read_messages(self.server_socket, self._handle_status)
         self.watch_prefill_servers()
 
-    def _take_end(self, frames: List[bytes]) -> None:
+    def _handle_status(self, frames: List[bytes]) -> None:
         if frames[0] == self.AUX_DATA_HEADER:
             self._handle_aux_data(frames)
             return
@@ -508,9 +478,9 @@ class MooncakeKVManager(CommonKVManager):
         with self.rooms_lock:
             if int(room) in self.asked_rooms:  # else it is over
                 failure = said if int(status) == KVPoll.Failed else None
-                self._count_end(int(room), int(sender), failure)
+                self._count_status(int(room), int(sender), failure)
 
-    def _count_end(self, room: int, sender: int, failure: Optional[str]) -> None:
+    def _count_status(self, room: int, sender: int, failure: Optional[str]) -> None:
         """Note how a prefill rank ended the room; when all have, so does it."""
         if failure is not None:
             self.record_failure(room, f"Prefill failed: {failure}")
@@ -556,53 +526,43 @@ class MooncakeKVManager(CommonKVManager):
         self.not_before: Dict[str, float] = {}
         self.read_bootstrap_messages()
 
-    def _take_bootstrap_message(self, frames: List[bytes]) -> None:
-        if frames[0] == ABORT:
-            self.take_abort(*frames[1:5])
-        elif frames[0] == b"None":
-            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
-        else:
-            self._open_room(TransferInfo.from_zmq(frames))
+    def _read_registration(self, frames: List[bytes]) -> KVArgsRegisterInfo:
+        return KVArgsRegisterInfo.from_zmq(frames)
 
-    def _open_room(self, info: TransferInfo) -> None:
-        session = info.mooncake_session_id
-        known = self.asking_peer(info, session)
-        failed = self.add_peer(info, session, known.refusal)
-        if failed and not info.is_dummy:
-            self._tell_end(info, KVPoll.Failed, failed)
+    def _read_room(self, frames: List[bytes]) -> TransferInfo:
+        return TransferInfo.from_zmq(frames)
 
-    def _register_decode(self, info: KVArgsRegisterInfo) -> None:
-        session = info.mooncake_session_id
-        self.check_session(session)
-        host, _, port = session.rpartition(":")
+    def _peer_of(self, info: TransferInfo) -> str:
+        return info.mooncake_session_id
+
+    @property
+    def plans_state(self) -> bool:
+        """Recurrent state is sent without a plan: between TP sizes it is cut along dimensions."""
+        return self.kv_args.state_type != "mamba"
+
+    def _check_registration(self, info: KVArgsRegisterInfo) -> None:
+        host, _, port = info.name.rpartition(":")
         if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
-            raise LayoutError(f"decode session {session!r} is no host and port")
-        # Recurrent state is sent without a plan: between TP sizes it is cut along its dimensions.
-        state = None if self.kv_args.state_type == "mamba" else info.dst_state_data_ptrs
-        facts = PeerFacts(
-            tp_rank=info.dst_tp_rank % info.dst_attn_tp_size,
-            tp_size=info.dst_attn_tp_size,
-            kv_pointers=len(info.dst_kv_ptrs),
-            state_pointers=None if state is None else len(state),
-            page_bytes=info.dst_kv_item_len,
-        )
-        self.plan_transfers(session, info, facts, Pointers(info.dst_kv_ptrs, state))
-        known = self.decode_kv_args_table.get(session)
-        self.decode_kv_args_table[session] = info
+            raise LayoutError(f"decode session {info.name!r} is no host and port")
+
+    def _enter(self, info: KVArgsRegisterInfo) -> None:
+        known = self.decode_kv_args_table.get(info.name)
+        self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
-            self._forgive(session)  # another process
+            self._forgive(info.name)  # another process
 
 
 class MooncakeKVSender(CommonKVSender):
-    def clear(self) -> None:
-        super().clear()
+    REMOVED = ("clear",)
 
     def failure_exception(self):
         """End the room, which this or another rank failed; decode is told when we write no more."""
-        raise KVTransferError(self.bootstrap_room, self._give_up())
+        raise KVTransferError(self.bootstrap_room, self._finish_failed())
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
+    REMOVED = ("abort",)
+
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
         args = self.kv_mgr.kv_args
@@ -656,12 +616,8 @@ class MooncakeKVReceiver(CommonKVReceiver):
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.check_status(room) not in ENDED and self.init_time is not None:
-            self._lose_patience(room in manager.failing_rooms)
+            self._check_timeout(room in manager.failing_rooms)
         return self._conclude()
-
-    def abort(self):
-        """Nobody waits for this request any more; it fails when none of our pages is written to."""
-        super().abort()
 
     def clear(self) -> None:
         self._end()

@@ -11,34 +11,30 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
-    ABORT,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
-    split_state,
 )
-from sglang.srt.disaggregation.common.messages import unpacked
 from sglang.srt.disaggregation.kv_layout import (
     Arrivals,
     LayoutError,
     Notice,
-    PeerFacts,
-    PeerPlan,
-    Pointers,
     TransferPlan,
-    bears_layout,
     encode_layout,
     format_notice,
     parse_notice,
 )
+from sglang.srt.disaggregation.pd.messages import unpacked
+from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -54,25 +50,13 @@ CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo:
-    # What the decode rank says of its buffers; empty from a stock one.
-    layout_frame: bytes = b""
-    # Set by the manager: the copies to this rank, or why there can be none; whether another try may
-    # help; and whether it reads more than a stock one.
-    plan: Optional[PeerPlan] = None
-    refusal: str = ""
-    try_again: bool = False
-    reads_reasons: bool = False
+class KVArgsRegisterInfo(Registration):
+    # Whether NIXL knows the rank.
     is_connected: bool = False
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration; frames are known by position.
-
-        The 13th is our description, the 14th the draft's state pointers, which stock prefill would
-        take for the target's.
-        """
-
+        """Read a registration, whose frames are known by position."""
         return cls(
             room=msg[0].decode("ascii"),
             endpoint=msg[1].decode("ascii"),
@@ -81,18 +65,21 @@ class KVArgsRegisterInfo:
             agent_metadata=msg[4],
             dst_kv_ptrs=unpacked("Q", msg[5]),
             dst_aux_ptrs=unpacked("Q", msg[6]),
-            dst_state_data_ptrs=[
-                pointer
-                for position in ((7, 13) if bears_layout(msg) else (7,))
-                if position < len(msg)
-                for pointer in unpacked("Q", msg[position])
-            ],
+            dst_state_data_ptrs=state_pointers(msg, 7),
             gpu_id=int(msg[8]),
             decode_tp_size=int(msg[9]),
             decode_tp_rank=int(msg[10]),
             dst_kv_item_len=int(msg[11]),
             layout_frame=msg[12] if len(msg) > 12 else b"",
         )
+
+    @property
+    def name(self) -> str:
+        return self.agent_name
+
+    @property
+    def attn_tp(self) -> Tuple[int, int]:
+        return self.decode_tp_rank, self.decode_tp_size
 
 
 class RoomFailed(Exception):
@@ -125,6 +112,14 @@ class Write:
 
 
 class NixlKVManager(CommonKVManager):
+    REMOVED = (
+        "_handle_node_failure",
+        "check_status",
+        "record_failure",
+        "send_kvcache_slice",
+        "update_status",
+    )
+
     def __init__(
         self,
         args: KVArgs,
@@ -133,7 +128,6 @@ class NixlKVManager(CommonKVManager):
         is_mla_backend=False,
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self.failure_records: Dict[int, str] = {}
         # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
         # of its own, and a connection must not be made anew that a write begins to use.
         self.agent_lock = threading.RLock()
@@ -181,37 +175,18 @@ class NixlKVManager(CommonKVManager):
         self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         self.watch_prefill_servers()
 
-    def _handle_node_failure(self, failed_bootstrap_addr: str):
-        self.lose_prefill(failed_bootstrap_addr)
-
-    def check_status(self, bootstrap_room: int) -> KVPoll:
-        """The room's state; one that is forgotten has failed."""
-        return self.request_status.get(bootstrap_room, KVPoll.Failed)
-
-    def update_status(self, bootstrap_room: int, status: KVPoll):
-        """Move a room on. It never moves back, and a failed room stays failed."""
-        self.advance(bootstrap_room, status)
-
-    def record_failure(self, bootstrap_room: int, failure_reason: str):
-        """Keep the first reason why a room failed, for the client."""
-        self.failure_records.setdefault(bootstrap_room, failure_reason)
-
-    def forget(self, bootstrap_room: int) -> Optional[str]:
-        """Drop all that is kept of a finished room; returns why it failed, if it did."""
-        with self.rooms_lock:
-            self.request_status.pop(bootstrap_room, None)
-            if self.disaggregation_mode == DisaggregationMode.PREFILL:
-                self.transfer_infos.pop(bootstrap_room, None)
-            else:
-                self.transfer_statuses.pop(bootstrap_room, None)
-                self.required_prefill_response_num_table.pop(bootstrap_room, None)
-            return self.failure_records.pop(bootstrap_room, None)
+    def _drop_room(self, room: int) -> None:
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.transfer_infos.pop(room, None)
+        else:
+            self.transfer_statuses.pop(room, None)
+            self.required_prefill_response_num_table.pop(room, None)
 
     def register_buffer_to_engine(self):
         """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
 
         Raises:
-            RuntimeError: NIXL takes one of them not; the server must not start.
+            RuntimeError: NIXL refuses one of them; the server must not start.
         """
         args = self.kv_args
         # Host memory too bears the published device number: stock peers address it by that.
@@ -351,24 +326,6 @@ class NixlKVManager(CommonKVManager):
             peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
         )
 
-    def send_kvcache_slice(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_gpu_id: int,
-        notif: str,
-        prefill_tp_size: int,
-        decode_tp_size: int,
-        decode_tp_rank: int,
-        dst_kv_item_len: int,
-    ):
-        """The same between different TP sizes: the plan made at registration knows the heads."""
-        return self.send_kvcache(
-            peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif
-        )
-
     def send_aux(
         self,
         peer_name: str,
@@ -429,7 +386,7 @@ class NixlKVManager(CommonKVManager):
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
-            return format_notice(Notice(req.room, kind, **more), self.sender).decode("ascii")
+            return format_notice(Notice(req.room, kind, **more), self.sender_rank).decode("ascii")
 
         def add(write: Optional[Write]) -> None:
             if write is not None:
@@ -461,30 +418,30 @@ class NixlKVManager(CommonKVManager):
             )
         add(self.send_aux(peer, chunk.aux_slot, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
 
-    def give_up(self, bootstrap_room: int) -> str:
+    def finish_failed(self, room: int) -> str:
         """Prefill: end a failed room and tell its decode ranks why; returns that.
 
         Those that ask for the room only now are told when they do. Stock ones do not read it.
         """
         with self.rooms_lock:
-            peers = self.transfer_infos.pop(bootstrap_room, {})
-            reason = self.forget(bootstrap_room) or "another prefill rank failed"
-            self.remember(bootstrap_room, reason, peers)
-        self._tell_failure(bootstrap_room, peers, reason)
+            peers = self.transfer_infos.pop(room, {})
+            reason = self.forget(room) or "another prefill rank failed"
+            self.remember_aborted(room, reason, peers)
+        self._tell_failed(room, peers, reason)
         return reason
 
-    def end_when_unwritten(self, room: int, reason: str) -> None:
+    def conclude_failed(self, room: int, reason: str) -> None:
         """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
         with self.agent_lock:
             of_room = [write for write in self.writes if write.room == room]
             if all(map(self.has_ended, of_room)):
-                self._tell_failure(room, self.transfer_infos.get(room, {}), reason)
+                self._tell_failed(room, self.transfer_infos.get(room, {}), reason)
         if room not in self.request_status:  # its request has not come
             self.transfer_infos.pop(room, None)
 
-    def _tell_failure(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
-        """Once each, for the number may be another request's when a second word arrives."""
-        notice = format_notice(Notice(room, "failed", reason=reason), self.sender)
+    def _tell_failed(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
+        """Once each, for the number may be another request's when a second message arrives."""
+        notice = format_notice(Notice(room, "failed", reason=reason), self.sender_rank)
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_told"):
                 continue
@@ -517,32 +474,27 @@ class NixlKVManager(CommonKVManager):
         """Read what decode ranks register, which rooms they open and which they give up."""
         self.read_bootstrap_messages()
 
-    def _take_bootstrap_message(self, frames: List[bytes]) -> None:
+    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
-        frames = frames[1:]
-        if frames[0] == ABORT:
-            self.take_abort(*frames[1:5])
-        elif frames[0] == b"None":
-            self._register_decode(KVArgsRegisterInfo.from_zmq(frames))
-        else:
-            self._open_room(TransferInfo.from_zmq(frames))
+        super()._handle_bootstrap_message(frames[1:])
 
-    def _register_decode(self, info: KVArgsRegisterInfo) -> None:
-        self.check_session(info.agent_name)
-        name = info.agent_name.encode("ascii")
+    def _read_registration(self, frames: List[bytes]) -> KVArgsRegisterInfo:
+        return KVArgsRegisterInfo.from_zmq(frames)
+
+    def _read_room(self, frames: List[bytes]) -> TransferInfo:
+        return TransferInfo.from_zmq(frames)
+
+    def _peer_of(self, info: TransferInfo) -> str:
+        return info.agent_name
+
+    def _check_registration(self, info: KVArgsRegisterInfo) -> None:
+        name = info.name.encode("ascii")
         # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
         if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
-            raise LayoutError(f"the metadata are not those of NIXL agent {info.agent_name}")
-        facts = PeerFacts(
-            tp_rank=info.decode_tp_rank % info.decode_tp_size,
-            tp_size=info.decode_tp_size,
-            kv_pointers=len(info.dst_kv_ptrs),
-            state_pointers=len(info.dst_state_data_ptrs),
-            page_bytes=info.dst_kv_item_len,
-        )
-        pointers = Pointers(info.dst_kv_ptrs, info.dst_state_data_ptrs)
-        self.plan_transfers(info.agent_name, info, facts, pointers)
+            raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
+
+    def _enter(self, info: KVArgsRegisterInfo) -> None:
         self._add_remote_peer(info)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
@@ -565,13 +517,9 @@ class NixlKVManager(CommonKVManager):
             decode_kv_args.try_again = True
 
     def _open_room(self, info: TransferInfo) -> None:
-        peer = info.agent_name
-        known = self.asking_peer(info, peer)
         with self.agent_lock:
-            self.out_of_reach.discard(peer)  # it lives
-        failed = self.add_peer(info, peer, known.refusal)
-        if failed:
-            self._tell_failure(info.room, {peer: info}, failed)
+            self.out_of_reach.discard(info.agent_name)  # it lives
+        super()._open_room(info)
 
 
 class NixlKVSender(CommonKVSender):
@@ -593,7 +541,7 @@ class NixlKVSender(CommonKVSender):
         if self.conclude_state is not None:
             return self.conclude_state
         self._drop_ended_writes()
-        self._lose_patience()
+        self._check_timeout()
         status = self.kv_mgr.check_status(self.bootstrap_room)
         if status != KVPoll.Failed and not self.has_sent:
             return status
@@ -602,7 +550,7 @@ class NixlKVSender(CommonKVSender):
         self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
         return self.conclude_state
 
-    def _lose_patience(self) -> None:
+    def _check_timeout(self) -> None:
         """Fail a room that decode does not ask for: maybe it was never sent the request."""
         manager, room = self.kv_mgr, self.bootstrap_room
         waited = time.monotonic() - self.begun
@@ -632,11 +580,11 @@ class NixlKVSender(CommonKVSender):
     def abort(self):
         """The client is gone."""
         if self.conclude_state is None:
-            self.kv_mgr.fail(self.bootstrap_room, "Aborted by AbortReq.")
+            self.kv_mgr.fail(self.bootstrap_room, ABORTED)
 
     def failure_exception(self):
         """End the room, which this or another rank failed; no write of ours is under way."""
-        raise RuntimeError(self._give_up())
+        raise RuntimeError(self._finish_failed())
 
 
 class NixlKVReceiver(CommonKVReceiver):
@@ -681,7 +629,7 @@ class NixlKVReceiver(CommonKVReceiver):
                 failed = manager.transfer_statuses[room].is_failed()
                 manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
             else:
-                self._lose_patience(manager.transfer_statuses[room].is_failing)
+                self._check_timeout(manager.transfer_statuses[room].is_failing)
         self._conclude()
 
     def _register_kv_args(self):

@@ -1,0 +1,82 @@
+"""What this rank's registered buffers hold, from its real pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
+    RankLayout,
+    describe_pools,
+    memory_kind,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base import KVArgs
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def describe_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+) -> None:
+    """Set `kv_args.layout`: what each buffer that is now registered holds.
+
+    Raises:
+        LayoutError: A pool that the patch set does not know.
+    """
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    runner = scheduler.tp_worker.model_runner
+    computed = range(runner.start_layer, runner.end_layer)
+    tp = (get_attention_tp_rank(), get_attention_tp_size())
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    heads = (
+        kv_args.total_kv_head_num,
+        None if draft_token_to_kv_pool is None else _draft_kv_head_num(scheduler),
+    )
+    kv_args.layout = RankLayout(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        pp_rank=kv_args.pp_rank,
+        pp_size=scheduler.server_args.pp_size,
+        page_size=kv_args.page_size,
+        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
+        memory=memory_kind(token_to_kv_pool),
+        total_layers=scheduler.model_config.num_hidden_layers,
+        kv=describe_pools(
+            *pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads, computed
+        ),
+        state=describe_pools(
+            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads, computed
+        ),
+        aux=_aux_widths(kv_args, scheduler),
+        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
+    )
+
+
+def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
+    """Bytes of each metadata row.
+
+    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    """
+    widths = list(kv_args.aux_item_lens)
+    if scheduler.spec_algorithm.is_standalone():
+        widths[HIDDEN_STATES] = 0
+    return tuple(widths)
+
+
+def _draft_kv_head_num(scheduler: Scheduler) -> int:
+    """KV heads of the whole draft model; its worker is wrapped once more under overlap."""
+    worker = scheduler.draft_worker
+    inner = getattr(worker, "draft_worker", None)
+    if inner is not None:
+        worker = (
+            inner.draft_runner_list[0]
+            if hasattr(inner, "draft_runner_list")
+            else inner.draft_runner
+        )
+    return worker.model_config.get_total_num_kv_heads()
