@@ -2,7 +2,7 @@
 
 Both sides are asked for the same transfer by the engine's own call, on managers without a network:
 a stand-in takes what a transport takes, three lists (MemFabric, Mooncake) or two arrays `[n, 3]`
-(NIXL). Ours is the real code of the patch set, loaded beside the engine. That both copy the same
+(NIXL). Ours is that of the patched engine, imported after the stock one. That both copy the same
 bytes is checked before anything is timed.
 """
 
@@ -28,8 +28,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-PATCH_SET = Path(__file__).resolve().parents[1] / "python" / "sglang" / "srt" / "disaggregation"
+PATCHED = Path(__file__).resolve().parents[1] / ".pd-env" / "patched"
 ENGINE = "sglang.srt.disaggregation"
+BACKENDS = {"ascend": "AscendKVManager", "mooncake": "MooncakeKVManager", "nixl": "NixlKVManager"}
 PEER = "peer"
 NOTICE = "1_kv_0_1_0"  # of room 1
 PAGE_SIZE = 128  # tokens
@@ -93,7 +94,7 @@ class Kind:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
         own, peer = self.own, self.peer
         src, dst = pointers(own, 1), pointers(peer, 2)
-        manager = object.__new__(manager_class)
+        manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
         manager.agent_lock, manager.writes = threading.RLock(), WeakSet()
         manager.request_status = {1: 2}  # the notice's room waits for KV
@@ -114,14 +115,15 @@ class Kind:
             PEER: SimpleNamespace(plan=self.plan(), refusal="", gpu_id=0, dst_kv_ptrs=dst)
         }
         page_bytes = peer.kv[0].page_bytes
+        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
         if self.lists:
             executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
-            tail = (peer.tp_rank, peer.tp_size, page_bytes) if self.sliced else ()
+            tail = (peer.tp_rank, peer.tp_size, page_bytes) if sliced else ()
             tail = (*tail, executor)
         else:
             sizes = (own.tp_size, peer.tp_size, peer.tp_rank, page_bytes)
-            tail = (0, NOTICE, *(sizes if self.sliced else ()))
-        send = manager.send_kvcache_slice if self.sliced else manager.send_kvcache
+            tail = (0, NOTICE, *(sizes if sliced else ()))
+        send = manager.send_kvcache_slice if sliced else manager.send_kvcache
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
     def plan(self):
@@ -153,24 +155,33 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
+def managers() -> dict[str, dict[str, type]]:
+    """Each backend's KV manager, stock and ours; this process has the stock engine.
+
+    Raises:
+        FileNotFoundError: There is no patched engine.
+    """
+    found = {name: {"stock": manager(name)} for name in BACKENDS}
+    patched = next(PATCHED.glob("lib/python*/site-packages/sglang/srt/disaggregation"), None)
+    if patched is None:
+        raise FileNotFoundError(f"no engine in {PATCHED}: run scripts/setup.sh")
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{ENGINE}.")]:
+        del sys.modules[name]
+    load(ENGINE, patched)
+    for name in BACKENDS:
+        found[name]["ours"] = manager(name)
+    return found
+
+
+def manager(backend: str) -> type:
+    return getattr(importlib.import_module(f"{ENGINE}.{backend}.conn"), BACKENDS[backend])
+
+
 def kinds() -> list[Kind]:
-    """What is compared. Needs the stock engine."""
-    stock_common = importlib.import_module(f"{ENGINE}.common.conn")
-    stock = {
-        name: importlib.import_module(f"{ENGINE}.{name}.conn")
-        for name in ("ascend", "mooncake", "nixl")
-    }
-    load(f"{ENGINE}.kv_layout", PATCH_SET / "kv_layout")
-    load(f"{ENGINE}.pd.messages", PATCH_SET / "pd" / "messages.py")
-    # Ours find these beside the engine's own names when the patch set is applied.
-    for name, value in vars(load("patch_set.common", PATCH_SET / "common" / "conn.py")).items():
-        vars(stock_common).setdefault(name, value)
-    ours_mooncake = load("patch_set.mooncake", PATCH_SET / "mooncake" / "conn.py").MooncakeKVManager
-    ours_nixl = load("patch_set.nixl", PATCH_SET / "nixl" / "conn.py").NixlKVManager
-    # Ours for Ascend is what it has from Mooncake's.
-    ascend = {"stock": stock["ascend"].AscendKVManager, "ours": ours_mooncake, "lists": True}
-    mooncake = {"stock": stock["mooncake"].MooncakeKVManager, "ours": ours_mooncake, "lists": True}
-    nixl = {"stock": stock["nixl"].NixlKVManager, "ours": ours_nixl, "lists": False}
+    """What is compared."""
+    found = managers()
+    ascend, mooncake = ({**found[name], "lists": True} for name in ("ascend", "mooncake"))
+    nixl = {**found["nixl"], "lists": False}
     plain = {"own": mla(index=False), "peer": mla(index=False), "sliced": False}
     indexed = {"own": mla(index=True), "peer": mla(index=True), "sliced": False}
     slices = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}

@@ -93,7 +93,7 @@ def fia_pages(fia: bool, page_size: int, start_layer: int) -> bool:
 
 
 def _manager(kind: type, start_layer: int, **more) -> object:
-    manager = object.__new__(kind)
+    manager = kind.__new__(kind)
     manager.kv_args = SimpleNamespace(prefill_start_layer=start_layer, **more)
     return manager
 

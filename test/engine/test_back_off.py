@@ -54,11 +54,10 @@ class Engine:
 @pytest.fixture
 def manager():
     """A prefill rank's, with one of its queues and that queue's worker."""
-    manager = object.__new__(mooncake.MooncakeKVManager)
+    manager = mooncake.MooncakeKVManager.__new__(mooncake.MooncakeKVManager)
     manager.__dict__.update(
         disaggregation_mode=DisaggregationMode.PREFILL,
         request_status={},
-        failure_records={},
         transfer_infos={},
         session_lock=threading.Lock(),
         session_failures=mooncake.defaultdict(int),
@@ -73,7 +72,7 @@ def manager():
         kv_args=SimpleNamespace(
             aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
         ),
-        _tell_end=lambda *_: None,
+        _send_status=lambda *_: None,
     )
     pointers = Pointers([1 << 20])
     manager.decode_kv_args_table = {
@@ -193,7 +192,7 @@ def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager
         return 0
 
     manager.engine = SimpleNamespace(batch_transfer_sync=write)
-    manager._tell_end = lambda req, status, reason: told.append((req.room, status, reason))
+    manager._send_status = lambda req, status, reason: told.append((req.room, status, reason))
     sender = mooncake.MooncakeKVSender(manager, "10.0.0.3:1", 70, [0], 0)
     ask(manager, 70, LIVE)
     sender.init(1, 0)

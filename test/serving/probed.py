@@ -14,7 +14,7 @@ from sglang_pd import cluster
 from sglang_pd.cpu_host.probe import FOLDER, HOLD
 
 # What a manager keeps of rooms that are over, for requests that may still come; bounded.
-REMEMBERED = ("given_up", "aborted")
+REMEMBERED = ("aborted", "aborted_early")
 PATIENCE = 30  # seconds; a process takes the signal between two steps
 
 

@@ -384,7 +384,7 @@ class Rank:
         """
         receivers = [self.asked.pop(room) for room in rooms]
         if knows:
-            self.manager.lose_prefill(f"{HOST}:{self.config.bootstrap_port}")
+            self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
         longest, failed = 0.0, 0
         while receivers:
             begun = time.monotonic()
@@ -490,7 +490,7 @@ class Rank:
 
     def knows_aborted(self, room: int) -> bool:
         """Whether decode gave up this room, of which no request has come to prefill."""
-        return room in self.manager.aborted
+        return room in self.manager.aborted_early
 
     def registered(self) -> list[list[int]]:
         """Address and bytes of each buffer that prefill may write to."""
@@ -591,8 +591,8 @@ class Rank:
             dst_aux_index=room % AUX_SLOTS,
         )
         manager._connect = lambda *_, **__: sock
-        manager._tell_end(peer, KVPoll.Success, "")
-        manager._tell_end(peer, KVPoll.Failed, "no memory")
+        manager._send_status(peer, KVPoll.Success, "")
+        manager._send_status(peer, KVPoll.Failed, "no memory")
         pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
         manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect
