@@ -13,7 +13,6 @@ import itertools
 import json
 import statistics
 import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated
-from weakref import WeakSet
 
 import numpy as np
 import typer
@@ -96,7 +94,6 @@ class Kind:
         src, dst = pointers(own, 1), pointers(peer, 2)
         manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
-        manager.agent_lock, manager.writes = threading.RLock(), WeakSet()
         manager.request_status = {1: 2}  # the notice's room waits for KV
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None

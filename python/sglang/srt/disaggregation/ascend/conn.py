@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.pd.memory import is_registered, regions
+
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import MooncakeKVManager
 
@@ -20,8 +22,8 @@ class AscendKVManager(MooncakeKVManager):
         Raises:
             RuntimeError: A buffer cannot be registered; the text names it.
         """
-        kv, aux = self._regions()
-        if self._is_registered([*kv, *aux]):
+        kv, aux = regions(self.kv_args)
+        if is_registered(self.engine.batch_register, [*kv, *aux]):
             return
         logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")
         super().register_buffer_to_engine()

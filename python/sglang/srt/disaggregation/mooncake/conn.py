@@ -6,18 +6,14 @@ A prefill rank tells each decode rank of a room once how its part ended, when it
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
-import math
 import struct
 import sys
-import time
-from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -25,7 +21,6 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
 )
 from sglang.srt.disaggregation.kv_layout import (
-    Buffer,
     Copies,
     LayoutError,
     PeerPlan,
@@ -33,12 +28,14 @@ from sglang.srt.disaggregation.kv_layout import (
     encode_layout,
 )
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
-from sglang.srt.disaggregation.pd.messages import read_messages, unpacked
+from sglang.srt.disaggregation.pd.back_off import BackOff
+from sglang.srt.disaggregation.pd.memory import regions, why_unregistered
+from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.rooms import ENDED
+from sglang.srt.disaggregation.pd.status_messages import StatusMessages
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import (
@@ -54,15 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 16384
-# A decode rank to which so many transfers in a row fail is left alone for some seconds, twice as
-# many after each that fails then: on a dead one each costs the transfer engine's time-out, in one
-# of few queues.
-FAILURES_IN_A_ROW = 2
-BACK_OFF_SECONDS = 10.0
-MAX_BACK_OFF_SECONDS = 320.0
-
-# What is registered: name, address, bytes.
-Region = Tuple[str, int, int]
 
 
 @dataclasses.dataclass
@@ -99,16 +87,6 @@ class KVArgsRegisterInfo(Registration):
         return self.dst_tp_rank, self.dst_attn_tp_size
 
 
-def _named(
-    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
-) -> List[Region]:
-    """Each by its description, or by its number where not every one has a description."""
-    names = [buffer.name for buffer in described]
-    if len(names) != len(ptrs):
-        names = [str(number) for number in range(len(ptrs))]
-    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
-
-
 def _aux_goes_over_tcp() -> bool:
     """Whether `send_aux` does without the transfer engine, by this side's environment.
 
@@ -118,7 +96,7 @@ def _aux_goes_over_tcp() -> bool:
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
 
 
-class MooncakeKVManager(CommonKVManager):
+class MooncakeKVManager(StatusMessages, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
@@ -133,9 +111,10 @@ class MooncakeKVManager(CommonKVManager):
         Raises:
             RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
-        kv, aux = self._regions()
-        refused = [self._register_batch("KV and state", kv)]
-        why_no_aux = self._register_batch("aux", aux)
+        kv, aux = regions(self.kv_args)
+        register = self.engine.batch_register
+        refused = [why_unregistered(register, "KV and state", kv)]
+        why_no_aux = why_unregistered(register, "aux", aux)
         if why_no_aux and _aux_goes_over_tcp():
             logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
         else:
@@ -145,31 +124,6 @@ class MooncakeKVManager(CommonKVManager):
                 f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
                 "for limits of locked memory and of memory regions, or choose a smaller KV pool"
             )
-
-    def _regions(self) -> Tuple[List[Region], List[Region]]:
-        """KV and state; aux."""
-        args, layout = self.kv_args, self.kv_args.layout
-        kv = _named("KV", layout.kv, args.kv_data_ptrs, args.kv_data_lens)
-        state = _named("state", layout.state, args.state_data_ptrs, args.state_data_lens)
-        return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
-
-    def _register_batch(self, role: str, regions: List[Region]) -> str:
-        """Returns "", or which of these buffers cannot be registered."""
-        if self._is_registered(regions):
-            return ""
-        alone = [region for region in regions if not self._is_registered([region])]
-        failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
-        return (
-            f"The transfer engine did not register this rank's {role} in one batch (buffers: "
-            f"{len(regions)}, bytes: {sum(length for *_, length in regions):,}); one by one it "
-            f"fails for: {failed or 'none'}"
-        )
-
-    def _is_registered(self, regions: List[Region]) -> bool:
-        """Register those that are not empty in one batch; whether that succeeded."""
-        regions = [region for region in regions if region[2]]
-        ptrs, lens = [ptr for _, ptr, _ in regions], [length for *_, length in regions]
-        return not regions or self.engine.batch_register(ptrs, lens) == 0
 
     def send_kvcache(
         self,
@@ -337,7 +291,7 @@ class MooncakeKVManager(CommonKVManager):
                     f"the transfer engine returned {status} for {what} to decode session {session}"
                 )
 
-        with self._trying(session):
+        with self.back_off.trying(session):
             pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
             check("KV", self.send_kvcache(session, *pages, executor))
             if not chunk.is_last:
@@ -346,102 +300,6 @@ class MooncakeKVManager(CommonKVManager):
                 state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
                 check("state", self.maybe_send_extra(*state))
             check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
-
-    @contextlib.contextmanager
-    def _trying(self, session: str) -> Iterator[None]:
-        """Count failures in a row of a decode rank; after some, it is tried one at a time.
-
-        Raises:
-            RuntimeError: It failed a short time ago, or is being tried.
-        """
-        self._check_patience(session)
-        try:
-            yield
-        except LayoutError:  # nothing was tried
-            with self.session_lock:
-                if session in self.not_before:
-                    self.not_before[session] = 0.0
-            raise
-        except Exception:
-            with self.session_lock:
-                self.session_failures[session] += 1
-                more = self.session_failures[session] - FAILURES_IN_A_ROW
-                if more >= 0:
-                    seconds = min(BACK_OFF_SECONDS * 2 ** min(more, 30), MAX_BACK_OFF_SECONDS)
-                    self.not_before[session] = time.monotonic() + seconds
-            raise
-        self._forgive(session)
-
-    def _check_patience(self, session: str) -> None:
-        with self.session_lock:
-            if session not in self.not_before:
-                return
-            seconds = self.not_before[session] - time.monotonic()
-            if seconds <= 0:
-                self.not_before[session] = math.inf  # until this try has ended
-                return
-            when = "when that has ended" if seconds == math.inf else f"in {seconds:.0f} s"
-            failures = self.session_failures[session]
-        raise RuntimeError(
-            f"the last {failures} transfers to decode session {session} failed; it is tried again "
-            f"{when}"
-        )
-
-    def _forgive(self, session: str) -> None:
-        with self.session_lock:
-            self.session_failures.pop(session, None)
-            self.not_before.pop(session, None)
-
-    def _conclude_room(self, room: int, status: KVPoll, reason: str = "") -> None:
-        """Tell the room's decode ranks how it ended here, once each."""
-        with self.rooms_lock:
-            peers = self.transfer_infos.get(room, {})
-            untold = [
-                req for req in peers.values() if not (req.is_dummy or hasattr(req, "is_told"))
-            ]
-            for req in untold:
-                req.is_told = True
-            if room in self.request_status:
-                if reason:
-                    self.record_failure(room, reason)
-                self.update_status(room, status)
-            # Failed, if its request was aborted while its last chunk was written.
-            status = self.check_status(room)
-            # Else `finish_failed` will, which remembers whom we told.
-            if self.request_status.get(room) != KVPoll.Failed:
-                self.transfer_infos.pop(room, None)
-            known = self.aborted.get(room)
-            reason = (
-                self.failure_records.get(room)
-                or (known.reason if known else self.aborted_early.get(room))
-                or reason
-                or "another prefill rank failed"
-            )
-        for req in untold:
-            self._send_status(req, status, reason)
-
-    def _send_status(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
-        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
-        if self.decode_kv_args_table[req.mooncake_session_id].reads_reasons:
-            frames.append(reason.encode("utf-8", "backslashreplace"))
-        address = format_tcp_address(req.endpoint, req.dst_port)
-        try:
-            self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
-        except zmq.ZMQError as error:
-            logger.warning(f"Room {req.room}: decode {address} was not told: {error}")
-
-    def _tell_failed(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
-        for req in peers.values():
-            if not req.is_dummy:
-                self._send_status(req, KVPoll.Failed, reason)
-
-    def finish_failed(self, room: int) -> str:
-        """Prefill: end a failed room; returns why. Decode is told when no write is under way."""
-        with self.rooms_lock:
-            reason = self.forget(room) or "another prefill rank failed"
-            self.remember_aborted(room, reason, self.transfer_infos.get(room, ()))
-        self.conclude_failed(room, reason)
-        return reason
 
     def conclude_failed(self, room: int, reason: str) -> None:
         """Tell the room's decode ranks that it failed, behind what is being written of it.
@@ -459,37 +317,14 @@ class MooncakeKVManager(CommonKVManager):
 
     def start_decode_thread(self):
         """Read how prefill ranks end their rooms, and watch whether they live."""
-        # Rooms that prefill was asked for, and those of which a sender has failed, while others may
-        # still write.
-        self.asked_rooms: Set[int] = set()
-        self.failing_rooms: Set[int] = set()
-        self.limit_messages()
-        read_messages(self.server_socket, self._handle_status)
+        self.read_status_messages()
         self.watch_prefill_servers()
 
-    def _handle_status(self, frames: List[bytes]) -> None:
+    def _handle_decode_message(self, frames: List[bytes]) -> None:
         if frames[0] == self.AUX_DATA_HEADER:
             self._handle_aux_data(frames)
-            return
-        room, status, sender, *reason = frames
-        if int(status) not in ENDED:
-            raise ValueError("this is no prefill rank's word on a room")
-        said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
-        with self.rooms_lock:
-            if int(room) in self.asked_rooms:  # else it is over
-                failure = said if int(status) == KVPoll.Failed else None
-                self._count_status(int(room), int(sender), failure)
-
-    def _count_status(self, room: int, sender: int, failure: Optional[str]) -> None:
-        """Note how a prefill rank ended the room; when all have, so does it."""
-        if failure is not None:
-            self.record_failure(room, f"Prefill failed: {failure}")
-            self.failing_rooms.add(room)
-        self.prefill_response_tracker[room].add(sender)
-        needed = self.required_prefill_response_num_table[room]
-        if len(self.prefill_response_tracker[room]) >= needed:
-            failed = room in self.failing_rooms
-            self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+        else:
+            super()._handle_decode_message(frames)
 
     def _handle_aux_data(self, msg: List[bytes]):
         """Take in one metadata row that came by this way instead of the engine's.
@@ -522,8 +357,7 @@ class MooncakeKVManager(CommonKVManager):
 
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
-        # When a decode rank that failed again and again is tried next; infinite while it is.
-        self.not_before: Dict[str, float] = {}
+        self.back_off = BackOff()
         self.read_bootstrap_messages()
 
     def _read_registration(self, frames: List[bytes]) -> KVArgsRegisterInfo:
@@ -549,7 +383,7 @@ class MooncakeKVManager(CommonKVManager):
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
-            self._forgive(info.name)  # another process
+            self.back_off.forgive(info.name)  # another process
 
 
 class MooncakeKVSender(CommonKVSender):

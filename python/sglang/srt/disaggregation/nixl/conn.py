@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import socket
 import struct
-import threading
 import time
 import uuid
 from collections import defaultdict
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Set, Tuple
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +32,7 @@ from sglang.srt.disaggregation.kv_layout import (
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.sender import ABORTED
+from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -42,11 +40,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
 
 logger = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 0.5
-# In the text of NIXL's errors: the connection to a peer is lost, or could not be made anew. The
-# second stands for other mistakes, too; then a good connection is replaced, which does no harm.
-CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
 @dataclasses.dataclass
@@ -82,10 +75,6 @@ class KVArgsRegisterInfo(Registration):
         return self.decode_tp_rank, self.decode_tp_size
 
 
-class RoomFailed(Exception):
-    """Nothing more is written for it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """Some pages of one request, computed; `where` is their place among all its pages.
@@ -101,17 +90,7 @@ class Chunk:
     state_slots: Optional[List[int]] = None
 
 
-@dataclasses.dataclass(eq=False)
-class Write:
-    """One transfer to a decode rank; `end` is set when it is over: empty, or why it failed."""
-
-    room: int
-    peer: str
-    handle: object
-    end: Optional[str] = None
-
-
-class NixlKVManager(CommonKVManager):
+class NixlKVManager(Writes, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
@@ -128,12 +107,6 @@ class NixlKVManager(CommonKVManager):
         is_mla_backend=False,
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
-        # of its own, and a connection must not be made anew that a write begins to use.
-        self.agent_lock = threading.RLock()
-        self.out_of_reach: Set[str] = set()
-        # Those under way. A sender that is gone takes its own with it, which NIXL then cancels.
-        self.writes: WeakSet[Write] = WeakSet()
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -216,78 +189,6 @@ class NixlKVManager(CommonKVManager):
     def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
         rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
         return self.agent.get_xfer_descs(rows, kind)
-
-    def _start(self, peer: str, src, dst, notif: bytes) -> Write:
-        room = parse_notice(notif).room
-
-        def start() -> Write:
-            if self.check_status(room) == KVPoll.Failed:
-                raise RoomFailed
-            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
-            if not handle or self.agent.transfer(handle) == "ERR":
-                note = notif.decode("ascii")
-                raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
-            write = Write(room, peer, handle)
-            self.writes.add(write)
-            return write
-
-        return self._connected(peer, start)
-
-    def _notify(self, peer: str, notif: bytes) -> None:
-        self._connected(peer, lambda: self.agent.send_notif(peer, notif))
-
-    def _connected(self, peer: str, act: Callable):
-        """Do it; once more over a new connection if NIXL has lost the one to this peer.
-
-        NIXL itself makes none: without that a live peer would be out of reach for ever.
-        """
-        with self.agent_lock:
-            try:
-                return act()
-            except Exception as error:
-                if not any(name in str(error) for name in CONNECTION_LOST):
-                    raise
-                if not self._connect_again(peer):
-                    raise
-                return act()
-
-    def _connect_again(self, peer: str) -> bool:
-        """Whether there is a new connection; not while a write over the old one is under way.
-
-        A rank that takes none is not tried again until it asks for another room.
-        """
-        under_way = [write for write in self.writes if write.peer == peer]
-        if peer in self.out_of_reach or not all(map(self.has_ended, under_way)):
-            return False
-        info = self.decode_kv_args_table[peer]
-        try:
-            with contextlib.suppress(Exception):  # NIXL may not know it any more
-                self.agent.remove_remote_agent(peer)
-            # First where it reads our messages: UCX keeps a socket for each connection refused.
-            socket.create_connection((info.endpoint, info.dst_port), CONNECT_SECONDS).close()
-            self.agent.add_remote_agent(info.agent_metadata)
-        except Exception as error:
-            logger.warning(f"Decode {peer} takes no new connection: {error}")
-            self.out_of_reach.add(peer)
-            return False
-        logger.info(f"Connected to decode {peer} again")
-        return True
-
-    def has_ended(self, write: Write) -> bool:
-        """Whether it is over; `write.end` says how."""
-        with self.agent_lock:
-            if write.end is not None:
-                return True
-            try:
-                state = self.agent.check_xfer_state(write.handle)
-                reason = "NIXL reports an error"
-            except Exception as error:
-                state, reason = "ERR", str(error)
-            if state not in ("DONE", "ERR"):
-                return False
-            write.end, write.handle = reason if state == "ERR" else "", None
-            self.writes.discard(write)
-            return True
 
     def _send_kvcache_generic(
         self,

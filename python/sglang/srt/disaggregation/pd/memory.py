@@ -1,0 +1,51 @@
+"""This rank's buffers, by name, and their registration with a transfer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import List, Tuple
+
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.kv_layout import Buffer
+
+# Name, address, bytes.
+Region = Tuple[str, int, int]
+# A transfer engine's, of addresses and bytes; 0 if all are registered.
+RegisterBatch = Callable[[List[int], List[int]], int]
+
+
+def regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
+    """KV and state; aux."""
+    kv = _named("KV", args.layout.kv, args.kv_data_ptrs, args.kv_data_lens)
+    state = _named("state", args.layout.state, args.state_data_ptrs, args.state_data_lens)
+    return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
+
+
+def _named(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
+def is_registered(register: RegisterBatch, wanted: Sequence[Region]) -> bool:
+    """Register those that are not empty in one batch; whether that succeeded."""
+    wanted = [region for region in wanted if region[2]]
+    ptrs, lens = [ptr for _, ptr, _ in wanted], [length for *_, length in wanted]
+    return not wanted or register(ptrs, lens) == 0
+
+
+def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region]) -> str:
+    """Register them in one batch; returns "", or which of them cannot be registered."""
+    if is_registered(register, wanted):
+        return ""
+    alone = [region for region in wanted if not is_registered(register, [region])]
+    failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
+    return (
+        f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+        f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,}); one by one it "
+        f"fails for: {failed or 'none'}"
+    )
