@@ -25,7 +25,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 from stages import play  # noqa: F401 - a probe
 
-from sglang_pd.device import device
+from pd_harness.device import device
 
 # KV heads, their width, and the parts of an MLA token
 HEADS, WIDTH, LATENT, ROPE, INDEX = 2, 8, 16, 4, 6

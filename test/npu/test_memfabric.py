@@ -72,7 +72,7 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang.srt.utils import get_local_ip_auto
 
-    from sglang_pd.ports import free_ports
+    from pd_harness.ports import free_ports
 
     (port,) = free_ports(1)
     monkeypatch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{port}")

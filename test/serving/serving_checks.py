@@ -8,8 +8,8 @@ from collections.abc import Callable
 import httpx
 import psutil
 
-from sglang_pd import cluster
-from sglang_pd.device import DTYPES, device
+from pd_harness import cluster
+from pd_harness.device import DTYPES, device
 
 # Another TP size or kernel sums in another order. In half precision that may also decide between
 # two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.

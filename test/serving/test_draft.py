@@ -10,12 +10,12 @@ import pytest
 from serving_checks import Lost, outcome, record
 from serving_scenarios import model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.cluster import PD_ENV, Topology
-from sglang_pd.cpu_host.drafts import make_draft
-from sglang_pd.cpu_host.models import TinyLlama, TinyMLA, TinyModel
-from sglang_pd.device import device
-from sglang_pd.ports import free_ports
+from pd_harness import cluster
+from pd_harness.cluster import PD_ENV, Topology
+from pd_harness.cpu_host.drafts import make_draft
+from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel
+from pd_harness.device import device
+from pd_harness.ports import free_ports
 
 pytestmark = [
     pytest.mark.serving,

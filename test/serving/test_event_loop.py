@@ -13,9 +13,9 @@ from probed import look, probed
 from serving_checks import record, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.probe import APART
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.cpu_host.probe import APART
+from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,

@@ -7,8 +7,8 @@ import pytest
 from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
-from sglang_pd import cluster
-from sglang_pd.device import await_peers
+from pd_harness import cluster
+from pd_harness.device import await_peers
 
 pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(1800)]
 

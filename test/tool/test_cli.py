@@ -9,10 +9,11 @@ import typer
 from toy import VERSION, write
 from typer.testing import CliRunner
 
-from sglang_pd import __version__, patches
+from sglang_pd import __version__
 from sglang_pd.cli import app
 from sglang_pd.errors import Code
-from sglang_pd.pin import main
+from sglang_pd.patchset import patches
+from sglang_pd.patchset.pin import main
 
 runner = CliRunner()
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pd import operations, pin
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.graft import graft
-from sglang_pd.plan import changed, survey
-from sglang_pd.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.grafting.graft import graft
+from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.install import operations
+from sglang_pd.patchset import pin
+from sglang_pd.patchset.plan import changed, survey
 
 PATH = "srt/a/b.py"
 OWN = "sglang.srt.a.b"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_pd.cluster import CHECKOUT, PD_ENV, interpreter
-from sglang_pd.cpu_host import ENVIRONMENT
-from sglang_pd.device import await_peers, device
-from sglang_pd.ports import HOST, free_ports
+from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
+from pd_harness.cpu_host import ENVIRONMENT
+from pd_harness.device import await_peers, device
+from pd_harness.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120

@@ -172,7 +172,7 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     here.  Whoever else asks finds none, for it would take this machine for one with an NPU.
     """
     importlib.import_module("sglang.srt.mem_cache.memory_pool")  # imports half the world
-    operators = importlib.import_module("sglang_pd.cpu_host.npu_operators")
+    operators = importlib.import_module("pd_harness.cpu_host.npu_operators")
     sys.modules["torch_npu"] = operators
     try:
         yield
@@ -187,7 +187,7 @@ def torch_native_attention(torch_native_backend: ModuleType) -> None:
     With DP attention idle ranks and short batches are padded by requests of a length that each
     attention backend names, and this one does not.
     """
-    from sglang_pd.cpu_host.attention import extend
+    from pd_harness.cpu_host.attention import extend
 
     backend = torch_native_backend.TorchNativeAttnBackend
     backend._run_sdpa_forward_extend = extend
@@ -199,7 +199,7 @@ def ascend_attention(attention_registry: ModuleType) -> None:
     """Let ``ascend`` be attention over the NPU pools without an NPU's kernels."""
 
     def make(runner):
-        from sglang_pd.cpu_host.ascend_attention import AscendAttention
+        from pd_harness.cpu_host.ascend_attention import AscendAttention
 
         return AscendAttention(runner)
 
@@ -208,7 +208,7 @@ def ascend_attention(attention_registry: ModuleType) -> None:
 
 def chains_of_drafts(eagle_utils: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
-    from sglang_pd.cpu_host import speculation
+    from pd_harness.cpu_host import speculation
 
     eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
@@ -216,7 +216,7 @@ def chains_of_drafts(eagle_utils: ModuleType) -> None:
 
 def speculative_attention(torch_native_backend: ModuleType) -> None:
     """Let the backend, which knows prompts and single tokens, verify and draft."""
-    from sglang_pd.cpu_host.speculation import decoded_lengths, extended_lengths
+    from pd_harness.cpu_host.speculation import decoded_lengths, extended_lengths
 
     backend = torch_native_backend.TorchNativeAttnBackend
     extend, decode = backend.forward_extend, backend.forward_decode
@@ -237,7 +237,7 @@ def draft_attention(draft_utils: ModuleType) -> None:
 
     The engine knows none for ``torch_native``, and an NPU's kernels alone for ``ascend``.
     """
-    from sglang_pd.cpu_host.speculation import DraftSteps
+    from pd_harness.cpu_host.speculation import DraftSteps
 
     def steps(self):
         return DraftSteps(self.draft_model_runner.attn_backend, self.speculative_num_steps)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
-from sglang_pd.source import (
+from sglang_pd.grafting.source import (
     BASES,
     Bound,
     Definition,

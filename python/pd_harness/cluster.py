@@ -17,10 +17,10 @@ from types import MappingProxyType
 
 import httpx
 
-from sglang_pd import forks
-from sglang_pd.cpu_host import ENVIRONMENT, thread_binding
-from sglang_pd.device import DTYPES, device, npus
-from sglang_pd.ports import HOST, free_ports, free_run
+from pd_harness import forks
+from pd_harness.cpu_host import ENVIRONMENT, thread_binding
+from pd_harness.device import DTYPES, device, npus
+from pd_harness.ports import HOST, free_ports, free_run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"

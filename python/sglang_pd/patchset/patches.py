@@ -14,10 +14,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PACKAGE = Path(__file__).parent
-RELEASES = PACKAGE / "releases"
-# The wheel carries the trees inside the package; in a checkout they stand beside it.
-TREES = PACKAGE / "tree" if (PACKAGE / "tree").is_dir() else PACKAGE.parent
+PACKAGE = Path(__file__).resolve().parents[1]
+# The wheel carries them inside the package; in a checkout they stand beside it.
+TREES = PACKAGE / "data" if (PACKAGE / "data").is_dir() else PACKAGE.parent
+RELEASES = TREES / "engines"
 
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
 Pins = dict[str, dict[str, str | None] | None]
@@ -98,7 +98,7 @@ def load(
         raise Refusal(
             Code.PATCH_SET,
             f"fingerprints of {public} do not fit the patch set's files ({differ}): "
-            f"run `python -m sglang_pd.pin --release {public}` on an unmodified engine",
+            f"run `python -m sglang_pd.patchset.pin --release {public}` on an unmodified engine",
         )
     return Release(public, folder, tree, [Patch(**record) for record in records], pins)
 

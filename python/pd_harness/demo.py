@@ -21,8 +21,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16

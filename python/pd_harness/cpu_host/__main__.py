@@ -5,7 +5,7 @@ What the caller's environment already sets is left as it is.
 
 import os
 
-from sglang_pd.cpu_host import ENVIRONMENT
+from pd_harness.cpu_host import ENVIRONMENT
 
 for name, value in ENVIRONMENT.items():
     print(f"{name}={os.environ.get(name, value)}")

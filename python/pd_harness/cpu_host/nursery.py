@@ -1,8 +1,8 @@
 """A process that has imported the engine, and forks servers that then need not.
 
-usage: python -m sglang_pd.cpu_host.nursery SOCKET   (see `sglang_pd.forks`, which asks it)
+usage: python -m pd_harness.cpu_host.nursery SOCKET   (see `pd_harness.forks`, which asks it)
 
-For each connection to the Unix socket it forks a keeper (compare `sglang_pd.keeper`), which says
+For each connection to the Unix socket it forks a keeper (compare `pd_harness.keeper`), which says
 ``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
 ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
 ``python -m`` would; what the engine then starts by ``multiprocessing`` is forked, too.  The keeper
@@ -31,7 +31,7 @@ from multiprocessing import popen_fork, popen_spawn_posix
 from pathlib import Path
 from types import ModuleType
 
-from sglang_pd.cpu_host.import_hooks import after_import
+from pd_harness.cpu_host.import_hooks import after_import
 
 IMPORTED = (
     "sglang.launch_server",

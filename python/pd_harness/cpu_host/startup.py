@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_pd.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
-from sglang_pd.cpu_host.import_hooks import after_import, around_import
+from pd_harness.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
+from pd_harness.cpu_host.import_hooks import after_import, around_import
 
 PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
 

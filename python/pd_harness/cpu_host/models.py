@@ -24,7 +24,7 @@ class TinyModel(abc.ABC):
     """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token.
 
     What the layers after the first one say is weighted by ``later``: where that is little, a draft
-    that knows the first layer alone foresees some tokens (`sglang_pd.cpu_host.drafts`).
+    that knows the first layer alone foresees some tokens (`pd_harness.cpu_host.drafts`).
     """
 
     family: ClassVar[str]

@@ -1,4 +1,4 @@
-"""`python -m sglang_pd.pin`: for developers, makes a release's fingerprints."""
+"""`python -m sglang_pd.patchset.pin`: for developers, makes a release's fingerprints."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from sglang_pd import record
-from sglang_pd.engine import Engine, find_engine
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.graft import graft
-from sglang_pd.patches import Patch, Pins, Release, load, symbol_ids
-from sglang_pd.plan import changed, same
-from sglang_pd.source import Definition, GraftError, lookup, parse
-from sglang_pd.transaction import STATE, read_file
+from sglang_pd.grafting.graft import graft
+from sglang_pd.grafting.source import Definition, GraftError, lookup, parse
+from sglang_pd.install import record
+from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.install.transaction import STATE, read_file
+from sglang_pd.patchset.patches import Patch, Pins, Release, load, symbol_ids
+from sglang_pd.patchset.plan import changed, same
 
 
 def pin(engine: Engine, release: Release) -> Pins:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
 
-from sglang_pd import __version__, record, transaction
-from sglang_pd.engine import Engine
+from sglang_pd import __version__
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.patches import Patch, Release
-from sglang_pd.plan import Drift, Edit, plan, survey
-from sglang_pd.transaction import Journal, originals, read_file, read_journal
+from sglang_pd.install import record, transaction
+from sglang_pd.install.engine import Engine
+from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
+from sglang_pd.patchset.patches import Patch, Release
+from sglang_pd.patchset.plan import Drift, Edit, plan, survey
 
 
 @dataclass(frozen=True)

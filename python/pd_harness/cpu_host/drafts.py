@@ -9,7 +9,7 @@ it the target's embedding and head.
 import json
 from pathlib import Path
 
-from sglang_pd.cpu_host.models import TinyLlama, TinyMLA, TinyModel, written_once
+from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel, written_once
 
 HIDDEN = 0.02  # weight of a hidden state; an element of an embedding has a size of 0.25
 # A layer's output is about 25 in each element, but the hidden state that a draft hands itself must

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.plan import Edit
+from sglang_pd.patchset.plan import Edit
 
 STATE = ".sglang_pd"
 SCRATCH = ".sglang_pd.new"  # being staged: holds nothing of worth

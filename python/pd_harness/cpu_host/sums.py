@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, byte_tokenizer
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, byte_tokenizer
 
 LARGEST = 19
 STEPS = 1200

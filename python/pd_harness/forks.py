@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START_SECONDS = 120
-MODULE = "sglang_pd.cpu_host.nursery"
+MODULE = "pd_harness.cpu_host.nursery"
 LIMIT = 1 << 20  # bytes of a message
 
 

@@ -1,6 +1,6 @@
-"""`python -m sglang_pd.records`: for developers, prints docs/patches.md."""
+"""`python -m sglang_pd.patchset.records`: for developers, prints docs/patches.md."""
 
-from sglang_pd.patches import Patch, Release, load, supported
+from sglang_pd.patchset.patches import Patch, Release, load, supported
 
 FIELDS = {
     "upstream": "Upstream",
@@ -14,7 +14,11 @@ FIELDS = {
 
 def markdown(releases: list[Release]) -> str:
     """The patch records of all releases as one page."""
-    lines = ["# The patches", "", "Made by `python -m sglang_pd.records` from the patch records."]
+    lines = [
+        "# The patches",
+        "",
+        "Made by `python -m sglang_pd.patchset.records` from the patch records.",
+    ]
     for release in releases:
         lines += ["", f"## For SGLang {release.name}"]
         for patch in release.patches:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import libcst as cst
 
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.graft import graft
-from sglang_pd.patches import Pins, Release
-from sglang_pd.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.grafting.graft import graft
+from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.patchset.patches import Pins, Release
 
 Read = Callable[[str], bytes | None]
 
@@ -63,7 +63,8 @@ def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
                 raise Refusal(
                     Code.PATCH_SET,
                     f"fingerprints of {path} do not fit the patch set ({differ}): run "
-                    f"`python -m sglang_pd.pin --release {release.name}` on an unmodified engine",
+                    f"`python -m sglang_pd.patchset.pin --release {release.name}` on an unmodified "
+                    "engine",
                 )
             edits.append(Edit(path, engine, new))
     edits.sort(key=lambda edit: edit.old is not None)
