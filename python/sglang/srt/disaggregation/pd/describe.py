@@ -1,4 +1,4 @@
-"""What this rank's registered buffers hold, from its real pools."""
+"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
 
 from __future__ import annotations
 
@@ -13,8 +13,42 @@ from sglang.srt.disaggregation.kv_layout import (
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
+    from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def setup_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+    metadata_buffers: MetadataBuffers,
+    pp_rank: int,
+) -> None:
+    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
+
+    The draft's pages have the target's indices, so its buffers follow the target's in one list.
+    """
+    from sglang.srt.disaggregation.utils import is_mla_backend
+
+    ptrs, lens, item_lens = [], [], []
+    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+        if pool is not None:
+            for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
+                whole.extend(part)
+    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
+    kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
+        metadata_buffers.get_buf_infos()
+    )
+    kv_args.pp_rank = pp_rank
+    kv_args.system_dp_rank = scheduler.dp_rank
+    kv_args.page_size = token_to_kv_pool.page_size
+    kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
+    kv_args.gpu_id = scheduler.gpu_id
+    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
+    if not is_mla_backend(token_to_kv_pool):
+        kv_args.kv_head_num = token_to_kv_pool.head_num
 
 
 def describe_kv_args(

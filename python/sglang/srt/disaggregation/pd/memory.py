@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import List, Tuple
 
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_layout import Buffer
+
+logger = logging.getLogger(__name__)
 
 # Name, address, bytes.
 Region = Tuple[str, int, int]
@@ -49,3 +52,23 @@ def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region
         f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,}); one by one it "
         f"fails for: {failed or 'none'}"
     )
+
+
+def register_apart(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
+    """Register KV and state in one batch, and aux, which some transports do not take, apart.
+
+    Raises:
+        RuntimeError: A buffer that is needed cannot be registered; the text names it.
+    """
+    kv, aux = regions(args)
+    refused = [why_unregistered(register, "KV and state", kv)]
+    why_no_aux = why_unregistered(register, "aux", aux)
+    if why_no_aux and aux_is_optional:
+        logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+    else:
+        refused.append(why_no_aux)
+    if any(refused):
+        raise RuntimeError(
+            f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+            "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+        )

@@ -267,6 +267,10 @@ class Receiver:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self._await_senders("another decode rank failed")
 
+    def clear(self) -> None:
+        """Forget the room, which has succeeded."""
+        self._end()
+
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
         if self.is_second:

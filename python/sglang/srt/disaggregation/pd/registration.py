@@ -71,8 +71,9 @@ class Registrations:
     """What a prefill rank's KV manager does with the messages of decode ranks.
 
     A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_of(room_info)`, a
-    rank's name, `_check_registration(registration)`, which may refuse one, `_enter(registration)`,
-    which makes the rank known, and `_tell_failed(room, peers, reason)`.
+    rank's name, `_check_registration(registration)`, which may refuse one,
+    `_add_remote_peer(registration)`, which makes the rank known, and
+    `_tell_failed(room, peers, reason)`.
     """
 
     # Whether state is sent by the plan.
@@ -99,7 +100,7 @@ class Registrations:
             raise LayoutError(f"a decode rank with a name of {len(info.name)} characters")
         self._check_registration(info)
         self._plan_transfers(info)
-        self._enter(info)
+        self._add_remote_peer(info)
 
     def _plan_transfers(self, info: Registration) -> None:
         """Set its `plan`, or its `refusal`."""

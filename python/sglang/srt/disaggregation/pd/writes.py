@@ -1,4 +1,4 @@
-"""Writes of a NIXL agent, one at a time begun, and over a new connection where one was lost."""
+"""Writes of a NIXL agent, over a new connection where one was lost, and a request that waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional, Set
+from typing import List, Optional, Set
 from weakref import WeakSet
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import parse_notice
+from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +122,62 @@ class Writes:
             write.end, write.handle = reason if state == "ERR" else "", None
             self.writes.discard(write)
             return True
+
+    def conclude_failed(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
+        with self.agent_lock:
+            of_room = [write for write in self.writes if write.room == room]
+            if all(map(self.has_ended, of_room)):
+                self._tell_failed(room, self.transfer_infos.get(room, {}), reason)
+        if room not in self.request_status:  # its request has not come
+            self.transfer_infos.pop(room, None)
+
+
+class WritingSender:
+    """A KV sender whose writes are `xfer_handles`; `has_sent` when the last one is begun."""
+
+    xfer_handles: List[Write]
+
+    def poll(self) -> KVPoll:
+        """The room's state; this rank tells success or failure when its last write has ended."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self._drop_ended_writes()
+        self._check_timeout()
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status != KVPoll.Failed and not self.has_sent:
+            return status
+        if self.xfer_handles:
+            return KVPoll.Transferring
+        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
+        return self.conclude_state
+
+    def _check_timeout(self) -> None:
+        """Fail a room that decode does not ask for: maybe it was never sent the request."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        waited = time.monotonic() - self.begun
+        is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
+        if is_waiting and waited >= manager.bootstrap_timeout:
+            manager.fail(
+                room,
+                f"Decode did not ask for this request within {waited:.0f} s; "
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
+            )
+
+    def _drop_ended_writes(self) -> None:
+        """Forget the writes that are done; one that failed fails the room."""
+        ended = [write for write in self.xfer_handles if self.kv_mgr.has_ended(write)]
+        for write in ended:
+            self.xfer_handles.remove(write)
+            if write.end:
+                reason = f"Prefill's write to decode failed: {write.end}"
+                self.kv_mgr.fail(self.bootstrap_room, reason)
+
+    def is_busy(self) -> bool:
+        """Whether our pages may be read."""
+        return bool(self.xfer_handles)
+
+    def abort(self):
+        """The client is gone."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, ABORTED)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import describe_kv_args
+from sglang.srt.disaggregation.pd.describe import describe_kv_args, setup_kv_args
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
     get_kv_class,
-    setup_kv_args,
     setup_state_kv_args,
 )
 from sglang.srt.layers.dp_attention import get_attention_tp_size

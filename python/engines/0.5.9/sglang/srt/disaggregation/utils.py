@@ -1,6 +1,6 @@
 """Fill `KVArgs` from the engine's pools, for prefill and decode alike.
 
-Each `_init_kv_manager` calls `setup_kv_args`, `setup_state_kv_args` and then `pd.describe`.
+Each `_init_kv_manager` calls `setup_state_kv_args` between the two functions of `pd.describe`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from sglang.srt.disaggregation.kv_layout import keeps_own_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
-    from sglang.srt.disaggregation.utils import FAILURE_PROB, MetadataBuffers, is_mla_backend
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.disaggregation.utils import FAILURE_PROB
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
@@ -30,37 +29,6 @@ def poll_and_all_reduce(pollers, gloo_group):
         KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
     ]
     return vote(pollers, polls, gloo_group)
-
-
-def setup_kv_args(
-    kv_args: KVArgs,
-    scheduler: Scheduler,
-    token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
-    metadata_buffers: MetadataBuffers,
-    pp_rank: int,
-) -> None:
-    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
-
-    The draft's pages have the target's indices, so its buffers follow the target's in one list.
-    """
-    ptrs, lens, item_lens = [], [], []
-    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
-        if pool is not None:
-            for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
-                whole.extend(part)
-    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
-    kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
-        metadata_buffers.get_buf_infos()
-    )
-    kv_args.pp_rank = pp_rank
-    kv_args.system_dp_rank = scheduler.dp_rank
-    kv_args.page_size = token_to_kv_pool.page_size
-    kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
-    kv_args.gpu_id = scheduler.gpu_id
-    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
-    if not is_mla_backend(token_to_kv_pool):
-        kv_args.kv_head_num = token_to_kv_pool.head_num
 
 
 def setup_state_kv_args(

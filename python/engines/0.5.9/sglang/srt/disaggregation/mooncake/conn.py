@@ -9,7 +9,6 @@ import concurrent.futures
 import dataclasses
 import logging
 import struct
-import sys
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import numpy as np
@@ -21,16 +20,14 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
 )
 from sglang.srt.disaggregation.kv_layout import (
-    Copies,
     LayoutError,
-    PeerPlan,
-    TransferPlan,
     encode_layout,
 )
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import BackOff
-from sglang.srt.disaggregation.pd.memory import regions, why_unregistered
+from sglang.srt.disaggregation.pd.memory import register_apart
 from sglang.srt.disaggregation.pd.messages import unpacked
+from sglang.srt.disaggregation.pd.queued import QueuedSends
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.rooms import ENDED
 from sglang.srt.disaggregation.pd.status_messages import StatusMessages
@@ -41,16 +38,12 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import (
         AuxDataCodec,
         CommonKVSender,
-        FastQueue,
         KVTransferError,
         TransferInfo,
         TransferKVChunk,
     )
 
 logger = logging.getLogger(__name__)
-
-# Copies in one call to the engine where token slices number a million a chunk.
-SLICE_BATCH = 16384
 
 
 @dataclasses.dataclass
@@ -96,14 +89,17 @@ def _aux_goes_over_tcp() -> bool:
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
 
 
-class MooncakeKVManager(StatusMessages, CommonKVManager):
+class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
+        "transfer_worker",
         "update_status",
     )
+    _read_registration = KVArgsRegisterInfo.from_zmq
+    _read_room = TransferInfo.from_zmq
 
     def register_buffer_to_engine(self) -> None:
         """Register KV and state in one batch, and aux, which some transports do not take, apart.
@@ -111,19 +107,7 @@ class MooncakeKVManager(StatusMessages, CommonKVManager):
         Raises:
             RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
-        kv, aux = regions(self.kv_args)
-        register = self.engine.batch_register
-        refused = [why_unregistered(register, "KV and state", kv)]
-        why_no_aux = why_unregistered(register, "aux", aux)
-        if why_no_aux and _aux_goes_over_tcp():
-            logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
-        else:
-            refused.append(why_no_aux)
-        if any(refused):
-            raise RuntimeError(
-                f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
-                "for limits of locked memory and of memory regions, or choose a smaller KV pool"
-            )
+        register_apart(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
     def send_kvcache(
         self,
@@ -141,38 +125,6 @@ class MooncakeKVManager(StatusMessages, CommonKVManager):
         plan = self._plan(mooncake_session_id).kv
         pages = (prefill_kv_indices, dst_kv_indices)
         return self._write(mooncake_session_id, plan, *pages, executor)
-
-    def _plan(self, session: str) -> PeerPlan:
-        info = self.decode_kv_args_table[session]
-        if info.plan is None:
-            raise LayoutError(info.refusal)
-        return info.plan
-
-    def _write(
-        self,
-        session: str,
-        plan: TransferPlan,
-        src_pages: npt.NDArray[np.int32],
-        dst_pages: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
-    ) -> int:
-        """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
-        copies = plan.copies(src_pages, dst_pages)
-        at_most = SLICE_BATCH if plan.is_sliced else sys.maxsize
-        if self.enable_custom_mem_pool:  # NVLink gains from several threads
-            at_most = min(at_most, -(-len(copies) // executor._max_workers))
-
-        def write(part: Copies) -> int:
-            lists = part.lists()
-            return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
-
-        parts = copies.parts(at_most)
-        if len(parts) == 1 or executor._max_workers == 1:
-            results = map(write, parts)  # one after the other, for which no thread is needed
-        else:
-            # All are waited for, also when one fails: pages must not be freed under a write.
-            results = list(executor.map(write, parts))
-        return next((status for status in results if status != 0), 0)
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
         """Write the request's metadata to the peer. Returns the transfer engine's status."""
@@ -241,66 +193,6 @@ class MooncakeKVManager(StatusMessages, CommonKVManager):
                 )
             )
 
-    def _enqueue(self, chunk: TransferKVChunk) -> None:
-        """In the queue of its decode ranks, so that a dead one holds up no others."""
-        ports = [
-            int(session.rsplit(":", 1)[1])
-            for session in list(self.transfer_infos.get(chunk.room, ()))
-        ]
-        if ports:
-            self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
-
-    def transfer_worker(self, queue: FastQueue, executor: concurrent.futures.ThreadPoolExecutor):
-        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
-        while True:
-            chunk = queue.get()
-            try:
-                self._send_chunk(chunk, executor)
-            except Exception as error:
-                logger.exception(f"Room {chunk.room} could not be sent")
-                self._conclude_room(
-                    chunk.room, KVPoll.Failed, f"Prefill could not send KV: {error}"
-                )
-
-    def _send_chunk(
-        self, chunk: TransferKVChunk, executor: concurrent.futures.ThreadPoolExecutor
-    ) -> None:
-        if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
-            self._conclude_room(chunk.room, KVPoll.Failed)
-            return
-        if chunk.is_last and chunk.prefill_aux_index is None:
-            return  # the end of a room whose number is another request's by now
-        for req in list(self.transfer_infos.get(chunk.room, {}).values()):
-            if not req.is_dummy:
-                self._send_to_peer(req, chunk, executor)
-        if chunk.is_last:
-            self._conclude_room(chunk.room, KVPoll.Success)
-
-    def _send_to_peer(
-        self,
-        req: TransferInfo,
-        chunk: TransferKVChunk,
-        executor: concurrent.futures.ThreadPoolExecutor,
-    ) -> None:
-        session, dst_pages = req.mooncake_session_id, req.dst_kv_indices[chunk.index_slice]
-        info = self.decode_kv_args_table[session]
-
-        def check(what: str, status: int) -> None:
-            if status != 0:
-                raise RuntimeError(
-                    f"the transfer engine returned {status} for {what} to decode session {session}"
-                )
-
-        with self.back_off.trying(session):
-            pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
-            check("KV", self.send_kvcache(session, *pages, executor))
-            if not chunk.is_last:
-                return
-            if chunk.state_indices is not None:
-                state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
-                check("state", self.maybe_send_extra(*state))
-            check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
-
     def conclude_failed(self, room: int, reason: str) -> None:
         """Tell the room's decode ranks that it failed, behind what is being written of it.
 
@@ -360,12 +252,6 @@ class MooncakeKVManager(StatusMessages, CommonKVManager):
         self.back_off = BackOff()
         self.read_bootstrap_messages()
 
-    def _read_registration(self, frames: List[bytes]) -> KVArgsRegisterInfo:
-        return KVArgsRegisterInfo.from_zmq(frames)
-
-    def _read_room(self, frames: List[bytes]) -> TransferInfo:
-        return TransferInfo.from_zmq(frames)
-
     def _peer_of(self, info: TransferInfo) -> str:
         return info.mooncake_session_id
 
@@ -379,7 +265,7 @@ class MooncakeKVManager(StatusMessages, CommonKVManager):
         if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
             raise LayoutError(f"decode session {info.name!r} is no host and port")
 
-    def _enter(self, info: KVArgsRegisterInfo) -> None:
+    def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
@@ -395,7 +281,7 @@ class MooncakeKVSender(CommonKVSender):
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
-    REMOVED = ("abort",)
+    REMOVED = ("abort", "clear")
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -452,9 +338,6 @@ class MooncakeKVReceiver(CommonKVReceiver):
         if manager.check_status(room) not in ENDED and self.init_time is not None:
             self._check_timeout(room in manager.failing_rooms)
         return self._conclude()
-
-    def clear(self) -> None:
-        self._end()
 
     def is_busy(self) -> bool:
         """Whether our pages may be written to."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import struct
-import time
 import uuid
 from collections import defaultdict
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
@@ -23,16 +22,13 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.kv_layout import (
     Arrivals,
     LayoutError,
-    Notice,
     TransferPlan,
     encode_layout,
-    format_notice,
-    parse_notice,
 )
 from sglang.srt.disaggregation.pd.messages import unpacked
+from sglang.srt.disaggregation.pd.notices import Notices
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.sender import ABORTED
-from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes
+from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes, WritingSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -90,14 +86,17 @@ class Chunk:
     state_slots: Optional[List[int]] = None
 
 
-class NixlKVManager(Writes, CommonKVManager):
+class NixlKVManager(Notices, Writes, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
         "update_status",
+        "update_transfer_status",
     )
+    _read_registration = KVArgsRegisterInfo.from_zmq
+    _read_room = TransferInfo.from_zmq
 
     def __init__(
         self,
@@ -287,7 +286,7 @@ class NixlKVManager(Writes, CommonKVManager):
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
-            return format_notice(Notice(req.room, kind, **more), self.sender_rank).decode("ascii")
+            return self._notice(req.room, kind, **more).decode("ascii")
 
         def add(write: Optional[Write]) -> None:
             if write is not None:
@@ -319,54 +318,6 @@ class NixlKVManager(Writes, CommonKVManager):
             )
         add(self.send_aux(peer, chunk.aux_slot, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
 
-    def finish_failed(self, room: int) -> str:
-        """Prefill: end a failed room and tell its decode ranks why; returns that.
-
-        Those that ask for the room only now are told when they do. Stock ones do not read it.
-        """
-        with self.rooms_lock:
-            peers = self.transfer_infos.pop(room, {})
-            reason = self.forget(room) or "another prefill rank failed"
-            self.remember_aborted(room, reason, peers)
-        self._tell_failed(room, peers, reason)
-        return reason
-
-    def conclude_failed(self, room: int, reason: str) -> None:
-        """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
-        with self.agent_lock:
-            of_room = [write for write in self.writes if write.room == room]
-            if all(map(self.has_ended, of_room)):
-                self._tell_failed(room, self.transfer_infos.get(room, {}), reason)
-        if room not in self.request_status:  # its request has not come
-            self.transfer_infos.pop(room, None)
-
-    def _tell_failed(self, room: int, peers: Dict[str, TransferInfo], reason: str) -> None:
-        """Once each, for the number may be another request's when a second message arrives."""
-        notice = format_notice(Notice(room, "failed", reason=reason), self.sender_rank)
-        for peer, info in peers.items():
-            if info.is_dummy() or hasattr(info, "is_told"):
-                continue
-            info.is_told = True
-            try:
-                self._notify(peer, notice)
-            except Exception as error:
-                logger.warning(f"Room {room}: decode {peer} was not told: {error}")
-
-    def update_transfer_status(self):
-        """Decode: take in the notifications that have come since the last call."""
-        with self.agent_lock:
-            arrived = self.agent.get_new_notifs()
-        for peer, messages in arrived.items():
-            for message in messages:
-                notice = parse_notice(message)
-                if notice is None:
-                    logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
-                # What comes for a room that is over must not open it again.
-                elif notice.room in self.request_status:
-                    self.transfer_statuses[notice.room].add(peer, notice)
-                    if notice.kind == "failed":
-                        self.record_failure(notice.room, f"Prefill failed: {notice.reason}")
-
     def _register_to_bootstrap(self):
         self.limit_messages()
         super()._register_to_bootstrap()
@@ -380,12 +331,6 @@ class NixlKVManager(Writes, CommonKVManager):
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         super()._handle_bootstrap_message(frames[1:])
 
-    def _read_registration(self, frames: List[bytes]) -> KVArgsRegisterInfo:
-        return KVArgsRegisterInfo.from_zmq(frames)
-
-    def _read_room(self, frames: List[bytes]) -> TransferInfo:
-        return TransferInfo.from_zmq(frames)
-
     def _peer_of(self, info: TransferInfo) -> str:
         return info.agent_name
 
@@ -394,9 +339,6 @@ class NixlKVManager(Writes, CommonKVManager):
         # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
         if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
             raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
-
-    def _enter(self, info: KVArgsRegisterInfo) -> None:
-        self._add_remote_peer(info)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
         """Make a decode rank known, also to NIXL; its name is another in each process.
@@ -423,7 +365,9 @@ class NixlKVManager(Writes, CommonKVManager):
         super()._open_room(info)
 
 
-class NixlKVSender(CommonKVSender):
+class NixlKVSender(WritingSender, CommonKVSender):
+    REMOVED = ("poll",)
+
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
         """Start sending one chunk; a failed room sends no more."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
@@ -436,52 +380,6 @@ class NixlKVSender(CommonKVSender):
         self.curr_idx = where.stop
         self.chunk_id += 1
         self.has_sent = is_last
-
-    def poll(self) -> KVPoll:
-        """The room's state; this rank tells success or failure when its last write has ended."""
-        if self.conclude_state is not None:
-            return self.conclude_state
-        self._drop_ended_writes()
-        self._check_timeout()
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status != KVPoll.Failed and not self.has_sent:
-            return status
-        if self.xfer_handles:
-            return KVPoll.Transferring
-        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
-        return self.conclude_state
-
-    def _check_timeout(self) -> None:
-        """Fail a room that decode does not ask for: maybe it was never sent the request."""
-        manager, room = self.kv_mgr, self.bootstrap_room
-        waited = time.monotonic() - self.begun
-        if (
-            waited >= manager.bootstrap_timeout
-            and manager.check_status(room) == KVPoll.Bootstrapping
-        ):
-            manager.fail(
-                room,
-                f"Decode did not ask for this request within {waited:.0f} s; "
-                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
-            )
-
-    def _drop_ended_writes(self) -> None:
-        """Forget the writes that are done; one that failed fails the room."""
-        ended = [write for write in self.xfer_handles if self.kv_mgr.has_ended(write)]
-        for write in ended:
-            self.xfer_handles.remove(write)
-            if write.end:
-                reason = f"Prefill's write to decode failed: {write.end}"
-                self.kv_mgr.fail(self.bootstrap_room, reason)
-
-    def is_busy(self) -> bool:
-        """Whether our pages may be read."""
-        return bool(self.xfer_handles)
-
-    def abort(self):
-        """The client is gone."""
-        if self.conclude_state is None:
-            self.kv_mgr.fail(self.bootstrap_room, ABORTED)
 
     def failure_exception(self):
         """End the room, which this or another rank failed; no write of ours is under way."""
@@ -569,9 +467,6 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def _own_name(self) -> bytes:
         return self.kv_mgr.agent.name.encode("ascii")
-
-    def clear(self):
-        self._end()
 
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed
