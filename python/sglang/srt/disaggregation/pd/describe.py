@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from sglang.srt.disaggregation.kv_layout import (
     HIDDEN_STATES,
@@ -12,10 +12,28 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base import KVArgs
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.disaggregation.base import BaseKVManager, KVArgs
+    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
+    """Register a queue's pools with its transfer backend, describe them, and start its KV manager.
+
+    Args:
+        queue: The engine's, of prefill or of decode.
+        kv_args: With what only the queue knows: this rank's number, and the other side's sizes.
+    """
+    from sglang.srt.disaggregation.utils import KVClassType, get_kv_class, setup_state_kv_args
+
+    scheduler = queue.scheduler
+    pools = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
+    setup_kv_args(kv_args, scheduler, *pools, queue.metadata_buffers, queue.pp_rank)
+    setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
+    describe_kv_args(kv_args, scheduler, *pools)
+    manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
+    return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)
 
 
 def setup_kv_args(

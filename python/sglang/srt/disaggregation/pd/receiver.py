@@ -35,7 +35,8 @@ class Receiver:
     """What every backend's KV receiver is.
 
     A backend has `_register_kv_args()`, `_room_frames(is_dummy, pages, aux, state)`, the message
-    that opens a room, and `_own_name()`, what prefill knows this rank by.
+    that opens a room, `_expect_room(has_state)`, done before that is sent, and `_own_name()`, what
+    prefill knows this rank by.
 
     Attributes:
         init_time: When prefill was asked for the room; None before.
@@ -162,7 +163,9 @@ class Receiver:
         """
         if self.is_second:
             return
-        if self.bootstrap_infos is None:
+        if self.bootstrap_infos is not None:  # else it failed, maybe without knowing its senders
+            self._expect_room(state_indices is not None)
+        else:
             self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             return  # its pages are freed

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import describe_kv_args, setup_kv_args
+from sglang.srt.disaggregation.pd.describe import make_kv_manager
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
     get_kv_class,
-    setup_state_kv_args,
 )
 
 if TYPE_CHECKING:
@@ -35,11 +34,4 @@ class PrefillBootstrapQueue:
         kv_args.decode_tp_size = self.decode_tp_size // self.decode_dp_size
         kv_args.prefill_pp_size = self.pp_size
         kv_args.prefill_start_layer = self.token_to_kv_pool.start_layer
-        pools = self.token_to_kv_pool, self.draft_token_to_kv_pool
-        total_kv_layers = self.scheduler.model_config.num_hidden_layers
-        setup_kv_args(kv_args, self.scheduler, *pools, self.metadata_buffers, self.pp_rank)
-        setup_state_kv_args(kv_args, *pools, total_kv_layers)
-        describe_kv_args(kv_args, self.scheduler, *pools)
-        manager_class = get_kv_class(self.transfer_backend, KVClassType.MANAGER)
-        server_args = self.scheduler.server_args
-        return manager_class(kv_args, DisaggregationMode.PREFILL, server_args, self.is_mla_backend)
+        return make_kv_manager(self, kv_args, DisaggregationMode.PREFILL)

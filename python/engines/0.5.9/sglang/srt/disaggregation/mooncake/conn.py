@@ -281,7 +281,7 @@ class MooncakeKVSender(CommonKVSender):
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
-    REMOVED = ("abort", "clear")
+    REMOVED = ("abort", "clear", "init")
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -309,16 +309,8 @@ class MooncakeKVReceiver(CommonKVReceiver):
         ]
         self._register(frames)
 
-    def init(
-        self,
-        kv_indices: npt.NDArray[np.int32],
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
-    ):
-        """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if self.bootstrap_infos is not None:
-            self.kv_mgr.asked_rooms.add(self.bootstrap_room)
-        super().init(kv_indices, aux_index, state_indices)
+    def _expect_room(self, has_state: bool) -> None:
+        self.kv_mgr.asked_rooms.add(self.bootstrap_room)
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
         return [

@@ -387,19 +387,13 @@ class NixlKVSender(WritingSender, CommonKVSender):
 
 
 class NixlKVReceiver(CommonKVReceiver):
-    def init(
-        self,
-        kv_indices: npt.NDArray[np.int32],
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
-    ):
-        """Tell the prefill ranks where this room's pages, state slots and metadata go."""
-        if self.bootstrap_infos is not None:  # else it failed, maybe without knowing its senders
-            # What has come for this number before is another request's.
-            self.kv_mgr.transfer_statuses[self.bootstrap_room] = Arrivals(
-                self.required_prefill_response_num, state_indices is not None
-            )
-        super().init(kv_indices, aux_index, state_indices)
+    REMOVED = ("init",)
+
+    def _expect_room(self, has_state: bool) -> None:
+        """What has come for this number before is another request's."""
+        self.kv_mgr.transfer_statuses[self.bootstrap_room] = Arrivals(
+            self.required_prefill_response_num, has_state
+        )
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
         return [
