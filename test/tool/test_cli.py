@@ -161,6 +161,26 @@ def test_pin_refuses_what_does_not_fit(toy, pin, path, text, words):
     assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("patches/net.toml", lambda text: text + "tittle = 1\n", "unknown field `tittle`"),
+        ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
+        ("release.toml", lambda text: text.replace("[", '"').replace("]", '"'), "$.trees"),
+        ("release.toml", lambda text: text.replace("]", ""), "release.toml"),
+        ("fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
+        ("fingerprints.json", lambda text: text[:-3], "truncated"),
+    ],
+)
+def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change, words):
+    file = toy.releases / VERSION / path
+    file.write_text(change(file.read_text()))
+    with pytest.raises(Refusal) as refusal:
+        toy.release()
+    assert refusal.value.code == Code.PATCH_SET
+    assert str(file) in str(refusal.value) and words in str(refusal.value)
+
+
 def test_pin_wants_an_unmodified_engine(toy, pin):
     conn = toy.root / "srt/net/conn.py"
     conn.write_text(conn.read_text() + "# edited\n")

@@ -8,13 +8,13 @@ back, then removes the journal, then what is left. At every moment each target i
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.patchset.plan import Edit
@@ -23,8 +23,7 @@ STATE = ".sglang_pd"
 SCRATCH = ".sglang_pd.new"  # being staged: holds nothing of worth
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A changed file. staged: its name in the state folder. old (None: new file), new: SHA-256."""
 
     path: str
@@ -33,8 +32,7 @@ class Entry:
     new: str
 
 
-@dataclass(frozen=True)
-class Journal:
+class Journal(msgspec.Struct, frozen=True):
     """What was changed. folders: those made for new files, parents first."""
 
     tool: str
@@ -72,12 +70,19 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def read_journal(root: Path) -> Journal | None:
-    """The journal of an applied or half-applied engine; None for an untouched one."""
+    """The journal of an applied or half-applied engine; None for an untouched one.
+
+    Raises Refusal IO where it is damaged.
+    """
     text = read_file(root / STATE / "journal.json")
     if text is None:
         return None
-    fields = json.loads(text)
-    return Journal(**{**fields, "entries": [Entry(**entry) for entry in fields["entries"]]})
+    try:
+        return msgspec.json.decode(text, type=Journal)
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            Code.IO, f"{root / STATE / 'journal.json'} cannot be read ({error}); reinstall SGLang"
+        ) from error
 
 
 def present(root: Path, entry: Entry) -> str:
@@ -244,11 +249,8 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
             Entry(edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new))
         )
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
-    _write(
-        scratch / "journal.json",
-        json.dumps(asdict(journal), indent=1).encode(),
-        root / "__init__.py",
-    )
+    text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
+    _write(scratch / "journal.json", text, root / "__init__.py")
     for folder in (scratch / "old", scratch / "new", scratch):
         _sync(folder)
 

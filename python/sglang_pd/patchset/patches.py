@@ -1,11 +1,13 @@
 """The patch set as data: releases, patch records, fingerprints, and the trees of sources."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sglang_pd.errors import Code, Refusal
 
@@ -23,8 +25,7 @@ RELEASES = TREES / "engines"
 Pins = dict[str, dict[str, str | None] | None]
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The record of one patch.
 
     symbols: patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
@@ -87,12 +88,10 @@ def load(
             f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
         )
     folder = releases / public
-    names = tomllib.loads((folder / "release.toml").read_text())["trees"]
+    names = _read(folder / "release.toml", _Trees).trees
     tree = read_tree(trees / part for part in names)
-    records = (
-        tomllib.loads(path.read_text()) for path in sorted((folder / "patches").glob("*.toml"))
-    )
-    pins = json.loads((folder / "fingerprints.json").read_text()) if pinned else {}
+    patches = [_read(path, Patch) for path in sorted((folder / "patches").glob("*.toml"))]
+    pins = _read(folder / "fingerprints.json", Pins) if pinned else {}
     if pinned and set(pins) != set(tree):
         differ = ", ".join(sorted(set(pins) ^ set(tree)))
         raise Refusal(
@@ -100,7 +99,21 @@ def load(
             f"fingerprints of {public} do not fit the patch set's files ({differ}): "
             f"run `python -m sglang_pd.patchset.pin --release {public}` on an unmodified engine",
         )
-    return Release(public, folder, tree, [Patch(**record) for record in records], pins)
+    return Release(public, folder, tree, patches, pins)
+
+
+class _Trees(msgspec.Struct, forbid_unknown_fields=True):
+    trees: list[str]
+
+
+def _read(path: Path, kind: Any) -> Any:
+    """A TOML or JSON file as this type. Raises Refusal PATCH_SET, naming the file and the key."""
+    try:
+        if path.suffix == ".json":
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.convert(tomllib.loads(path.read_text()), kind)
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError) as error:
+        raise Refusal(Code.PATCH_SET, f"{path} is not as it must be: {error}") from error
 
 
 def read_tree(folders: Iterable[Path]) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from sglang_pd.errors import Code, Refusal
@@ -58,7 +59,7 @@ def unrecorded(patches: list[Patch], symbols: list[str]) -> list[str]:
 
 
 def _only(patch: Patch, pattern: str) -> Patch:
-    return Patch(**{**vars(patch), "symbols": [pattern]})
+    return msgspec.structs.replace(patch, symbols=[pattern])
 
 
 def check_unmodified(engine: Engine, paths: list[str]) -> None:
