@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
-from sglang_pd.errors import Code
+from sglang_pd.errors import Code, Refusal
 from sglang_pd.patchset import patches
 from sglang_pd.patchset.pin import main
 
