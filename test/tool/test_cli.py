@@ -166,7 +166,7 @@ def test_pin_refuses_what_does_not_fit(toy, pin, path, text, words):
     [
         ("patches/net.toml", lambda text: text + "tittle = 1\n", "unknown field `tittle`"),
         ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
-        ("release.toml", lambda text: text.replace("[", '"').replace("]", '"'), "$.trees"),
+        ("release.toml", lambda text: text.replace('["sglang"]', '"sglang"'), "$.trees"),
         ("release.toml", lambda text: text.replace("]", ""), "release.toml"),
         ("fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
         ("fingerprints.json", lambda text: text[:-3], "truncated"),
