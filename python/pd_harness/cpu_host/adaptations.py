@@ -164,6 +164,19 @@ def gathers(parallel_state: ModuleType) -> None:
     group.reduce_scatter_tensor = lambda self, *both: self._reduce_scatter_tensor(*both) and None
 
 
+def copies_between_ranks(dp_attention: ModuleType) -> None:
+    """DP attention's copy of a rank's tokens among those of all, or out of them, without Triton."""
+
+    def copy(dst, src, dim, offset, sz, offset_src) -> None:
+        rows = slice(int(offset), int(offset) + int(sz))
+        if offset_src:
+            dst[: int(sz)] = src[rows]
+        else:
+            dst[rows] = src[: int(sz)]
+
+    dp_attention.memcpy_triton = copy
+
+
 @contextlib.contextmanager
 def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.

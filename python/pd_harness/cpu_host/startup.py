@@ -52,6 +52,7 @@ def activate() -> None:
         f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
     )
     after_import(f"{engine}.distributed.parallel_state", adaptations.gathers)
+    after_import(f"{engine}.layers.dp_attention", adaptations.copies_between_ranks)
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
     after_import(
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
