@@ -138,20 +138,6 @@ def pointers(layout, side: int) -> list[int]:
     return [(side << 50) + (i << 40) for i in range(len(layout.kv))]
 
 
-def load(name: str, path: Path) -> ModuleType:
-    """Import a file, or a package's folder, under this name."""
-    package = path.is_dir()
-    spec = importlib.util.spec_from_file_location(
-        name,
-        path / "__init__.py" if package else path,
-        submodule_search_locations=[str(path)] if package else None,
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def managers() -> dict[str, dict[str, type]]:
     """Each backend's KV manager, stock and ours; this process has the stock engine.
 
@@ -164,7 +150,8 @@ def managers() -> dict[str, dict[str, type]]:
         raise FileNotFoundError(f"no engine in {PATCHED}: run scripts/setup.sh")
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{ENGINE}.")]:
         del sys.modules[name]
-    load(ENGINE, patched)
+    sys.modules[ENGINE] = package = ModuleType(ENGINE)
+    package.__path__ = [str(patched)]
     for name in BACKENDS:
         found[name]["ours"] = manager(name)
     return found

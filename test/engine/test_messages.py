@@ -5,7 +5,7 @@ import time
 
 import pytest
 import zmq
-from sglang.srt.disaggregation.common import messages
+from sglang.srt.disaggregation.pd import messages
 from sglang.srt.disaggregation.pd.messages import PeerSocket
 
 pytestmark = pytest.mark.engine

@@ -54,7 +54,7 @@ from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 try:
-    from sglang.srt.disaggregation.common import messages
+    from sglang.srt.disaggregation.pd import messages
 except ImportError:  # stock has none
     messages = None
 
