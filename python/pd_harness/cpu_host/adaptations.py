@@ -160,8 +160,8 @@ def gathers(parallel_state: ModuleType) -> None:
     Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
     """
     group = parallel_state.GroupCoordinator
-    group.all_gather_into_tensor = lambda self, *both: self._all_gather_into_tensor(*both) and None
-    group.reduce_scatter_tensor = lambda self, *both: self._reduce_scatter_tensor(*both) and None
+    group.all_gather_into_tensor = group._all_gather_into_tensor
+    group.reduce_scatter_tensor = group._reduce_scatter_tensor
 
 
 def copies_between_ranks(dp_attention: ModuleType) -> None:
