@@ -36,7 +36,6 @@ from rank_writes import Writes
 from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     KVClassType,
@@ -515,7 +514,9 @@ class Rank:
 
     def back_off(self, seconds: float) -> dict:
         """How long Mooncake leaves a failing peer alone at first."""
-        mooncake.BACK_OFF_SECONDS = seconds
+        from sglang.srt.disaggregation.pd import back_off
+
+        back_off.BACK_OFF_SECONDS = seconds
         return {"state": "set"}
 
     def join(self, count: int) -> dict:
