@@ -7,4 +7,5 @@ class CustomBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict) -> None:
         # Not as the package `sglang`: installing the wheel must not write into the engine.
         if version == "standard":
-            build_data["force_include"]["python/sglang"] = "sglang_pd/tree/sglang"
+            for tree in ("sglang", "engines"):
+                build_data["force_include"][f"python/{tree}"] = f"sglang_pd/data/{tree}"

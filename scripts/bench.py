@@ -2,7 +2,7 @@
 
 Both sides are asked for the same transfer by the engine's own call, on managers without a network:
 a stand-in takes what a transport takes, three lists (MemFabric, Mooncake) or two arrays `[n, 3]`
-(NIXL). Ours is the real code of the patch set, loaded beside the engine. That both copy the same
+(NIXL). Ours is that of the patched engine, imported after the stock one. That both copy the same
 bytes is checked before anything is timed.
 """
 
@@ -13,7 +13,6 @@ import itertools
 import json
 import statistics
 import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -21,15 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated
-from weakref import WeakSet
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
-PATCH_SET = Path(__file__).resolve().parents[1] / "python" / "sglang" / "srt" / "disaggregation"
+PATCHED = Path(__file__).resolve().parents[1] / ".pd-env" / "patched"
 ENGINE = "sglang.srt.disaggregation"
+BACKENDS = {"ascend": "AscendKVManager", "mooncake": "MooncakeKVManager", "nixl": "NixlKVManager"}
 PEER = "peer"
 NOTICE = "1_kv_0_1_0"  # of room 1
 PAGE_SIZE = 128  # tokens
@@ -93,9 +92,8 @@ class Kind:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
         own, peer = self.own, self.peer
         src, dst = pointers(own, 1), pointers(peer, 2)
-        manager = object.__new__(manager_class)
+        manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
-        manager.agent_lock, manager.writes = threading.RLock(), WeakSet()
         manager.request_status = {1: 2}  # the notice's room waits for KV
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
@@ -114,14 +112,15 @@ class Kind:
             PEER: SimpleNamespace(plan=self.plan(), refusal="", gpu_id=0, dst_kv_ptrs=dst)
         }
         page_bytes = peer.kv[0].page_bytes
+        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
         if self.lists:
             executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
-            tail = (peer.tp_rank, peer.tp_size, page_bytes) if self.sliced else ()
+            tail = (peer.tp_rank, peer.tp_size, page_bytes) if sliced else ()
             tail = (*tail, executor)
         else:
             sizes = (own.tp_size, peer.tp_size, peer.tp_rank, page_bytes)
-            tail = (0, NOTICE, *(sizes if self.sliced else ()))
-        send = manager.send_kvcache_slice if self.sliced else manager.send_kvcache
+            tail = (0, NOTICE, *(sizes if sliced else ()))
+        send = manager.send_kvcache_slice if sliced else manager.send_kvcache
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
     def plan(self):
@@ -139,38 +138,34 @@ def pointers(layout, side: int) -> list[int]:
     return [(side << 50) + (i << 40) for i in range(len(layout.kv))]
 
 
-def load(name: str, path: Path) -> ModuleType:
-    """Import a file, or a package's folder, under this name."""
-    package = path.is_dir()
-    spec = importlib.util.spec_from_file_location(
-        name,
-        path / "__init__.py" if package else path,
-        submodule_search_locations=[str(path)] if package else None,
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def managers() -> dict[str, dict[str, type]]:
+    """Each backend's KV manager, stock and ours; this process has the stock engine.
+
+    Raises:
+        FileNotFoundError: There is no patched engine.
+    """
+    found = {name: {"stock": manager(name)} for name in BACKENDS}
+    patched = next(PATCHED.glob("lib/python*/site-packages/sglang/srt/disaggregation"), None)
+    if patched is None:
+        raise FileNotFoundError(f"no engine in {PATCHED}: run scripts/setup.sh")
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{ENGINE}.")]:
+        del sys.modules[name]
+    sys.modules[ENGINE] = package = ModuleType(ENGINE)
+    package.__path__ = [str(patched)]
+    for name in BACKENDS:
+        found[name]["ours"] = manager(name)
+    return found
+
+
+def manager(backend: str) -> type:
+    return getattr(importlib.import_module(f"{ENGINE}.{backend}.conn"), BACKENDS[backend])
 
 
 def kinds() -> list[Kind]:
-    """What is compared. Needs the stock engine."""
-    stock_common = importlib.import_module(f"{ENGINE}.common.conn")
-    stock = {
-        name: importlib.import_module(f"{ENGINE}.{name}.conn")
-        for name in ("ascend", "mooncake", "nixl")
-    }
-    load(f"{ENGINE}.kv_layout", PATCH_SET / "kv_layout")
-    load(f"{ENGINE}.common.messages", PATCH_SET / "common" / "messages.py")
-    # Ours find these beside the engine's own names when the patch set is applied.
-    for name, value in vars(load("patch_set.common", PATCH_SET / "common" / "conn.py")).items():
-        vars(stock_common).setdefault(name, value)
-    ours_mooncake = load("patch_set.mooncake", PATCH_SET / "mooncake" / "conn.py").MooncakeKVManager
-    ours_nixl = load("patch_set.nixl", PATCH_SET / "nixl" / "conn.py").NixlKVManager
-    # Ours for Ascend is what it has from Mooncake's.
-    ascend = {"stock": stock["ascend"].AscendKVManager, "ours": ours_mooncake, "lists": True}
-    mooncake = {"stock": stock["mooncake"].MooncakeKVManager, "ours": ours_mooncake, "lists": True}
-    nixl = {"stock": stock["nixl"].NixlKVManager, "ours": ours_nixl, "lists": False}
+    """What is compared."""
+    found = managers()
+    ascend, mooncake = ({**found[name], "lists": True} for name in ("ascend", "mooncake"))
+    nixl = {**found["nixl"], "lists": False}
     plain = {"own": mla(index=False), "peer": mla(index=False), "sliced": False}
     indexed = {"own": mla(index=True), "peer": mla(index=True), "sliced": False}
     slices = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}

@@ -28,4 +28,5 @@ if [[ ${1:-} == serve ]]; then
     exec env PYTHONPATH="$root/python" "$root/.pd-env/base/bin/python" "$root/scripts/bench_serve.py" \
         "${@:2}"
 fi
+"$root/scripts/setup.sh"
 exec "$root/scripts/cpu_host.sh" --engine stock python "$root/scripts/bench.py" "$@"

@@ -20,7 +20,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMLATokenToKVPool,
 )
 
-from sglang_pd.device import device
+from pd_harness.device import device
 
 PAGE_SIZE = 128  # tokens
 TOKENS = (1024, 16384)

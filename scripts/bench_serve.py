@@ -25,8 +25,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
 
 LOGS = cluster.PD_ENV / "logs" / "bench"
 ENGINES = ("stock", "patched")

@@ -44,6 +44,6 @@ if [[ -f $base/bin/$1 ]] && IFS= read -r first <"$base/bin/$1" && [[ $first == "
 fi
 while IFS= read -r setting; do
     export "${setting?}"
-done < <(PYTHONPATH=$root/python "$environment/bin/python" -m sglang_pd.cpu_host)
+done < <(PYTHONPATH=$root/python "$environment/bin/python" -m pd_harness.cpu_host)
 export PATH=$environment/bin:$base/bin:$PATH
 exec "$@"

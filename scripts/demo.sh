@@ -20,4 +20,4 @@ for word in "$@"; do # before the set-up, which may take minutes
 done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
-exec "$root/.pd-env/stock/bin/python" -m sglang_pd.demo "$@"
+exec "$root/.pd-env/stock/bin/python" -m pd_harness.demo "$@"

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = Path("python/sglang/srt")
+TREES = ("python/sglang/srt", "python/engines/0.5.9/sglang/srt")
 LAYOUT = "disaggregation/kv_layout"
 TESTS = ("unit", "engine", "transport", "cpu_host", "serving")  # the tool's do not look at it
 NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     mutant(
         "stages that have one sender's number",
-        "disaggregation/common/conn.py",
+        "disaggregation/pd/rooms.py",
         ("return self.attn_tp_rank * self.pp_size + self.pp_rank", "return self.attn_tp_rank"),
     ),
     mutant(
@@ -109,12 +109,12 @@ MUTANTS = (
     ),
     mutant(
         "a stage goes by what it hears itself",
-        "disaggregation/common/agreement.py",
+        "disaggregation/pd/agreement.py",
         ("poller.poll = lambda state=states[rid]: state", "poller.poll = poller.poll"),
     ),
     mutant(
         "a rank fails alone",
-        "disaggregation/common/agreement.py",
+        "disaggregation/pd/agreement.py",
         ("op=dist.ReduceOp.MIN", "op=dist.ReduceOp.MAX"),
     ),
 )
@@ -130,13 +130,17 @@ def copied(folder: Path) -> Path:
     return copy
 
 
+def source(fault: Mutant, checkout: Path) -> Path:
+    return next(file for tree in TREES if (file := checkout / tree / fault.file).exists())
+
+
 def put(fault: Mutant, checkout: Path) -> Path:
     """Write the fault into the checkout; returns the file.
 
     Raises:
         SystemExit: the text that is to be replaced is not there once.
     """
-    file = checkout / SOURCES / fault.file
+    file = source(fault, checkout)
     text = file.read_text()
     for old, new in fault.changes:
         if text.count(old) != 1:
@@ -181,7 +185,7 @@ def main(
         for fault in MUTANTS:
             if only not in fault.name:
                 continue
-            whole = (checkout / SOURCES / fault.file).read_text()
+            whole = source(fault, checkout).read_text()
             file = put(fault, checkout)
             if not check:
                 start = time.monotonic()

@@ -34,8 +34,8 @@ UV = "uv==0.13.9"
 # PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
 NOT_COMPILED = "/tests/|py312"
 NO_CUDA = ROOT / "scripts" / "no_cuda.c"
-# Of python/sglang_pd: starts and asks servers, and does not decide what the patch set writes.
-HARNESS = {"cpu_host", "cluster.py", "demo.py", "forks.py", "keeper.py", "ports.py", "__pycache__"}
+# Of python/: what decides what `apply` writes.
+PATCH_SET = ("sglang", "engines", "sglang_pd")
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
 # Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.
@@ -52,7 +52,7 @@ PATH_FILE = """\
 {base}
 {checkout}
 import os; "SGLANG_PD_CPU_HOST" in os.environ and \
-__import__("sglang_pd.cpu_host.startup", fromlist=["activate"]).activate()
+__import__("pd_harness.cpu_host.startup", fromlist=["activate"]).activate()
 """
 
 
@@ -215,8 +215,7 @@ def patch_set(title: str) -> None:
     """Apply this checkout's patch set to the engine in patched/, again if it has changed."""
     folder = PD_ENV / "patched"
     key = digest(
-        ROOT / "python" / "sglang",
-        *(path for path in sorted((ROOT / "python" / "sglang_pd").glob("*")) if is_tool(path)),
+        *(ROOT / "python" / name for name in PATCH_SET),
         text=(folder / ".ready").read_text(),
     )
     if is_done(folder, key, ".applied"):
@@ -254,11 +253,6 @@ def needs_cuda(nixl: Path) -> bool:
     except OSError:
         return any(b"libcuda.so.1" in file.read_bytes() for file in nixl.rglob("libplugin_UCX.so"))
     return False
-
-
-def is_tool(path: Path) -> bool:
-    """Whether ``sglang_pd/PATH`` decides what `apply` writes; the CPU host and the demo do not."""
-    return path.name not in HARNESS
 
 
 def main() -> None:

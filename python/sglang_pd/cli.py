@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sglang_pd import __version__, operations
-from sglang_pd.engine import Engine, find_engine
+from sglang_pd import __version__
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.patches import Release, load
-from sglang_pd.transaction import read_journal
+from sglang_pd.install import operations
+from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.install.transaction import read_journal
+from sglang_pd.patchset.patches import Release, load
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pd.cpu_host import SWITCH
+from pd_harness.cpu_host import SWITCH
 
 if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
-from sglang_pd.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
+from pd_harness.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
 
 PAGE = 16
 START_LAYER, LAYERS, LAYER = 3, 2, 4  # a later pipeline stage; attention runs on its second layer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pd.cpu_host import SWITCH, thread_binding
-from sglang_pd.cpu_host.import_hooks import after_import
+from pd_harness.cpu_host import SWITCH, thread_binding
+from pd_harness.cpu_host.import_hooks import after_import
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
@@ -24,7 +24,7 @@ def python(code: str, *arguments: str, path: Path | None = None, **environment: 
         [
             sys.executable,
             "-c",
-            f"from sglang_pd.cpu_host.startup import activate; activate()\n{code}",
+            f"from pd_harness.cpu_host.startup import activate; activate()\n{code}",
             *arguments,
         ],
         env={**kept, "PYTHONPATH": os.pathsep.join(folders), **environment},

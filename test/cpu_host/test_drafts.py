@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sglang_pd.cpu_host.drafts import make_draft
-from sglang_pd.cpu_host.models import TinyGQA, TinyLlama, TinyMLA
+from pd_harness.cpu_host.drafts import make_draft
+from pd_harness.cpu_host.models import TinyGQA, TinyLlama, TinyMLA
 
 pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_pd import cluster, forks
-from sglang_pd.cpu_host import ENVIRONMENT
+from pd_harness import cluster, forks
+from pd_harness.cpu_host import ENVIRONMENT
 
 pytestmark = pytest.mark.timeout(300)
 

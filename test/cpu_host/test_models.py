@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from sglang_pd.cpu_host.models import VOCABULARY, TinyGQA, TinyLlama, TinyMLA, byte_tokenizer
+from pd_harness.cpu_host.models import VOCABULARY, TinyGQA, TinyLlama, TinyMLA, byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pd.cpu_host import SWITCH
+from pd_harness.cpu_host import SWITCH
 
 if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)

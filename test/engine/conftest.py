@@ -13,8 +13,8 @@ sys.path.insert(0, str(HERE))
 
 pytest.importorskip("sglang.srt.disaggregation.kv_layout", reason="no patched engine here")
 
-from sglang_pd import cluster  # noqa: E402
-from sglang_pd.cpu_host import ENVIRONMENT  # noqa: E402
+from pd_harness import cluster  # noqa: E402
+from pd_harness.cpu_host import ENVIRONMENT  # noqa: E402
 
 
 @pytest.fixture(scope="session")

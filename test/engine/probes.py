@@ -25,7 +25,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 from stages import play  # noqa: F401 - a probe
 
-from sglang_pd.device import device
+from pd_harness.device import device
 
 # KV heads, their width, and the parts of an MLA token
 HEADS, WIDTH, LATENT, ROPE, INDEX = 2, 8, 16, 4, 6
@@ -93,7 +93,7 @@ def fia_pages(fia: bool, page_size: int, start_layer: int) -> bool:
 
 
 def _manager(kind: type, start_layer: int, **more) -> object:
-    manager = object.__new__(kind)
+    manager = kind.__new__(kind)
     manager.kv_args = SimpleNamespace(prefill_start_layer=start_layer, **more)
     return manager
 
@@ -178,10 +178,11 @@ def registration(
     not_together: list[int] = (),
     environment: dict | None = None,
     state_is_described: bool = True,
+    state_bytes: int = 40,
 ) -> dict:
     """What is registered in which batches of lengths, in the end, and the error if there is one.
 
-    KV has 10 and 20 bytes, aux 30, state 40.
+    KV has 10 and 20 bytes, aux 30.
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
@@ -194,7 +195,7 @@ def registration(
         aux_data_ptrs=[3],
         aux_data_lens=[30],
         state_data_ptrs=[4],
-        state_data_lens=[40],
+        state_data_lens=[state_bytes],
         layout=SimpleNamespace(kv=named, state=state),
     )
     picky = PickyEngine(refused, not_together)

@@ -7,7 +7,7 @@ import stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import agreement
+from sglang.srt.disaggregation.pd import agreement
 
 pytestmark = pytest.mark.engine
 

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.kv_layout import (
     plan_for_peer,
 )
 from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.pd import back_off
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 pytestmark = pytest.mark.engine
@@ -54,15 +55,12 @@ class Engine:
 @pytest.fixture
 def manager():
     """A prefill rank's, with one of its queues and that queue's worker."""
-    manager = object.__new__(mooncake.MooncakeKVManager)
+    manager = mooncake.MooncakeKVManager.__new__(mooncake.MooncakeKVManager)
     manager.__dict__.update(
         disaggregation_mode=DisaggregationMode.PREFILL,
         request_status={},
-        failure_records={},
         transfer_infos={},
-        session_lock=threading.Lock(),
-        session_failures=mooncake.defaultdict(int),
-        not_before={},
+        back_off=back_off.BackOff(),
         enable_custom_mem_pool=False,
         attn_tp_rank=0,
         pp_size=1,
@@ -73,7 +71,7 @@ def manager():
         kv_args=SimpleNamespace(
             aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
         ),
-        _tell_end=lambda *_: None,
+        _send_status=lambda *_: None,
     )
     pointers = Pointers([1 << 20])
     manager.decode_kv_args_table = {
@@ -128,15 +126,15 @@ def seconds_until_over(manager, room: int, since: float, patience: float) -> flo
 
 
 @pytest.mark.parametrize(
-    "timeout, back_off, load",
+    "timeout, first, load",
     [
         pytest.param(0.3, 0.6, 4.0, id="scaled"),
         pytest.param(5.0, 10.0, 60.0, id="as_it_is", marks=pytest.mark.nightly),
     ],
 )
-def test_a_dead_decode_rank_beside_a_live_one(manager, monkeypatch, timeout, back_off, load):
+def test_a_dead_decode_rank_beside_a_live_one(manager, monkeypatch, timeout, first, load):
     """Both get a new room ten times in a time-out, for as long as `load` seconds."""
-    monkeypatch.setattr(mooncake, "BACK_OFF_SECONDS", back_off)
+    monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", first)
     manager.engine = engine = Engine(timeout)
     end = time.monotonic() + load
     waited, room = [], 0
@@ -150,34 +148,35 @@ def test_a_dead_decode_rank_beside_a_live_one(manager, monkeypatch, timeout, bac
     median, worst = statistics.median(waited), max(waited)
     record("back_off", timeout=timeout, rooms=len(waited), median=median, worst=worst)
     # Two tries, and then one after each back-off, of which each is twice the one before.
-    assert engine.tries <= 2 + np.log2(load / back_off + 1) + 1, engine.tries
+    assert engine.tries <= 2 + np.log2(load / first + 1) + 1, engine.tries
     assert median < timeout / 10, waited
     assert worst < 2.5 * timeout, waited
 
 
 def test_one_try_at_a_time(manager, monkeypatch):
     """While one is under way the others are refused at once."""
-    monkeypatch.setattr(mooncake, "BACK_OFF_SECONDS", 0.2)
+    monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", 0.2)
     manager.engine = Engine(0.0)
     for room in (1, 2):
         seconds_until_over(manager, room, send(manager, room, DEAD), 5)
-    with pytest.raises(RuntimeError, match="it is tried again in"):
-        manager._check_patience(DEAD)
+    with pytest.raises(RuntimeError, match="it is tried again in"), manager.back_off.trying(DEAD):
+        pytest.fail("it is left alone")
     deadline = time.monotonic() + 5
-    while manager.not_before[DEAD] > time.monotonic():
+    while manager.back_off.seconds_left(DEAD) > 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with manager._trying(DEAD), pytest.raises(RuntimeError, match="when that has ended"):
-        manager._check_patience(DEAD)
-    manager._check_patience(DEAD)  # it succeeded
+    trying = manager.back_off.trying
+    with trying(DEAD), pytest.raises(RuntimeError, match="when that has ended"), trying(DEAD):
+        pytest.fail("two at a time")
+    assert not manager.back_off.is_left_alone(DEAD)  # it succeeded
 
 
 def test_a_new_process_at_that_address_is_served(manager):
     manager.engine = Engine(0.0)
     for room in (1, 2):
         seconds_until_over(manager, room, send(manager, room, DEAD), 5)
-    assert DEAD in manager.not_before
-    manager._forgive(DEAD)
+    assert manager.back_off.is_left_alone(DEAD)
+    manager.back_off.forgive(DEAD)
     manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
     seconds_until_over(manager, 3, send(manager, 3, DEAD), 5)
     assert manager.check_status(3) == KVPoll.Success
@@ -193,7 +192,7 @@ def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager
         return 0
 
     manager.engine = SimpleNamespace(batch_transfer_sync=write)
-    manager._tell_end = lambda req, status, reason: told.append((req.room, status, reason))
+    manager._send_status = lambda req, status, reason: told.append((req.room, status, reason))
     sender = mooncake.MooncakeKVSender(manager, "10.0.0.3:1", 70, [0], 0)
     ask(manager, 70, LIVE)
     sender.init(1, 0)

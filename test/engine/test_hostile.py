@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.kv_layout import Arrivals, Notice
 from sglang.srt.disaggregation.mooncake.conn import (
     KVTransferError,
@@ -18,6 +17,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
 )
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
+from sglang.srt.disaggregation.pd.rooms import TWO_REQUESTS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 pytestmark = pytest.mark.engine
@@ -57,11 +57,10 @@ class Answers:
 def decode(request, monkeypatch):
     """A decode rank: a function that makes a receiver after this server's answers."""
     manager_class, receiver_class = BACKENDS[request.param]
-    manager = object.__new__(manager_class)
+    manager = manager_class.__new__(manager_class)
     manager.__dict__.update(
         disaggregation_mode=DisaggregationMode.DECODE,
         request_status={},
-        failure_records={},
         connection_pool={},
         connection_lock=threading.Lock(),
         required_prefill_response_num_table={},
@@ -70,11 +69,6 @@ def decode(request, monkeypatch):
         transfer_statuses=defaultdict(Arrivals),
         asked_rooms=set(),
         failing_rooms=set(),
-        silent_until={},
-        prefill_attn_tp_size_table={},
-        prefill_dp_size_table={},
-        prefill_pp_size_table={},
-        prefill_page_size_table={},
         kv_args=SimpleNamespace(page_size=16, engine_rank=0),
         attn_tp_size=1,
         pp_size=1,
@@ -155,7 +149,7 @@ def test_two_requests_of_one_number(decode):
     second = decode(7)
     second.init(PAGES, 1)
     second.abort()
-    assert end(second).endswith(common.TWO_REQUESTS)
+    assert end(second).endswith(TWO_REQUESTS)
     second.clear()
     assert first.poll() == KVPoll.WaitingForInput
     succeed(decode.manager, 7)
@@ -168,7 +162,7 @@ def test_two_requests_of_one_number(decode):
 def succeed(manager, room: int) -> None:
     """Prefill's word that the room is written."""
     if isinstance(manager, MooncakeKVManager):
-        manager._take_end([b"%d" % room, b"%d" % KVPoll.Success, b"0"])
+        manager._handle_status([b"%d" % room, b"%d" % KVPoll.Success, b"0"])
     else:
         for notice in (Notice(room, "kv", is_last=True), Notice(room, "aux")):
             manager.transfer_statuses[room].add("prefill", notice)
@@ -189,11 +183,10 @@ def test_a_word_on_an_old_room_is_none_on_the_next_of_its_number(decode):
 
 
 def prefill() -> MooncakeKVManager:
-    manager = object.__new__(MooncakeKVManager)
+    manager = MooncakeKVManager.__new__(MooncakeKVManager)
     manager.__dict__.update(
         disaggregation_mode=DisaggregationMode.PREFILL,
         request_status={},
-        failure_records={},
         transfer_infos={},
         bootstrap_timeout=100,
         transfer_queues=[],

@@ -5,8 +5,8 @@ import time
 
 import pytest
 import zmq
-from sglang.srt.disaggregation.common import messages
-from sglang.srt.disaggregation.common.messages import PeerSocket
+from sglang.srt.disaggregation.pd import messages
+from sglang.srt.disaggregation.pd.messages import PeerSocket
 
 pytestmark = pytest.mark.engine
 

@@ -1,9 +1,11 @@
 """What the NPU pools say of their buffers, against the addresses of the tensors themselves."""
 
+import inspect
 import itertools
 
 import probes
 import pytest
+from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
 
 pytestmark = pytest.mark.engine
 
@@ -44,3 +46,19 @@ def test_pages_of_mla_and_its_index_keys(index_keys, start_layer):
 def test_torch_npu_is_imported_only_on_an_npu(stock):
     assert stock(["imports_torch_npu_unasked"]) == [True]
     assert not probes.imports_torch_npu_unasked()
+
+
+def test_inherited_users_of_the_buffer_that_an_npu_pool_lacks():
+    """On an NPU latents and RoPE parts lie apart, and there is no `kv_buffer` for MLA.
+
+    Those that remain are called by attention backends of CUDA and XPU, or by nobody.
+    """
+    own = vars(NPUMLATokenToKVPool)
+    inherited = {
+        name: member
+        for kind in reversed(NPUMLATokenToKVPool.__mro__[1:])
+        for name, member in vars(kind).items()
+        if inspect.isfunction(member) and name not in own
+    }
+    users = {name for name, member in inherited.items() if "kv_buffer" in member.__code__.co_names}
+    assert users == {"_create_buffers", "_clear_buffers", "set_mla_kv_buffer"}

@@ -65,6 +65,13 @@ def test_what_is_not_described_is_registered_too(backend):
     assert "it fails for: state 0 (40 bytes)." in error
 
 
+@backends
+def test_what_is_empty_is_not_registered(backend):
+    """Mooncake takes no batch with a buffer of no bytes."""
+    answer = probes.registration(backend, [0], state_bytes=0)
+    assert (answer["error"], answer["registered"]) == ("", [10, 20, 30])
+
+
 NO_AUX_BY_THE_ENGINE = [
     {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"},
     {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK"},

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import probes
 import pytest
 import torch
-from sglang.srt.disaggregation import decode, prefill
+from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.base import KVArgs
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.distributed import parallel_state
@@ -28,7 +28,8 @@ def wire(request, monkeypatch):
         KVClassType.KVARGS: KVArgs,
         KVClassType.MANAGER: lambda kv_args, *rest: SimpleNamespace(kv_args=kv_args),
     }
-    monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
+    for where in (module, utils):
+        monkeypatch.setattr(where, "get_kv_class", lambda backend, kind: classes[kind])
     single = SimpleNamespace(rank_in_group=0, world_size=1)
     monkeypatch.setattr(parallel_state, "_ATTN_TP", single, raising=False)
     monkeypatch.setattr(dp_attention, "_ATTN_DP_RANK", 0)

@@ -10,7 +10,7 @@ TESTS = Path(__file__).resolve().parents[1]
 for helpers in ("engine", "transport"):
     sys.path.append(str(TESTS / helpers))
 
-from sglang_pd.device import why_no_npu  # noqa: E402
+from pd_harness.device import why_no_npu  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

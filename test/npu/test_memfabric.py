@@ -72,7 +72,7 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang.srt.utils import get_local_ip_auto
 
-    from sglang_pd.ports import free_ports
+    from pd_harness.ports import free_ports
 
     (port,) = free_ports(1)
     monkeypatch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{port}")
@@ -82,7 +82,7 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     kv, aux = pool.get_contiguous_buf_infos(), metadata.get_buf_infos()
     engine = probes.AscendTransferEngine(get_local_ip_auto(), 0, DisaggregationMode.PREFILL)
     engine.engine = counting = Counting(engine.engine)
-    manager = object.__new__(probes.AscendKVManager)
+    manager = probes.AscendKVManager.__new__(probes.AscendKVManager)
     manager.engine = engine
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=kv[0],

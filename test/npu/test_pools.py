@@ -86,7 +86,7 @@ LARGE = {
 def large_pool(probes, kind: str):
     import torch
 
-    from sglang_pd.device import device
+    from pd_harness.device import device
 
     classes = {"mha": probes.NPUMHATokenToKVPool, "mla": probes.NPUMLATokenToKVPool}
     return classes[kind](

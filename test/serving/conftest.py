@@ -7,9 +7,9 @@ import os
 import pytest
 from serving_scenarios import model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyModel
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyModel
+from pd_harness.device import device
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import random
 import httpx
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyModel
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyModel
 
 CLIENTS = 200
 APART = 0.1  # seconds between two clients, at most

@@ -1,4 +1,4 @@
-"""What scheduler processes of a running server say of themselves: `sglang_pd.cpu_host.probe`."""
+"""What scheduler processes of a running server say of themselves: `pd_harness.cpu_host.probe`."""
 
 import contextlib
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 from serving_checks import seconds_until
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.probe import FOLDER, HOLD
+from pd_harness import cluster
+from pd_harness.cpu_host.probe import FOLDER, HOLD
 
 # What a manager keeps of rooms that are over, for requests that may still come; bounded.
-REMEMBERED = ("given_up", "aborted")
+REMEMBERED = ("aborted", "aborted_early")
 PATIENCE = 30  # seconds; a process takes the signal between two steps
 
 

@@ -3,13 +3,14 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import httpx
 import psutil
 
-from sglang_pd import cluster
-from sglang_pd.device import DTYPES, device
+from pd_harness import cluster
+from pd_harness.device import DTYPES, device
 
 # Another TP size or kernel sums in another order. In half precision that may also decide between
 # two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.
@@ -63,12 +64,13 @@ def held(server: cluster.Server) -> dict[str, int]:
     Prefixes that it only keeps for reuse are not among them.
     """
     answer = httpx.get(f"{server.url}/v1/loads", timeout=30, trust_env=False).json()
-    (load,) = answer["loads"]
-    queues = {
-        name: size for name, size in load["disaggregation"].items() if name.endswith("_queue_reqs")
-    }
-    names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
-    return {**{name: load[name] for name in names}, **queues}
+    sums: Counter[str] = Counter()  # over the groups of DP attention
+    for load in answer["loads"]:
+        queues = load["disaggregation"].items()
+        sums.update({name: size for name, size in queues if name.endswith("_queue_reqs")})
+        names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+        sums.update({name: load[name] for name in names})
+    return dict(sums)
 
 
 def holds_nothing(server: cluster.Server) -> bool:

@@ -4,9 +4,9 @@ import dataclasses
 import random
 from pathlib import Path
 
-from sglang_pd.cluster import PD_ENV, Topology
-from sglang_pd.cpu_host.models import TinyGQA, TinyMLA, TinyModel
-from sglang_pd.device import device
+from pd_harness.cluster import PD_ENV, Topology
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.device import device
 
 
 class Mild:

@@ -10,10 +10,10 @@ import pytest
 from serving_checks import record
 from serving_scenarios import model_folder
 
-from sglang_pd import cluster
-from sglang_pd.cluster import Topology
-from sglang_pd.cpu_host.sums import SHOTS, AddingGQA, AddingMLA, write_sums
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.cluster import Topology
+from pd_harness.cpu_host.sums import SHOTS, AddingGQA, AddingMLA, write_sums
+from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,

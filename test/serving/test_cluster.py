@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_pd import cluster
-from sglang_pd.ports import free_ports, free_run
+from pd_harness import cluster
+from pd_harness.ports import free_ports, free_run
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
@@ -53,7 +53,7 @@ def test_all_processes_end_with_a_killed_parent(tmp_path):
         f"""
 import sys, time
 from pathlib import Path
-from sglang_pd import cluster
+from pd_harness import cluster
 command = [sys.executable, "-c", {WITH_CHILD!r}, sys.argv[1], sys.argv[2]]
 server = cluster.Server("with-child", command, int(sys.argv[1]), Path(sys.argv[2] + ".log"))
 server.start()
@@ -119,7 +119,7 @@ def test_a_run_of_ports_is_held_whole():
 
 def test_what_one_process_has_chosen_no_other_does():
     """Nothing listens there yet."""
-    script = "import sys; sys.path[:0] = {0!r}; from sglang_pd.ports import free_ports; "
+    script = "import sys; sys.path[:0] = {0!r}; from pd_harness.ports import free_ports; "
     script += "print(free_ports(1, [{1}, {2}]))"
     mine, other = free_ports(2)
     with socket.socket() as listener:

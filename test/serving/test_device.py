@@ -8,7 +8,7 @@ import pytest
 import serving_checks
 from serving_scenarios import SCENARIOS, MildMLA
 
-from sglang_pd import cluster, device
+from pd_harness import cluster, device
 
 ASCEND = [scenario for scenario in SCENARIOS if scenario.topology.backend == "ascend"]
 

@@ -10,12 +10,12 @@ import pytest
 from serving_checks import Lost, outcome, record
 from serving_scenarios import model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.cluster import PD_ENV, Topology
-from sglang_pd.cpu_host.drafts import make_draft
-from sglang_pd.cpu_host.models import TinyLlama, TinyMLA, TinyModel
-from sglang_pd.device import device
-from sglang_pd.ports import free_ports
+from pd_harness import cluster
+from pd_harness.cluster import PD_ENV, Topology
+from pd_harness.cpu_host.drafts import make_draft
+from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel
+from pd_harness.device import device
+from pd_harness.ports import free_ports
 
 pytestmark = [
     pytest.mark.serving,
@@ -55,10 +55,10 @@ def ascend(name, sides, stock, nightly=False, **sizes) -> Drafted:
 SCENARIOS = [
     nixl("both", BOTH, "right", page_size=16),
     nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
-    nixl("decode_alone", DECODE, "right"),
+    nixl("decode_alone", DECODE, "right", True),
     nixl("decode_alone_pp2", DECODE, "right", prefill_pp=2, page_size=16),
     nixl("prefill_alone", PREFILL, "http 500", True),
-    ascend("both", BOTH, "right"),
+    ascend("both", BOTH, "right", True),
     ascend("decode_alone", DECODE, "right", True),
     ascend("decode_alone_pp2", DECODE, "wrong", prefill_pp=2),
 ]

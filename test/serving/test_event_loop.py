@@ -13,13 +13,14 @@ from probed import look, probed
 from serving_checks import record, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.probe import APART
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.cpu_host.probe import APART
+from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
+    pytest.mark.nightly,  # milliseconds are measured: nothing may run beside it
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
@@ -41,10 +42,10 @@ PATIENCE = 150  # with each room waiting for a second, one after the other, it t
 @pytest.mark.parametrize(
     "backend, engine",
     [
-        pytest.param("nixl", "patched"),
-        pytest.param("mooncake", "patched", marks=pytest.mark.nightly),
-        pytest.param("nixl", "stock", marks=pytest.mark.nightly),
-        pytest.param("mooncake", "stock", marks=pytest.mark.nightly),
+        ("nixl", "patched"),
+        ("mooncake", "patched"),
+        ("nixl", "stock"),
+        ("mooncake", "stock"),
     ],
 )
 def test_prefill_dies_with_open_rooms(backend, engine):

@@ -9,8 +9,8 @@ from probed import probed, still_held
 from serving_checks import busy, held, outcome, record
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,

@@ -4,9 +4,9 @@ import pytest
 from serving_checks import outcome
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.cluster import Topology
-from sglang_pd.device import device
+from pd_harness import cluster
+from pd_harness.cluster import Topology
+from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,

@@ -10,8 +10,8 @@ import pytest
 from serving_checks import Lost, outcome, record, retractions
 from serving_scenarios import MIXED, SCENARIOS, Scenario, model_folder, prompts
 
-from sglang_pd import cluster
-from sglang_pd.device import await_peers
+from pd_harness import cluster
+from pd_harness.device import await_peers
 
 # Starting servers may take START_SECONDS, for the reference once more.
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]

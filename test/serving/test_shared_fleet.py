@@ -16,10 +16,10 @@ from serving_checks import LOGPROB_TOLERANCE, holds_nothing, outcome, record, se
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 from transformers import AutoModelForCausalLM
 
-from sglang_pd import cluster
-from sglang_pd.cpu_host.models import TinyModel
-from sglang_pd.device import device
-from sglang_pd.ports import free_ports
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyModel
+from pd_harness.device import device
+from pd_harness.ports import free_ports
 
 pytestmark = [
     pytest.mark.serving,

@@ -7,8 +7,8 @@ import pytest
 from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
-from sglang_pd import cluster
-from sglang_pd.device import await_peers
+from pd_harness import cluster
+from pd_harness.device import await_peers
 
 pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -38,23 +38,25 @@ def soak_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "backend, engine",
+    "backend, prefill_tp, engine",
     [
-        ("nixl", "patched"),
-        ("mooncake", "patched"),
-        ("ascend", "patched"),
-        ("nixl", "stock"),  # what memory the engine itself takes
+        ("nixl", 1, "patched"),
+        ("nixl", 2, "patched"),
+        ("mooncake", 1, "patched"),
+        ("ascend", 1, "patched"),
+        ("nixl", 1, "stock"),  # what memory the engine itself takes
     ],
 )
-def test_soak(backend, engine, reference):
-    if reason := cluster.why_not_here(backend, 2, (engine, engine)):
+def test_soak(backend, prefill_tp, engine, reference):
+    name = f"{backend} TP {prefill_tp} to 1, {engine}"
+    if reason := cluster.why_not_here(backend, prefill_tp + 1, (engine, engine)):
         pytest.skip(reason)
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
     prefill, decode, router = servers = cluster.pd_servers(
-        cluster.Topology(backend, page_size=16, retract=True),
+        cluster.Topology(backend, prefill_tp=prefill_tp, page_size=16, retract=True),
         model_folder(FOUR_HEADS),
-        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{engine}",
+        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{prefill_tp}-{engine}",
         engine,
         engine,
         fork=False,  # the allocator reads its variables when a process is started
@@ -81,7 +83,7 @@ def test_soak(backend, engine, reference):
     retracted = retractions(decode.log.read_text(errors="replace"))
     record(
         "soak",
-        fleet=f"{backend}, {engine}",
+        fleet=name,
         requests=ROUNDS * PROMPTS,
         wrong=len(wrong),
         retractions=retracted,

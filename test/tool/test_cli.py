@@ -9,10 +9,11 @@ import typer
 from toy import VERSION, write
 from typer.testing import CliRunner
 
-from sglang_pd import __version__, patches
+from sglang_pd import __version__
 from sglang_pd.cli import app
-from sglang_pd.errors import Code
-from sglang_pd.pin import main
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.patchset import patches
+from sglang_pd.patchset.pin import main
 
 runner = CliRunner()
 
@@ -158,6 +159,26 @@ def test_pin_refuses_what_does_not_fit(toy, pin, path, text, words):
     code, text = pin()
     assert (code, words in text) == (Code.PATCH_SET, True), text
     assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("patches/net.toml", lambda text: text + "tittle = 1\n", "unknown field `tittle`"),
+        ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
+        ("release.toml", lambda text: text.replace('["sglang"]', '"sglang"'), "$.trees"),
+        ("release.toml", lambda text: text.replace("]", ""), "release.toml"),
+        ("fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
+        ("fingerprints.json", lambda text: text[:-3], "truncated"),
+    ],
+)
+def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change, words):
+    file = toy.releases / VERSION / path
+    file.write_text(change(file.read_text()))
+    with pytest.raises(Refusal) as refusal:
+        toy.release()
+    assert refusal.value.code == Code.PATCH_SET
+    assert str(file) in str(refusal.value) and words in str(refusal.value)
 
 
 def test_pin_wants_an_unmodified_engine(toy, pin):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from toy import VERSION, write
 
-from sglang_pd import patches
 from sglang_pd.cli import locate
-from sglang_pd.engine import find_engine
 from sglang_pd.errors import Code, Refusal
+from sglang_pd.install.engine import find_engine
+from sglang_pd.patchset import patches
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def find_in(python_path, *arguments) -> str:
     """What a fresh interpreter with the given path finds."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1].split(':'); "
-        "from sglang_pd.engine import find_engine; print(find_engine().root)"
+        "from sglang_pd.install.engine import find_engine; print(find_engine().root)"
     )
     # The tool's own packages, without an engine that is installed for other tests.
     packages = [path for path in sys.path if "site-packages" in path]

@@ -8,9 +8,9 @@ import sys
 import pytest
 from toy import die, forked, is_change, write
 
-from sglang_pd import operations
 from sglang_pd.errors import Code, Refusal
-from sglang_pd.transaction import STATE
+from sglang_pd.install import operations
+from sglang_pd.install.transaction import STATE
 
 
 def at_change(n: int, act) -> None:

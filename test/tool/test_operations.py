@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from toy import ENGINE, TREE, VERSION, Toy, forked, snapshot, write
 
-from sglang_pd import operations, record, transaction
-from sglang_pd.engine import find_engine
 from sglang_pd.errors import Code, Refusal
+from sglang_pd.install import operations, record, transaction
+from sglang_pd.install.engine import find_engine
 
 
 def apply(toy, **options):
@@ -229,12 +229,12 @@ def test_applied_by_other_means(toy, tmp_path):
 
 def test_an_inconsistent_patch_set(toy):
     write(toy.trees / "sglang/srt/net/unpinned.py", "A = 1\n")
-    refused(toy, apply, Code.PATCH_SET, "srt/net/unpinned.py", "sglang_pd.pin")
+    refused(toy, apply, Code.PATCH_SET, "srt/net/unpinned.py", "sglang_pd.patchset.pin")
 
 
 def test_another_symbol_than_pinned(toy):
     write(toy.trees / "sglang/srt/net/conn.py", "def receive():\n    return 1\n")
-    refused(toy, apply, Code.PATCH_SET, "receive, send", "sglang_pd.pin")
+    refused(toy, apply, Code.PATCH_SET, "receive, send", "sglang_pd.patchset.pin")
 
 
 def as_nobody(work) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from toy import ROOT, VERSION
 
-from sglang_pd import operations, patches
-from sglang_pd.engine import find_engine
+from sglang_pd.install import operations
+from sglang_pd.install.engine import find_engine
+from sglang_pd.patchset import patches
 
 
 def pip(*words) -> subprocess.CompletedProcess:
@@ -81,11 +82,15 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
     (wheel,) = tmp_path.glob("sglang_pd-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sglang_pd"}
-    tree = {name.removeprefix("sglang_pd/tree/") for name in names if "/tree/" in name}
+    assert not any("pd_harness" in name for name in names)
+    data = {name.removeprefix("sglang_pd/data/") for name in names if "/data/" in name}
     ours = {
-        str(path.relative_to(ROOT / "python")) for path in (ROOT / "python/sglang").rglob("*.py")
+        str(path.relative_to(ROOT / "python"))
+        for tree in ("sglang", "engines")
+        for path in (ROOT / "python" / tree).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert tree == ours
+    assert data == ours
 
     python, site = environment
     pip("--python", python, "install", "--no-deps", "--no-index", wheel)

@@ -8,9 +8,10 @@ import sys
 import pytest
 from toy import PUBLISHED, ROOT, snapshot
 
-from sglang_pd import operations, patches, pin
-from sglang_pd.engine import find_engine
-from sglang_pd.records import markdown
+from sglang_pd.install import operations
+from sglang_pd.install.engine import find_engine
+from sglang_pd.patchset import patches, pin
+from sglang_pd.patchset.records import markdown
 
 pytestmark = pytest.mark.engine
 
@@ -87,7 +88,9 @@ def test_every_record_is_whole(release):
 
 def test_the_page_of_patches_is_made_from_the_records():
     page = markdown([patches.load(name) for name in patches.supported()])
-    assert (ROOT / "docs" / "patches.md").read_text() == page, "run python -m sglang_pd.records"
+    assert (ROOT / "docs" / "patches.md").read_text() == page, (
+        "run python -m sglang_pd.patchset.records"
+    )
 
 
 def test_the_tree_never_shadows_the_engine(published):

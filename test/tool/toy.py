@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_pd import patches, pin, record
-from sglang_pd.engine import Engine, find_engine
+from sglang_pd.install import record
+from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.patchset import patches, pin
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = "0.5.9"

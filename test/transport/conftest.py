@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fleet as fleets
 
-from sglang_pd.cluster import PD_ENV, why_not_here
+from pd_harness.cluster import PD_ENV, why_not_here
 
 
 @pytest.fixture(scope="session")

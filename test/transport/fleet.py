@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_pd.cluster import CHECKOUT, PD_ENV, interpreter
-from sglang_pd.cpu_host import ENVIRONMENT
-from sglang_pd.device import await_peers, device
-from sglang_pd.ports import HOST, free_ports
+from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
+from pd_harness.cpu_host import ENVIRONMENT
+from pd_harness.device import await_peers, device
+from pd_harness.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120
@@ -62,7 +62,7 @@ class Fleet:
     v_width: int = 2
     mla: bool = False
     index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
-    hybrid: str = ""  # GQA: every other layer keeps a sliding window (swa), or a state (mamba)
+    hybrid: str = ""  # GQA: every other layer is sliding (swa) or recurrent (mamba, conv)
     fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:

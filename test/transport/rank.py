@@ -23,12 +23,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_faults import AgentCalls, Faults, cut_connections, fail_once
-from rank_pools import MAMBA_SLOTS, WINDOW_PAGES, make_pool, pool_buffers, pool_layers
+from rank_pools import (
+    MAMBA_SLOTS,
+    STATE_SIZE,
+    WINDOW_PAGES,
+    make_pool,
+    pool_buffers,
+    pool_layers,
+    state_rows,
+)
 from rank_writes import Writes
 from sglang.srt.disaggregation import prefill as prefill_module  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import (
     KVClassType,
@@ -46,7 +53,7 @@ from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 try:
-    from sglang.srt.disaggregation.common import messages
+    from sglang.srt.disaggregation.pd import messages
 except ImportError:  # stock has none
     messages = None
 
@@ -86,6 +93,7 @@ class Rank:
         if c.device == "npu":
             torch.npu.set_device(c.gpu_id)
         self.is_prefill = c.role == "prefill"
+        self.is_recurrent = c.hybrid in STATE_SIZE
         parallel_state._ATTN_TP = SimpleNamespace(rank_in_group=c.tp_rank, world_size=c.tp_size)
         parallel_state._PP = SimpleNamespace(rank_in_group=c.pp_rank, world_size=c.pp_size)
         dp_attention._ATTN_DP_RANK, dp_attention._ATTN_DP_SIZE = 0, 1
@@ -210,11 +218,14 @@ class Rank:
         if component.startswith("state"):
             pages = self._state_slots(room, pages)
         number = COMPONENTS.index(component) * 2 + is_draft
-        if buffer.ndim == 2:
-            shard = self.config.tp_rank if self.config.hybrid == "mamba" else 0
+        if buffer.dtype == np.uint8:
+            rows = np.zeros(1, int)
+            if self.is_recurrent:
+                rows = state_rows(self.config, component, buffer.shape[1])
             for i, page in enumerate(pages):
-                start = room * 7 + layer * 31 + i * 13 + number * 59 + shard * 101
-                buffer[page] = np.arange(start, start + buffer.shape[1]) % 251
+                start = room * 7 + layer * 31 + i * 13 + number * 59 + rows[:, None] * 101
+                says = (start + np.arange(buffer.shape[-1])) % 251
+                buffer[page] = says if self.is_recurrent else says[0]
             return
         heads = [0] if self.config.mla else self.heads[is_draft]
         size = self.config.page_size
@@ -278,7 +289,7 @@ class Rank:
         of the window, or one slot."""
         if self.config.hybrid == "swa":
             return [self.config.pages - page for page in pages[-WINDOW_PAGES:]]
-        if self.config.hybrid == "mamba":
+        if self.is_recurrent:
             return [1 + (room if self.is_prefill else room + 3) % MAMBA_SLOTS]
         return pages if isinstance(self.pool, NSATokenToKVPool) else None
 
@@ -372,7 +383,7 @@ class Rank:
         """
         receivers = [self.asked.pop(room) for room in rooms]
         if knows:
-            self.manager.lose_prefill(f"{HOST}:{self.config.bootstrap_port}")
+            self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
         longest, failed = 0.0, 0
         while receivers:
             begun = time.monotonic()
@@ -478,7 +489,7 @@ class Rank:
 
     def knows_aborted(self, room: int) -> bool:
         """Whether decode gave up this room, of which no request has come to prefill."""
-        return room in self.manager.aborted
+        return room in self.manager.aborted_early
 
     def registered(self) -> list[list[int]]:
         """Address and bytes of each buffer that prefill may write to."""
@@ -503,7 +514,9 @@ class Rank:
 
     def back_off(self, seconds: float) -> dict:
         """How long Mooncake leaves a failing peer alone at first."""
-        mooncake.BACK_OFF_SECONDS = seconds
+        from sglang.srt.disaggregation.pd import back_off
+
+        back_off.BACK_OFF_SECONDS = seconds
         return {"state": "set"}
 
     def join(self, count: int) -> dict:
@@ -579,8 +592,8 @@ class Rank:
             dst_aux_index=room % AUX_SLOTS,
         )
         manager._connect = lambda *_, **__: sock
-        manager._tell_end(peer, KVPoll.Success, "")
-        manager._tell_end(peer, KVPoll.Failed, "no memory")
+        manager._send_status(peer, KVPoll.Success, "")
+        manager._send_status(peer, KVPoll.Failed, "no memory")
         pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
         manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect

@@ -95,10 +95,10 @@ class Faults:
 
 def fail_once(manager, what: str) -> None:
     """The next time a decode rank registers, prefill cannot `plan` for it, or `connect` to it."""
-    from sglang.srt.disaggregation.common import conn
+    from sglang.srt.disaggregation.pd import registration
 
     owner, name = {
-        "plan": (conn, "plan_for_peer"),
+        "plan": (registration, "plan_for_peer"),
         "connect": (getattr(manager, "agent", None), "add_remote_agent"),
     }[what]
     right = getattr(owner, name)

@@ -1,10 +1,12 @@
 """A rank's KV pools, as the engine makes them, and their buffers one by one.
 
-A hybrid's even layers keep a sliding window (`swa`) or recurrent state (`mamba`), the odd ones KV.
+A hybrid's even layers keep a sliding window (`swa`), recurrent state (`mamba`), or of that the
+window of a short convolution alone (`conv`); the odd ones KV.
 """
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
@@ -23,6 +25,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 UNTOUCHED = -1
 WINDOW_PAGES = 2
 MAMBA_SLOTS = 8
+CHANNELS, GROUPS = 32, 2
+STATE_SIZE = {"mamba": 4, "conv": 0}
 
 
 def pool_layers(c: SimpleNamespace) -> range:
@@ -89,11 +93,11 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
         return SWAKVPool(size_swa=size, swa_attention_layer_ids=special, **common)
     shape = Mamba2StateShape.create(
         tp_world_size=c.tp_size,
-        intermediate_size=32,
-        n_groups=2,
+        intermediate_size=CHANNELS,
+        n_groups=GROUPS,
         num_heads=4,
         head_dim=8,
-        state_size=4,
+        state_size=STATE_SIZE[c.hybrid],
         conv_kernel=4,
     )
     params = Mamba2CacheParams(shape=shape, layers=special)
@@ -102,9 +106,10 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
 
 
 def pool_buffers(pool):
-    """((component, layer), tensor): `[tokens, heads, width]`, or opaque `[pages or slots, bytes]`.
+    """((component, layer), tensor): `[tokens, heads, width]`, or opaque `[pages, bytes]`.
 
-    The name of what is sent as state begins with `state`. Recurrent layers are counted from 0.
+    The name of what is sent as state begins with `state`. Recurrent layers are counted from 0, and
+    have `[slots, rows, bytes]`.
     """
     if isinstance(pool, SWAKVPool):
         for inner, windowed in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
@@ -114,13 +119,27 @@ def pool_buffers(pool):
         yield from _tokens(pool.full_kv_pool, list(pool.full_attention_layer_id_mapping))
         cache = pool.mamba_pool.mamba_cache
         for name, layers in (("state_conv", cache.conv[0]), ("state_temporal", cache.temporal)):
-            for layer, slots in enumerate(layers):
-                yield (name, layer), slots.view(len(slots), -1).view(torch.uint8)
+            for layer, slots in enumerate(layers if layers.numel() else ()):
+                yield (name, layer), slots.flatten(2).view(torch.uint8)
     else:
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         yield from _tokens(pool, layers)
         for layer, pages in zip(layers, getattr(pool, "index_k_with_scale_buffer", ())):
             yield ("state", layer), pages
+
+
+def state_rows(c: SimpleNamespace, component: str, count: int) -> np.ndarray:
+    """Which of the model's rows are those of this rank's recurrent state: heads, or channels.
+
+    There are three convolutions, x, B and C, and of each it has its part.
+    """
+    if component == "state_temporal":
+        return c.tp_rank * count + np.arange(count)
+    widths = np.array([CHANNELS] + [GROUPS * STATE_SIZE[c.hybrid]] * 2)
+    starts, held = np.cumsum(widths) - widths, widths // c.tp_size
+    return np.concatenate(
+        [start + c.tp_rank * own + np.arange(own) for start, own in zip(starts, held)]
+    )
 
 
 def _tokens(pool, layers, prefix: str = ""):

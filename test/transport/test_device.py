@@ -4,7 +4,7 @@ import fleet as fleets
 import pytest
 from fleet import Fleet, Side
 
-from sglang_pd import cluster, device
+from pd_harness import cluster, device
 
 
 def test_each_rank_has_an_npu_of_its_own(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from fleet import Fleet, Servers, Side
 from test_faults import BACKENDS, assert_right, eventually
 
-from sglang_pd.ports import free_ports
+from pd_harness.ports import free_ports
 
 pytestmark = pytest.mark.transport
 

@@ -35,8 +35,8 @@ def swa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=6, **more):
     return Fleet(*sides, layers=layers, v_width=4, hybrid="swa", **more)
 
 
-def mamba(tp=(1, 1)):
-    return Fleet(*(Side(tp=size) for size in tp), layers=4, hybrid="mamba")
+def mamba(tp=(1, 1), hybrid="mamba"):
+    return Fleet(*(Side(tp=size) for size in tp), layers=4, hybrid=hybrid)
 
 
 def over(backend, fleet):
@@ -77,6 +77,7 @@ RIGHT = {
     "swa_draft": swa((2, 2)),
     "mamba": mamba(),
     "mamba_tp2_to_2": mamba(tp=(2, 2)),
+    "short_convolution": mamba(hybrid="conv"),
 }
 
 
@@ -133,6 +134,33 @@ def test_stock_stages_of_sliding_windows(serve, backend, name):
     with serve(over(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
     assert answer["state"] == "wrong", answer
+
+
+RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_convolutions_in_one_buffer_are_not_cut(serve, name):
+    """x, B and C lie one after the other in it, so a part of it is not a rank's part of each."""
+    with serve(over("mooncake", mamba(RECURRENT[name]))) as servers:
+        outcome = servers.request(*REQUESTS[1])
+    assert outcome.state == "failed", outcome
+    assert "use one TP size for this model" in outcome.reasons
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_stock_cuts_them_in_the_wrong_places(serve, name):
+    with serve(over("mooncake", mamba(RECURRENT[name])), "stock", "stock") as servers:
+        outcome = servers.request(*REQUESTS[1])
+    assert outcome.state == "wrong", outcome
+    assert "state_conv" in outcome.reasons and "state_temporal" not in outcome.reasons
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_one_convolution_is_cut(serve, name):
+    """Mooncake's engine does that, for a model that keeps nothing else."""
+    with serve(over("mooncake", mamba(RECURRENT[name], "conv"))) as servers:
+        assert_all_right(servers)
 
 
 ONE_SIDED = {

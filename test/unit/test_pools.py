@@ -90,6 +90,16 @@ def test_recurrent_hybrid():
     assert set(heads) == {None}
 
 
+def test_state_of_no_bytes():
+    """A short convolution keeps nothing but its window (LFM2), linear attention has no window."""
+    mamba = SimpleNamespace(
+        num_mamba_layers=1, get_contiguous_buf_infos=lambda: (range(2), range(2), range(2))
+    )
+    pool = SimpleNamespace(mamba_pool=mamba)
+    buffers = describe_pools(pool, None, [8, 0], [24, 0], True, (0, 1), None, None)
+    assert [(buffer.page_bytes, buffer.pages) for buffer in buffers] == [(8, 3), (0, 0)]
+
+
 def test_index_keys_as_state():
     pool = mla(2, 4, kv_buffer=[], index_k_with_scale_buffer=[])
     assert described(pool, count=2, state=True)[0] == [("index_k", False, 4), ("index_k", False, 5)]

@@ -226,6 +226,17 @@ def test_refuses_to_split_recurrent_state_by_tp():
         plan_for_peer(src, pointers(2, 2), PeerFacts(0, 2, 2, 2), pointers(2, 2))
 
 
+def test_refuses_to_cut_a_window_of_several_convolutions():
+    """Mooncake cuts recurrent state by itself, and would cut x, B and C as if they were one."""
+    state = [Buffer(f"mamba_{i}", False, 0, 64) for i in range(2)]
+    facts, theirs = PeerFacts(0, 2, 2, None), pointers(2)
+    with pytest.raises(LayoutError, match="TP size 1, decode TP size 2; its convolutions"):
+        plan_for_peer(layout(ATTENTION, state), pointers(2, 2), facts, theirs)
+    empty = [*state[:1], msgspec.structs.replace(state[1], page_bytes=0)]
+    for cut in (empty, [*state, Buffer("mamba_2", False, 0, 64)]):
+        plan_for_peer(layout(ATTENTION, cut), pointers(2, len(cut)), facts, theirs)
+
+
 def test_state_that_another_way_carries_is_not_inferred():
     """Mooncake slices recurrent state by itself."""
     src = layout(ATTENTION, MAMBA)

@@ -151,7 +151,7 @@ def test_the_version_before_reads_ours(layout):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"page_bytes": 0},
+        {"page_bytes": 0, "heads": Heads(0, 1, 1)},
         {"page_bytes": -4096},
         {"pages": -1},
         {"heads": Heads(2, 2, 4)},

@@ -102,3 +102,14 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 def is_recurrent(layout: RankLayout) -> bool:
     """The model keeps recurrent (Mamba) state, one slot a request, which no TP rank can split."""
     return any(buffer.component.startswith("mamba") for buffer in layout.state)
+
+
+def joins_convolutions(layout: RankLayout) -> bool:
+    """The recurrent state has one window for several convolutions, one after the other.
+
+        TP 1    x0 x1 B0 B1 C0 C1        TP 2    x0 B0 C0  and  x1 B1 C1
+
+    So has each model with a window and a state, but those with a buffer for each convolution.
+    """
+    sizes = {buffer.component: buffer.page_bytes for buffer in layout.state}
+    return sizes.keys() == {"mamba_0", "mamba_1"} and all(sizes.values())

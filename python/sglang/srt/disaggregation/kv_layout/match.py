@@ -15,7 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
+from .describe import (
+    Buffer,
+    Heads,
+    LayoutError,
+    RankLayout,
+    is_recurrent,
+    joins_convolutions,
+)
 from .heads import share_of_sender, tp_size_conflict
 
 
@@ -54,6 +61,11 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
         reasons.append(
             f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
             "use one PP size for hybrid models"
+        )
+    if joins_convolutions(src) and src.tp_size != dst.tp_size:
+        reasons.append(
+            f"recurrent state: prefill TP size {src.tp_size}, decode TP size {dst.tp_size}; its "
+            "convolutions lie in one buffer, which cannot be cut: use one TP size for this model"
         )
     for what, ours, theirs in (
         ("page size", src.page_size, dst.page_size),

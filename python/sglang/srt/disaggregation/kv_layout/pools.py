@@ -67,7 +67,7 @@ def describe_pools(
             f"{len(item_lens)}; this pool is not known to the patch set"
         )
     return tuple(
-        Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // page_bytes, idle)
+        Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // (page_bytes or 1), idle)
         for (component, is_draft, layer, heads, idle), page_bytes, data_bytes in zip(
             parts, item_lens, data_lens
         )

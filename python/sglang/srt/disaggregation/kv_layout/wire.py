@@ -53,7 +53,8 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
 def _is_possible(buffer: Buffer) -> bool:
     heads = buffer.heads
     held = heads is None or 0 <= heads.start < heads.stop <= heads.total
-    return held and buffer.page_bytes > 0 and buffer.pages >= 0
+    least = 0 if heads is None else 1  # a short convolution has no other state, yet its buffers
+    return held and buffer.page_bytes >= least and buffer.pages >= 0
 
 
 def bears_layout(frames: Sequence[bytes]) -> bool:

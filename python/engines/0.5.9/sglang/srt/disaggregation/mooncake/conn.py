@@ -1,0 +1,348 @@
+"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes.
+
+A prefill rank tells each decode rank of a room once how its part ended, when it writes no more.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import struct
+from typing import TYPE_CHECKING, List, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+)
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    encode_layout,
+)
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
+from sglang.srt.disaggregation.pd.back_off import BackOff
+from sglang.srt.disaggregation.pd.memory import register_apart
+from sglang.srt.disaggregation.pd.messages import unpacked
+from sglang.srt.disaggregation.pd.queued import QueuedSends
+from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.rooms import ENDED
+from sglang.srt.disaggregation.pd.status_messages import StatusMessages
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import (
+        AuxDataCodec,
+        CommonKVSender,
+        KVTransferError,
+        TransferInfo,
+        TransferKVChunk,
+    )
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo(Registration):
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Read a registration, whose frames are known by position."""
+
+        def numbers(position: int, code: str) -> List[int]:
+            return unpacked(code, msg[position]) if len(msg) > position else []
+
+        return cls(
+            room=msg[0].decode("ascii"),
+            endpoint=msg[1].decode("ascii"),
+            dst_port=int(msg[2]),
+            mooncake_session_id=msg[3].decode("ascii"),
+            dst_kv_ptrs=numbers(4, "Q"),
+            dst_aux_ptrs=numbers(5, "Q"),
+            dst_state_data_ptrs=state_pointers(msg, 6),
+            dst_tp_rank=int(msg[7]),
+            dst_attn_tp_size=int(msg[8]),
+            dst_kv_item_len=int(msg[9]),
+            dst_state_item_lens=numbers(10, "I"),
+            dst_state_dim_per_tensor=numbers(11, "I"),
+            layout_frame=msg[12] if len(msg) > 12 else b"",
+        )
+
+    @property
+    def name(self) -> str:
+        return self.mooncake_session_id
+
+    @property
+    def attn_tp(self) -> Tuple[int, int]:
+        return self.dst_tp_rank, self.dst_attn_tp_size
+
+
+def _aux_goes_over_tcp() -> bool:
+    """Whether `send_aux` does without the transfer engine, by this side's environment.
+
+    Decode does not know prefill's, and its manager has no attribute for it.
+    """
+    has_pool, pool = check_mooncake_custom_mem_pool_enabled()
+    return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+
+
+class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
+    REMOVED = (
+        "_handle_node_failure",
+        "check_status",
+        "record_failure",
+        "send_kvcache_slice",
+        "transfer_worker",
+        "update_status",
+    )
+    _read_registration = KVArgsRegisterInfo.from_zmq
+    _read_room = TransferInfo.from_zmq
+
+    def register_buffer_to_engine(self) -> None:
+        """Register KV and state in one batch, and aux, which some transports do not take, apart.
+
+        Raises:
+            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
+        """
+        register_apart(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
+
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """Write these pages of all layers to the peer. Returns the transfer engine's status.
+
+        Raises:
+            LayoutError: The two sides do not name the same number of pages.
+        """
+        plan = self._plan(mooncake_session_id).kv
+        pages = (prefill_kv_indices, dst_kv_indices)
+        return self._write(mooncake_session_id, plan, *pages, executor)
+
+    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
+        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine takes no host memory
+            return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
+        session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
+        slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        return self.engine.batch_transfer_sync(
+            session, *self._plan(session).aux.copies(*slots).tolist()
+        )
+
+    def send_aux_tcp(
+        self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
+    ) -> int:
+        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        plan, own = self._plan(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
+        rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        peer = (req.endpoint, req.dst_port, req.room)
+        for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
+            data = AuxDataCodec.serialize_data_from_buffer(address, size)
+            self.send_aux_data_to_endpoint(*peer, row, req.dst_aux_index, data)
+        return 0
+
+    def maybe_send_extra(
+        self,
+        req: TransferInfo,
+        prefill_state_indices: List[int],
+        dst_state_data_ptrs: List[int],
+        executor: concurrent.futures.ThreadPoolExecutor,
+        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+    ) -> int:
+        """Write state slots or pages to the peer. Returns the transfer engine's status."""
+        kind, info = self.kv_args.state_type, target_rank_registration_info
+        if kind == "none":
+            return 0
+        session = req.mooncake_session_id
+        if kind != "mamba":
+            pages = (prefill_state_indices, req.dst_state_indices)
+            return self._write(session, self._plan(session).state, *pages, executor)
+        slots = (req, prefill_state_indices, dst_state_data_ptrs)
+        if info is None or info.dst_attn_tp_size == self.attn_tp_size:
+            return self._send_mamba_state(*slots)
+        return self._send_mamba_state_slice(
+            *slots,
+            info.dst_state_item_lens,
+            info.dst_state_dim_per_tensor,
+            info.dst_tp_rank,
+            info.dst_attn_tp_size,
+        )
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        aux_index: int | None = None,
+        state_indices: List[int] | None = None,
+    ):
+        """Queue one chunk, for the room's decode ranks; nothing for a room that is over."""
+        if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
+            self._enqueue(
+                TransferKVChunk(
+                    bootstrap_room, kv_indices, index_slice, is_last, aux_index, state_indices
+                )
+            )
+
+    def conclude_failed(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed, behind what is being written of it.
+
+        Of its chunks that wait none is sent any more.
+        """
+        self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
+
+    def _drop_room(self, room: int) -> None:
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self.required_prefill_response_num_table.pop(room, None)
+            self.prefill_response_tracker.pop(room, None)
+            self.asked_rooms.discard(room)
+            self.failing_rooms.discard(room)
+
+    def start_decode_thread(self):
+        """Read how prefill ranks end their rooms, and watch whether they live."""
+        self.read_status_messages()
+        self.watch_prefill_servers()
+
+    def _handle_decode_message(self, frames: List[bytes]) -> None:
+        if frames[0] == self.AUX_DATA_HEADER:
+            self._handle_aux_data(frames)
+        else:
+            super()._handle_decode_message(frames)
+
+    def _handle_aux_data(self, msg: List[bytes]):
+        """Take in one metadata row that came by this way instead of the engine's.
+
+        One of another width is left out: a stock prefill rank sends hidden states as wide as its
+        own. None is waited for.
+        """
+        buffer, slot = int(msg[2]), int(msg[3])
+        data, args = msg[5], self.kv_args
+        if not 0 <= buffer < len(args.aux_data_ptrs):
+            raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
+        item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
+        (announced,) = struct.unpack(">I", msg[4])
+        if not (0 <= slot < size // item and len(data) == announced):
+            raise ValueError(
+                f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
+                f"{buffer}, which has {size // item} slots of {item} bytes"
+            )
+        if announced == item:
+            AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        else:
+            logger.warning_once(
+                f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "
+                "speculate on both sides or on none"
+            )
+
+    def _register_to_bootstrap(self):
+        self.limit_messages()
+        super()._register_to_bootstrap()
+
+    def start_prefill_thread(self):
+        """Read what decode ranks register, which rooms they open and which they give up."""
+        self.back_off = BackOff()
+        self.read_bootstrap_messages()
+
+    def _peer_of(self, info: TransferInfo) -> str:
+        return info.mooncake_session_id
+
+    @property
+    def plans_state(self) -> bool:
+        """Recurrent state is sent without a plan: between TP sizes it is cut along dimensions."""
+        return self.kv_args.state_type != "mamba"
+
+    def _check_registration(self, info: KVArgsRegisterInfo) -> None:
+        host, _, port = info.name.rpartition(":")
+        if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
+            raise LayoutError(f"decode session {info.name!r} is no host and port")
+
+    def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
+        known = self.decode_kv_args_table.get(info.name)
+        self.decode_kv_args_table[info.name] = info
+        if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
+            self.back_off.forgive(info.name)  # another process
+
+
+class MooncakeKVSender(CommonKVSender):
+    REMOVED = ("clear",)
+
+    def failure_exception(self):
+        """End the room, which this or another rank failed; decode is told when we write no more."""
+        raise KVTransferError(self.bootstrap_room, self._finish_failed())
+
+
+class MooncakeKVReceiver(CommonKVReceiver):
+    REMOVED = ("abort", "clear", "init")
+
+    def _register_kv_args(self):
+        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        args = self.kv_mgr.kv_args
+
+        def packed(code: str, numbers: List[int]) -> bytes:
+            return struct.pack(f"{len(numbers)}{code}", *numbers)
+
+        target_state, draft_state = split_state(args)
+        frames = [
+            b"None",
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self._own_name(),
+            packed("Q", args.kv_data_ptrs),
+            packed("Q", args.aux_data_ptrs),
+            packed("Q", target_state),
+            str(args.engine_rank).encode("ascii"),
+            str(self.kv_mgr.attn_tp_size).encode("ascii"),
+            str(args.kv_item_lens[0]).encode("ascii"),
+            packed("I", args.state_item_lens),
+            packed("I", getattr(args, "state_dim_per_tensor", [])),
+            encode_layout(args.layout),
+            packed("Q", draft_state),
+        ]
+        self._register(frames)
+
+    def _expect_room(self, has_state: bool) -> None:
+        self.kv_mgr.asked_rooms.add(self.bootstrap_room)
+
+    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+        return [
+            str(self.bootstrap_room).encode("ascii"),
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self._own_name(),
+            *([b"", b"", b""] if is_dummy else [pages, aux, state]),
+            str(self.required_dst_info_num).encode("ascii"),
+        ]
+
+    def poll(self) -> KVPoll:
+        """The room's state; it ends when every prefill rank has said how its part ended."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if manager.check_status(room) not in ENDED and self.init_time is not None:
+            self._check_timeout(room in manager.failing_rooms)
+        return self._conclude()
+
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return self.is_open() and self.conclude_state is None
+
+    def _own_name(self) -> bytes:
+        return self.session_id.encode("ascii")
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        reason = self._end() or "another decode rank failed"
+        raise KVTransferError(self.bootstrap_room, reason)
+
+
+class MooncakeKVBootstrapServer(CommonKVBootstrapServer):
+    takes_aborts = True

@@ -1,0 +1,471 @@
+"""NIXL: KV is sent by the peer's plan, arrivals counted by sender, failures told to both sides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import struct
+import uuid
+from collections import defaultdict
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.kv_layout import (
+    Arrivals,
+    LayoutError,
+    TransferPlan,
+    encode_layout,
+)
+from sglang.srt.disaggregation.pd.messages import unpacked
+from sglang.srt.disaggregation.pd.notices import Notices
+from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes, WritingSender
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo(Registration):
+    # Whether NIXL knows the rank.
+    is_connected: bool = False
+
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Read a registration, whose frames are known by position."""
+        return cls(
+            room=msg[0].decode("ascii"),
+            endpoint=msg[1].decode("ascii"),
+            dst_port=int(msg[2]),
+            agent_name=msg[3].decode("ascii"),
+            agent_metadata=msg[4],
+            dst_kv_ptrs=unpacked("Q", msg[5]),
+            dst_aux_ptrs=unpacked("Q", msg[6]),
+            dst_state_data_ptrs=state_pointers(msg, 7),
+            gpu_id=int(msg[8]),
+            decode_tp_size=int(msg[9]),
+            decode_tp_rank=int(msg[10]),
+            dst_kv_item_len=int(msg[11]),
+            layout_frame=msg[12] if len(msg) > 12 else b"",
+        )
+
+    @property
+    def name(self) -> str:
+        return self.agent_name
+
+    @property
+    def attn_tp(self) -> Tuple[int, int]:
+        return self.decode_tp_rank, self.decode_tp_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some pages of one request, computed; `where` is their place among all its pages.
+
+    The last chunk brings the slot of the metadata, and state slots or pages if the model has any.
+    """
+
+    number: int
+    pages: npt.NDArray[np.int32]
+    where: slice
+    is_last: bool
+    aux_slot: Optional[int] = None
+    state_slots: Optional[List[int]] = None
+
+
+class NixlKVManager(Notices, Writes, CommonKVManager):
+    REMOVED = (
+        "_handle_node_failure",
+        "check_status",
+        "record_failure",
+        "send_kvcache_slice",
+        "update_status",
+        "update_transfer_status",
+    )
+    _read_registration = KVArgsRegisterInfo.from_zmq
+    _read_room = TransferInfo.from_zmq
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args,
+        is_mla_backend=False,
+    ):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.agent = self._make_agent()
+        self.register_buffer_to_engine()
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+            self._start_bootstrap_thread()
+        else:
+            self._watch_prefill_servers()
+
+    def _make_agent(self):
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ImportError(
+                "--disaggregation-transfer-backend nixl needs NIXL: pip install nixl"
+            ) from error
+        backend = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
+        threads = 8 if self.disaggregation_mode == DisaggregationMode.PREFILL else 0
+        config = nixl_agent_config(backends=[backend], num_threads=threads)
+        with contextlib.suppress(ImportError):
+            # The bootstrap thread adds peers while the scheduler sends; older NIXL cannot be told.
+            from nixl._api import nixl_thread_sync_t
+
+            config.sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        agent = nixl_agent(str(uuid.uuid4()), config)
+        plugins = agent.get_plugin_list()
+        if backend not in plugins:
+            raise ValueError(
+                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; NIXL here has {plugins}"
+            )
+        logger.info(f"NIXL KVManager initialized with backend: {backend}")
+        return agent
+
+    def _watch_prefill_servers(self) -> None:
+        """Decode: the state that the heartbeat thread shares, and the thread."""
+        self.transfer_statuses: Dict[int, Arrivals] = defaultdict(Arrivals)
+        self.addr_to_rooms_tracker = defaultdict(set)
+        self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
+        self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
+        self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        self.watch_prefill_servers()
+
+    def _drop_room(self, room: int) -> None:
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.transfer_infos.pop(room, None)
+        else:
+            self.transfer_statuses.pop(room, None)
+            self.required_prefill_response_num_table.pop(room, None)
+
+    def register_buffer_to_engine(self):
+        """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
+
+        Raises:
+            RuntimeError: NIXL refuses one of them; the server must not start.
+        """
+        args = self.kv_args
+        # Host memory too bears the published device number: stock peers address it by that.
+        pool = (args.layout.memory, args.gpu_id)
+        self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
+        self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
+        if any(args.state_data_lens):
+            self.state_descs = self._register(
+                "state", args.state_data_ptrs, args.state_data_lens, *pool
+            )
+
+    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str, device: int):
+        regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
+        try:
+            descs = self.agent.register_memory(regions, kind)
+        except Exception as error:
+            descs, why = None, error
+        else:
+            why = "no descriptors came back"
+        if not descs:
+            raise RuntimeError(
+                f"NIXL could not register {len(ptrs)} {role} buffers ({sum(lens)} bytes of {kind} "
+                f"on device {device}): {why}"
+            )
+        return descs
+
+    def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
+        rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
+        return self.agent.get_xfer_descs(rows, kind)
+
+    def _send_kvcache_generic(
+        self,
+        peer_name: str,
+        plan: TransferPlan,
+        prefill_data_indices: npt.NDArray[np.int32],
+        dst_data_indices: npt.NDArray[np.int32],
+        notif: str,
+    ) -> Optional[Write]:
+        """Write pages by `plan`, KV's or state's; None with nothing to write."""
+        args, info = self.kv_args, self.decode_kv_args_table[peer_name]
+        copies = plan.copies(prefill_data_indices, dst_data_indices)
+        src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
+        if not len(src):
+            self._notify(peer_name, notif.encode("ascii"))
+            return None
+        return self._start(
+            peer_name,
+            self.agent.get_xfer_descs(src, args.layout.memory),
+            self.agent.get_xfer_descs(dst, info.plan.layout.memory),
+            notif.encode("ascii"),
+        )
+
+    def send_kvcache(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_gpu_id: int,
+        notif: str,
+    ):
+        """Write these pages of all layers to the peer."""
+        plan = self.decode_kv_args_table[peer_name].plan.kv
+        return self._send_kvcache_generic(
+            peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
+        )
+
+    def send_aux(
+        self,
+        peer_name: str,
+        prefill_aux_index: int,
+        dst_aux_ptrs: List[int],
+        dst_aux_index: int,
+        notif: str,
+    ):
+        """Write the request's metadata (first token and its logprobs) to the peer."""
+        plan = self.decode_kv_args_table[peer_name].plan.aux
+        own = self.kv_args.aux_data_ptrs
+        src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+        return self._start(
+            peer_name,
+            self._descs(src, lens, "DRAM", 0),
+            self._descs(dst, lens, "DRAM", 0),
+            notif.encode("ascii"),
+        )
+
+    def maybe_send_extra(
+        self,
+        peer_name: str,
+        prefill_state_indices: List[int],
+        dst_state_data_ptrs: List[int],
+        dst_state_indices: List[int],
+        dst_gpu_id: int,
+        notif: str,
+        decode_tp_size: int,
+    ):
+        """Write state slots or pages to the peer; None where this model has no state."""
+        if self.kv_args.state_type == "none":
+            return None
+        plan = self.decode_kv_args_table[peer_name].plan.state
+        return self._send_kvcache_generic(
+            peer_name, plan, prefill_state_indices, dst_state_indices, notif
+        )
+
+    def add_transfer_request(self, bootstrap_room: int, chunk: Chunk) -> List[Write]:
+        """Start the writes of one chunk to every decode rank of the room.
+
+        Returns those that were started. What goes wrong fails the room, never the caller, which is
+        the scheduler.
+        """
+        writes: List[Write] = []
+        try:
+            for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
+                if not req.is_dummy():
+                    self._send_chunk(req, chunk, writes)
+        except RoomFailed:
+            logger.info(f"Room {bootstrap_room}: chunk {chunk.number} is not sent any more")
+        except Exception as error:
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk.number} could not be sent")
+            self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
+        return writes
+
+    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Write]) -> None:
+        """Start one chunk's writes to one decode rank, adding them as they come."""
+        peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
+
+        def notif(kind: str, **more) -> str:
+            return self._notice(req.room, kind, **more).decode("ascii")
+
+        def add(write: Optional[Write]) -> None:
+            if write is not None:
+                writes.append(write)
+
+        add(
+            self.send_kvcache(
+                peer,
+                chunk.pages,
+                info.dst_kv_ptrs,
+                req.dst_kv_indices[chunk.where],
+                info.gpu_id,
+                notif("kv", chunk=chunk.number, is_last=chunk.is_last),
+            )
+        )
+        if not chunk.is_last:
+            return
+        if chunk.state_slots is not None:
+            add(
+                self.maybe_send_extra(
+                    peer,
+                    chunk.state_slots,
+                    info.dst_state_data_ptrs,
+                    req.dst_state_indices,
+                    info.gpu_id,
+                    notif("state"),
+                    info.decode_tp_size,
+                )
+            )
+        add(self.send_aux(peer, chunk.aux_slot, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
+
+    def _register_to_bootstrap(self):
+        self.limit_messages()
+        super()._register_to_bootstrap()
+
+    def _start_bootstrap_thread(self):
+        """Read what decode ranks register, which rooms they open and which they give up."""
+        self.read_bootstrap_messages()
+
+    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+        if frames[0] != GUARD:
+            raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
+        super()._handle_bootstrap_message(frames[1:])
+
+    def _peer_of(self, info: TransferInfo) -> str:
+        return info.agent_name
+
+    def _check_registration(self, info: KVArgsRegisterInfo) -> None:
+        name = info.name.encode("ascii")
+        # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
+        if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
+            raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
+
+    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
+        """Make a decode rank known, also to NIXL; its name is another in each process.
+
+        Where NIXL does not take it, it is tried again when the rank asks for a room.
+        """
+        name = decode_kv_args.agent_name
+        known = self.decode_kv_args_table.get(name)
+        decode_kv_args.is_connected = known is not None and known.is_connected
+        self.decode_kv_args_table[name] = decode_kv_args
+        if decode_kv_args.is_connected:
+            return
+        try:
+            with self.agent_lock:
+                self.agent.add_remote_agent(decode_kv_args.agent_metadata)
+            decode_kv_args.is_connected = True
+        except Exception as error:
+            logger.error(f"Decode {name} is not known to NIXL: {error}")
+            decode_kv_args.try_again = True
+
+    def _open_room(self, info: TransferInfo) -> None:
+        with self.agent_lock:
+            self.out_of_reach.discard(info.agent_name)  # it lives
+        super()._open_room(info)
+
+
+class NixlKVSender(WritingSender, CommonKVSender):
+    REMOVED = ("poll",)
+
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
+        """Start sending one chunk; a failed room sends no more."""
+        if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
+            self.has_sent = True
+            return
+        where = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        is_last = where.stop == self.num_kv_indices
+        chunk = Chunk(self.chunk_id, kv_indices, where, is_last, self.aux_index, state_indices)
+        self.xfer_handles += self.kv_mgr.add_transfer_request(self.bootstrap_room, chunk)
+        self.curr_idx = where.stop
+        self.chunk_id += 1
+        self.has_sent = is_last
+
+    def failure_exception(self):
+        """End the room, which this or another rank failed; no write of ours is under way."""
+        raise RuntimeError(self._finish_failed())
+
+
+class NixlKVReceiver(CommonKVReceiver):
+    REMOVED = ("init",)
+
+    def _expect_room(self, has_state: bool) -> None:
+        """What has come for this number before is another request's."""
+        self.kv_mgr.transfer_statuses[self.bootstrap_room] = Arrivals(
+            self.required_prefill_response_num, has_state
+        )
+
+    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+        return [
+            GUARD,
+            str(self.bootstrap_room).encode("ascii"),
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self._own_name(),
+            b"" if is_dummy else pages,
+            aux,
+            str(self.required_dst_info_num).encode("ascii"),
+            b"" if is_dummy else state,
+        ]
+
+    def poll(self) -> KVPoll:
+        """The room's state; it succeeds when every sender's KV, aux and state are written."""
+        if self.conclude_state is None:
+            self._take_in()
+        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
+
+    def _take_in(self) -> None:
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if self.init_time is not None:
+            manager.update_transfer_status()
+            if manager.check_transfer_done(room):
+                failed = manager.transfer_statuses[room].is_failed()
+                manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+            else:
+                self._check_timeout(manager.transfer_statuses[room].is_failing)
+        self._conclude()
+
+    def _register_kv_args(self):
+        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
+
+        def packed(pointers: List[int]) -> bytes:
+            return struct.pack(f"{len(pointers)}Q", *pointers)
+
+        target_state, draft_state = split_state(args)
+        frames = [
+            GUARD,
+            b"None",
+            self.kv_mgr.local_ip.encode("ascii"),
+            str(self.kv_mgr.rank_port).encode("ascii"),
+            self._own_name(),
+            agent.get_agent_metadata(),
+            packed(args.kv_data_ptrs),
+            packed(args.aux_data_ptrs),
+            packed(target_state),
+            str(args.gpu_id).encode("ascii"),
+            str(args.decode_tp_size).encode("ascii"),
+            str(args.engine_rank).encode("ascii"),
+            str(args.kv_item_lens[0]).encode("ascii"),
+            encode_layout(args.layout),
+            packed(draft_state),
+        ]
+        self._register(frames)
+
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return self.is_open() and self.conclude_state is None
+
+    def _abort_frames(self, reason: str) -> List[bytes]:
+        return [GUARD, *super()._abort_frames(reason)]
+
+    def _own_name(self) -> bytes:
+        return self.kv_mgr.agent.name.encode("ascii")
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
+
+
+class NixlKVBootstrapServer(CommonKVBootstrapServer):
+    takes_aborts = True

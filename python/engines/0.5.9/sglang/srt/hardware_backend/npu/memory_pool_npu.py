@@ -1,0 +1,96 @@
+"""The NPU pools: how their KV is cut into pages, and its copy to the host and back."""
+
+from typing import List, Tuple
+
+import torch
+from sglang.srt.hardware_backend.npu.cpu_copy import (
+    HostCopy,
+    by_token,
+    copy_from_host,
+    copy_to_host,
+    whole_pages,
+)
+from sglang.srt.utils import get_bool_env_var, is_npu
+
+REMOVED = ("torch_npu",)
+
+if is_npu():
+    import torch_npu  # noqa: F401 - the engine's own methods call it
+
+
+class NPUMHATokenToKVPool:
+    def get_contiguous_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+        """Address, bytes and bytes a page of K of each layer, then of V of each (PR #15852).
+
+        `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
+        """
+        buffers = [*self.k_buffer, *self.v_buffer]
+        pages = self.size // self.page_size + 1  # page 0 takes what padded tokens write
+        return (
+            [buffer.data_ptr() for buffer in buffers],
+            [buffer.nbytes for buffer in buffers],
+            [buffer.nbytes // pages for buffer in buffers],
+        )
+
+    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
+        """Copy what these token slots, of shape [tokens], hold to the host (PR #25249).
+
+        Later releases pass more arguments, which concern other pools.
+        """
+        return copy_to_host(*self._rows(indices))
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
+    ) -> None:
+        """Write what `get_cpu_copy` returned into these token slots.
+
+        Raises:
+            ValueError: The copy does not fit the slots or this pool; nothing has been written.
+        """
+        copy_from_host(kv_cache_cpu, *self._rows(indices))
+
+    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+        """Buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
+        whole = getattr(self, "kv_buffer", None)
+        if whole is not None:  # K and V of all layers are one tensor
+            buffers = [whole.view(-1, *whole.shape[2:])]
+        elif isinstance(self.k_buffer, torch.Tensor):
+            buffers = [self.k_buffer, self.v_buffer]
+        else:
+            buffers = [layer[None] for layer in (*self.k_buffer, *self.v_buffer)]
+        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+
+
+class NPUMLATokenToKVPool:
+    def get_state_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+        """Address, bytes and bytes a page of each layer's index keys; empty without an indexer.
+
+        The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), as which
+        they are sent.
+        """
+        buffers = [] if self.index_k_buffer is None else list(self.index_k_buffer)
+        return (
+            [buffer.data_ptr() for buffer in buffers],
+            [buffer.nbytes for buffer in buffers],
+            [buffer[0].nbytes for buffer in buffers],
+        )
+
+    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
+        """As `NPUMHATokenToKVPool.get_cpu_copy`; index keys, where there are some, included."""
+        return copy_to_host(*self._rows(indices))
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
+    ) -> None:
+        """As `NPUMHATokenToKVPool.load_cpu_copy`."""
+        copy_from_host(kv_cache_cpu, *self._rows(indices))
+
+    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+        """As in `NPUMHATokenToKVPool`; with `SGLANG_USE_FIA_NZ` a page's rows are not tokens."""
+        buffers = [self.k_buffer, self.v_buffer]
+        if self.index_k_buffer is not None:
+            buffers.append(self.index_k_buffer)
+        if get_bool_env_var("SGLANG_USE_FIA_NZ"):
+            pages = whole_pages(indices, self.page_size)
+            return buffers, pages, max(1, self.cpu_offloading_chunk_size // self.page_size)
+        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size

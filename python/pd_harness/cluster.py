@@ -1,0 +1,519 @@
+"""Start real prefill, decode and single servers and the router, ask them, and stop them for sure.
+
+For the demo and the serving tests: everything runs on this machine, on the CPU host, in the
+environments that `scripts/setup.sh` makes; or on its NPUs, in the Python that runs this.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import httpx
+
+from pd_harness import forks
+from pd_harness.cpu_host import ENVIRONMENT, thread_binding
+from pd_harness.device import DTYPES, device, npus
+from pd_harness.ports import HOST, free_ports, free_run
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PD_ENV = CHECKOUT / ".pd-env"
+KEEPER = Path(__file__).with_name("keeper.py")
+START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
+MAX_TOKENS = 8192  # of a server's KV pool
+NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
+# Two tokens drafted by computing and one that is there already, all verified at once.
+DRAFTING = (
+    *("--speculative-algorithm", "EAGLE"),
+    *("--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+    "--disable-cuda-graph",  # of the draft model; there are others on accelerators only
+)
+NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or was not ready in time; the message holds the tail of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Sizes of the two sides, and how KV travels between them.
+
+    With a ``dp`` above 1 attention is data parallel over the TP ranks, in so many groups.
+    ``page_size`` is in tokens; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
+    ``retract`` makes decode take a request's KV away from it and give it back later, every third
+    step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
+    """
+
+    backend: str = "nixl"
+    prefill_tp: int = 1
+    prefill_pp: int = 1
+    prefill_dp: int = 1
+    decode_tp: int = 1
+    decode_pp: int = 1
+    decode_dp: int = 1
+    page_size: int = 1
+    fia: bool = False
+    retract: bool = False
+    decode_tokens: int = MAX_TOKENS
+
+    @property
+    def attention(self) -> str:
+        """The attention backend; it decides which pools hold the KV."""
+        return "ascend" if self.backend == "ascend" else "torch_native"
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of prefill and of decode."""
+        return self.prefill_tp * self.prefill_pp, self.decode_tp * self.decode_pp
+
+    @property
+    def retracts(self) -> bool:
+        """Whether decode is meant to retract requests."""
+        return self.retract or self.decode_tokens < MAX_TOKENS
+
+    def decode_environment(self, store_port: int) -> dict[str, str]:
+        """As `environment`, of the decode server."""
+        retract = {"SGLANG_TEST_RETRACT": "1"} if self.retract else {}
+        return {**self.environment(store_port), **retract}
+
+    def environment(self, store_port: int) -> dict[str, str]:
+        """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
+        if self.backend != "ascend":
+            return {}
+        store = f"tcp://{HOST}:{store_port}"
+        return {"ASCEND_MF_STORE_URL": store, "ASCEND_USE_FIA": str(int(self.fia))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Generated token ids and the log-probability of each, or why there are none.
+
+    ``rounds`` is how often the target has verified what a draft model proposed.
+    """
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
+    seconds: float = 0.0
+    rounds: int = 0
+
+
+def interpreter(environment: str) -> Path:
+    """Python of ``stock``, ``patched`` or ``base``, which has all but an engine.
+
+    On an NPU that is the Python that runs this, for ``patched`` and ``base``.
+
+    Raises:
+        FileNotFoundError: the environment has not been made, or is ``stock`` on an NPU.
+    """
+    if device() == "npu":
+        if environment == "stock":
+            raise FileNotFoundError(NO_STOCK)
+        return Path(sys.executable)
+    python = PD_ENV / environment / "bin" / "python"
+    if not python.exists():
+        raise FileNotFoundError(f"{python} is not there: run scripts/setup.sh first")
+    return python
+
+
+def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | None:
+    """Why a fleet of so many ranks cannot run on this device; None if it can."""
+    if device() == "cpu":
+        return None
+    if backend != "ascend":
+        return f"on an NPU KV travels by ascend, not by {backend}"
+    if "stock" in engines:
+        return NO_STOCK
+    if ranks > npus():
+        return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
+    return None
+
+
+class Kept(subprocess.Popen):
+    """A command under a keeper, which ends it when this process ends, however that is."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log):
+        super().__init__(
+            [sys.executable, "-I", "-S", str(KEEPER), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """Kill it and all that it started."""
+        self.stdin.close()
+        self.wait()
+
+
+@dataclasses.dataclass
+class Server:
+    """One child process with a port and a log, ended with its whole process group."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    log: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    ready_path: str = "/health"
+    needs_others: bool = False  # started when the others are ready
+    bootstrap_port: int | None = None  # of a prefill server
+    fork: bool = False  # start it as a fork of a process that has imported its engine
+
+    def start(self) -> None:
+        """Start it under a keeper, which ends it when this process ends, however that is.
+
+        Raises:
+            NurseryFailed: its engine could not be imported.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            if self.fork:
+                python, _, module, *arguments = self.command
+                self.process = forks.fork(python, module, arguments, self.environment, log)
+            else:
+                self.process = Kept(self.command, self.environment, log)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def check_running(self) -> None:
+        """Raise `ServerFailed` if it has ended."""
+        if self.has_ended():
+            status = self.process.returncode
+            raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
+
+    def is_ready(self, client: httpx.Client) -> bool:
+        """Whether it answers ``client``."""
+        try:
+            return client.get(self.url + self.ready_path).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def log_tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"end of {self.log}:", *text[-lines:]])
+
+    def stop(self) -> None:
+        """End the process and all that it started, at once."""
+        self.process.stop()
+
+
+def engine_server(
+    name: str,
+    engine: str,
+    model: Path,
+    logs: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    page_size: int = 1,
+    attention: str = "torch_native",
+    first_npu: int = 0,
+    max_tokens: int = MAX_TOKENS,
+    max_requests: int = 16,
+    chunk: int = 256,
+    overlap: bool = False,
+    idle_sleep: bool = True,
+    kv_dtype: str = "auto",
+    draft: Path | None = None,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    fork: bool = True,
+) -> Server:
+    """An engine server, small and quick to start, on the CPU host or on NPUs.
+
+    ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
+    scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
+    core to others, for up to a second, also while it waits for the other server. ``kv_dtype`` is
+    that of the KV pool, "auto" the model's. With the folder of a ``draft`` model it speculates.
+    ``options`` are added to its command, ``environment`` to its environment. With ``fork`` its
+    processes are forks where they can be, see `forks`. On NPUs its ranks have one each, from
+    ``first_npu`` on; attention and page size are then those that NPUs have, and nothing is forked.
+    """
+    port, nccl_port = free_ports(2)
+    on_npu = device() == "npu"
+    if on_npu:
+        attention, page_size = "ascend", NPU_PAGE_SIZE
+    command = [str(interpreter(engine)), "-m", "sglang.launch_server"]
+    command += ["--model-path", str(model), "--served-model-name", "tiny"]
+    command += ["--host", HOST, "--port", str(port)]
+    command += ["--nccl-port", str(nccl_port)]
+    command += ["--device", device(), "--dtype", DTYPES[device()]]
+    command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
+    if dp > 1:
+        command += ["--dp-size", str(dp), "--enable-dp-attention"]
+        # Its processes meet at this port and the next five.
+        command += ["--dist-init-addr", f"{HOST}:{free_run(6)}"]
+    command += ["--max-total-tokens", str(max_tokens)]
+    command += ["--max-running-requests", str(max_requests)]
+    command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
+    command += ["--attention-backend", attention, "--grammar-backend", "none"]
+    command += ["--kv-cache-dtype", kv_dtype]
+    command += ["--skip-server-warmup"]
+    if idle_sleep:
+        command += ["--sleep-on-idle"]
+    if not overlap:
+        command += ["--disable-overlap-schedule"]
+    if draft is not None:
+        command += ["--speculative-draft-model-path", str(draft), *DRAFTING]
+    if on_npu:
+        command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
+        host = {}
+    else:
+        host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
+    variables = {**host, **environment}
+    log = logs / f"{name}.log"
+    return Server(name, [*command, *options], port, log, variables, fork=fork and not on_npu)
+
+
+def pd_servers(
+    topology: Topology,
+    model: Path,
+    logs: Path,
+    prefill_engine: str,
+    decode_engine: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **both,
+) -> tuple[Server, Server, Server]:
+    """A prefill server, a decode server and the router before them.
+
+    ``environment`` and ``both``, options of `engine_server`, are for the two engine servers.
+    """
+    (store_port,) = free_ports(1)
+    both["environment"] = {**environment}
+    prefill = prefill_server(topology, prefill_engine, model, logs, store_port, **both)
+    decode = decode_server(topology, decode_engine, model, logs, store_port, **both)
+    return prefill, decode, router([prefill], [decode], logs)
+
+
+def prefill_server(
+    topology: Topology,
+    engine: str,
+    model: Path,
+    logs: Path,
+    store_port: int,
+    *,
+    name: str = "prefill",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more,
+) -> Server:
+    """The prefill server of a topology, with more options of `engine_server`."""
+    (bootstrap_port,) = free_ports(1)
+    server = engine_server(
+        name,
+        engine,
+        model,
+        logs,
+        tp=topology.prefill_tp,
+        pp=topology.prefill_pp,
+        dp=topology.prefill_dp,
+        page_size=topology.page_size,
+        attention=topology.attention,
+        options=[
+            *("--disaggregation-mode", "prefill"),
+            *("--disaggregation-transfer-backend", topology.backend),
+            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+        ],
+        environment={**topology.environment(store_port), **environment},
+        **more,
+    )
+    server.bootstrap_port = bootstrap_port
+    return server
+
+
+def decode_server(
+    topology: Topology,
+    engine: str,
+    model: Path,
+    logs: Path,
+    store_port: int,
+    *,
+    name: str = "decode",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more,
+) -> Server:
+    """The decode server of a topology, with more options of `engine_server`."""
+    return engine_server(
+        name,
+        engine,
+        model,
+        logs,
+        tp=topology.decode_tp,
+        pp=topology.decode_pp,
+        dp=topology.decode_dp,
+        page_size=topology.page_size,
+        attention=topology.attention,
+        first_npu=topology.ranks[0],
+        max_tokens=topology.decode_tokens,
+        options=[
+            *("--disaggregation-mode", "decode"),
+            *("--disaggregation-transfer-backend", topology.backend),
+            # Tokens kept free for each request: with few, decode admits more than it can finish.
+            *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
+        ],
+        environment={**topology.decode_environment(store_port), **environment},
+        **more,
+    )
+
+
+def router(
+    prefills: Sequence[Server], decodes: Sequence[Server], logs: Path, name: str = "router"
+) -> Server:
+    """The router before these servers, to be started when they are ready."""
+    port, metrics_port = free_ports(2)
+    # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
+    command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
+    command += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
+    command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
+    for prefill in prefills:
+        command += ["--prefill", prefill.url, str(prefill.bootstrap_port)]
+    for decode in decodes:
+        command += ["--decode", decode.url]
+    command += ["--worker-startup-check-interval", "1"]
+    # A retry would hide the first answer, an open circuit the next ones.
+    command += ["--disable-retries", "--disable-circuit-breaker"]
+    server = Server(name, command, port, logs / f"{name}.log", ready_path="/readiness")
+    # It gives up on a server that does not answer for about 100 s.
+    server.needs_others = True
+    return server
+
+
+@contextlib.contextmanager
+def running(
+    servers: Sequence[Server],
+    seconds: float = START_SECONDS,
+    on_ready: Callable[[Server], None] = lambda server: None,
+) -> Iterator[None]:
+    """Start the servers, wait until all are ready, and stop them when the block is left.
+
+    Raises:
+        ServerFailed: one ended early, or was not ready after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        for last in (False, True):
+            group = [server for server in servers if server.needs_others == last]
+            for server in group:
+                server.start()
+                stack.callback(server.stop)
+            wait_ready(group, deadline, on_ready)
+        yield
+
+
+def wait_ready(
+    servers: Sequence[Server], deadline: float, on_ready: Callable[[Server], None]
+) -> None:
+    """Poll the servers in order until each is ready, and say so of each once.
+
+    ``deadline`` is a time of ``time.monotonic()``.
+    """
+    waiting = list(servers)
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while waiting:
+            for server in waiting:
+                server.check_running()
+            if waiting[0].is_ready(client):
+                on_ready(waiting.pop(0))
+            elif time.monotonic() > deadline:
+                tails = "\n".join(server.log_tail() for server in waiting)
+                raise ServerFailed(f"{waiting[0].name} was not ready in time\n{tails}")
+            else:
+                time.sleep(0.1)
+
+
+def ask(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    seconds: float,
+    at_once: int | None = None,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> list[Answer]:
+    """Send prompts (token ids), all or so many at once, greedily decode ``new_tokens`` of each.
+
+    One that has no answer after ``seconds``, or as soon as none will come, is a hang.
+    """
+    asking = ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts), is_lost)
+    return asyncio.run(asking)
+
+
+async def ask_all(
+    url, prompts, new_tokens, seconds, at_once, is_lost=lambda: False
+) -> list[Answer]:
+    """The same, for a client that may hang up."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(prompt) -> Answer:
+        async with places:
+            return await _ask_one(client, url, list(prompt), new_tokens, seconds)
+
+    async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+        asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            while (await asyncio.wait(asking, timeout=0.5))[1]:
+                if await asyncio.to_thread(is_lost):
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    return [_hang_if_cancelled(answer) for answer in answers]
+
+
+def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
+    if isinstance(answer, asyncio.CancelledError):
+        return Answer(failure="hang")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    start = time.monotonic()
+
+    def failed(why: str) -> Answer:
+        return Answer(failure=why, seconds=time.monotonic() - start)
+
+    try:
+        response = await asyncio.wait_for(client.post(f"{url}/generate", json=body), seconds)
+    except (asyncio.TimeoutError, httpx.TimeoutException):
+        return failed("hang")
+    except httpx.HTTPError as error:
+        return failed(f"connection: {error!r}")
+    if response.status_code != 200:
+        return failed(f"http {response.status_code}: {response.text[:1000]}")
+    about = response.json()["meta_info"]
+    rows = about["output_token_logprobs"]
+    return Answer(
+        ids=tuple(row[1] for row in rows),
+        logprobs=tuple(row[0] for row in rows),
+        seconds=time.monotonic() - start,
+        rounds=about.get("spec_verify_ct", 0),
+    )

@@ -1,0 +1,282 @@
+"""What the CPU host changes in imported modules, and why.  Each function takes the module."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
+
+
+PROGRESS_DELAY_US = 10_000
+
+
+class NoEvent:
+    """``torch.cuda.Event`` where everything is synchronous: always recorded, always reached."""
+
+    def __init__(self, *args, **kwargs):
+        self.recorded_on = None
+
+    def record(self, stream=None) -> None:
+        self.recorded_on = stream
+
+    def wait(self, stream=None) -> None:
+        """Nothing is ever outstanding."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    def query(self) -> bool:
+        return True
+
+
+class NoStream:
+    """``torch.cuda.Stream`` where everything is synchronous."""
+
+    def __init__(self, *args, **kwargs):
+        """Priority and device make no difference."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        return False
+
+    def wait_stream(self, stream) -> None:
+        """Nothing is ever outstanding."""
+
+    def wait_event(self, event) -> None:
+        """Nothing is ever outstanding."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+
+def torch_streams(torch: ModuleType) -> None:
+    """Streams and events that the engine's pipeline loop names even on ``--device cpu``."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.Event = NoEvent
+    torch.cuda.Stream = NoStream
+    torch.cuda.current_stream = lambda device=None: NoStream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    torch.cuda.set_stream = lambda stream: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.tensor = _without_pinning(torch.tensor)
+
+
+def _without_pinning(make):
+    """With DP attention the engine pins small tensors for a copy that here there is not."""
+
+    @functools.wraps(make)
+    def made(*args, pin_memory=False, **kwargs):
+        return make(*args, **kwargs)
+
+    return made
+
+
+def whole_kv_heads(update_config: ModuleType) -> None:
+    """Let KV heads be replicated as on an accelerator, rather than padded with dummy ones.
+
+    With more TP ranks than KV heads the CPU engine pads the model with dummy heads.  A rank then
+    does not hold the heads that it would hold on an NPU, and a right head mapping looks wrong.
+    """
+
+    def unchanged(model_config, load_config, tp_size):
+        return model_config
+
+    update_config.adjust_config_with_unaligned_cpu_tp = unchanged
+
+
+def nixl_memory_kind(nixl_api: ModuleType) -> None:
+    """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
+
+    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
+    right kind itself, so there NIXL stays as it is.
+    """
+    if engine_is_patched():
+        return
+    agent = nixl_api.nixl_agent
+    make = agent.__init__
+
+    def make_with_host_memory(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    agent.__init__ = make_with_host_memory
+
+
+def few_copies_at_once(mooncake_engine: ModuleType) -> None:
+    """Let Mooncake's engines make few copies at a time, for one caller of this process.
+
+    Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
+    its copies have ended: with more callers than cores none ends in time.
+    """
+    engine = mooncake_engine.TransferEngine
+    write = engine.batch_transfer_sync_write
+    turn = threading.Lock()
+
+    def write_in_turn(self, session, src, dst, lengths, *more, **options) -> int:
+        for start in range(0, len(src), TCP_COPIES):
+            few = [column[start : start + TCP_COPIES] for column in (src, dst, lengths)]
+            with turn:
+                status = write(self, session, *few, *more, **options)
+            if status != 0:
+                return status
+        return 0
+
+    engine.batch_transfer_sync_write = write_in_turn
+
+
+def nixl_agents(nixl_api: ModuleType) -> None:
+    """Both changes to NIXL."""
+    nixl_memory_kind(nixl_api)
+    nixl_progress_delay(nixl_api)
+
+
+def nixl_progress_delay(nixl_api: ModuleType) -> None:
+    """Let the progress thread of NIXL's agents sleep between two looks.
+
+    NIXL gives it no delay, so that each rank burns a whole core, also when it is idle; here they
+    have two cores in all.
+    """
+    config = nixl_api.nixlBind.nixlAgentConfig
+
+    class PatientConfig(config):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    nixl_api.nixlBind.nixlAgentConfig = PatientConfig
+
+
+def gathers(parallel_state: ModuleType) -> None:
+    """Let DP attention's ranks gather and scatter through torch, as the engine does on an NPU.
+
+    Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
+    """
+    group = parallel_state.GroupCoordinator
+    group.all_gather_into_tensor = group._all_gather_into_tensor
+    group.reduce_scatter_tensor = group._reduce_scatter_tensor
+
+
+def copies_between_ranks(dp_attention: ModuleType) -> None:
+    """DP attention's copy of a rank's tokens among those of all, or out of them, without Triton."""
+
+    def copy(dst, src, dim, offset, sz, offset_src) -> None:
+        rows = slice(int(offset), int(offset) + int(sz))
+        if offset_src:
+            dst[: int(sz)] = src[rows]
+        else:
+            dst[rows] = src[: int(sz)]
+
+    dp_attention.memcpy_triton = copy
+
+
+@contextlib.contextmanager
+def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
+    """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.
+
+    The stock module imports ``torch_npu``; the patched one does so on an NPU only, and has it from
+    here.  Whoever else asks finds none, for it would take this machine for one with an NPU.
+    """
+    importlib.import_module("sglang.srt.mem_cache.memory_pool")  # imports half the world
+    operators = importlib.import_module("pd_harness.cpu_host.npu_operators")
+    sys.modules["torch_npu"] = operators
+    try:
+        yield
+    finally:
+        del sys.modules["torch_npu"]
+    memory_pool_npu.torch_npu = operators
+
+
+def torch_native_attention(torch_native_backend: ModuleType) -> None:
+    """Compute the new tokens of a prompt's chunk, and not all before them again; pad for DP; draft.
+
+    With DP attention idle ranks and short batches are padded by requests of a length that each
+    attention backend names, and this one does not.
+    """
+    from pd_harness.cpu_host.attention import extend
+
+    backend = torch_native_backend.TorchNativeAttnBackend
+    backend._run_sdpa_forward_extend = extend
+    backend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    speculative_attention(torch_native_backend)
+
+
+def ascend_attention(attention_registry: ModuleType) -> None:
+    """Let ``ascend`` be attention over the NPU pools without an NPU's kernels."""
+
+    def make(runner):
+        from pd_harness.cpu_host.ascend_attention import AscendAttention
+
+        return AscendAttention(runner)
+
+    attention_registry.ATTENTION_BACKENDS["ascend"] = make
+
+
+def chains_of_drafts(eagle_utils: ModuleType) -> None:
+    """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
+    from pd_harness.cpu_host import speculation
+
+    eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
+    eagle_utils.verify_tree_greedy_func = speculation.verify_chains
+
+
+def speculative_attention(torch_native_backend: ModuleType) -> None:
+    """Let the backend, which knows prompts and single tokens, verify and draft."""
+    from pd_harness.cpu_host.speculation import decoded_lengths, extended_lengths
+
+    backend = torch_native_backend.TorchNativeAttnBackend
+    extend, decode = backend.forward_extend, backend.forward_decode
+    backend.drafted = 0
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        return extend(self, q, k, v, layer, extended_lengths(forward_batch), save_kv_cache)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        batch = decoded_lengths(forward_batch, self.drafted)
+        return decode(self, q, k, v, layer, batch, save_kv_cache)
+
+    backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
+
+
+def draft_attention(draft_utils: ModuleType) -> None:
+    """Let a draft have the attention that its model runner has.
+
+    The engine knows none for ``torch_native``, and an NPU's kernels alone for ``ascend``.
+    """
+    from pd_harness.cpu_host.speculation import DraftSteps
+
+    def steps(self):
+        return DraftSteps(self.draft_model_runner.attn_backend, self.speculative_num_steps)
+
+    factory = draft_utils.DraftBackendFactory
+    factory.create_decode_backend = steps
+    factory.create_draft_extend_backend = lambda self: self.draft_model_runner.attn_backend
+
+
+def absorbed_mla(attention_backend_handler: ModuleType) -> None:
+    """Compute MLA by the absorbed method, which takes K and V from the pool, at all times.
+
+    What else the engine would choose calls an NPU's kernels, or takes K and V past the pool.
+    """
+    method = attention_backend_handler.AttnForwardMethod.MLA
+    for backend in ("ascend", "torch_native"):
+        attention_backend_handler.AttentionBackendRegistry.register(
+            backend, lambda attention, forward_batch: method
+        )
+
+
+def engine_is_patched() -> bool:
+    """Whether the installed engine holds the package that only the patch set brings."""
+    engine = importlib.util.find_spec("sglang")
+    return engine is not None and any(
+        (Path(folder) / "srt" / "disaggregation" / "kv_layout" / "__init__.py").is_file()
+        for folder in engine.submodule_search_locations
+        if (Path(folder) / "__init__.py").is_file()
+    )

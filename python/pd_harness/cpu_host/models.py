@@ -1,0 +1,200 @@
+"""Tiny models, made on the spot and never downloaded, whose output depends on the whole KV cache.
+
+Weights are random with a wide range: with the usual range the output is one token repeated, which
+hides corruption.  They are float32, so that TP 1, 2 and 4 agree to three decimals in logprobs and
+one server can be the reference for all.
+"""
+
+import abc
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+VOCABULARY = 320  # 256 bytes and the end token, rounded up to a multiple of 64
+END = "<|end|>"
+CONTEXT = 4096  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel(abc.ABC):
+    """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token.
+
+    What the layers after the first one say is weighted by ``later``: where that is little, a draft
+    that knows the first layer alone foresees some tokens (`pd_harness.cpu_host.drafts`).
+    """
+
+    family: ClassVar[str]
+
+    layers: int = 4
+    heads: int = 4
+    hidden: int = 128
+    seed: int = 0
+    later: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Folder of the checkpoint, which tells every parameter."""
+        later = "" if self.later == 1 else f"-later{self.later:g}"
+        return (
+            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache}"
+            f"-e{self.hidden}-s{self.seed}{later}"
+        )
+
+    @property
+    @abc.abstractmethod
+    def cache(self) -> str:
+        """What the name tells of the KV cache."""
+
+    @abc.abstractmethod
+    def network(self, **common):
+        """A transformers model with random weights; ``common`` goes into its config."""
+
+    def make(self, folder: Path) -> Path:
+        """Folder of the checkpoint below ``folder``, written there first if it is not yet."""
+        return written_once(folder / self.name, self._write)
+
+    def _write(self, folder: Path) -> None:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network = self.network(
+                vocab_size=VOCABULARY,
+                hidden_size=self.hidden,
+                intermediate_size=2 * self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                max_position_embeddings=CONTEXT,
+                initializer_range=0.25,
+                tie_word_embeddings=False,
+                eos_token_id=256,
+                pad_token_id=256,
+                dtype="float32",
+            )
+        for layer in network.model.layers[1:]:
+            for said in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                said.weight.data *= self.later
+        network.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyGQA(TinyModel):
+    """Grouped-query attention of the Qwen3 family with ``kv_heads`` KV heads."""
+
+    family = "qwen3"
+
+    kv_heads: int = 4
+    head_dim: int = 64
+
+    @property
+    def cache(self) -> str:
+        return f"kv{self.kv_heads}-d{self.head_dim}"
+
+    def network(self, **common):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(num_key_value_heads=self.kv_heads, head_dim=self.head_dim, **common)
+        return Qwen3ForCausalLM(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyLlama(TinyGQA):
+    """The same of the Llama family, which has EAGLE drafts.
+
+    Queries are about as small as Qwen3's norm makes them: with larger ones a token looks at one
+    other alone, and most of the cache goes unread.
+    """
+
+    family = "llama"
+
+    def network(self, **common):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(num_key_value_heads=self.kv_heads, head_dim=self.head_dim, **common)
+        network = LlamaForCausalLM(config)
+        for layer in network.model.layers:
+            layer.self_attn.q_proj.weight.data /= 8
+        return network
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyMLA(TinyModel):
+    """Multi-head latent attention of the DeepSeek-V2 family, every layer dense.
+
+    The cache holds ``latent`` + ``rope`` elements a token and layer; ``head_dim`` is the width of
+    a head's value, and of its key without the RoPE part.
+    """
+
+    family = "deepseek2"
+
+    latent: int = 64
+    rope: int = 32
+    head_dim: int = 32
+
+    @property
+    def cache(self) -> str:
+        return f"c{self.latent}-r{self.rope}-d{self.head_dim}"
+
+    def network(self, **common):
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        config = DeepseekV2Config(
+            kv_lora_rank=self.latent,
+            q_lora_rank=None,
+            qk_nope_head_dim=self.head_dim,
+            qk_rope_head_dim=self.rope,
+            v_head_dim=self.head_dim,
+            first_k_dense_replace=self.layers,
+            moe_layer_freq=1,  # the engine asks for it, transformers does not
+            # On a CPU the engine knows YaRN alone for MLA; a factor of 1 makes it plain RoPE.
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 1.0,
+                "original_max_position_embeddings": CONTEXT,
+            },
+            **common,
+        )
+        return DeepseekV2ForCausalLM(config)
+
+
+def written_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """The folder ``target``, whose files are written by ``write(folder)`` if it is not there yet.
+
+    It appears whole or not at all, also when two processes make it at once.
+    """
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(unfinished)
+        os.rename(unfinished, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def byte_tokenizer():
+    """A tokenizer with one token per byte (0-255), an end token (256), and unused ones.
+
+    Each token reads as a single printable character of its own, bytes as in the alphabet of
+    byte-level BPE, so two answers have equal tokens exactly if their texts are equal.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    unused = [chr(ord("А") + i) for i in range(VOCABULARY - len(alphabet) - 1)]
+    ids = {character: i for i, character in enumerate([*alphabet, END, *unused])}
+    tokenizer = Tokenizer(models.BPE(ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)

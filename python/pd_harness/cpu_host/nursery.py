@@ -1,0 +1,208 @@
+"""A process that has imported the engine, and forks servers that then need not.
+
+usage: python -m pd_harness.cpu_host.nursery SOCKET   (see `pd_harness.forks`, which asks it)
+
+For each connection to the Unix socket it forks a keeper (compare `pd_harness.keeper`), which says
+``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
+``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
+``python -m`` would; what the engine then starts by ``multiprocessing`` is forked, too.  The keeper
+says ``{"keeper": PID}``, its own, and in the end ``{"status": N}``.  When the connection is closed,
+or the server has ended, every process of its group is killed.  The nursery ends with its standard
+input.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import popen_fork, popen_spawn_posix
+from pathlib import Path
+from types import ModuleType
+
+from pd_harness.cpu_host.import_hooks import after_import
+
+IMPORTED = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.models.registry",
+)
+IMPORTED_IF_THERE = ("nixl._api",)  # not Mooncake, which starts threads when it is imported
+# They look at each variable for those with a prefix of theirs; as do others, with ``items``.
+GO_OVER_ALL = ("fsspec.config",)
+LIMIT = 1 << 20  # bytes of a message
+BOOTSTRAP_SECONDS = 10  # in which the bootstrap server starts
+
+
+def main(path: Path) -> None:
+    """Import the engine, then fork for each connection until standard input ends.
+
+    Raises:
+        SystemExit: the engine has started threads, which a fork would not have.
+    """
+    after_import("sglang.srt.disaggregation.common.conn", _patient_registration)
+    before = dict(os.environ)
+    with _noting_reads() as read:
+        for name in IMPORTED:
+            importlib.import_module(name)
+        for name in IMPORTED_IF_THERE:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    made = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    read = {name: before.get(name) for name in read}
+    if not is_alone():
+        sys.exit("nursery: importing the engine has started threads, which a fork would not have")
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        draft = path.with_suffix(".draft")
+        listener.bind(str(draft))
+        listener.listen()
+        draft.rename(path)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                return
+            connection, _ = listener.accept()
+            sys.stdout.flush()
+            if os.fork() == 0:
+                listener.close()
+                keep(connection, read, made)
+            connection.close()
+
+
+def _patient_registration(conn: ModuleType) -> None:
+    """Let a prefill rank register only when the bootstrap server listens.
+
+    The engine starts that server after the ranks, and a forked rank may be there first; it would
+    try once, and remain unknown.
+    """
+    register = conn.CommonKVManager._register_to_bootstrap
+
+    @functools.wraps(register)
+    def register_in_time(self):
+        start = time.monotonic()
+        while time.monotonic() - start < BOOTSTRAP_SECONDS:
+            try:
+                socket.create_connection((self.bootstrap_host, self.bootstrap_port)).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        return register(self)
+
+    conn.CommonKVManager._register_to_bootstrap = register_in_time
+
+
+def is_alone() -> bool:
+    """Whether this process has one thread, of any language."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+@contextlib.contextmanager
+def _noting_reads() -> Iterator[set[str]]:
+    """Note each variable that is read from ``os.environ`` by its name."""
+    read: set[str] = set()
+    environment = type(os.environ)
+    get = environment.__getitem__
+
+    def noted(self, name):
+        caller = sys._getframe(1)
+        by_name = caller.f_code.co_name != "__iter__"
+        if by_name and caller.f_globals.get("__name__") not in GO_OVER_ALL:
+            read.add(name)
+        return get(self, name)
+
+    environment.__getitem__ = noted
+    try:
+        yield read
+    finally:
+        environment.__getitem__ = get
+
+
+def keep(connection: socket.socket, read: dict[str, str | None], made: dict[str, str]) -> None:
+    """Run one server and kill all that is left of it; never returns, but in the server.
+
+    ``read`` are variables that the import has read, ``made`` those that it has set.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    _say(connection, read=read)
+    message, files, _, _ = socket.recv_fds(connection, LIMIT, 1)
+    if not message:
+        os._exit(0)
+    asked = json.loads(message)
+    os.dup2(files[0], 1)
+    os.dup2(files[0], 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    scratch = tempfile.mkdtemp(prefix="sglang-pd-")
+    server = os.fork()
+    if server == 0:
+        connection.close()
+        os.close(files[0])
+        asked["environment"] = {**made, **asked["environment"]}
+        serve(asked, scratch)
+    _say(connection, keeper=os.getpid())
+    select.select([connection, os.pidfd_open(server)], [], [])
+    kill(server)
+    _, status = os.waitpid(server, 0)
+    shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _say(connection, status=os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _say(connection: socket.socket, **what) -> None:
+    connection.sendall(json.dumps(what).encode())
+
+
+def kill(server: int) -> None:
+    """Kill it and its group, which it may not have made yet; nobody has waited for it."""
+    os.kill(server, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGKILL)
+
+
+def serve(asked: dict, scratch: str) -> None:
+    """Be the server: end as ``python -m MODULE`` would."""
+    os.setsid()
+    os.chdir(scratch)
+    os.environ.clear()
+    os.environ.update(asked["environment"], TMPDIR=scratch)
+    tempfile.tempdir = None
+    sys.argv = ["", *asked["arguments"]]
+    sys.orig_argv = [sys.executable, "-m", asked["module"], *asked["arguments"]]
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(forked_or_spawned)
+    os.register_at_fork(after_in_child=_forget_signals)
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+def forked_or_spawned(process):
+    """Start a process that was to be spawned: by a fork, unless a thread would be missing there."""
+    if is_alone():
+        return popen_fork.Popen(process)
+    return popen_spawn_posix.Popen(process)
+
+
+def _forget_signals() -> None:
+    """A spawned process would not have its parent's handlers."""
+    for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

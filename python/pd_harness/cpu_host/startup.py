@@ -1,0 +1,72 @@
+"""Switch the CPU host on at interpreter start.
+
+The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so that every process
+of a server, spawned ones too, starts with it.
+"""
+
+import gc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from pd_harness.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
+from pd_harness.cpu_host.import_hooks import after_import, around_import
+
+PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
+
+
+def activate() -> None:
+    """Offer stand-ins for what is not installed, and hook the modules that need an adaptation.
+
+    Does nothing unless the switch is ``1``.
+
+    Raises:
+        SystemExit: the switch has another value, or a real ``torch_npu`` is installed.
+    """
+    value = os.environ.get(SWITCH)
+    if value is None:
+        return
+    if value != "1":
+        sys.exit(f"{SWITCH} is {value!r}; set it to 1, or leave it out to run without the CPU host")
+    npu = importlib.util.find_spec("torch_npu")
+    if npu is not None:
+        sys.exit(
+            f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
+            "the CPU host never runs beside a real NPU; unset the variable"
+        )
+    # Importing the engine makes a million objects that stay; collecting among them takes a second.
+    gc.set_threshold(100_000)
+    name_only.install()
+    sys.path.append(str(PACKAGES))  # last, so that real ones win
+    _bind_threads()
+    after_import("torch", adaptations.torch_streams)
+    after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
+    for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
+        after_import(f"{build}._api", adaptations.nixl_agents)
+    if os.environ.get("MC_FORCE_TCP"):
+        after_import("mooncake.engine", adaptations.few_copies_at_once)
+    engine = "sglang.srt"
+    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
+    after_import(
+        f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
+    )
+    after_import(f"{engine}.distributed.parallel_state", adaptations.gathers)
+    after_import(f"{engine}.layers.dp_attention", adaptations.copies_between_ranks)
+    after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
+    after_import(
+        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
+    )
+    after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
+    after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
+    after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
+
+
+def _bind_threads() -> None:
+    """Name one core per TP rank, unless the user has, from the command line's TP size."""
+    flags = ("--tp", "--tp-size", "--tensor-parallel-size")
+    words = [part for word in sys.orig_argv for part in word.split("=", 1)]
+    sizes = [after for word, after in zip(words, words[1:]) if word in flags and after.isdigit()]
+    os.environ.setdefault(
+        "SGLANG_CPU_OMP_THREADS_BIND", thread_binding(int(sizes[-1]) if sizes else 1)
+    )

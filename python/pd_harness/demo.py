@@ -1,0 +1,187 @@
+"""Show disaggregated serving beside a single server: TP 2 and TP 1 over NIXL, or MLA with PP 2.
+
+Run by `scripts/demo.sh`.  On the patched engine both give the same tokens; on the stock engine no
+answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  Exit status 0 if every prompt
+was answered with equal tokens, 1 if not, 2 if the servers did not start.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+
+LOGS = cluster.PD_ENV / "logs" / "demo"
+NEW_TOKENS = 16
+PATIENCE = 60  # seconds; a right answer takes a few
+PROMPTS = [
+    "A",
+    "Hello, world.",
+    "The prefill server computes the keys and values of a prompt.",
+    "The decode server continues from them, one token after the other. " * 3,
+    "0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987. " * 6,
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """A fleet, its model, and the fleet in words."""
+
+    topology: cluster.Topology
+    model: TinyModel
+    fleet: str
+
+
+class Backend(str, enum.Enum):
+    """What carries the KV."""
+
+    nixl = "nixl"
+    ascend = "ascend"
+
+
+SHOWS = {
+    Backend.nixl: Show(
+        cluster.Topology("nixl", prefill_tp=2, page_size=16),
+        TinyGQA(),
+        "prefill TP 2, decode TP 1 over NIXL",
+    ),
+    Backend.ascend: Show(
+        cluster.Topology("ascend", prefill_pp=2, page_size=16),
+        TinyMLA(layers=7),
+        "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One answer of an OpenAI endpoint; each token reads as one character (see `models`)."""
+
+    text: str = ""
+    failure: str | None = None
+
+    def shown(self) -> Text:
+        if self.failure is not None:
+            return Text(self.failure, style="red")
+        return Text(self.text)
+
+
+def complete(url: str, seconds: float) -> list[Completion]:
+    """Send all prompts at once to ``url``'s completions endpoint, decoding greedily."""
+
+    async def one(client: httpx.AsyncClient, prompt: str) -> Completion:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+        }
+        try:
+            response = await client.post(f"{url}/v1/completions", json=body)
+        except httpx.TimeoutException:
+            return Completion(failure=f"no answer in {seconds:.0f} s")
+        except httpx.HTTPError as error:
+            return Completion(failure=f"{error!r}")
+        if response.status_code != 200:
+            return Completion(failure=f"HTTP {response.status_code}: {response.text[:200]}")
+        return Completion(response.json()["choices"][0]["text"])
+
+    async def everything() -> list[Completion]:
+        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
+
+    return asyncio.run(everything())
+
+
+@contextlib.contextmanager
+def running(servers: list[cluster.Server], console: Console) -> Iterator[None]:
+    """`cluster.running` with a line per server: a spinner until it is ready, then its time."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            tasks = {server.name: progress.add_task(server.name, total=1) for server in servers}
+
+            def ready(server: cluster.Server) -> None:
+                progress.update(tasks[server.name], completed=1)
+                if not console.is_terminal:
+                    console.print(f"{server.name} ready, {time.monotonic() - start:.0f} s")
+
+            stack.enter_context(cluster.running(servers, on_ready=ready))
+        yield
+
+
+def report(served: list[Completion], single: list[Completion], console: Console) -> int:
+    """Print the answers side by side; returns how many prompts have equal tokens."""
+    table = Table(title=f"{NEW_TOKENS} tokens each, one character per token", show_lines=True)
+    for heading in ("prompt", "through the router", "single server", "equal"):
+        table.add_column(heading, overflow="fold")
+    equal = 0
+    for prompt, got, want in zip(PROMPTS, served, single, strict=True):
+        same = got.failure is None and got == want
+        equal += same
+        short = prompt if len(prompt) <= 24 else f"{prompt[:20]}... ({len(prompt)} tokens)"
+        mark = Text("yes", style="green") if same else Text("NO", style="red")
+        table.add_row(Text(short), got.shown(), want.shown(), mark)
+    console.print(table)
+    return equal
+
+
+def run(show: Show, stock: bool) -> int:
+    """Start the servers, ask them, print the report; returns the exit status."""
+    console = Console()
+    engine = "stock" if stock else "patched"
+    model = show.model.make(cluster.PD_ENV / "models")
+    prefill, decode, router = cluster.pd_servers(show.topology, model, LOGS, engine, engine)
+    single = cluster.engine_server("single", "stock", model, LOGS)
+    console.print(
+        f"{engine} engine: router, {show.fleet}; and one single server (stock). Starting ..."
+    )
+    try:
+        with running([prefill, decode, router, single], console):
+            console.print(f"{len(PROMPTS)} prompts, sent together to each")
+            expected = complete(single.url, PATIENCE)
+            start = time.monotonic()
+            served = complete(router.url, PATIENCE)
+            seconds = time.monotonic() - start
+    except cluster.ServerFailed as failure:
+        console.print(Text(f"the servers did not start: {failure}", style="red"))
+        return 2
+    equal = report(served, expected, console)
+    console.print(f"{equal} of {len(PROMPTS)} prompts have equal tokens; {seconds:.1f} s")
+    console.print(f"logs: {LOGS}")
+    return 0 if equal == len(PROMPTS) else 1
+
+
+def main(
+    backend: Annotated[
+        Backend, typer.Argument(help="Carry KV over NIXL from TP 2 to TP 1, or MLA's from PP 2.")
+    ] = Backend.nixl,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")
+    ] = False,
+) -> None:
+    """Serve with a prefill and a decode server, and compare with a single server."""
+    try:
+        sys.exit(run(SHOWS[backend], stock))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    typer.run(main)

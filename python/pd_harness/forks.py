@@ -1,0 +1,147 @@
+"""Start servers as forks of a process that has imported their engine: in a second, not in ten.
+
+On the CPU host only. There is one such process, a nursery, for each engine and for each value of
+the variables that the engine reads while it is imported: a fork cannot change what they made, nor
+what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with this
+process, however that is, and servers with them.
+"""
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+START_SECONDS = 120
+MODULE = "pd_harness.cpu_host.nursery"
+LIMIT = 1 << 20  # bytes of a message
+
+
+class NurseryFailed(RuntimeError):
+    """The engine could not be imported, or may not be forked; the message holds the log's end."""
+
+
+class Nursery:
+    """One process, which has imported the engine of ``python`` with ``environment``."""
+
+    def __init__(self, python: str, environment: Mapping[str, str]):
+        self.python = python
+        self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
+        self.path = Path(self.folder.name) / "socket"
+        self.log = Path(self.folder.name) / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [python, "-m", MODULE, str(self.path)],
+                env={**environment},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self.path.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-4000:]
+                self.close()
+                raise NurseryFailed(f"{python} -m {MODULE} did not start:\n{tail}")
+            time.sleep(0.05)
+        with self._connected() as connection:
+            self.read = _message(connection)["read"]
+
+    def _connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(str(self.path))
+        return connection
+
+    def fits(self, python: str, environment: Mapping[str, str]) -> bool:
+        """Whether an import with this environment would make the same."""
+        return (
+            python == self.python
+            and self.process.poll() is None
+            and all(environment.get(name) == value for name, value in self.read.items())
+        )
+
+    def fork(self, module: str, arguments: Sequence[str], environment, log) -> "Fork":
+        """A new process that runs the module; its output goes to the open file ``log``."""
+        connection = self._connected()
+        _message(connection)
+        asked = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
+        return Fork(connection)
+
+    def close(self) -> None:
+        """End it, and remove its log."""
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class Fork:
+    """A server's keeper, with what is used of ``subprocess.Popen``. ``pid`` is the keeper's."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = self.stdin = connection
+        self.returncode: int | None = None
+        self.pid: int = _message(connection)["keeper"]
+
+    def poll(self) -> int | None:
+        """The server's exit status, or None while it runs."""
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
+            self._take_status()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Its status, when all its processes have been killed."""
+        if self.returncode is None:
+            self._take_status()
+        self.connection.close()
+        return self.returncode
+
+    def stop(self) -> None:
+        """Kill the server and all that it started."""
+        if self.returncode is None:
+            self.connection.shutdown(socket.SHUT_WR)
+        self.wait()
+
+    def _take_status(self) -> None:
+        # A keeper that was killed says nothing.
+        self.returncode = _message(self.connection).get("status", -9)
+
+
+def _message(connection: socket.socket) -> dict:
+    """The next one; empty at the end of the connection."""
+    text = connection.recv(LIMIT)
+    return json.loads(text) if text else {}
+
+
+_nurseries: list[Nursery] = []
+
+
+@atexit.register
+def close_all() -> None:
+    """End the nurseries of this process; what they have forked goes on until it is stopped."""
+    while _nurseries:
+        _nurseries.pop().close()
+
+
+def fork(python: str, module: str, arguments: Sequence[str], environment, log) -> Fork:
+    """Fork a process that runs a module of the engine, from a nursery that is made if need be.
+
+    Raises:
+        NurseryFailed: it could not be made.
+    """
+    full = {**os.environ, **environment}
+    full.pop("PYTEST_CURRENT_TEST", None)  # another for each test, and libraries read it
+    for nursery in _nurseries:
+        if nursery.fits(python, full):
+            break
+    else:
+        nursery = Nursery(python, full)
+        _nurseries.append(nursery)
+    return nursery.fork(module, arguments, full, log)

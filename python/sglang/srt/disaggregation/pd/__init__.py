@@ -1,0 +1,14 @@
+"""What is the same for every engine release and every backend, between `kv_layout` and the seams.
+
+    describe           what this rank's registered buffers hold
+    registration       decode ranks that register: their plan, or why they are refused
+    pairs              pointers of the same layers, as the engine asks for them
+    rooms              the state of each request, why it failed, who knows
+    sender, receiver   one request on prefill and on decode
+    prefill_servers    decode asks bootstrap servers, and notes which prefill servers are lost
+    agreement          ranks of one server change a request's state together
+    messages           sockets, and threads that read them
+
+No backend is imported here. Classes are bases that the seams put before the engine's own; what they
+need of a backend is named in their docstrings.
+"""

@@ -1,0 +1,134 @@
+"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Optional
+
+from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
+    RankLayout,
+    describe_pools,
+    memory_kind,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base import BaseKVManager, KVArgs
+    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
+    """Register a queue's pools with its transfer backend, describe them, and start its KV manager.
+
+    Args:
+        queue: The engine's, of prefill or of decode.
+        kv_args: With what only the queue knows: this rank's number, and the other side's sizes.
+    """
+    from sglang.srt.disaggregation.utils import KVClassType, get_kv_class, setup_state_kv_args
+
+    scheduler = queue.scheduler
+    pools = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
+    setup_kv_args(kv_args, scheduler, *pools, queue.metadata_buffers, queue.pp_rank)
+    setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
+    describe_kv_args(kv_args, scheduler, *pools)
+    manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
+    return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)
+
+
+def setup_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+    metadata_buffers: MetadataBuffers,
+    pp_rank: int,
+) -> None:
+    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
+
+    The draft's pages have the target's indices, so its buffers follow the target's in one list.
+    """
+    from sglang.srt.disaggregation.utils import is_mla_backend
+
+    ptrs, lens, item_lens = [], [], []
+    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+        if pool is not None:
+            for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
+                whole.extend(part)
+    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
+    kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
+        metadata_buffers.get_buf_infos()
+    )
+    kv_args.pp_rank = pp_rank
+    kv_args.system_dp_rank = scheduler.dp_rank
+    kv_args.page_size = token_to_kv_pool.page_size
+    kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
+    kv_args.gpu_id = scheduler.gpu_id
+    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
+    if not is_mla_backend(token_to_kv_pool):
+        kv_args.kv_head_num = token_to_kv_pool.head_num
+
+
+def describe_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+) -> None:
+    """Set `kv_args.layout`: what each buffer that is now registered holds.
+
+    Raises:
+        LayoutError: A pool that the patch set does not know.
+    """
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    runner = scheduler.tp_worker.model_runner
+    computed = range(runner.start_layer, runner.end_layer)
+    tp = (get_attention_tp_rank(), get_attention_tp_size())
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    heads = (
+        kv_args.total_kv_head_num,
+        None if draft_token_to_kv_pool is None else _draft_kv_head_num(scheduler),
+    )
+    kv_args.layout = RankLayout(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        pp_rank=kv_args.pp_rank,
+        pp_size=scheduler.server_args.pp_size,
+        page_size=kv_args.page_size,
+        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
+        memory=memory_kind(token_to_kv_pool),
+        total_layers=scheduler.model_config.num_hidden_layers,
+        kv=describe_pools(
+            *pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads, computed
+        ),
+        state=describe_pools(
+            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads, computed
+        ),
+        aux=_aux_widths(kv_args, scheduler),
+        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
+    )
+
+
+def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
+    """Bytes of each metadata row.
+
+    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    """
+    widths = list(kv_args.aux_item_lens)
+    if scheduler.spec_algorithm.is_standalone():
+        widths[HIDDEN_STATES] = 0
+    return tuple(widths)
+
+
+def _draft_kv_head_num(scheduler: Scheduler) -> int:
+    """KV heads of the whole draft model; its worker is wrapped once more under overlap."""
+    worker = scheduler.draft_worker
+    inner = getattr(worker, "draft_worker", None)
+    if inner is not None:
+        worker = (
+            inner.draft_runner_list[0]
+            if hasattr(inner, "draft_runner_list")
+            else inner.draft_runner
+        )
+    return worker.model_config.get_total_num_kv_heads()

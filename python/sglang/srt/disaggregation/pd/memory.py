@@ -1,0 +1,74 @@
+"""This rank's buffers, by name, and their registration with a transfer engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import List, Tuple
+
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.kv_layout import Buffer
+
+logger = logging.getLogger(__name__)
+
+# Name, address, bytes.
+Region = Tuple[str, int, int]
+# A transfer engine's, of addresses and bytes; 0 if all are registered.
+RegisterBatch = Callable[[List[int], List[int]], int]
+
+
+def regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
+    """KV and state; aux."""
+    kv = _named("KV", args.layout.kv, args.kv_data_ptrs, args.kv_data_lens)
+    state = _named("state", args.layout.state, args.state_data_ptrs, args.state_data_lens)
+    return [*kv, *state], _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
+
+
+def _named(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
+def is_registered(register: RegisterBatch, wanted: Sequence[Region]) -> bool:
+    """Register those that are not empty in one batch; whether that succeeded."""
+    wanted = [region for region in wanted if region[2]]
+    ptrs, lens = [ptr for _, ptr, _ in wanted], [length for *_, length in wanted]
+    return not wanted or register(ptrs, lens) == 0
+
+
+def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region]) -> str:
+    """Register them in one batch; returns "", or which of them cannot be registered."""
+    if is_registered(register, wanted):
+        return ""
+    alone = [region for region in wanted if not is_registered(register, [region])]
+    failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
+    return (
+        f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+        f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,}); one by one it "
+        f"fails for: {failed or 'none'}"
+    )
+
+
+def register_apart(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
+    """Register KV and state in one batch, and aux, which some transports do not take, apart.
+
+    Raises:
+        RuntimeError: A buffer that is needed cannot be registered; the text names it.
+    """
+    kv, aux = regions(args)
+    refused = [why_unregistered(register, "KV and state", kv)]
+    why_no_aux = why_unregistered(register, "aux", aux)
+    if why_no_aux and aux_is_optional:
+        logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+    else:
+        refused.append(why_no_aux)
+    if any(refused):
+        raise RuntimeError(
+            f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+            "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+        )

@@ -1,0 +1,60 @@
+"""What NIXL's notifications say, on both sides; `kv_layout.arrivals` has their wording.
+
+A write brings one when it is done; that a room failed is said by one of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Dict
+
+from sglang.srt.disaggregation.kv_layout import Notice, format_notice, parse_notice
+
+logger = logging.getLogger(__name__)
+
+
+class Notices:
+    """A KV manager's; it has `_notify(peer, notification)`, and `is_dummy()` of a room's peer."""
+
+    def _notice(self, room: int, kind: str, **more) -> bytes:
+        """A notification of this prefill rank."""
+        return format_notice(Notice(room, kind, **more), self.sender_rank)
+
+    def finish_failed(self, room: int) -> str:
+        """Prefill: end a failed room and tell its decode ranks why; returns that.
+
+        Those that ask for the room only now are told when they do. Stock ones do not read it.
+        """
+        with self.rooms_lock:
+            peers = self.transfer_infos.pop(room, {})
+            reason = self.forget(room) or "another prefill rank failed"
+            self.remember_aborted(room, reason, peers)
+        self._tell_failed(room, peers, reason)
+        return reason
+
+    def _tell_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
+        """Once each, for the number may be another request's when a second message arrives."""
+        notice = self._notice(room, "failed", reason=reason)
+        for peer, info in peers.items():
+            if info.is_dummy() or hasattr(info, "is_told"):
+                continue
+            info.is_told = True
+            try:
+                self._notify(peer, notice)
+            except Exception as error:
+                logger.warning(f"Room {room}: decode {peer} was not told: {error}")
+
+    def update_transfer_status(self) -> None:
+        """Decode: take in the notifications that have come since the last call."""
+        with self.agent_lock:
+            arrived = self.agent.get_new_notifs()
+        for peer, messages in arrived.items():
+            for message in messages:
+                notice = parse_notice(message)
+                if notice is None:
+                    logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
+                # What comes for a room that is over must not open it again.
+                elif notice.room in self.request_status:
+                    self.transfer_statuses[notice.room].add(peer, notice)
+                    if notice.kind == "failed":
+                        self.record_failure(notice.room, f"Prefill failed: {notice.reason}")

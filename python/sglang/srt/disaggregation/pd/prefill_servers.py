@@ -1,0 +1,168 @@
+"""What a decode server knows of prefill servers: sizes, where their ranks are, who is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Dict, List, Optional
+
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+logger = logging.getLogger(__name__)
+
+# Of a server's TP, DP, PP and page size.
+MAX_SIZE = 1 << 16
+# Seconds that a bootstrap server has for an answer, to connect and in all; a scheduler waits. One
+# that let them pass is not asked again for some more.
+ANSWER_SECONDS = (2, 5)
+SILENT_SECONDS = 10.0
+MAX_SILENT = 4096
+HEALTH_SECONDS = (2, 3)
+
+
+@dataclass(frozen=True)
+class PrefillServer:
+    """Sizes of a prefill server; `page_size` is None from a stock one that does not tell."""
+
+    attn_tp_size: int
+    dp_size: int
+    pp_size: int
+    page_size: Optional[int]
+    takes_aborts: bool
+
+    @classmethod
+    def read(cls, answer: dict) -> Optional[PrefillServer]:
+        """From a bootstrap server's answer; None if these are no sizes."""
+        names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
+        sizes = [answer.get(f"prefill_{name}") for name in names]
+        if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
+            return None
+        return cls(*sizes, takes_aborts=bool(answer.get("takes_aborts")))
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 < number <= MAX_SIZE
+
+
+class PrefillServers:
+    """A decode rank's KV manager, which has `heartbeat_interval` (seconds) and `max_failures`."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # By bootstrap address: those in use, and when those that did not answer are asked again.
+        self.prefill_servers: Dict[str, PrefillServer] = {}
+        self.silent_until: Dict[str, float] = {}
+        return self
+
+    def prefill_server(self, address: str) -> Optional[PrefillServer]:
+        """Its sizes, the first time from its bootstrap server; None if that does not tell."""
+        known = self.prefill_servers.get(address)
+        if known is None:
+            known = PrefillServer.read(self.ask_bootstrap_server(address, -1, -1, -1) or {})
+            if known is not None:
+                self.prefill_servers[address] = known
+        return known
+
+    def prefill_rank(
+        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
+    ) -> Optional[dict]:
+        """Where that rank reads our messages (`rank_ip`, `rank_port`); None if it is not known."""
+        rank = self.ask_bootstrap_server(address, tp_rank, dp_group, pp_rank)
+        if rank is None or not isinstance(rank.get("rank_ip"), str):
+            return None
+        return rank if type(rank.get("rank_port")) is int else None
+
+    def ask_bootstrap_server(
+        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
+    ) -> Optional[dict]:
+        """Its answer for one rank, or for the whole server with -1 thrice."""
+        if time.monotonic() < self.silent_until.get(address, 0.0):
+            return None
+        query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
+        try:
+            response = requests.get(f"http://{address}/route", params=query, timeout=ANSWER_SECONDS)
+            answer = response.json() if response.status_code == 200 else None
+            if isinstance(answer, dict):
+                return answer
+            error = f"{response.status_code}, {response.text[:200]}"
+        except (requests.RequestException, ValueError) as exception:
+            error = str(exception)
+            if isinstance(exception, requests.Timeout):
+                self.silent_until[address] = time.monotonic() + SILENT_SECONDS
+                if len(self.silent_until) > MAX_SILENT:
+                    del self.silent_until[next(iter(self.silent_until))]
+        logger.error(f"Bootstrap server {address} on {query}: {error}")
+        return None
+
+    def watch_prefill_servers(self) -> None:
+        """Start the thread that asks them for their health and notes which are lost."""
+
+        def watch() -> None:
+            failures: Dict[str, int] = {}
+            while True:
+                time.sleep(self.heartbeat_interval)
+                for address in list(self.prefill_servers):
+                    failures[address] = 0 if _is_healthy(address) else failures.get(address, 0) + 1
+                    if failures[address] >= self.max_failures:
+                        del failures[address]
+                        self._handle_node_failure(address)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """Fail the rooms of a prefill server, and ask anew for its ranks if it returns."""
+        with self.connection_lock:
+            for key in list(self.connection_pool):
+                if key.startswith(f"{failed_bootstrap_addr}_"):
+                    del self.connection_pool[key]
+            self.prefill_servers.pop(failed_bootstrap_addr, None)
+            rooms: List[int] = list(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
+        over = (KVPoll.Success, None)
+        lost = [room for room in rooms if self.request_status.get(room) not in over]
+        for room in lost:
+            self.fail(room, f"Prefill server {failed_bootstrap_addr} does not answer any more")
+        logger.error(
+            f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
+        )
+
+
+def _is_healthy(address: str) -> bool:
+    try:
+        return requests.get(f"http://{address}/health", timeout=HEALTH_SECONDS).status_code == 200
+    except requests.RequestException as error:
+        logger.info(f"Prefill server {address}: {error}")
+        return False
+
+
+class BootstrapServer:
+    """A prefill server's, which decode ranks ask."""
+
+    # Whether this backend's prefill ranks read ABORT frames.
+    takes_aborts = False
+
+    async def _handle_route_get(self, request: web.Request) -> web.Response:
+        """One rank's address, or with -1 for each number the server's sizes."""
+        names = ("target_dp_group", "engine_rank", "target_pp_rank")
+        try:
+            dp_group, tp_rank, pp_rank = (int(request.query[name]) for name in names)
+        except (KeyError, ValueError):
+            return web.Response(text=f"/route takes whole numbers {', '.join(names)}", status=400)
+        if dp_group == tp_rank == pp_rank == -1:
+            return web.json_response(
+                {
+                    "prefill_attn_tp_size": self.attn_tp_size,
+                    "prefill_dp_size": self.dp_size,
+                    "prefill_pp_size": self.pp_size,
+                    "prefill_page_size": self.page_size,
+                    "takes_aborts": self.takes_aborts,
+                }
+            )
+        async with self.lock:
+            rank = self.prefill_port_table.get(dp_group, {}).get(tp_rank, {}).get(pp_rank)
+        if rank is None:
+            return web.Response(text=f"DP {dp_group} TP {tp_rank} PP {pp_rank} unknown", status=404)
+        return web.json_response(rank)

@@ -1,0 +1,116 @@
+"""Chunks that wait in queues to be written by the transfer engine's synchronous calls.
+
+scheduler: add_transfer_request    a queue for each few decode ranks    a thread for each queue
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import Copies, LayoutError, PeerPlan, TransferPlan
+
+logger = logging.getLogger(__name__)
+
+# Copies in one call to the engine where token slices number a million a chunk.
+SLICE_BATCH = 16384
+
+
+class QueuedSends:
+    """A KV manager's, over `StatusMessages`; it has `transfer_queues` and the engine's sends.
+
+    A chunk is the engine's: `room`, `prefill_kv_indices`, `index_slice` (its place among all pages
+    of the request), `is_last`, and with the last one `prefill_aux_index` and `state_indices`. One
+    without `prefill_aux_index` that is the last ends a room that has failed.
+    """
+
+    def _enqueue(self, chunk: Any) -> None:
+        """In the queue of its decode ranks, so that a dead one holds up no others."""
+        ports = [
+            int(session.rsplit(":", 1)[1])
+            for session in list(self.transfer_infos.get(chunk.room, ()))
+        ]
+        if ports:
+            self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
+
+    def transfer_worker(self, queue: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
+        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
+        while True:
+            chunk = queue.get()
+            try:
+                self._send_chunk(chunk, executor)
+            except Exception as error:
+                logger.exception(f"Room {chunk.room} could not be sent")
+                reason = f"Prefill could not send KV: {error}"
+                self._conclude_room(chunk.room, KVPoll.Failed, reason)
+
+    def _send_chunk(self, chunk: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
+        if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
+            self._conclude_room(chunk.room, KVPoll.Failed)
+            return
+        if chunk.is_last and chunk.prefill_aux_index is None:
+            return  # the end of a room whose number is another request's by now
+        for req in list(self.transfer_infos.get(chunk.room, {}).values()):
+            if not req.is_dummy:
+                self._send_to_peer(req, chunk, executor)
+        if chunk.is_last:
+            self._conclude_room(chunk.room, KVPoll.Success)
+
+    def _send_to_peer(
+        self, req: Any, chunk: Any, executor: concurrent.futures.ThreadPoolExecutor
+    ) -> None:
+        session, dst_pages = self._peer_of(req), req.dst_kv_indices[chunk.index_slice]
+        info = self.decode_kv_args_table[session]
+
+        def check(what: str, status: int) -> None:
+            if status != 0:
+                raise RuntimeError(
+                    f"the transfer engine returned {status} for {what} to decode session {session}"
+                )
+
+        with self.back_off.trying(session):
+            pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
+            check("KV", self.send_kvcache(session, *pages, executor))
+            if not chunk.is_last:
+                return
+            if chunk.state_indices is not None:
+                state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
+                check("state", self.maybe_send_extra(*state))
+            check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
+
+    def _plan(self, session: str) -> PeerPlan:
+        info = self.decode_kv_args_table[session]
+        if info.plan is None:
+            raise LayoutError(info.refusal)
+        return info.plan
+
+    def _write(
+        self,
+        session: str,
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
+        copies = plan.copies(src_pages, dst_pages)
+        at_most = SLICE_BATCH if plan.is_sliced else sys.maxsize
+        if self.enable_custom_mem_pool:  # NVLink gains from several threads
+            at_most = min(at_most, -(-len(copies) // executor._max_workers))
+
+        def write(part: Copies) -> int:
+            lists = part.lists()
+            return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
+
+        parts = copies.parts(at_most)
+        if len(parts) == 1 or executor._max_workers == 1:
+            results = map(write, parts)  # one after the other, for which no thread is needed
+        else:
+            # All are waited for, also when one fails: pages must not be freed under a write.
+            results = list(executor.map(write, parts))
+        return next((status for status in results if status != 0), 0)

@@ -1,0 +1,305 @@
+"""One request on a decode rank: who sends it, where its pages are, and how it ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Iterable, List, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import connected_prefill_ranks, tp_size_conflict
+from sglang.srt.disaggregation.pd.messages import PeerSocket
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer
+from sglang.srt.disaggregation.pd.rooms import ABORT, ENDED, TWO_REQUESTS
+from sglang.srt.disaggregation.pd.sender import ABORTED
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
+
+logger = logging.getLogger(__name__)
+
+# Ranks of a prefill server whose addresses are asked for at a time.
+MAX_ASKING = 16
+# How long a failed room waits on decode for the other senders: pages are not freed under a write.
+SENDERS_END_SECONDS = 5.0
+
+
+class Receiver:
+    """What every backend's KV receiver is.
+
+    A backend has `_register_kv_args()`, `_room_frames(is_dummy, pages, aux, state)`, the message
+    that opens a room, `_expect_room(has_state)`, done before that is sent, and `_own_name()`, what
+    prefill knows this rank by.
+
+    Attributes:
+        init_time: When prefill was asked for the room; None before.
+        conclude_state: How the room ended; None before.
+        failing_since: When the first sender failed, or this side aborted; None before.
+    """
+
+    init_time: Optional[float] = None
+    conclude_state: Optional[KVPoll] = None
+    failing_since: Optional[float] = None
+    has_aborted = False
+    is_aborted = False  # by the engine
+    prefill: Optional[PrefillServer] = None
+    # Another request has the room.
+    is_second = False
+
+    def __init__(
+        self,
+        mgr: PrefillServers,
+        bootstrap_addr: str,
+        bootstrap_room: Optional[int] = None,
+        prefill_dp_rank: Optional[int] = None,
+    ):
+        self.bootstrap_room = bootstrap_room
+        self.bootstrap_addr = bootstrap_addr
+        self.kv_mgr = mgr
+        self.bootstrap_infos: Optional[List[dict]] = None
+        if bootstrap_room in mgr.request_status:
+            # Fails alone: what is known of the room is the first one's.
+            self.is_second, self.conclude_state = True, KVPoll.Failed
+            return
+        mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
+        self.prefill = mgr.prefill_server(bootstrap_addr)
+        if self.prefill is None:
+            self._fail(f"Bootstrap server {bootstrap_addr} does not tell prefill's sizes")
+            return
+        if prefill_dp_rank is None:
+            prefill_dp_rank = bootstrap_room % self.prefill.dp_size
+        self.prefill_dp_rank = self.target_dp_group = prefill_dp_rank
+        conflict = self._conflict_with(self.prefill)
+        if conflict:
+            self._refuse(conflict)
+            return
+        self._resolve_rank_mapping(self.prefill)
+        mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
+        key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
+        # The heartbeat thread empties the pool when a prefill server is lost.
+        self.bootstrap_infos = mgr.connection_pool.get(key)
+        infos = None if self.bootstrap_infos else self._fetch_bootstrap_infos()
+        if infos:
+            self.bootstrap_infos = infos
+            # Once for each prefill rank, not for each request.
+            self._register_kv_args()
+            if mgr.check_status(bootstrap_room) != KVPoll.Failed:
+                mgr.connection_pool[key] = infos
+
+    def _conflict_with(self, prefill: PrefillServer) -> Optional[str]:
+        """Why this decode server cannot work with that prefill server; None if it can."""
+        own = self.kv_mgr
+        if prefill.page_size not in (None, own.kv_args.page_size):
+            return (
+                f"prefill page size {prefill.page_size} and decode page size "
+                f"{own.kv_args.page_size} differ; start both servers with the same --page-size"
+            )
+        if own.pp_size not in (1, prefill.pp_size):
+            return (
+                f"decode PP size {own.pp_size} is neither 1 nor prefill's PP size "
+                f"{prefill.pp_size}; start decode with one of these"
+            )
+        return tp_size_conflict(prefill.attn_tp_size, own.attn_tp_size)
+
+    def _resolve_rank_mapping(self, prefill: PrefillServer) -> None:
+        """Which prefill ranks serve this decode rank, and how many answers each side awaits."""
+        own, prefill_tp = self.kv_mgr, prefill.attn_tp_size
+        if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
+            logger.warning_once(
+                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV is "
+                "sent token by token, which is slower than with equal sizes."
+            )
+        own_rank = own.kv_args.engine_rank % own.attn_tp_size
+        served_by = connected_prefill_ranks(own_rank, prefill_tp, own.attn_tp_size)
+        self.target_tp_ranks = list(served_by)
+        self.target_tp_rank = served_by.start
+        same_stages = prefill.pp_size == own.pp_size
+        self.target_pp_ranks = [own.pp_rank] if same_stages else list(range(prefill.pp_size))
+        self.required_dst_info_num = max(1, own.attn_tp_size // prefill_tp)
+        # MLA: every prefill rank has all of it, so one answers for its stage.
+        senders = 1 if own.is_mla_backend else len(served_by)
+        self.required_prefill_response_num = senders * (prefill.pp_size // own.pp_size)
+
+    def _fetch_bootstrap_infos(self) -> Optional[List[dict]]:
+        """The prefill ranks that serve this one; None, having failed, if one is unknown."""
+        infos = []
+        for tp_rank in self.target_tp_ranks:
+            # The last stage first: it must be ready when the first one starts to compute.
+            for pp_rank in reversed(self.target_pp_ranks):
+                info = self._prefill_rank(tp_rank, pp_rank)
+                if info is None:
+                    self._fail(
+                        f"Prefill {self.bootstrap_addr} has no rank DP {self.target_dp_group} "
+                        f"TP {tp_rank} PP {pp_rank} yet"
+                    )
+                    return None
+                # Ranks that hold a copy of MLA's KV are told of the room, and send nothing.
+                info["is_dummy"] = self.kv_mgr.is_mla_backend and tp_rank != self.target_tp_rank
+                infos.append(info)
+        return infos
+
+    def _prefill_rank(self, tp_rank: int, pp_rank: int) -> Optional[dict]:
+        return self.kv_mgr.prefill_rank(self.bootstrap_addr, tp_rank, self.target_dp_group, pp_rank)
+
+    def init(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ):
+        """Tell the prefill ranks where this room's pages, state slots and metadata row go.
+
+        Args:
+            kv_indices: Pages of this rank's pool, int32, `[pages]`.
+            aux_index: Row of the metadata buffers.
+            state_indices: Slots or pages of the state's pool, if the model has state.
+        """
+        if self.is_second:
+            return
+        if self.bootstrap_infos is not None:  # else it failed, maybe without knowing its senders
+            self._expect_room(state_indices is not None)
+        else:
+            self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
+        if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
+            return  # its pages are freed
+        self.init_time = time.time()
+        state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
+        where = (kv_indices.tobytes(), str(aux_index).encode("ascii"), state)
+        for info in self.bootstrap_infos:
+            error = self._tell_prefill(info, self._room_frames(info["is_dummy"], *where))
+            if error:
+                self._abort(error)
+                return
+
+    def _register(self, frames: List[bytes]) -> None:
+        """Tell each prefill rank that serves this one where our buffers are."""
+        for info in self.bootstrap_infos:
+            error = self._tell_prefill(info, frames)
+            if error:
+                self._fail(error)
+
+    def _tell_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
+        """Send a message; returns why a rank takes none, for nobody may wait for that."""
+        try:
+            self._socket(info).send_multipart(frames)
+        except zmq.ZMQError as error:
+            return f"Prefill rank {info['rank_ip']}:{info['rank_port']} takes no messages: {error}"
+        return None
+
+    @staticmethod
+    def _socket(info: dict) -> PeerSocket:
+        address, port = info["rank_ip"], info["rank_port"]
+        return PeerSocket(format_tcp_address(address, port), is_valid_ipv6_address(address))
+
+    def _check_timeout(self, failing: bool) -> None:
+        """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
+        now = time.time()
+        if failing or self.failing_since:
+            # Our pages must not be freed while a sender still writes to them.
+            self.failing_since = self.failing_since or now
+            if now - self.failing_since >= SENDERS_END_SECONDS:
+                self._fail("not all prefill ranks say that they write no more")
+        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
+            self._abort(
+                f"KV did not arrive within {now - self.init_time:.0f} s; "
+                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
+            )
+
+    def abort(self):
+        """Nobody waits for this request any more; it fails when none of our pages is written to."""
+        self.is_aborted = True
+        if not (self.has_aborted or self.is_second):
+            self.poll()  # it may be over
+            self._abort(ABORTED)
+
+    def _abort(self, reason: str) -> None:
+        """Have prefill end the room; if it may be writing, wait until it says that it is not."""
+        self.has_aborted = True
+        manager, room = self.kv_mgr, self.bootstrap_room
+        manager.record_failure(room, reason)
+        if self.conclude_state is not None or manager.check_status(room) in ENDED:
+            self.conclude_state = KVPoll.Failed
+            return
+        if self.init_time is None:
+            manager.update_status(room, KVPoll.Failed)
+        self._await_senders(reason)
+
+    def _await_senders(self, reason: str) -> None:
+        """Have our senders end the room; from now on it is waited for that."""
+        self.failing_since = self.failing_since or time.time()
+        self._send_abort(reason, self.bootstrap_infos or ())
+
+    def _send_abort(self, reason: str, infos: Iterable[dict]) -> None:
+        """Have these prefill ranks end the room, if their server reads that."""
+        if self.prefill is not None and self.prefill.takes_aborts:
+            for info in infos:
+                self._tell_prefill(info, self._abort_frames(reason))
+
+    def _abort_frames(self, reason: str) -> List[bytes]:
+        room, name = str(self.bootstrap_room).encode("ascii"), self._own_name()
+        return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
+
+    def _conclude(self) -> KVPoll:
+        """The room's state, kept when it is over; one that was failing has failed."""
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Success and self.init_time is None:
+            return KVPoll.WaitingForInput  # nobody was asked
+        if status in ENDED:
+            status = self.conclude_state = KVPoll.Failed if self.failing_since else status
+        return status
+
+    def is_open(self) -> bool:
+        """Whether prefill was asked for the room."""
+        return self.init_time is not None
+
+    def is_busy(self) -> bool:
+        """Whether our pages may be written to."""
+        return False
+
+    def fail_too(self) -> None:
+        """Another decode rank failed the room: it ends when none of our pages is written to."""
+        if self.conclude_state is None and self.failing_since is None:
+            if self.init_time is None:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self._await_senders("another decode rank failed")
+
+    def clear(self) -> None:
+        """Forget the room, which has succeeded."""
+        self._end()
+
+    def _end(self) -> Optional[str]:
+        """Forget the room; returns why it failed, if it did."""
+        if self.is_second:
+            return TWO_REQUESTS
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+        return self.kv_mgr.forget(self.bootstrap_room)
+
+    def _fail(self, reason: str) -> None:
+        logger.error(f"Room {self.bootstrap_room}: {reason}")
+        self.kv_mgr.fail(self.bootstrap_room, reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Fail the room here, and on prefill where it would wait for us in vain."""
+        self._fail(reason)
+        if self.kv_mgr.kv_args.engine_rank == self.kv_mgr.pp_rank == 0:
+            # Not in the scheduler's time: it asks the bootstrap server for every rank.
+            threading.Thread(target=self._abort_everywhere, args=(reason,), daemon=True).start()
+
+    def _abort_everywhere(self, reason: str) -> None:
+        ranks = itertools.product(range(self.prefill.attn_tp_size), range(self.prefill.pp_size))
+
+        def tell(rank: Tuple[int, int]) -> None:
+            info = self._prefill_rank(*rank)
+            if info is not None:
+                self._send_abort(reason, [info])
+
+        # All at once: a busy server takes its time for each answer.
+        with ThreadPoolExecutor(MAX_ASKING) as pool:
+            list(pool.map(tell, ranks))

@@ -1,0 +1,188 @@
+"""Decode ranks that register with a prefill rank, and the rooms that they ask for.
+
+decode: (None, ..., pointers, ..., description)   its plan is made, or it is refused
+decode: (room, ..., pages, slots)                 the room is open when all its ranks have asked
+decode: (ABORT, room, reason, ...)                see `rooms`
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    PeerFacts,
+    PeerPlan,
+    Pointers,
+    bears_layout,
+    decode_layout,
+    one_sided_draft,
+    plan_for_peer,
+    unsent_rows,
+)
+from sglang.srt.disaggregation.pd.messages import bind_again, read_messages, unpacked
+from sglang.srt.disaggregation.pd.rooms import ABORT
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_ROOMS = 1 << 16
+MAX_SESSION_NAME = 256
+
+
+@dataclass
+class Registration:
+    """What a decode rank says of its buffers, and what this prefill rank makes of it.
+
+    A backend adds its own fields, `dst_kv_ptrs`, `dst_state_data_ptrs` and `dst_kv_item_len` (bytes
+    a page of the first buffer) among them, `name`, and `attn_tp`: attention TP rank and size.
+    """
+
+    # Empty from a rank that does not describe itself, as stock.
+    layout_frame: bytes = field(default=b"", kw_only=True)
+    # The copies to this rank, or why there can be none; whether another try may help; and whether
+    # it reads more than a stock one.
+    plan: Optional[PeerPlan] = field(default=None, kw_only=True)
+    refusal: str = field(default="", kw_only=True)
+    try_again: bool = field(default=False, kw_only=True)
+    reads_reasons: bool = field(default=False, kw_only=True)
+
+
+def state_pointers(frames: List[bytes], position: int) -> List[int]:
+    """The target's, and the draft's from a rank that describes itself.
+
+    Those are the 14th frame, behind the description: stock prefill would take them for the
+    target's.
+    """
+    positions = (position, 13) if bears_layout(frames) else (position,)
+    return [n for at in positions if at < len(frames) for n in unpacked("Q", frames[at])]
+
+
+def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+    """Pointers of the target's state and of the draft's, which stock peers do not have."""
+    targets = sum(not buffer.draft for buffer in args.layout.state)
+    return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
+
+
+class Registrations:
+    """What a prefill rank's KV manager does with the messages of decode ranks.
+
+    A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_of(room_info)`, a
+    rank's name, `_check_registration(registration)`, which may refuse one,
+    `_add_remote_peer(registration)`, which makes the rank known, and
+    `_tell_failed(room, peers, reason)`.
+    """
+
+    # Whether state is sent by the plan.
+    plans_state = True
+
+    def limit_messages(self) -> None:
+        """Take our messages on a socket that ends the connection of one that is too large."""
+        self.rank_port, self.server_socket = bind_again(self.server_socket)
+
+    def read_bootstrap_messages(self) -> None:
+        """Start the thread that reads them; one that cannot be read is dropped."""
+        read_messages(self.server_socket, self._handle_bootstrap_message)
+
+    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+        if frames[0] == ABORT:
+            self.handle_abort(*frames[1:5])
+        elif frames[0] == b"None":
+            self._register_decode(self._read_registration(frames))
+        else:
+            self._open_room(self._read_room(frames))
+
+    def _register_decode(self, info: Registration) -> None:
+        if not 0 < len(info.name) <= MAX_SESSION_NAME:
+            raise LayoutError(f"a decode rank with a name of {len(info.name)} characters")
+        self._check_registration(info)
+        self._plan_transfers(info)
+        self._add_remote_peer(info)
+
+    def _plan_transfers(self, info: Registration) -> None:
+        """Set its `plan`, or its `refusal`."""
+        args, (rank, size) = self.kv_args, info.attn_tp
+        own = Pointers(args.kv_data_ptrs, args.state_data_ptrs)
+        state = info.dst_state_data_ptrs if self.plans_state else None
+        facts = PeerFacts(
+            tp_rank=rank % size,
+            tp_size=size,
+            kv_pointers=len(info.dst_kv_ptrs),
+            state_pointers=None if state is None else len(state),
+            page_bytes=info.dst_kv_item_len,
+        )
+        info.plan, info.refusal, info.try_again = None, "", False
+        try:
+            layout = decode_layout(info.layout_frame)
+            info.reads_reasons = layout is not None
+            if layout is None:
+                logger.warning(
+                    f"Decode {info.name} runs a release that does not describe its KV buffers; "
+                    "they are taken to be those of the same model."
+                )
+            theirs = Pointers(info.dst_kv_ptrs, state)
+            info.plan = plan_for_peer(args.layout, own, layout or facts, theirs)
+            for unsent in (one_sided_draft, unsent_rows):
+                said = unsent(args.layout, info.plan.layout)
+                if said:
+                    logger.warning(f"Decode {info.name}: {said}")
+            return
+        except LayoutError as error:
+            info.refusal = str(error)
+        except Exception as error:
+            # An entry that is missing would be worse: its rooms would wait for ever.
+            logger.exception(f"Decode {info.name} cannot be planned for")
+            info.refusal = f"prefill cannot plan for this decode server: {error!r}"
+            info.try_again = True
+        logger.error(f"Decode {info.name} is refused: {info.refusal}")
+
+    def _open_room(self, info: Any) -> None:
+        peer = self._peer_of(info)
+        known = self._asking_peer(info, peer)
+        failed = self._add_peer(info, peer, known.refusal)
+        if failed:
+            self._tell_failed(info.room, {peer: info}, failed)
+
+    def _asking_peer(self, info: Any, peer: str) -> Registration:
+        """The registration of the decode rank that asks for a room; refuse one that asks wrongly.
+
+        A registration that failed for no fault of the peer is tried again.
+        """
+        known = self.decode_kv_args_table.get(peer)
+        if known is None:
+            raise LayoutError(f"decode {peer} asks for room {info.room} and is not registered")
+        numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
+        slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
+        if min(numbers) < 0 or slots.min(initial=0) < 0:
+            raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
+        if known.try_again:
+            self._register_decode(known)
+        return known
+
+    def _add_peer(self, info: Any, peer: str, refusal: str) -> Optional[str]:
+        """Note that this decode rank asks for the room; returns why it fails, if it does now.
+
+        One that asks again after it was told so has a new request of that number.
+        """
+        with self.rooms_lock:
+            failed = self.aborted.get(info.room)
+            if failed is not None and peer not in failed.told:
+                failed.told.add(peer)
+                return failed.reason
+            self.aborted.pop(info.room, None)
+            self.aborted_early.pop(info.room, None)
+            peers: Dict[str, Any] = self.transfer_infos.setdefault(info.room, {})
+            peers[peer] = info
+            if refusal:
+                self.abort_room(info.room, refusal)
+            elif len(peers) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
+            if len(self.transfer_infos) > MAX_OPEN_ROOMS:
+                oldest = next(iter(self.transfer_infos))
+                logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
+                del self.transfer_infos[oldest]
+                self.forget(oldest)
+        return None

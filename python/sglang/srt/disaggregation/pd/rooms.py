@@ -1,0 +1,151 @@
+"""The state of each request on one rank, why it failed, and which decode ranks know.
+
+    Bootstrapping -> WaitingForInput -> (Transferring) -> Success
+          any of these               -> Failed
+
+A room never moves back. Threads leave marks here; schedulers look at them where all ranks do
+(`agreement`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Dict, Optional, Set
+from weakref import WeakValueDictionary
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.pd.sender import Sender
+
+# First frame (after a backend's guard) by which decode aborts a room: ABORT, room, reason, decode's
+# name if it has opened the room, and decode's name. Sent to servers that announce `takes_aborts`.
+ABORT = b"ABORT"
+# Failed rooms that prefill remembers, for ranks to which they come late.
+MAX_ABORTED = 4096
+ENDED = (KVPoll.Success, KVPoll.Failed)
+TWO_REQUESTS = "another request has this bootstrap_room; choose another number for each"
+
+
+@dataclass
+class AbortedRoom:
+    """A room that this prefill rank has failed, and the decode ranks that know."""
+
+    reason: str
+    told: Set[str]
+
+
+class Rooms:
+    """A KV manager's rooms.
+
+    A backend has `conclude_failed(room, reason)`, which tells the room's decode ranks that it
+    failed as soon as nothing of it is being written, and `_drop_room(room)`, which forgets what it
+    keeps of a room.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # Rooms are touched by the scheduler and by threads that read messages.
+        self.rooms_lock = threading.RLock()
+        self.failure_records: Dict[int, str] = {}
+        # Prefill's requests, by room.
+        self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
+        # Why prefill failed a room; why decode aborted one whose request has not come to prefill.
+        self.aborted: OrderedDict[int, AbortedRoom] = OrderedDict()
+        self.aborted_early: OrderedDict[int, str] = OrderedDict()
+        return self
+
+    @property
+    def sender_rank(self) -> int:
+        """This prefill rank's number among all that may serve a decode rank, over TP and PP."""
+        return self.attn_tp_rank * self.pp_size + self.pp_rank
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """The room's state; one that is forgotten has failed."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Move a room on. It never moves back, and a failed room stays failed."""
+        with self.rooms_lock:
+            current = self.request_status.get(bootstrap_room, status)
+            failed = KVPoll.Failed in (current, status)
+            self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """Keep the first reason why a room failed, for the client."""
+        self.failure_records.setdefault(bootstrap_room, failure_reason)
+
+    def fail(self, room: int, reason: str) -> None:
+        """Mark a room as failed; its request is failed where the ranks look at it together."""
+        with self.rooms_lock:
+            if room in self.request_status:  # else it is over
+                self.record_failure(room, reason)
+                self.update_status(room, KVPoll.Failed)
+
+    def forget(self, room: int) -> Optional[str]:
+        """Drop all that is kept of a finished room; returns why it failed, if it did."""
+        with self.rooms_lock:
+            self.request_status.pop(room, None)
+            self._drop_room(room)
+            return self.failure_records.pop(room, None)
+
+    # Prefill
+
+    def add_sender(self, room: int, sender: Sender) -> None:
+        """A request has come; one that decode has aborted before has failed.
+
+        So have two of one number at a time, for nobody can tell which of them decode asks for.
+        """
+        with self.rooms_lock:
+            other = self.senders.get(room)
+            self.senders[room] = sender
+            self.aborted.pop(room, None)  # was another request of that number
+            reason = self.aborted_early.pop(room, None)
+            if other is not None and not other.is_over:
+                reason = TWO_REQUESTS
+            self.update_status(room, KVPoll.Bootstrapping)
+            if reason is not None:
+                self.fail(room, reason)
+
+    def remember_aborted(self, room: int, reason: str, told: Iterable[str]) -> None:
+        """Keep why a room was failed, for decode ranks that ask for it only now."""
+        known = self.aborted.pop(room, None)
+        self.aborted[room] = AbortedRoom(reason, {*told, *(known.told if known else ())})
+        if len(self.aborted) > MAX_ABORTED:
+            self.aborted.popitem(last=False)
+
+    def abort_room(self, room: int, reason: str) -> None:
+        """Fail a room, also if its request has yet to come; decode is told why."""
+        sender = self.senders.get(room)
+        if sender is not None and sender.conclude_state is not None:
+            return  # it is over
+        if sender is not None:
+            self.fail(room, reason)
+        else:
+            self.request_status.pop(room, None)
+            self.aborted_early[room] = reason
+            if len(self.aborted_early) > MAX_ABORTED:
+                self.aborted_early.popitem(last=False)
+        self.conclude_failed(room, reason)
+
+    def handle_abort(
+        self, room: bytes, reason: bytes, session: bytes = b"", name: bytes = b""
+    ) -> None:
+        """Fail the room that decode aborts, also if its request has yet to come.
+
+        `session` is decode's name if it has opened the room: then it may be over. A decode rank
+        that has not needs no telling; when it asks for the room, that is another request.
+        """
+        number, peer = int(room), session.decode("ascii")
+        knows = {name.decode("ascii")} if name and not peer else set()
+        why = f"Decode gave up this request: {reason.decode('utf-8', 'replace')}"
+        with self.rooms_lock:
+            if number in self.aborted:
+                self.aborted[number].told |= knows
+            elif not peer or peer in self.transfer_infos.get(number, ()):
+                self.abort_room(number, why)
+                if knows and number not in self.aborted_early:
+                    self.remember_aborted(number, why, knows)

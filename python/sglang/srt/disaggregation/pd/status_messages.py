@@ -1,0 +1,113 @@
+"""How prefill ranks tell decode ranks that their part of a room has ended: Mooncake's messages.
+
+    (room, status, sender's number, reason)     the reason for those who can read it
+
+Each prefill rank tells each decode rank of the room once, when it writes no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Dict, List, Optional, Set
+
+import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.messages import read_messages
+from sglang.srt.disaggregation.pd.rooms import ENDED
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
+
+logger = logging.getLogger(__name__)
+
+
+class StatusMessages:
+    """A KV manager's; it has `_peer_of(room_info)`, and `is_dummy` in each room's information."""
+
+    # Prefill
+
+    def _conclude_room(self, room: int, status: KVPoll, reason: str = "") -> None:
+        """Tell the room's decode ranks how it ended here."""
+        with self.rooms_lock:
+            peers = self.transfer_infos.get(room, {})
+            untold = [
+                req for req in peers.values() if not (req.is_dummy or hasattr(req, "is_told"))
+            ]
+            for req in untold:
+                req.is_told = True
+            if room in self.request_status:
+                if reason:
+                    self.record_failure(room, reason)
+                self.update_status(room, status)
+            # Failed, if its request was aborted while its last chunk was written.
+            status = self.check_status(room)
+            # Else `finish_failed` will, which remembers whom we told.
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.transfer_infos.pop(room, None)
+            known = self.aborted.get(room)
+            reason = (
+                self.failure_records.get(room)
+                or (known.reason if known else self.aborted_early.get(room))
+                or reason
+                or "another prefill rank failed"
+            )
+        for req in untold:
+            self._send_status(req, status, reason)
+
+    def _send_status(self, req: Any, status: KVPoll, reason: str) -> None:
+        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
+        if self.decode_kv_args_table[self._peer_of(req)].reads_reasons:
+            frames.append(reason.encode("utf-8", "backslashreplace"))
+        address = format_tcp_address(req.endpoint, req.dst_port)
+        try:
+            self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
+        except zmq.ZMQError as error:
+            logger.warning(f"Room {req.room}: decode {address} was not told: {error}")
+
+    def _tell_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
+        for req in peers.values():
+            if not req.is_dummy:
+                self._send_status(req, KVPoll.Failed, reason)
+
+    def finish_failed(self, room: int) -> str:
+        """End a failed room; returns why. Decode is told when no write is under way."""
+        with self.rooms_lock:
+            reason = self.forget(room) or "another prefill rank failed"
+            told: Iterable[str] = self.transfer_infos.get(room, ())
+            self.remember_aborted(room, reason, told)
+        self.conclude_failed(room, reason)
+        return reason
+
+    # Decode
+
+    def read_status_messages(self) -> None:
+        """Start the thread that reads them; one that cannot be read is dropped."""
+        # Rooms that prefill was asked for, and those of which a sender has failed, while others may
+        # still write.
+        self.asked_rooms: Set[int] = set()
+        self.failing_rooms: Set[int] = set()
+        self.limit_messages()
+        read_messages(self.server_socket, self._handle_decode_message)
+
+    def _handle_decode_message(self, frames: List[bytes]) -> None:
+        self._handle_status(frames)
+
+    def _handle_status(self, frames: List[bytes]) -> None:
+        room, status, sender, *reason = frames
+        if int(status) not in ENDED:
+            raise ValueError("this is no prefill rank's word on a room")
+        said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
+        with self.rooms_lock:
+            if int(room) in self.asked_rooms:  # else it is over
+                failure = said if int(status) == KVPoll.Failed else None
+                self._count_status(int(room), int(sender), failure)
+
+    def _count_status(self, room: int, sender: int, failure: Optional[str]) -> None:
+        """Note how a prefill rank ended the room; when all have, so does it."""
+        if failure is not None:
+            self.record_failure(room, f"Prefill failed: {failure}")
+            self.failing_rooms.add(room)
+        self.prefill_response_tracker[room].add(sender)
+        needed = self.required_prefill_response_num_table[room]
+        if len(self.prefill_response_tracker[room]) >= needed:
+            failed = room in self.failing_rooms
+            self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)

@@ -1,0 +1,183 @@
+"""Writes of a NIXL agent, over a new connection where one was lost, and a request that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import List, Optional, Set
+from weakref import WeakSet
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import parse_notice
+from sglang.srt.disaggregation.pd.sender import ABORTED
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 0.5
+# In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
+# of other mistakes, too; a connection that was good is then replaced, which does no harm.
+CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
+
+
+class RoomFailed(Exception):
+    """Nothing more is written for it."""
+
+
+@dataclass(eq=False)
+class Write:
+    """One transfer to a decode rank; `end` is set when it is over: empty, or why it failed."""
+
+    room: int
+    peer: str
+    handle: object
+    end: Optional[str] = None
+
+
+class Writes:
+    """A KV manager's, which has the `agent` and, in `decode_kv_args_table`, its peers' metadata."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
+        # of its own, and a connection must not be made anew that a write begins to use.
+        self.agent_lock = threading.RLock()
+        self.out_of_reach: Set[str] = set()
+        # Those under way. A sender that is collected takes its writes along; NIXL cancels them.
+        self.writes: WeakSet[Write] = WeakSet()
+        return self
+
+    def _start(self, peer: str, src, dst, notif: bytes) -> Write:
+        room = parse_notice(notif).room
+
+        def start() -> Write:
+            if self.check_status(room) == KVPoll.Failed:
+                raise RoomFailed
+            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
+            if not handle or self.agent.transfer(handle) == "ERR":
+                note = notif.decode("ascii")
+                raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
+            write = Write(room, peer, handle)
+            self.writes.add(write)
+            return write
+
+        return self._connected(peer, start)
+
+    def _notify(self, peer: str, notif: bytes) -> None:
+        self._connected(peer, lambda: self.agent.send_notif(peer, notif))
+
+    def _connected(self, peer: str, act: Callable):
+        """Do it; once more over a new connection if NIXL has lost the one to this peer.
+
+        NIXL itself makes none: without that a live peer would be out of reach for ever.
+        """
+        with self.agent_lock:
+            try:
+                return act()
+            except Exception as error:
+                if not any(name in str(error) for name in CONNECTION_LOST):
+                    raise
+                if not self._connect_again(peer):
+                    raise
+                return act()
+
+    def _connect_again(self, peer: str) -> bool:
+        """Whether there is a new connection; not while a write over the old one is under way.
+
+        A rank that takes none is not tried again until it asks for another room.
+        """
+        under_way = [write for write in self.writes if write.peer == peer]
+        if peer in self.out_of_reach or not all(map(self.has_ended, under_way)):
+            return False
+        info = self.decode_kv_args_table[peer]
+        try:
+            with contextlib.suppress(Exception):  # NIXL may not know it any more
+                self.agent.remove_remote_agent(peer)
+            # First where it reads our messages: UCX keeps a socket for each connection refused.
+            socket.create_connection((info.endpoint, info.dst_port), CONNECT_SECONDS).close()
+            self.agent.add_remote_agent(info.agent_metadata)
+        except Exception as error:
+            logger.warning(f"Decode {peer} takes no new connection: {error}")
+            self.out_of_reach.add(peer)
+            return False
+        logger.info(f"Connected to decode {peer} again")
+        return True
+
+    def has_ended(self, write: Write) -> bool:
+        """Whether it is over; `write.end` says how."""
+        with self.agent_lock:
+            if write.end is not None:
+                return True
+            try:
+                state = self.agent.check_xfer_state(write.handle)
+                reason = "NIXL reports an error"
+            except Exception as error:
+                state, reason = "ERR", str(error)
+            if state not in ("DONE", "ERR"):
+                return False
+            write.end, write.handle = reason if state == "ERR" else "", None
+            self.writes.discard(write)
+            return True
+
+    def conclude_failed(self, room: int, reason: str) -> None:
+        """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
+        with self.agent_lock:
+            of_room = [write for write in self.writes if write.room == room]
+            if all(map(self.has_ended, of_room)):
+                self._tell_failed(room, self.transfer_infos.get(room, {}), reason)
+        if room not in self.request_status:  # its request has not come
+            self.transfer_infos.pop(room, None)
+
+
+class WritingSender:
+    """A KV sender whose writes are `xfer_handles`; `has_sent` when the last one is begun."""
+
+    xfer_handles: List[Write]
+
+    def poll(self) -> KVPoll:
+        """The room's state; this rank tells success or failure when its last write has ended."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self._drop_ended_writes()
+        self._check_timeout()
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status != KVPoll.Failed and not self.has_sent:
+            return status
+        if self.xfer_handles:
+            return KVPoll.Transferring
+        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
+        return self.conclude_state
+
+    def _check_timeout(self) -> None:
+        """Fail a room that decode does not ask for: maybe it was never sent the request."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        waited = time.monotonic() - self.begun
+        is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
+        if is_waiting and waited >= manager.bootstrap_timeout:
+            manager.fail(
+                room,
+                f"Decode did not ask for this request within {waited:.0f} s; "
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
+            )
+
+    def _drop_ended_writes(self) -> None:
+        """Forget the writes that are done; one that failed fails the room."""
+        ended = [write for write in self.xfer_handles if self.kv_mgr.has_ended(write)]
+        for write in ended:
+            self.xfer_handles.remove(write)
+            if write.end:
+                reason = f"Prefill's write to decode failed: {write.end}"
+                self.kv_mgr.fail(self.bootstrap_room, reason)
+
+    def is_busy(self) -> bool:
+        """Whether our pages may be read."""
+        return bool(self.xfer_handles)
+
+    def abort(self):
+        """The client is gone."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, ABORTED)

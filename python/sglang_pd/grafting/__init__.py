@@ -1,0 +1,1 @@
+"""Python sources: read, compared by fingerprint, and grafted onto one another."""

@@ -1,0 +1,470 @@
+"""Grafts a file of ours onto the engine's file of the same path. The rules: docs/graft.md."""
+
+import ast
+import builtins
+from collections.abc import Iterable, Sequence
+
+import libcst as cst
+
+from sglang_pd.grafting.source import (
+    BASES,
+    Bound,
+    Definition,
+    GraftError,
+    absolute,
+    bases,
+    bases_statement,
+    bindings,
+    find,
+    fingerprint,
+    imported,
+    imports_of,
+    is_guarded_import,
+    is_typing_block,
+    parse,
+    statements,
+    symbol_name,
+)
+
+WIDTH = 88
+SPACE = cst.SimpleWhitespace(" ")
+PAREN = (cst.LeftParen(), cst.RightParen())
+REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
+BLANK = cst.EmptyLine(indent=False)
+
+
+def module_name(path: str) -> str:
+    """`srt/a/b.py` -> `sglang.srt.a.b`; a package's `__init__.py` keeps its last part."""
+    return ".".join(["sglang", *path.removesuffix(".py").split("/")])
+
+
+def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str | None]]:
+    """The engine's file with our symbols in place, and their fingerprints in the engine before.
+
+    path: of both files, below `sglang/`. A fingerprint is None where the engine has no such symbol.
+    Raises GraftError, naming the symbol, where the two do not fit together.
+    """
+    module = parse(engine, f"the engine's {path}")
+    if module.bytes != engine:
+        raise GraftError(f"the engine's {path} would not be written back byte for byte by LibCST")
+    return _Graft(path).run(module, parse(ours, f"our {path}"))
+
+
+class _Graft:
+    def __init__(self, path: str):
+        self.path = path
+        self.module = module_name(path)
+        self.before: dict[str, str | None] = {}
+
+    def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
+        imports, typing, guarded, symbols = self._sort(ours)
+        symbols, gone = self._removals(symbols, "")
+        bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
+        body = self._without(list(engine.body), gone, bound, "")
+        body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
+        body = self._guard(body, guarded, ours)
+        body = self._symbols(body, symbols, "")
+        if body and not engine.body:
+            engine = engine.with_changes(has_trailing_newline=True)
+        grafted = engine.with_changes(body=body).bytes
+        try:
+            compile(grafted, self.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            text = f"{self.path}: the grafted file is no valid Python: {error}"
+            raise GraftError(text) from error
+        return grafted, self.before
+
+    def _sort(self, ours: cst.Module):
+        """Our module-level imports, those for type checking, the guarded ones, and our symbols."""
+        imports: list[cst.CSTNode] = []
+        typing: list[cst.CSTNode] = []
+        guarded: list[cst.If] = []
+        symbols: list[cst.CSTNode] = []
+        for statement in _without_docstring(ours.body):
+            if small := imports_of(statement):
+                imports += small
+            elif is_typing_block(statement) and all(map(imports_of, statement.body.body)):
+                typing += [small for line in statement.body.body for small in imports_of(line)]
+            elif is_guarded_import(statement):
+                guarded.append(statement)
+            else:
+                symbols.append(statement)
+        return imports, typing, guarded, symbols
+
+    # Imports
+
+    def _imports(self, body: list, imports: list, typing: list, ours: set) -> list:
+        """The engine's statements with the imports of ours that it lacks."""
+        table: dict[str, list[Bound]] = {}
+        for statement in body:
+            for name, bound in bindings(statement, self.module).items():
+                table.setdefault(name, []).append(bound)
+        lines = [line for node in imports if (line := self._missing(node, table, ours, False))]
+        typed = [line for node in typing if (line := self._missing(node, table, ours, True))]
+        block = next((at for at, s in enumerate(body) if is_typing_block(s)), None)
+        if typed and block is not None:
+            body[block] = body[block].with_deep_changes(
+                body[block].body, body=[*body[block].body.body, *map(cst.parse_statement, typed)]
+            )
+        elif typed:
+            if "TYPE_CHECKING" not in table:
+                lines.append("from typing import TYPE_CHECKING")
+            indented = "".join(f"    {part}\n" for line in typed for part in line.split("\n"))
+            lines.append(f"\nif TYPE_CHECKING:\n{indented}")
+        at = _after_imports(body)
+        return [*body[:at], *map(cst.parse_statement, lines), *body[at:]]
+
+    def _missing(self, node, table: dict[str, list[Bound]], ours: set, typing: bool) -> str | None:
+        """The text of our import statement less what the engine's file has; None if it has all."""
+        if isinstance(node, cst.ImportFrom):
+            self._check_absolute(node)
+            if absolute(node, self.module) == self.module:
+                return self._check_own(node, table, ours)
+        wanted = []
+        for alias, names in imported(node, self.module):
+            if "typing.TYPE_CHECKING" in names.values():
+                continue
+            known = [self._bound(name, at, table, typing) for name, at in names.items()]
+            if not all(known):
+                wanted.append(_alias_text(alias))
+        if not wanted:
+            return None
+        if isinstance(node, cst.Import):
+            return f"import {', '.join(wanted)}"
+        source = absolute(node, self.module)
+        if source == "__future__":
+            raise GraftError(
+                f"our {self.path}: `from __future__ import {', '.join(wanted)}` would "
+                "change the meaning of the engine's code, whose file lacks it; write ours without"
+            )
+        line = f"from {source} import {', '.join(wanted)}"
+        if len(line) <= WIDTH:
+            return line
+        return "\n".join([f"from {source} import (", *(f"    {name}," for name in wanted), ")"])
+
+    def _check_absolute(self, node: cst.ImportFrom) -> None:
+        if isinstance(node.names, cst.ImportStar) or node.relative:
+            raise GraftError(
+                f"our {self.path}: imports must be absolute, and name what they import"
+            )
+
+    def _check_own(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
+        """An import of the file's own module only tells linters of the engine's names."""
+        for alias in node.names:
+            if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
+                raise GraftError(
+                    f"our {self.path} takes `{alias.evaluated_name}` from its own module, which "
+                    "has no such name"
+                )
+
+    def _bound(self, name: str, origin: str, table: dict[str, list[Bound]], typing: bool) -> bool:
+        """Whether the engine's file has the name; GraftError where it means something else."""
+        bounds = table.get(name, [])
+        for bound in bounds:
+            if bound.kind not in ("import", "typing") or bound.origin != origin:
+                other = bound.origin not in ("", origin)
+                meaning = f"`{bound.origin}`" if other else f"something else ({bound.kind})"
+                raise GraftError(
+                    f"our {self.path} imports `{origin}` as `{name}`, which is {meaning} in the "
+                    "engine's file; import it under another name, or, to use the engine's own, "
+                    f"write `from {self.module} import {name}` under `if TYPE_CHECKING:`"
+                )
+        return any(typing or bound.kind == "import" for bound in bounds)
+
+    # Removals
+
+    def _removals(self, ours: Sequence, scope: str) -> tuple[list, list[str]]:
+        """Our statements without the one that says what is removed, and the names in it."""
+        rest = [s for s in ours if symbol_name(s) != REMOVED]
+        names: list[str] = []
+        for statement in (s for s in ours if symbol_name(s) == REMOVED):
+            try:
+                names += _strings(statement)
+            except ValueError:
+                raise GraftError(
+                    f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                    "tuple of names"
+                ) from None
+        return rest, names
+
+    def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
+        """The engine's statements of a module or class less those that bind our removed names."""
+        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        for name in names:
+            at = find(body, name, where, ("symbol", "import"))
+            if at is None:
+                raise GraftError(f"our {self.path} removes `{scope}{name}`; {where} has none")
+            if symbol_name(body[at]) is None and not imports_of(body[at]):
+                raise GraftError(
+                    f"our {self.path} removes `{scope}{name}`, which {where} binds by "
+                    f"`{_head(body[at])}`, together with something else"
+                )
+            if name in ours or names.count(name) > 1:
+                raise GraftError(f"our {self.path} removes `{scope}{name}` and binds it, or twice")
+            self.before[scope + name] = fingerprint(body[at])
+        places = {find(body, name, where, ("symbol", "import")) for name in names}
+        for at in sorted(places, reverse=True):
+            rest = _less(body[at], set(names))
+            if rest is not None:
+                body[at] = rest
+                continue
+            lines = body[at].leading_lines
+            lines = _split_comments(lines)[0] if at or scope else lines  # a file's own comments
+            if at + 1 < len(body):
+                more = body[at + 1].leading_lines
+                lines = lines if any(line.comment for line in lines) else ()
+                body[at + 1] = body[at + 1].with_changes(leading_lines=[*lines, *more])
+            del body[at]
+        return body
+
+    # Guarded imports
+
+    def _guard(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
+        """The engine's statements with our guarded imports, below its own."""
+        place = _after_imports(body)
+        where = f"the engine's {self.path}"
+        added = []
+        for block in blocks:
+            names = self._guarded(block, ours)
+            found = [find(body, name, where, ("import", "guarded")) for name in names]
+            if any(at is not None and fingerprint(body[at]) == fingerprint(block) for at in found):
+                self.before.update(dict.fromkeys(names, fingerprint(block)))
+                continue  # the engine's own guard
+            if bound := [name for name, at in zip(names, found) if at is not None]:
+                raise GraftError(
+                    f"our {self.path} guards {_quoted(bound)}, which {where} imports otherwise; "
+                    f"name it in {REMOVED}"
+                )
+            for name in names:
+                self.before.setdefault(name, None)
+            _, comments = _split_comments(block.leading_lines)
+            added.append(block.with_changes(leading_lines=[BLANK, *comments]))
+        for block in added:
+            self._check_test(block, body[:place])
+        return [*body[:place], *added, *body[place:]]
+
+    def _guarded(self, block: cst.If, ours: cst.Module) -> list[str]:
+        """What our block binds."""
+        for node in (node for line in block.body.body for node in imports_of(line)):
+            if isinstance(node, cst.ImportFrom):
+                self._check_absolute(node)
+        bounds = bindings(block, self.module)
+        for name, bound in bounds.items():
+            if bound.kind != "guarded" or "." in name:
+                raise GraftError(
+                    f"our {self.path}: `{_head(block)}` binds `{name}`, and may only import plain "
+                    "names, each of one thing (`import a.b as c`)"
+                )
+            if sum(name in bindings(s, self.module) for s in ours.body) > 1:
+                raise GraftError(f"our {self.path} binds `{name}` twice; `{_head(block)}` does it")
+        return list(bounds)
+
+    def _check_test(self, block: cst.If, top: list) -> None:
+        """What the test calls must be imported above it; compiling does not show it."""
+        tree = ast.parse(_code(block.test).strip(), mode="eval")
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        bound = {
+            name
+            for statement in top
+            for name, how in bindings(statement, self.module).items()
+            if how.kind == "import"
+        }
+        if missing := names - bound - set(dir(builtins)):
+            raise GraftError(
+                f"our {self.path}: `{_head(block)}` needs {_quoted(missing)}, which nothing "
+                "imports above the engine's first line of code, where it will stand"
+            )
+
+    # Symbols
+
+    def _symbols(self, body: list, ours: Sequence, scope: str) -> list:
+        """The engine's statements of a module or class with our symbols replaced or added."""
+        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        names = [self._name(statement, scope) for statement in ours]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise GraftError(f"our {self.path} defines `{scope}{min(twice)}` twice")
+        known = {name for name in names if find(body, name, where) is not None}
+        for k, (name, statement) in enumerate(zip(names, ours)):
+            if name in known:
+                at = find(body, name, where)
+                body[at] = self._replace(body[at], statement, scope + name)
+                continue
+            self.before.setdefault(scope + name, None)
+            self._check_new(statement, scope + name)
+            if scope and not isinstance(statement, Definition):
+                at = _after_fields(body)
+            else:
+                at = self._place(body, ours, k, known, where, scope)
+            body.insert(at, _spaced(statement, 1 if scope else 2))
+        return body
+
+    def _name(self, statement: cst.CSTNode, scope: str) -> str:
+        name = symbol_name(statement)
+        if name is None:
+            raise GraftError(
+                f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                "function, class or assignment to one name"
+            )
+        return name
+
+    def _check_new(self, statement: cst.CSTNode, symbol: str) -> None:
+        inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
+        if any(symbol_name(s) == REMOVED for s in inner):
+            raise GraftError(f"our {self.path}: `class {symbol}` is new; nothing can be removed")
+
+    def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
+        """Where a new symbol goes: after our previous one, else before our next in the engine."""
+        chain = [s for s in ours if not scope or isinstance(s, Definition)]
+        k = chain.index(ours[k])
+        if k:
+            return find(body, symbol_name(chain[k - 1]), where) + 1
+        following = (symbol_name(s) for s in chain[1:])
+        return next((find(body, name, where) for name in following if name in known), len(body))
+
+    def _replace(self, old: cst.CSTNode, new: cst.CSTNode, symbol: str) -> cst.CSTNode:
+        if type(old) is not type(new):
+            raise GraftError(
+                f"{self.path}: `{symbol}` is a {_kind(old)} in the engine, a {_kind(new)} in ours"
+            )
+        if not isinstance(old, cst.ClassDef):
+            self.before[symbol] = fingerprint(old)
+            kept, _ = _split_comments(old.leading_lines)
+            _, comments = _split_comments(new.leading_lines)
+            return new.with_changes(leading_lines=[*kept, *comments])
+        if _decorators(new) not in ("", _decorators(old)):
+            raise GraftError(
+                f"{self.path}: `class {symbol}` has `{_decorators(new)}` in ours, "
+                f"`{_decorators(old)}` in the engine; an opened class repeats them, or leaves them "
+                "out"
+            )
+        old = self._with_bases(old, new, symbol)
+        members = _without_docstring(statements(new, f"our {self.path}"))
+        members, gone = self._removals(members, f"{symbol}.")
+        body = statements(old, f"the engine's {self.path}")
+        body = self._without(body, gone, set(map(symbol_name, members)), f"{symbol}.")
+        body = self._symbols(body, members, f"{symbol}.")
+        return old.with_deep_changes(old.body, body=body)
+
+    def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
+        """The engine's class with the bases that ours puts before the engine's."""
+        theirs, wanted = bases(old), bases(new)
+        added = wanted[: len(wanted) - len(theirs)]
+        if not wanted or wanted == theirs:
+            return old
+        if [*added, *theirs] != wanted or any("=" in base for base in added):
+            raise GraftError(
+                f"{self.path}: `class {symbol}` has `{_joined(wanted)}` in ours, "
+                f"`{_joined(theirs)}` in the engine; an opened class repeats them, with its own "
+                "before them, or leaves them out"
+            )
+        self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
+        front = cst.parse_statement(f"class C({', '.join(added)}): ...").bases
+        comma = cst.Comma(whitespace_after=SPACE)
+        front = [arg.with_changes(comma=comma) for arg in front]
+        if not theirs:
+            front[-1] = front[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return old.with_changes(bases=[*front, *old.bases], lpar=PAREN[0], rpar=PAREN[1])
+
+
+def _joined(names: list[str]) -> str:
+    return f"({', '.join(names)})"
+
+
+def _strings(statement: cst.CSTNode) -> list[str]:
+    """The names in `REMOVED = ("a", "b")`. Raises ValueError where it is another thing."""
+    value = ast.literal_eval(_code(statement.body[0].value).strip())
+    if not isinstance(value, tuple) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError(value)
+    return list(value)
+
+
+def _less(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
+    """The statement without what binds these names; None where nothing is left of it."""
+    imports = imports_of(statement)
+    kept = []
+    for node in imports:
+        if isinstance(node.names, cst.ImportStar):
+            kept.append(node)
+            continue
+        aliases = [a for a in node.names if _bound_name(a, node) not in names]
+        if len(aliases) == len(node.names):
+            kept.append(node)
+        elif aliases:
+            aliases[-1] = aliases[-1].with_changes(comma=node.names[-1].comma)
+            kept.append(node.with_changes(names=aliases))
+    return statement.with_changes(body=kept) if kept else None
+
+
+def _bound_name(alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom) -> str:
+    if alias.asname:
+        return alias.evaluated_alias
+    name = alias.evaluated_name
+    return name.split(".")[0] if isinstance(node, cst.Import) else name
+
+
+def _without_docstring(body: Sequence) -> list:
+    first = body[0] if body else None
+    is_docstring = (
+        isinstance(first, cst.SimpleStatementLine)
+        and isinstance(first.body[0], cst.Expr)
+        and isinstance(first.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
+    return list(body[1:] if is_docstring else body)
+
+
+def _after_imports(body: list) -> int:
+    """Position after the last import above the first line of code."""
+    at = len(body) - len(_without_docstring(body))
+    for k in range(at, len(body)):
+        if imports_of(body[k]):
+            at = k + 1
+        elif not is_typing_block(body[k]):
+            break
+    return at
+
+
+def _after_fields(body: list) -> int:
+    """Position after the last assignment of a class, else after its docstring."""
+    fields = [k + 1 for k, s in enumerate(body) if symbol_name(s) and not isinstance(s, Definition)]
+    return fields[-1] if fields else len(body) - len(_without_docstring(body))
+
+
+def _alias_text(alias: cst.ImportAlias) -> str:
+    return alias.evaluated_name + (f" as {alias.evaluated_alias}" if alias.asname else "")
+
+
+def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
+    """The lines above a statement: those apart from it, and the comments that touch it."""
+    k = len(lines)
+    while k and lines[k - 1].comment:
+        k -= 1
+    return list(lines[:k]), list(lines[k:])
+
+
+def _spaced(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
+    """A new definition has blank lines above it, also if it was the first of our file or class."""
+    lines = statement.leading_lines
+    if not isinstance(statement, Definition) or (lines and not lines[0].comment):
+        return statement
+    return statement.with_changes(leading_lines=[*[BLANK] * blanks, *lines])
+
+
+def _decorators(node: cst.ClassDef) -> str:
+    return " ".join(f"@{_code(decorator.decorator)}" for decorator in node.decorators)
+
+
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def _head(statement: cst.CSTNode) -> str:
+    """First line of a statement."""
+    return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _kind(node: cst.CSTNode) -> str:
+    return {"FunctionDef": "function", "ClassDef": "class"}.get(type(node).__name__, "constant")

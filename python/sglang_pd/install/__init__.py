@@ -1,0 +1,1 @@
+"""An installed engine: found, edited whole or not at all, and put back."""

@@ -1,0 +1,194 @@
+"""The commands' work: apply, revert, status and diff of a release's patch set on an engine."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import unified_diff
+
+from sglang_pd import __version__
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.install import record, transaction
+from sglang_pd.install.engine import Engine
+from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
+from sglang_pd.patchset.patches import Patch, Release
+from sglang_pd.patchset.plan import Drift, Edit, plan, survey
+
+
+@dataclass(frozen=True)
+class Status:
+    """state, and each patch's state: `applied`, `absent`, `half-applied`, `drifted` or `outdated`.
+
+    symbols: each symbol's own state. edited: files changed by someone since they were applied.
+    drifts: why `apply` would refuse. notes: what else a person should know.
+    """
+
+    state: str
+    patches: list[tuple[Patch, str]]
+    symbols: dict[str, str]
+    edited: list[str]
+    drifts: list[Drift]
+    notes: list[str]
+
+
+def apply(engine: Engine, release: Release, dry_run: bool = False) -> list[Edit]:
+    """Applies the patch set; returns the files changed, none if it was applied already.
+
+    A half-applied or outdated engine is first taken back to its originals. Raises Refusal.
+    """
+    root = engine.root
+    with transaction.locked(root):
+        journal = read_journal(root)
+        if journal:
+            transaction.check_undoable(root, journal)
+        edits = _edits(engine, release, journal)
+        is_complete = journal is not None and transaction.is_complete(root, journal)
+        if not edits or (is_complete and _is_current(journal, edits)):
+            if not dry_run:
+                transaction.sweep(root)
+            return []
+        if dry_run:
+            transaction.check_writable(root, [edit.path for edit in edits])
+        else:
+            transaction.commit(root, edits, release.name, __version__)
+        return edits
+
+
+def revert(engine: Engine) -> bool:
+    """Restores every byte of the engine; False if the patch set was not applied. Raises Refusal."""
+    with transaction.locked(engine.root):
+        return transaction.undo(engine.root)
+
+
+def status(engine: Engine, release: Release) -> Status:
+    """What the engine's own files say, symbol by symbol."""
+    root, journal = engine.root, read_journal(engine.root)
+    entries = journal.entries if journal else []
+    files = {entry.path: transaction.present(root, entry) for entry in entries}
+    symbols = survey(release, lambda path: read_file(root / path))
+    edits, drifts = plan(release, originals(root, journal))
+    if not journal and set(symbols.values()) == {"applied"}:
+        drifts = []  # the patch set does not fit onto itself
+    is_complete = journal is not None and set(files.values()) == {"new"}
+    for symbol, at in symbols.items():
+        # What stands in a file exactly as some patch set wrote it was not changed by anyone else.
+        if at != "applied" and (is_complete or files.get(symbol.split("::")[0]) == "new"):
+            symbols[symbol] = "outdated"
+    state = _overall(list(symbols.values()))
+    if state != "drifted" and "old" in files.values():
+        state = "half-applied"
+    elif is_complete and not drifts and not _is_current(journal, edits):
+        state = "outdated"
+    elif state == "absent" and drifts:
+        state = "drifted"
+    patches = [
+        (patch, _overall([at for symbol, at in symbols.items() if patch.owns(symbol)]))
+        for patch in release.patches
+    ]
+    edited = [path for path, at in files.items() if at == "edited"]
+    return Status(state, patches, symbols, edited, drifts, _notes(engine, journal, state))
+
+
+def diff(engine: Engine, release: Release) -> Iterator[bytes]:
+    """Lines of a unified diff from the engine's originals to what stands or would stand there.
+
+    It applies with `patch -p1` in the folder that holds `sglang/`, or at a checkout's top.
+    """
+    root, journal = engine.root, read_journal(engine.root)
+    if journal and transaction.is_complete(root, journal):
+        read = originals(root, journal)
+        edits = [Edit(e.path, read(e.path), read_file(root / e.path)) for e in journal.entries]
+    else:
+        edits = _edits(engine, release, journal)
+    for edit in sorted(edits, key=lambda edit: edit.path):
+        if not edit.path.startswith(".."):
+            yield from _file_diff(engine.prefix() + edit.path, edit)
+
+
+def _edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
+    """All edits, RECORD's last; none if they stand without a journal. Refusal for a drift."""
+    read = originals(engine.root, journal)
+    edits, drifts = plan(release, read)
+    if drifts and not journal and set(survey(release, read).values()) == {"applied"}:
+        return []
+    if drifts:
+        raise _refuse_drifts(engine, release, drifts)
+    edits = [edit for edit in edits if edit.old != edit.new]
+    if engine.record is None:
+        return edits
+    name = os.path.relpath(engine.record, engine.root)
+    old = read(name)
+    folder = engine.root.name
+    listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
+    with_record = [*edits, Edit(name, old, b"")]
+    listed |= {f"{folder}/{path}": None for path in transaction.kept(with_record)}
+    return [*edits, Edit(name, old, record.updated(old, listed))]
+
+
+def _refuse_drifts(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
+    """EDITED if RECORD shows that a drifted file was changed since installation, else DRIFTED."""
+    rows = engine.record.read_bytes() if engine.record else b""
+    changed = set()
+    for path in {drift.path for drift in drifts}:
+        content = read_file(engine.root / path)
+        if content is not None and record.differs(rows, f"{engine.root.name}/{path}", content):
+            changed.add(path)
+    lines = "\n".join(f"  {drift}" for drift in drifts)
+    if changed:
+        return Refusal(
+            Code.EDITED,
+            f"someone has edited {', '.join(sorted(changed))} of {engine.root} since it was "
+            f"installed:\n{lines}\nNothing was written. Reinstall the engine, or take them back.",
+        )
+    return Refusal(
+        Code.DRIFTED,
+        f"{engine.root} is not the SGLang {release.name} that this patch set knows:\n{lines}\n"
+        "Nothing was written. Install the published release, or give the right one with --release.",
+    )
+
+
+def _is_current(journal: Journal, edits: list[Edit]) -> bool:
+    """Whether the journal's changes of the engine's files are the edits of today's patch set."""
+    wanted = {edit.path: transaction.sha256(edit.new) for edit in edits if edit.old != edit.new}
+    made = {entry.path: entry.new for entry in journal.entries}
+    return all(wanted.get(path) == made.get(path) for path in {*wanted, *made} if path[0] != ".")
+
+
+def _overall(states: list[str]) -> str:
+    """One state for many symbols."""
+    for state in ("drifted", "outdated"):
+        if state in states:
+            return state
+    return states[0] if len(set(states)) == 1 else "half-applied"
+
+
+def _notes(engine: Engine, journal: Journal | None, state: str) -> list[str]:
+    notes = []
+    if transaction.has_leftovers(engine.root):
+        notes.append(
+            "an apply or revert was interrupted, or is under way; revert removes what it left"
+        )
+    if journal is None and state == "applied":
+        notes.append("applied by other means than sglang-pd (git apply?): undo it the same way")
+    if state == "half-applied":
+        notes.append("apply completes it, revert takes it back")
+    if state == "outdated":
+        notes.append(
+            f"applied by another patch set (sglang-pd {journal.tool}); apply brings it up to date"
+        )
+    return notes
+
+
+def _file_diff(name: str, edit: Edit) -> Iterator[bytes]:
+    before = "/dev/null" if edit.old is None else f"a/{name}"
+    yield f"diff --git a/{name} b/{name}\n".encode()
+    if edit.old is None:
+        yield b"new file mode 100644\n"
+    for line in unified_diff(_lines(edit.old or b""), _lines(edit.new), before, f"b/{name}"):
+        ending = "" if line.endswith("\n") else "\n\\ No newline at end of file\n"
+        yield f"{line}{ending}".encode()
+
+
+def _lines(content: bytes) -> list[str]:
+    # Not `splitlines`, for which a form feed ends a line too.
+    return re.findall(r"[^\n]*\n|[^\n]+", content.decode())

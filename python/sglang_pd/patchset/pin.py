@@ -1,0 +1,99 @@
+"""`python -m sglang_pd.patchset.pin`: for developers, makes a release's fingerprints."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.grafting.graft import graft
+from sglang_pd.grafting.source import Definition, GraftError, lookup, parse
+from sglang_pd.install import record
+from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.install.transaction import STATE, read_file
+from sglang_pd.patchset.patches import Patch, Pins, Release, load, symbol_ids
+from sglang_pd.patchset.plan import changed, same
+
+
+def pin(engine: Engine, release: Release) -> Pins:
+    """The engine's fingerprints of every symbol that the tree replaces; None for what it adds.
+
+    Raises Refusal PATCH_SET where tree and records do not fit each other, or tree and engine.
+    """
+    pins: Pins = {}
+    problems: list[str] = []
+    for path, ours in sorted(release.tree.items()):
+        text = read_file(engine.root / path)
+        if text is None:
+            pins[path] = None
+            continue
+        try:
+            pins[path] = graft(text, ours, path)[1]
+        except GraftError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{path}::{symbol} is the engine's own text; drop it from our file"
+            for symbol in same(ours, path, pins[path])
+            if isinstance(lookup(parse(ours, path), symbol, path), Definition)
+        ]
+    if not problems:
+        problems = unrecorded(release.patches, symbol_ids(changed(release.tree, pins)))
+    if problems:
+        raise Refusal(Code.PATCH_SET, "\n".join(problems))
+    return pins
+
+
+def unrecorded(patches: list[Patch], symbols: list[str]) -> list[str]:
+    """Symbols that no patch record names, and records that name none."""
+    found = [
+        f"{s} belongs to no patch record" for s in symbols if not any(p.owns(s) for p in patches)
+    ]
+    for patch in patches:
+        for pattern in patch.symbols:
+            if not any(Patch.owns(_only(patch, pattern), s) for s in symbols):
+                found.append(f"patch {patch.id} names {pattern}, which the tree has not")
+    return found
+
+
+def _only(patch: Patch, pattern: str) -> Patch:
+    return msgspec.structs.replace(patch, symbols=[pattern])
+
+
+def check_unmodified(engine: Engine, paths: list[str]) -> None:
+    """Raises Refusal EDITED unless every file is as its wheel installed it."""
+    if (engine.root / STATE).exists():
+        raise Refusal(
+            Code.EDITED, f"the patch set is applied to {engine.root}; pin on an unmodified engine"
+        )
+    if engine.record is None:
+        return
+    rows = engine.record.read_bytes()
+    for path in paths:
+        text = read_file(engine.root / path)
+        if text is not None and record.differs(rows, f"{engine.root.name}/{path}", text):
+            raise Refusal(Code.EDITED, f"{engine.root / path} is not as its wheel installed it")
+
+
+def main(
+    engine: Annotated[Path, typer.Option(help="An unmodified engine.")],
+    release: Annotated[str, typer.Option(help="The release whose fingerprints are made.")],
+) -> None:
+    """Writes releases/RELEASE/fingerprints.json."""
+    try:
+        wanted = load(release, pinned=False)
+        found = find_engine(engine, release)
+        check_unmodified(found, list(wanted.tree))
+        pins = pin(found, wanted)
+    except Refusal as refusal:
+        typer.echo(refusal, err=True)
+        raise typer.Exit(refusal.code) from None
+    target = wanted.folder / "fingerprints.json"
+    target.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n")
+    typer.echo(f"{target}: {len(symbol_ids(pins))} symbols of {len(pins)} files")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,148 @@
+"""What the patch set makes of an engine: the edits, or why there can be none."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import libcst as cst
+
+from sglang_pd.errors import Code, Refusal
+from sglang_pd.grafting.graft import graft
+from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.patchset.patches import Pins, Release
+
+Read = Callable[[str], bytes | None]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One file's change. path: below `sglang/`; old: None for a new file."""
+
+    path: str
+    old: bytes | None
+    new: bytes
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A place where the engine is not the one we know."""
+
+    path: str
+    symbol: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}{f'::{self.symbol}' if self.symbol else ''}: {self.why}"
+
+
+def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
+    """The edits that apply a release's patch set, and the drifts for which it must not be applied.
+
+    read: gives the engine's original files. New files come first, so that no grafted file ever
+    stands without what it imports. Raises Refusal PATCH_SET where pins and tree do not fit.
+    """
+    edits: list[Edit] = []
+    drifts: list[Drift] = []
+    for path, ours in release.tree.items():
+        engine, pin = read(path), release.pins[path]
+        if pin is None:
+            if engine is not None:
+                drifts.append(Drift(path, "", "the engine has this file, which the patch set adds"))
+            edits.append(Edit(path, None, ours))
+        elif engine is None:
+            drifts.append(Drift(path, "", "the engine has no such file"))
+        elif found := _drifted(path, pin, engine):
+            drifts += found
+        else:
+            try:
+                new, before = graft(engine, ours, path)
+            except GraftError as error:
+                drifts.append(Drift(path, "", str(error)))
+                continue
+            if set(before) != set(pin):
+                differ = ", ".join(sorted(set(before) ^ set(pin)))
+                raise Refusal(
+                    Code.PATCH_SET,
+                    f"fingerprints of {path} do not fit the patch set ({differ}): run "
+                    f"`python -m sglang_pd.patchset.pin --release {release.name}` on an unmodified "
+                    "engine",
+                )
+            edits.append(Edit(path, engine, new))
+    edits.sort(key=lambda edit: edit.old is not None)
+    return edits, drifts
+
+
+def _drifted(path: str, pin: dict[str, str | None], engine: bytes) -> list[Drift]:
+    try:
+        module = parse(engine, f"the engine's {path}")
+    except GraftError as error:
+        return [Drift(path, "", str(error))]
+    drifts = []
+    for symbol, want in pin.items():
+        try:
+            got = fingerprint(lookup(module, symbol, f"the engine's {path}"))
+        except GraftError as error:
+            drifts.append(Drift(path, symbol, str(error)))
+            continue
+        if got != want:
+            drifts.append(
+                Drift(path, symbol, f"expected {_short(want)}, the engine has {_short(got)}")
+            )
+    return drifts
+
+
+def _short(digest: str | None) -> str:
+    return f"sha256 {digest[:16]}" if digest else "no such symbol"
+
+
+def same(ours: bytes, path: str, pin: dict[str, str | None]) -> list[str]:
+    """Symbols that our file only repeats from the engine (`logger = ...`) and does not change."""
+    mine = _fingerprints(f"our {path}", pin, ours)
+    return [symbol for symbol, own in zip(pin, mine) if own == pin[symbol]]
+
+
+def changed(tree: dict[str, bytes], pins: Pins) -> Pins:
+    """The pins of what the patch set adds or replaces."""
+    repeated = {
+        path: set(same(tree[path], path, pin)) for path, pin in pins.items() if pin is not None
+    }
+    return {
+        path: pin and {symbol: want for symbol, want in pin.items() if symbol not in repeated[path]}
+        for path, pin in pins.items()
+    }
+
+
+def survey(release: Release, read: Read) -> dict[str, str]:
+    """`applied`, `absent` or `drifted` for each changed symbol, from the engine's present files."""
+    states: dict[str, str] = {}
+    for path, pin in changed(release.tree, release.pins).items():
+        engine, ours = read(path), release.tree[path]
+        if pin is None:
+            states[path] = (
+                "absent" if engine is None else "applied" if engine == ours else "drifted"
+            )
+            continue
+        here = _fingerprints(f"the engine's {path}", pin, engine)
+        mine = _fingerprints(f"our {path}", pin, ours)
+        for symbol, got, own, want in zip(pin, here, mine, pin.values()):
+            states[f"{path}::{symbol}"] = (
+                "applied" if got == own else "absent" if got == want else "drifted"
+            )
+    return states
+
+
+def _fingerprints(where: str, symbols: Iterable[str], text: bytes | None) -> list[str | None]:
+    """The symbols' fingerprints in a file; a word that is none where it has none to give."""
+    if text is None:
+        return ["no file" for _ in symbols]
+    try:
+        module = parse(text, where)
+    except GraftError:
+        return ["unreadable" for _ in symbols]
+    return [_fingerprint(module, symbol, where) for symbol in symbols]
+
+
+def _fingerprint(module: cst.Module, symbol: str, where: str) -> str | None:
+    try:
+        return fingerprint(lookup(module, symbol, where))
+    except GraftError:
+        return "ambiguous"
