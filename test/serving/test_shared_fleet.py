@@ -30,8 +30,6 @@ pytestmark = [
 LOGS = cluster.PD_ENV / "logs" / "serving"
 PATIENCE = 120  # seconds, for an answer
 FREE_SECONDS = 30
-# Prefill does not know which decode server a request has, so where that died it waits so long.
-NEVER_ASKED_FOR = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10"}
 
 
 @dataclasses.dataclass
@@ -71,11 +69,13 @@ class SharedFleet:
         assert result == "right", detail
 
 
-def shared(name: str, model: TinyModel, prefills: dict, decodes: dict) -> SharedFleet:
+def shared(
+    name: str, model: TinyModel, prefills: dict, decodes: dict, **environment
+) -> SharedFleet:
     """Patched servers of these topologies; of each only its side counts."""
     folder, logs = model_folder(model), LOGS / name
     (store_port,) = free_ports(1)
-    both = {"overlap": True, "environment": NEVER_ASKED_FOR}
+    both = {"overlap": True, "environment": environment}
 
     def made(make, role: str, topologies: dict) -> dict[str, cluster.Server]:
         return {
@@ -98,13 +98,18 @@ def sizes(backend: str, **topologies: dict) -> dict[str, cluster.Topology]:
     }
 
 
+PREFILLS = {"tp1": {}, "tp2": {"prefill_tp": 2}, "pp2": {"prefill_pp": 2}}
+DECODES = {"tp1": {}, "tp2": {"decode_tp": 2}}
+PAIRS = [(p, d) for p in PREFILLS for d in DECODES]
+
+
 @pytest.fixture(scope="module")
 def nixl():
     fleet = shared(
         "nixl-shared",
         FIVE_LAYERS,
-        sizes("nixl", tp1={}, tp2={"prefill_tp": 2}, pp2={"prefill_pp": 2}),
-        sizes("nixl", tp1={}, tp2={"decode_tp": 2}),
+        sizes("nixl", **PREFILLS),
+        sizes("nixl", **DECODES),
     )
     with cluster.running(fleet.servers):
         yield fleet
@@ -120,9 +125,6 @@ def ascend():
     )
     with cluster.running(fleet.servers):
         yield fleet
-
-
-PAIRS = [(p, d) for p in ("tp1", "tp2", "pp2") for d in ("tp1", "tp2")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
@@ -241,39 +243,53 @@ def test_several_samples_of_a_prompt(nixl, reference):
 
 
 @pytest.fixture
-def everyone(nixl):
-    """A router before two prefill and two decode servers of different TP."""
-    prefills = [nixl.prefills[size] for size in ("tp1", "tp2")]
-    router = cluster.router(prefills, list(nixl.decodes.values()), LOGS / nixl.name, "everyone")
-    with cluster.running([router]):
-        yield router
+def two_and_two():
+    """Two prefill and two decode servers of different TP, and a router before all of them.
+
+    Prefill does not know which decode server a request has, so where that died it waits for it to
+    ask: here for 10 s.
+    """
+    both = ("tp1", "tp2")
+    fleet = shared(
+        "nixl-two-and-two",
+        FIVE_LAYERS,
+        sizes("nixl", **{size: PREFILLS[size] for size in both}),
+        sizes("nixl", **{size: DECODES[size] for size in both}),
+        SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="10",
+    )
+    servers = [[*fleet.prefills.values()], [*fleet.decodes.values()]]
+    router = cluster.router(*servers, LOGS / fleet.name, "everyone")
+    with cluster.running([*fleet.servers, router]):
+        yield fleet, router
 
 
-def test_one_of_two_decode_servers_dies(nixl, everyone, reference):
+@pytest.mark.nightly
+def test_one_of_two_decode_servers_dies(two_and_two, reference):
     """The others' requests go on; what was on its way to the dead one fails, and nothing is held.
 
     The router does not try again here, so a request that it gives to a dead server fails.
     """
-    expected = reference(nixl.model, NEW_TOKENS)
-    dying = nixl.decodes["tp2"]
+    fleet, router = two_and_two
+    expected = reference(fleet.model, NEW_TOKENS)
+    dying = fleet.decodes["tp2"]
     for _ in range(3):
-        answers = cluster.ask(everyone.url, prompts(), NEW_TOKENS, PATIENCE)
+        answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
         assert outcome(answers, [], expected)[0] == "right", answers
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(cluster.ask, everyone.url, prompts() * 4, NEW_TOKENS, PATIENCE)
+        asking = pool.submit(cluster.ask, router.url, prompts() * 4, NEW_TOKENS, PATIENCE)
         time.sleep(0.3)  # the router has given them to servers; some are under way
         dying.stop()
         answers = asking.result()
     _right_or_refused(answers, expected * 4)
-    nixl.check(("tp1", "tp1"), expected)
-    nixl.check(("tp2", "tp1"), expected)
-    for server in (*nixl.prefills.values(), nixl.decodes["tp1"]):
+    fleet.check(("tp1", "tp1"), expected)
+    fleet.check(("tp2", "tp1"), expected)
+    for server in (*fleet.prefills.values(), fleet.decodes["tp1"]):
         seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
     dying.log = dying.log.with_stem(f"{dying.name}-again")
     dying.start()
     cluster.wait_ready([dying], time.monotonic() + cluster.START_SECONDS, lambda _: None)
-    for pair in PAIRS:
-        nixl.check(pair, expected)
+    for pair in fleet.routers:
+        fleet.check(pair, expected)
 
 
 def _right_or_refused(answers, expected) -> None:

@@ -19,6 +19,8 @@ ENVIRONMENT = {
     # Half a minute, not ten seconds: a server that waits for a core must not be taken for dead.
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
+    # Over TCP, UCX's keepalive makes NIXL's idle thread spin for 20 to 60 s after the first write.
+    "UCX_KEEPALIVE_INTERVAL": "inf",
 }
 
 
