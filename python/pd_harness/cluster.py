@@ -241,7 +241,7 @@ def engine_server(
 
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
     scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
-    core to others, for up to a second, also while it waits for the other server. ``kv_dtype`` is
+    core to others (`cpu_host.idle`). ``kv_dtype`` is
     that of the KV pool, "auto" the model's. With the folder of a ``draft`` model it speculates.
     ``options`` are added to its command, ``environment`` to its environment. With ``fork`` its
     processes are forks where they can be, see `forks`. On NPUs its ranks have one each, from

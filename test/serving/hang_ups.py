@@ -33,11 +33,25 @@ class Fleet:
     overlap: bool = False
 
     @property
+    def pace(self) -> float:
+        """How much longer than elsewhere clients take for all that they do.
+
+        With DP attention decode's ranks work in step, also those that have nothing to decode, and
+        leave prefill, on two cores, half of what it has elsewhere.
+        """
+        return 2.0 if self.topology.decode_dp > 1 else 1.0
+
+    @property
     def name(self) -> str:
         sizes = self.topology
-        prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}"
-        parts = [sizes.backend, f"{prefill}_to_tp{sizes.decode_tp}", self.way]
+        prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}{_groups(sizes.prefill_dp)}"
+        decode = f"tp{sizes.decode_tp}{_groups(sizes.decode_dp)}"
+        parts = [sizes.backend, f"{prefill}_to_{decode}", self.way]
         return "-".join([*parts, *(["overlap"] if self.overlap else [])])
+
+
+def _groups(dp: int) -> str:
+    return f"_dp{dp}" if dp > 1 else ""
 
 
 def fleet(backend: str, way: str = "both", overlap: bool = False, **sizes: int) -> Fleet:

@@ -97,6 +97,10 @@ def full_pool(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Sc
     return dataclasses.replace(fleet, new_tokens=LONG)
 
 
+# DP attention: TP ranks in two groups, each with requests of its own.
+DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
+TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
+
 # What every run leaves out of "patched" is in test_shared_fleet.py, or differs in one thing alone.
 SCENARIOS = [
     nixl("tp2_to_1", FOUR_HEADS, "hang", ("stock",), prefill_tp=2, page_size=16),
@@ -110,6 +114,9 @@ SCENARIOS = [
     nixl("tp1_to_2", FOUR_HEADS, "right", ("mixed",), decode_tp=2, page_size=128),
     nixl("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
     # Clients ask for logprobs, of which decode's last stage has none at first.
+    nixl("dp2_to_dp2", FIVE_LAYERS, "right", **DP_2, **TO_DP_2),
+    nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", prefill_tp=4, prefill_dp=2),
+    nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", prefill_pp=2, **TO_DP_2),
     nixl("pp2_to_pp2", FIVE_LAYERS, "http 502", ("stock", "patched"), prefill_pp=2, decode_pp=2),
     mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
     mooncake("tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
@@ -125,6 +132,10 @@ SCENARIOS = [
     ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", prefill_pp=3),
     ascend("mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2, decode_tp=2),
     ascend("mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2),
+    ascend("mla_dp2_to_dp2", SEVEN_LAYERS_MLA, "right", **DP_2, **TO_DP_2),
+    ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", **TO_DP_2),
+    ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", **DP_2),
+    ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", ("patched",), prefill_pp=2, **TO_DP_2),
     ascend("gqa_tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
     ascend("fia", FOUR_HEADS, "wrong", ("stock",), fia=True),
     ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", ("patched",), fia=True, prefill_pp=2),

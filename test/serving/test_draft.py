@@ -53,10 +53,10 @@ def ascend(name, sides, stock, nightly=False, **sizes) -> Drafted:
 
 
 SCENARIOS = [
-    nixl("both", BOTH, "right", page_size=16),
+    nixl("both", BOTH, "right", True, page_size=16),
     nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
     nixl("decode_alone", DECODE, "right", True),
-    nixl("decode_alone_pp2", DECODE, "right", prefill_pp=2, page_size=16),
+    nixl("decode_alone_pp2", DECODE, "right", True, prefill_pp=2, page_size=16),
     nixl("prefill_alone", PREFILL, "http 500", True),
     ascend("both", BOTH, "right", True),
     ascend("decode_alone", DECODE, "right", True),

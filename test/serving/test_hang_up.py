@@ -37,6 +37,7 @@ ALWAYS = ("nixl-tp1_pp2_to_tp1-both", "ascend-tp1_pp2_to_tp1-both")
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
+TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
 # All sizes with each backend, and each pair of backend, size, way and overlap once; pipeline stages
 # know no overlap in this release.
 FLEETS = [
@@ -55,6 +56,8 @@ FLEETS = [
     fleet("ascend", overlap=True, **TP_2),
     fleet("ascend", "router", **PP_2_TP_2),
     fleet("ascend", "either", **TP_2_TO_2),
+    fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
+    fleet("ascend", **PP_2, **TO_DP_2),
 ]
 
 
@@ -119,7 +122,7 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         try:
             for seed in seeds:
                 row["seeds"] += 1
-                pace = busy()
+                pace = busy() * fleet.pace
                 row["never_ended"] += hang_up(servers, fleet.way, seed, pace)
                 _ask(servers, expected, patience * pace, row)
                 row["busy"] = round(max(row["busy"], pace, busy()), 1)

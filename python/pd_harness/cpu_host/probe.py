@@ -110,7 +110,7 @@ class Probe:
             "pp_rank": scheduler.pp_rank,
             "tp_rank": scheduler.tp_rank,
             "pause": pause,
-            "queues": {name: len(_at(scheduler, name) or ()) for name in QUEUES},
+            "queues": {name: len(at_path(scheduler, name) or ()) for name in QUEUES},
             "rooms": rooms(_manager(scheduler)),
         }
         draft = self.file.with_suffix(".draft")
@@ -140,7 +140,7 @@ def _manager(scheduler):
     return next(holder.kv_manager for holder in holders if holder is not None)
 
 
-def _at(scheduler, path: str):
+def at_path(scheduler, path: str):
     """The attribute at a path of names, or None."""
     for name in path.split("."):
         scheduler = getattr(scheduler, name, None)

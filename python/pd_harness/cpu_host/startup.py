@@ -9,8 +9,9 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from pd_harness.cpu_host import SWITCH, adaptations, name_only, probe, thread_binding
+from pd_harness.cpu_host import SWITCH, adaptations, idle, name_only, probe, thread_binding
 from pd_harness.cpu_host.import_hooks import after_import, around_import
 
 PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
@@ -59,7 +60,12 @@ def activate() -> None:
     )
     after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
     after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
-    after_import(f"{engine}.managers.scheduler", probe.probed_schedulers)
+    after_import(f"{engine}.managers.scheduler", _schedulers)
+
+
+def _schedulers(module: ModuleType) -> None:
+    idle.rested_schedulers(module)
+    probe.probed_schedulers(module)
 
 
 def _bind_threads() -> None:
