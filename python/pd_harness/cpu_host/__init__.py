@@ -19,8 +19,9 @@ ENVIRONMENT = {
     # Half a minute, not ten seconds: a server that waits for a core must not be taken for dead.
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
-    # Over TCP, UCX's keepalive makes NIXL's idle thread spin for 20 to 60 s after the first write.
-    "UCX_KEEPALIVE_INTERVAL": "inf",
+    # Over TCP NIXL's idle thread spins until UCX has looked after each new connection: for some 20 s
+    # with this, for over a minute with its own 20s; with "inf" a write now and then never starts.
+    "UCX_KEEPALIVE_INTERVAL": "1s",
 }
 
 
