@@ -1,7 +1,7 @@
 """The steps of `scripts/evidence.sh`, which says what each measures."""
 
-import argparse
 import datetime
+import enum
 import json
 import os
 import platform
@@ -12,6 +12,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".pd-env" / "evidence"
@@ -485,16 +488,18 @@ STEPS = {
 }
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser(prog="scripts/evidence.sh")
-    ask.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(STEPS)}")
-    chosen = ask.parse_args().steps or list(STEPS)
-    unknown = [step for step in chosen if step not in STEPS]
-    if unknown:
-        ask.error(f"unknown step {unknown[0]!r}: choose from {', '.join(STEPS)}")
-    for step in chosen:
+Step = enum.StrEnum("Step", {name: name for name in STEPS})
+
+
+def main(
+    steps: Annotated[
+        list[Step] | None, typer.Argument(show_default=False, help="All of them without one.")
+    ] = None,
+) -> None:
+    """Take these steps, one after the other."""
+    for step in steps or Step:
         STEPS[step]()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

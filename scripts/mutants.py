@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     mutant(
         "done before the last chunk has come",
-        f"{LAYOUT}/arrivals.py",
+        f"{LAYOUT}/transfer_status.py",
         ("if len(self._chunks[who]) == count}", "if self._chunks[who]}"),
     ),
     mutant(

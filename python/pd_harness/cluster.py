@@ -175,7 +175,7 @@ class Server:
         """Start it under a keeper, which ends it when this process ends, however that is.
 
         Raises:
-            NurseryFailed: its engine could not be imported.
+            ForkServerFailed: its engine could not be imported.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:

@@ -1,8 +1,8 @@
 """Start servers as forks of a process that has imported their engine: in a second, not in ten.
 
-On the CPU host only. There is one such process, a nursery, for each engine and for each value of
-the variables that the engine reads while it is imported: a fork cannot change what they made, nor
-what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with this
+On the CPU host only. There is one such process, a fork server, for each engine and for each value
+of the variables that the engine reads while it is imported: a fork cannot change what they made,
+nor what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with this
 process, however that is, and servers with them.
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START_SECONDS = 120
-MODULE = "pd_harness.cpu_host.nursery"
+MODULE = "pd_harness.cpu_host.fork_server"
 LIMIT = 1 << 20  # bytes of a message
 
 
-class NurseryFailed(RuntimeError):
+class ForkServerFailed(RuntimeError):
     """The engine could not be imported, or may not be forked; the message holds the log's end."""
 
 
-class Nursery:
+class ForkServer:
     """One process, which has imported the engine of ``python`` with ``environment``."""
 
     def __init__(self, python: str, environment: Mapping[str, str]):
@@ -48,7 +48,7 @@ class Nursery:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace")[-4000:]
                 self.close()
-                raise NurseryFailed(f"{python} -m {MODULE} did not start:\n{tail}")
+                raise ForkServerFailed(f"{python} -m {MODULE} did not start:\n{tail}")
             time.sleep(0.05)
         with self._connected() as connection:
             self.read = _message(connection)["read"]
@@ -120,28 +120,28 @@ def _message(connection: socket.socket) -> dict:
     return json.loads(text) if text else {}
 
 
-_nurseries: list[Nursery] = []
+_fork_servers: list[ForkServer] = []
 
 
 @atexit.register
 def close_all() -> None:
-    """End the nurseries of this process; what they have forked goes on until it is stopped."""
-    while _nurseries:
-        _nurseries.pop().close()
+    """End the fork servers of this process; what they have forked goes on until it is stopped."""
+    while _fork_servers:
+        _fork_servers.pop().close()
 
 
 def fork(python: str, module: str, arguments: Sequence[str], environment, log) -> Fork:
-    """Fork a process that runs a module of the engine, from a nursery that is made if need be.
+    """Fork a process that runs a module of the engine, from a fork server that is made if need be.
 
     Raises:
-        NurseryFailed: it could not be made.
+        ForkServerFailed: it could not be made.
     """
     full = {**os.environ, **environment}
     full.pop("PYTEST_CURRENT_TEST", None)  # another for each test, and libraries read it
-    for nursery in _nurseries:
-        if nursery.fits(python, full):
+    for fork_server in _fork_servers:
+        if fork_server.fits(python, full):
             break
     else:
-        nursery = Nursery(python, full)
-        _nurseries.append(nursery)
-    return nursery.fork(module, arguments, full, log)
+        fork_server = ForkServer(python, full)
+        _fork_servers.append(fork_server)
+    return fork_server.fork(module, arguments, full, log)

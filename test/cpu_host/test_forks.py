@@ -98,11 +98,11 @@ def test_what_is_read_at_import_takes_another_nursery(tmp_path):
     """One that nobody reads then does not."""
     run("pass", tmp_path / "log").wait()
     given = {**os.environ, **ENVIRONMENT}
-    (nursery,) = (one for one in forks._nurseries if one.fits(PYTHON, given))
-    read = next(name for name in nursery.read if name.startswith("SGLANG"))
-    assert nursery.fits(PYTHON, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
-    assert not nursery.fits(PYTHON, {**given, read: "another value"})
-    assert not nursery.fits(str(cluster.interpreter("patched")), given)
+    (fork_server,) = (one for one in forks._fork_servers if one.fits(PYTHON, given))
+    read = next(name for name in fork_server.read if name.startswith("SGLANG"))
+    assert fork_server.fits(PYTHON, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
+    assert not fork_server.fits(PYTHON, {**given, read: "another value"})
+    assert not fork_server.fits(str(cluster.interpreter("patched")), given)
 
 
 def test_it_ends_with_who_asked_also_at_once(tmp_path):
@@ -129,13 +129,13 @@ time.sleep(600)
         server = int(lines(log, 2, 120)[0].split()[1])
         (child,) = psutil.Process(server).children()
         keeper = psutil.Process(server).ppid()
-        nursery = psutil.Process(keeper).ppid()
+        fork_server = psutil.Process(keeper).ppid()
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert all(gone(pid) for pid in (server, child.pid, keeper, nursery))
+    assert all(gone(pid) for pid in (server, child.pid, keeper, fork_server))
 
 
 def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
-    with pytest.raises(forks.NurseryFailed, match="No module named"):
-        forks.Nursery(sys.executable, {"PYTHONPATH": str(cluster.CHECKOUT / "python")})
+    with pytest.raises(forks.ForkServerFailed, match="No module named"):
+        forks.ForkServer(sys.executable, {"PYTHONPATH": str(cluster.CHECKOUT / "python")})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import Arrivals, Notice
+from sglang.srt.disaggregation.kv_layout import Notification, TransferStatus
 from sglang.srt.disaggregation.mooncake.conn import (
     KVTransferError,
     MooncakeKVManager,
@@ -66,7 +66,7 @@ def decode(request, monkeypatch):
         required_prefill_response_num_table={},
         prefill_response_tracker=defaultdict(set),
         addr_to_rooms_tracker=defaultdict(set),
-        transfer_statuses=defaultdict(Arrivals),
+        transfer_statuses=defaultdict(TransferStatus),
         asked_rooms=set(),
         failing_rooms=set(),
         kv_args=SimpleNamespace(page_size=16, engine_rank=0),
@@ -164,7 +164,7 @@ def succeed(manager, room: int) -> None:
     if isinstance(manager, MooncakeKVManager):
         manager._handle_status([b"%d" % room, b"%d" % KVPoll.Success, b"0"])
     else:
-        for notice in (Notice(room, "kv", is_last=True), Notice(room, "aux")):
+        for notice in (Notification(room, "kv", is_last=True), Notification(room, "aux")):
             manager.transfer_statuses[room].add("prefill", notice)
 
 

@@ -26,15 +26,15 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def nursery():
+def fork_server():
     """A function to the process that makes ranks, which is started when it is first called."""
     import fleet
 
     made = []
 
-    def of() -> fleet.Nursery:
+    def of() -> fleet.ForkServer:
         if not made:
-            made.append(fleet.Nursery("patched"))
+            made.append(fleet.ForkServer("patched"))
         return made[0]
 
     yield of
@@ -43,12 +43,12 @@ def nursery():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_between_two_processes(nursery, name):
+def test_between_two_processes(fork_server, name):
     """Every byte of the decode rank's pools, each rank on an NPU of its own."""
     import fleet
 
     model = fleet.Fleet(backend="ascend", **MODELS[name])
-    with fleet.running(model, nursery(), nursery()) as servers:
+    with fleet.running(model, fork_server(), fork_server()) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", (src, dst, chunks, outcome)

@@ -13,7 +13,7 @@ from sglang_pd import __version__
 from sglang_pd.cli import app
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.patchset import patches
-from sglang_pd.patchset.pin import main
+from sglang_pd.patchset.fingerprints import main
 
 runner = CliRunner()
 
@@ -112,7 +112,7 @@ def test_module_and_help_start(toy):
 
 
 @pytest.fixture
-def pin(toy, call):
+def make(toy, call):
     """Runs the developers' command on the toy's patch set: exit code, stderr."""
     developers = typer.Typer()
     developers.command()(main)
@@ -124,11 +124,11 @@ def pin(toy, call):
     return run
 
 
-def test_pin_writes_the_fingerprints(toy, pin):
+def test_fingerprints_are_written(toy, make):
     file = toy.releases / VERSION / "fingerprints.json"
     before = json.loads(file.read_text())
     file.unlink()
-    assert pin() == (0, "")
+    assert make() == (0, "")
     assert json.loads(file.read_text()) == before
     assert before["srt/net/plan.py"] is None
     assert before["srt/pool.py"]["TABLE"] is None
@@ -152,11 +152,11 @@ def test_pin_writes_the_fingerprints(toy, pin):
         ("trees/sglang/srt/net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
     ],
 )
-def test_pin_refuses_what_does_not_fit(toy, pin, path, text, words):
+def test_fingerprints_refuse_what_does_not_fit(toy, make, path, text, words):
     file = toy.site.parent / path
     file.unlink() if text is None else write(file, text)
     before = (toy.releases / VERSION / "fingerprints.json").read_text()
-    code, text = pin()
+    code, text = make()
     assert (code, words in text) == (Code.PATCH_SET, True), text
     assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
 
@@ -181,10 +181,10 @@ def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change,
     assert str(file) in str(refusal.value) and words in str(refusal.value)
 
 
-def test_pin_wants_an_unmodified_engine(toy, pin):
+def test_fingerprints_want_an_unmodified_engine(toy, make):
     conn = toy.root / "srt/net/conn.py"
     conn.write_text(conn.read_text() + "# edited\n")
-    code, text = pin()
+    code, text = make()
     assert (code, "not as its wheel installed it" in text) == (Code.EDITED, True)
 
 
@@ -192,7 +192,7 @@ def test_a_constant_that_only_repeats_the_engines_is_not_ours(toy, call):
     ours = toy.trees / "sglang/srt/pool.py"
     write(ours, ours.read_text() + "SIZE = 4\n")
     write(toy.trees / "sglang/srt/net/other.py", "UNTOUCHED = True\n")
-    toy.pin()
+    toy.make_fingerprints()
     symbols = [
         s for patch in json.loads(call("status", "--json")[1])["patches"] for s in patch["symbols"]
     ]

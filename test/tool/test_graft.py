@@ -12,7 +12,7 @@ from sglang_pd.errors import Code, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
 from sglang_pd.install import operations
-from sglang_pd.patchset import pin
+from sglang_pd.patchset import fingerprints
 from sglang_pd.patchset.plan import changed, survey
 
 PATH = "srt/a/b.py"
@@ -424,11 +424,11 @@ def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(ours.read_text().replace("\n\n\nclass", "\n\nREMOVED = ('os',)\n\n\nclass"))
-    toy.pin()
+    toy.make_fingerprints()
     release, engine = toy.release(), toy.engine()
-    assert release.pins["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
+    assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
     with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        pin.pin(engine, replace(release, patches=[]))
+        fingerprints.make_fingerprints(engine, replace(release, patches=[]))
 
     def state() -> str:
         return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]
@@ -488,9 +488,9 @@ def test_bases_are_pinned_owned_and_reverted(toy):
     ours = toy.trees / "sglang/srt/pool.py"
     of_ours = "class Of:\n    pass\n\n\nclass Pool(Of, object):"
     ours.write_text(ours.read_text().replace("class Pool:", of_ours))
-    toy.pin()
+    toy.make_fingerprints()
     release, engine = toy.release(), toy.engine()
-    assert "Pool.__bases__" in release.pins["srt/pool.py"]
+    assert "Pool.__bases__" in release.fingerprints["srt/pool.py"]
     operations.apply(engine, release)
     assert operations.status(engine, release).state == "applied"
     assert operations.revert(engine)
@@ -615,13 +615,13 @@ def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     ours = toy.trees / "sglang/srt/pool.py"
     guard = "import sys\n\nREMOVED = ('os',)\nif sys.platform:\n    import os\n"
     ours.write_text(ours.read_text().replace("\n\n\nclass", f"\n{guard}\n\nclass"))
-    toy.pin()
+    toy.make_fingerprints()
     release, engine = toy.release(), toy.engine()
-    assert release.pins["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
+    assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
     owned = [record for record in release.patches if record.owns("srt/pool.py::os")]
     assert [record.id for record in owned] == ["pools"]
     with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        pin.pin(engine, replace(release, patches=[]))
+        fingerprints.make_fingerprints(engine, replace(release, patches=[]))
 
     def state() -> str:
         return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]
@@ -646,10 +646,10 @@ def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
     for path in (toy.root / "srt/net/conn.py", toy.trees / "sglang/srt/net/conn.py"):
         path.write_text(f"{guard}\n\n{path.read_text()}")
     toy.write_record()
-    toy.pin()
+    toy.make_fingerprints()
     release = toy.release()
-    assert release.pins["srt/net/conn.py"].keys() == {"os", "send"}
-    assert changed(release.tree, release.pins)["srt/net/conn.py"].keys() == {"send"}
+    assert release.fingerprints["srt/net/conn.py"].keys() == {"os", "send"}
+    assert changed(release.tree, release.fingerprints)["srt/net/conn.py"].keys() == {"send"}
 
 
 # Refusals

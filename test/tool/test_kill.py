@@ -172,7 +172,7 @@ def test_update_killed_at_every_write(toy, tmp_path):
     apply(toy)
     (toy.trees / "sglang" / "srt" / "layout" / "deep" / "more.py").unlink()
     write(toy.trees / "sglang" / "srt" / "layout" / "extra.py", "EXTRA = 3\n")
-    fresh.pin()
+    fresh.make_fingerprints()
     assert operations.status(toy.engine(), toy.release()).state == "outdated"
     apply(fresh)
     for copy in each_kill(toy, tmp_path, apply):

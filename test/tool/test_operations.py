@@ -228,13 +228,13 @@ def test_applied_by_other_means(toy, tmp_path):
 
 
 def test_an_inconsistent_patch_set(toy):
-    write(toy.trees / "sglang/srt/net/unpinned.py", "A = 1\n")
-    refused(toy, apply, Code.PATCH_SET, "srt/net/unpinned.py", "sglang_pd.patchset.pin")
+    write(toy.trees / "sglang/srt/net/unknown.py", "A = 1\n")
+    refused(toy, apply, Code.PATCH_SET, "srt/net/unknown.py", "sglang_pd.patchset.fingerprints")
 
 
 def test_another_symbol_than_pinned(toy):
     write(toy.trees / "sglang/srt/net/conn.py", "def receive():\n    return 1\n")
-    refused(toy, apply, Code.PATCH_SET, "receive, send", "sglang_pd.patchset.pin")
+    refused(toy, apply, Code.PATCH_SET, "receive, send", "sglang_pd.patchset.fingerprints")
 
 
 def as_nobody(work) -> int:

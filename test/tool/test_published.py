@@ -10,7 +10,7 @@ from toy import PUBLISHED, ROOT, snapshot
 
 from sglang_pd.install import operations
 from sglang_pd.install.engine import find_engine
-from sglang_pd.patchset import patches, pin
+from sglang_pd.patchset import fingerprints, patches
 from sglang_pd.patchset.records import markdown
 
 pytestmark = pytest.mark.engine
@@ -65,7 +65,7 @@ def test_apply_status_and_revert(engine_copy, release):
 
 
 def test_fingerprints_are_those_of_the_tree_as_it_is(published, release):
-    assert release.pins == pin.pin(find_engine(published), release)
+    assert release.fingerprints == fingerprints.make_fingerprints(find_engine(published), release)
 
 
 def test_every_record_is_whole(release):

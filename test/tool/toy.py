@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_pd.install import record
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.patchset import patches, pin
+from sglang_pd.patchset import fingerprints, patches
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = "0.5.9"
@@ -104,7 +104,7 @@ class Toy:
             text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
             text += f'id = "{name}"\nupstream = "none"\nsymbols = {json.dumps(symbols)}\n'
             write(toy.releases / VERSION / "patches" / f"{name}.toml", text)
-        toy.pin()
+        toy.make_fingerprints()
         return toy
 
     def copy(self, folder: Path) -> "Toy":
@@ -132,10 +132,10 @@ class Toy:
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
         write(self.record, "\n".join(rows) + "\n")
 
-    def pin(self) -> None:
-        release = patches.load(VERSION, self.releases, self.trees, pinned=False)
+    def make_fingerprints(self) -> None:
+        release = patches.load(VERSION, self.releases, self.trees, with_fingerprints=False)
         target = release.folder / "fingerprints.json"
-        target.write_text(json.dumps(pin.pin(self.engine(), release)))
+        target.write_text(json.dumps(fingerprints.make_fingerprints(self.engine(), release)))
 
     def engine(self) -> Engine:
         return find_engine(self.site)

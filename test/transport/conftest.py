@@ -15,16 +15,16 @@ from pd_harness.cluster import PD_ENV, why_not_here
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def fork_server():
     """A function from `stock` or `patched` to a process that forks ranks of that engine.
 
     They use base's NIXL, or the release that SGLANG_PD_NIXL or the caller names.
     """
-    made: dict[tuple[str, str], fleets.Nursery] = {}
+    made: dict[tuple[str, str], fleets.ForkServer] = {}
 
-    def of(engine: str, nixl: str = os.environ.get("SGLANG_PD_NIXL", "")) -> fleets.Nursery:
+    def of(engine: str, nixl: str = os.environ.get("SGLANG_PD_NIXL", "")) -> fleets.ForkServer:
         if (engine, nixl) not in made:
-            made[engine, nixl] = fleets.Nursery(engine, nixl=nixl)
+            made[engine, nixl] = fleets.ForkServer(engine, nixl=nixl)
         return made[engine, nixl]
 
     yield of
@@ -33,7 +33,7 @@ def nursery():
 
 
 @pytest.fixture()
-def serve(nursery):
+def serve(fork_server):
     """A function that runs a fleet with the named engines on prefill and decode.
 
     It skips the test where this device cannot run it.
@@ -42,7 +42,7 @@ def serve(nursery):
     def run(fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched"):
         if reason := why_not_here(fleet.backend, fleet.size, (prefill, decode)):
             pytest.skip(reason)
-        return fleets.running(fleet, nursery(prefill), nursery(decode))
+        return fleets.running(fleet, fork_server(prefill), fork_server(decode))
 
     return run
 

@@ -171,7 +171,7 @@ def why_without_ucx(version: str) -> str:
     )
 
 
-class Nursery:
+class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
@@ -207,7 +207,7 @@ class Nursery:
                 )
             time.sleep(0.1)
 
-    def born(self) -> Rank:
+    def spawn(self) -> Rank:
         """A new rank process."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.path))
@@ -360,19 +360,19 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
 
 
 @contextlib.contextmanager
-def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers]:
+def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[Servers]:
     """Start all ranks of both servers, and end them when the block is left."""
     port, store_port = free_ports(2)
-    nurseries = {"prefill": prefill, "decode": decode}
+    fork_servers = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
 
-        def born(nursery: Nursery) -> Rank:
-            rank = nursery.born()
+        def spawned(fork_server: ForkServer) -> Rank:
+            rank = fork_server.spawn()
             stack.callback(rank.close)
             return rank
 
         def bootstrap() -> Rank:
-            server = born(prefill)
+            server = spawned(prefill)
             store = store_url(store_port)
             server.start_bootstrap(
                 {"backend": fleet.backend, "bootstrap_port": port, "store": store}
@@ -382,7 +382,7 @@ def running(fleet: Fleet, prefill: Nursery, decode: Nursery) -> Iterator[Servers
 
         def ranks(role: str) -> list[Rank]:
             configs = fleet.ranks(role, port, store_port)
-            made = [born(nurseries[role]) for _ in configs]
+            made = [spawned(fork_servers[role]) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, made, configs))
             return made

@@ -45,7 +45,7 @@ class Faults:
         self._pids, self._seconds = tuple(pids), seconds
         self._calls = 0
 
-    def _befall(self) -> str:
+    def _inject(self) -> str:
         """What is to become of the transfer that begins now."""
         if self._only_state and not self._sends_state:
             return ""
@@ -75,10 +75,10 @@ class Faults:
             self._sends_state = False
 
     def _run_mooncake(self, *args) -> int:
-        return -1 if self._befall() == "status" else self._start(*args)
+        return -1 if self._inject() == "status" else self._start(*args)
 
     def _start_nixl(self, handle, *args) -> str:
-        how = self._befall()
+        how = self._inject()
         if how == "status":
             return "ERR"
         if how.startswith("late"):

@@ -42,10 +42,10 @@ def test_on_two_npus_the_rest_is_skipped(serve, monkeypatch, fleet, engines, rea
 @pytest.mark.nightly  # the engine is imported four times
 def test_ranks_that_are_new_interpreters():
     """As on NPUs, whose driver survives no fork."""
-    nursery = fleets.Nursery("patched", fresh=True)
+    fork_server = fleets.ForkServer("patched", fresh=True)
     try:
-        with fleets.running(Fleet(backend="ascend", fia=True), nursery, nursery) as servers:
+        with fleets.running(Fleet(backend="ascend", fia=True), fork_server, fork_server) as servers:
             outcome = servers.request([9, 2, 3], [0, 1, 2])
             assert outcome.state == "right", outcome
     finally:
-        nursery.close()
+        fork_server.close()

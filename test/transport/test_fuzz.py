@@ -384,8 +384,8 @@ def as_stocks(servers: Servers, room: int, **changes: bytes) -> tuple[Message, M
 
 @pytest.mark.parametrize("frame", LARGE)
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_a_large_frame_is_neither_kept_nor_logged(attacked, nursery, backend, frame):
-    log = nursery("patched").log
+def test_a_large_frame_is_neither_kept_nor_logged(attacked, fork_server, backend, frame):
+    log = fork_server("patched").log
     with attacked(backend, "prefill") as (servers, line), unharmed(servers, line):
         before = log.stat().st_size
         line.send(as_stocks(servers, FIRST_MARK, **{"session": b"10.0.0.1:2", frame: LARGE[frame]}))

@@ -26,13 +26,13 @@ def version(request) -> str:
 
 
 @pytest.fixture()
-def nursery(nursery, version):
+def fork_server(fork_server, version):
     """Ranks use this release of NIXL. Skips where its plug-in for UCX cannot be loaded."""
 
     def of(engine: str):
         if why := why_without_ucx(version):
             pytest.skip(why)
-        return nursery(engine, version)
+        return fork_server(engine, version)
 
     return of
 

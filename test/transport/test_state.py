@@ -173,9 +173,9 @@ ONE_SIDED = {
 
 
 @in_turn(ONE_SIDED)
-def test_draft_on_one_side(serve, nursery, backend, name):
+def test_draft_on_one_side(serve, fork_server, backend, name):
     """What only one side has is left out, and prefill's log says so once for a decode rank."""
-    log = nursery("patched").log
+    log = fork_server("patched").log
     begins = log.stat().st_size
     with serve(over(backend, ONE_SIDED[name])) as servers:
         assert_all_right(servers)

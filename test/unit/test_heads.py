@@ -6,7 +6,7 @@ from kv_layout import (
     LayoutError,
     connected_prefill_ranks,
     heads_of_rank,
-    share_of_sender,
+    heads_to_send,
     tp_size_conflict,
 )
 from oracle import TOPOLOGIES, deal_heads, splittable
@@ -26,7 +26,7 @@ def test_a_model_without_kv_heads():
     """One with recurrent layers alone: each rank holds none, and none is sent."""
     assert all(heads_of_rank(rank, 4, 0).count == 0 for rank in range(4))
     none = heads_of_rank(0, 4, 0)
-    assert share_of_sender(none, heads_of_rank(0, 2, 0), (0, 4), (0, 2)).count == 0
+    assert heads_to_send(none, heads_of_rank(0, 2, 0), (0, 4), (0, 2)).count == 0
 
 
 @pytest.mark.parametrize("total", SIZES[1:])
@@ -50,7 +50,7 @@ def one_writer_for_each_head(prefill, decode, total):
     for rank, hand in enumerate(deal_heads(total, decode)):
         written = []
         for sender in connected_prefill_ranks(rank, prefill, decode):
-            share = share_of_sender(
+            share = heads_to_send(
                 heads_of_rank(sender, prefill, total),
                 heads_of_rank(rank, decode, total),
                 (sender, prefill),
@@ -94,7 +94,7 @@ def test_replicas_are_neighbours(total, ranks, dealt):
 
 def test_a_replicated_head_is_written_once():
     shares = [
-        share_of_sender(heads_of_rank(p, 4, 2), heads_of_rank(0, 1, 2), (p, 4), (0, 1))
+        heads_to_send(heads_of_rank(p, 4, 2), heads_of_rank(0, 1, 2), (p, 4), (0, 1))
         for p in range(4)
     ]
     assert [share.count for share in shares] == [1, 0, 1, 0]

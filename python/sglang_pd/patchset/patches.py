@@ -22,13 +22,14 @@ TREES = PACKAGE / "data" if (PACKAGE / "data").is_dir() else PACKAGE.parent
 RELEASES = TREES / "engines"
 
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
-Pins = dict[str, dict[str, str | None] | None]
+Fingerprints = dict[str, dict[str, str | None] | None]
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The record of one patch.
 
     symbols: patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
+    names: what others may call and is gone, is elsewhere or is called in another way.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     carried_by: str
     drop_when: str
     symbols: list[str]
+    names: list[str] = []
 
     def owns(self, symbol: str) -> bool:
         return any(fnmatchcase(symbol, pattern) for pattern in self.symbols)
@@ -49,20 +51,20 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Release:
     """What the patch set is for one engine release.
 
-    tree: our files by their path below `sglang/`. pins: what the engine must hold for them.
+    tree: our files by their path below `sglang/`. fingerprints: what the engine must hold for them.
     """
 
     name: str
     folder: Path
     tree: dict[str, bytes]
     patches: list[Patch]
-    pins: Pins
+    fingerprints: Fingerprints
 
 
-def symbol_ids(pins: Pins) -> list[str]:
+def symbol_ids(fingerprints: Fingerprints) -> list[str]:
     """`path::Symbol` of each symbol, the bare path of each new file."""
     ids = []
-    for path, symbols in pins.items():
+    for path, symbols in fingerprints.items():
         ids += [path] if symbols is None else [f"{path}::{name}" for name in symbols]
     return ids
 
@@ -72,11 +74,14 @@ def supported(releases: Path | None = None) -> list[str]:
 
 
 def load(
-    name: str, releases: Path | None = None, trees: Path | None = None, pinned: bool = True
+    name: str,
+    releases: Path | None = None,
+    trees: Path | None = None,
+    with_fingerprints: bool = True,
 ) -> Release:
     """Reads a release; a local version (`0.5.9+vendor`) is its public release.
 
-    pinned: also read the fingerprints (False only while they are being made).
+    with_fingerprints: also read the fingerprints (False only while they are being made).
     Raises Refusal UNSUPPORTED for an unknown release, PATCH_SET if it does not fit its tree.
     """
     releases, trees = releases or RELEASES, trees or TREES
@@ -91,15 +96,16 @@ def load(
     names = _read(folder / "release.toml", _Trees).trees
     tree = read_tree(trees / part for part in names)
     patches = [_read(path, Patch) for path in sorted((folder / "patches").glob("*.toml"))]
-    pins = _read(folder / "fingerprints.json", Pins) if pinned else {}
-    if pinned and set(pins) != set(tree):
-        differ = ", ".join(sorted(set(pins) ^ set(tree)))
+    fingerprints = _read(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
+    if with_fingerprints and set(fingerprints) != set(tree):
+        differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
             Code.PATCH_SET,
             f"fingerprints of {public} do not fit the patch set's files ({differ}): "
-            f"run `python -m sglang_pd.patchset.pin --release {public}` on an unmodified engine",
+            f"run `python -m sglang_pd.patchset.fingerprints --release {public}` on an unmodified "
+            "engine",
         )
-    return Release(public, folder, tree, patches, pins)
+    return Release(public, folder, tree, patches, fingerprints)
 
 
 class _Trees(msgspec.Struct, forbid_unknown_fields=True):

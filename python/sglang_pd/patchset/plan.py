@@ -8,7 +8,7 @@ import libcst as cst
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
-from sglang_pd.patchset.patches import Pins, Release
+from sglang_pd.patchset.patches import Fingerprints, Release
 
 Read = Callable[[str], bytes | None]
 
@@ -38,19 +38,19 @@ def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
     """The edits that apply a release's patch set, and the drifts for which it must not be applied.
 
     read: gives the engine's original files. New files come first, so that no grafted file ever
-    stands without what it imports. Raises Refusal PATCH_SET where pins and tree do not fit.
+    stands without what it imports. Raises Refusal PATCH_SET where fingerprints and tree do not fit.
     """
     edits: list[Edit] = []
     drifts: list[Drift] = []
     for path, ours in release.tree.items():
-        engine, pin = read(path), release.pins[path]
-        if pin is None:
+        engine, known = read(path), release.fingerprints[path]
+        if known is None:
             if engine is not None:
                 drifts.append(Drift(path, "", "the engine has this file, which the patch set adds"))
             edits.append(Edit(path, None, ours))
         elif engine is None:
             drifts.append(Drift(path, "", "the engine has no such file"))
-        elif found := _drifted(path, pin, engine):
+        elif found := _drifted(path, known, engine):
             drifts += found
         else:
             try:
@@ -58,12 +58,12 @@ def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
             except GraftError as error:
                 drifts.append(Drift(path, "", str(error)))
                 continue
-            if set(before) != set(pin):
-                differ = ", ".join(sorted(set(before) ^ set(pin)))
+            if set(before) != set(known):
+                differ = ", ".join(sorted(set(before) ^ set(known)))
                 raise Refusal(
                     Code.PATCH_SET,
-                    f"fingerprints of {path} do not fit the patch set ({differ}): run "
-                    f"`python -m sglang_pd.patchset.pin --release {release.name}` on an unmodified "
+                    f"fingerprints of {path} do not fit the patch set ({differ}): run `python -m "
+                    f"sglang_pd.patchset.fingerprints --release {release.name}` on an unmodified "
                     "engine",
                 )
             edits.append(Edit(path, engine, new))
@@ -71,13 +71,13 @@ def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
     return edits, drifts
 
 
-def _drifted(path: str, pin: dict[str, str | None], engine: bytes) -> list[Drift]:
+def _drifted(path: str, known: dict[str, str | None], engine: bytes) -> list[Drift]:
     try:
         module = parse(engine, f"the engine's {path}")
     except GraftError as error:
         return [Drift(path, "", str(error))]
     drifts = []
-    for symbol, want in pin.items():
+    for symbol, want in known.items():
         try:
             got = fingerprint(lookup(module, symbol, f"the engine's {path}"))
         except GraftError as error:
@@ -94,36 +94,39 @@ def _short(digest: str | None) -> str:
     return f"sha256 {digest[:16]}" if digest else "no such symbol"
 
 
-def same(ours: bytes, path: str, pin: dict[str, str | None]) -> list[str]:
+def same(ours: bytes, path: str, known: dict[str, str | None]) -> list[str]:
     """Symbols that our file only repeats from the engine (`logger = ...`) and does not change."""
-    mine = _fingerprints(f"our {path}", pin, ours)
-    return [symbol for symbol, own in zip(pin, mine) if own == pin[symbol]]
+    mine = _fingerprints(f"our {path}", known, ours)
+    return [symbol for symbol, own in zip(known, mine) if own == known[symbol]]
 
 
-def changed(tree: dict[str, bytes], pins: Pins) -> Pins:
-    """The pins of what the patch set adds or replaces."""
+def changed(tree: dict[str, bytes], fingerprints: Fingerprints) -> Fingerprints:
+    """The fingerprints of what the patch set adds or replaces."""
     repeated = {
-        path: set(same(tree[path], path, pin)) for path, pin in pins.items() if pin is not None
+        path: set(same(tree[path], path, known))
+        for path, known in fingerprints.items()
+        if known is not None
     }
     return {
-        path: pin and {symbol: want for symbol, want in pin.items() if symbol not in repeated[path]}
-        for path, pin in pins.items()
+        path: known
+        and {symbol: want for symbol, want in known.items() if symbol not in repeated[path]}
+        for path, known in fingerprints.items()
     }
 
 
 def survey(release: Release, read: Read) -> dict[str, str]:
     """`applied`, `absent` or `drifted` for each changed symbol, from the engine's present files."""
     states: dict[str, str] = {}
-    for path, pin in changed(release.tree, release.pins).items():
+    for path, known in changed(release.tree, release.fingerprints).items():
         engine, ours = read(path), release.tree[path]
-        if pin is None:
+        if known is None:
             states[path] = (
                 "absent" if engine is None else "applied" if engine == ours else "drifted"
             )
             continue
-        here = _fingerprints(f"the engine's {path}", pin, engine)
-        mine = _fingerprints(f"our {path}", pin, ours)
-        for symbol, got, own, want in zip(pin, here, mine, pin.values()):
+        here = _fingerprints(f"the engine's {path}", known, engine)
+        mine = _fingerprints(f"our {path}", known, ours)
+        for symbol, got, own, want in zip(known, here, mine, known.values()):
             states[f"{path}::{symbol}"] = (
                 "applied" if got == own else "absent" if got == want else "drifted"
             )

@@ -28,6 +28,8 @@ def markdown(releases: list[Release]) -> str:
 
 def _rows(patch: Patch) -> list[str]:
     rows = [f"- **{label}:** {getattr(patch, field)}" for field, label in FIELDS.items()]
+    if patch.names:
+        rows.append(f"- **Names:** {'; '.join(patch.names)}")
     return [*rows, "- **Edits:** " + ", ".join(f"`{symbol}`" for symbol in patch.symbols)]
 
 

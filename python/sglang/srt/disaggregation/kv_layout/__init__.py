@@ -6,26 +6,26 @@ the frame in which a description travels, `aux_rows` for a request's metadata, `
 in one call, and `arrivals` for the receiving end. Nothing here imports the engine or torch.
 """
 
-from .arrivals import Arrivals, Notice, format_notice, parse_notice
 from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
 from .describe import Buffer, Heads, LayoutError, RankLayout
-from .heads import connected_prefill_ranks, heads_of_rank, share_of_sender, tp_size_conflict
+from .heads import connected_prefill_ranks, heads_of_rank, heads_to_send, tp_size_conflict
 from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, keeps_own_state, memory_kind
+from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
 from .wire import bears_layout, decode_layout, encode_layout
 
 __all__ = [
     "HIDDEN_STATES",
-    "Arrivals",
+    "TransferStatus",
     "AuxPlan",
     "Buffer",
     "Copies",
     "Heads",
     "LayoutError",
-    "Notice",
+    "Notification",
     "Pair",
     "PeerFacts",
     "PeerPlan",
@@ -38,7 +38,7 @@ __all__ = [
     "decode_layout",
     "describe_pools",
     "encode_layout",
-    "format_notice",
+    "format_notification",
     "heads_of_rank",
     "infer_layout",
     "keeps_own_state",
@@ -48,10 +48,10 @@ __all__ = [
     "memory_kind",
     "one_sided_draft",
     "pair_layers",
-    "parse_notice",
+    "parse_notification",
     "plan_for_peer",
     "refusals",
-    "share_of_sender",
+    "heads_to_send",
     "tp_size_conflict",
     "unsent_rows",
 ]

@@ -50,7 +50,7 @@ def connected_prefill_ranks(decode_rank: int, prefill_tp: int, decode_tp: int) -
     return range(rank, rank + 1)
 
 
-def share_of_sender(
+def heads_to_send(
     sender: Heads, receiver: Heads, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> Heads:
     """Heads that one prefill rank writes into one decode rank; possibly none.

@@ -23,7 +23,7 @@ from .describe import (
     is_recurrent,
     joins_convolutions,
 )
-from .heads import share_of_sender, tp_size_conflict
+from .heads import heads_to_send, tp_size_conflict
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs
     head = _head_bytes(ours, src.page_size)
     if head != _head_bytes(theirs, dst.page_size):
         raise _unequal("bytes a head", ours, head, _head_bytes(theirs, dst.page_size))
-    share = share_of_sender(
+    share = heads_to_send(
         ours.heads, theirs.heads, (src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size)
     )
     whole = share == ours.heads == theirs.heads

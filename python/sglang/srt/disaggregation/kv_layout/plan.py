@@ -29,7 +29,7 @@ _AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
-class _Alike:
+class CopyGroup:
     """Buffer pairs copied alike: whole pages, or one slice of each of a page's `rows`.
 
     Sizes in bytes: from page to page on either side, and of one copy. `src` and `dst`, of shape
@@ -153,7 +153,7 @@ class TransferPlan:
     `src_pages` and `dst_pages` are how many pages each side's buffers have, 0 if it does not say.
     """
 
-    groups: tuple[_Alike, ...]
+    groups: tuple[CopyGroup, ...]
     src_pages: int = 0
     dst_pages: int = 0
 
@@ -234,7 +234,7 @@ def make_plan(
         )
     return TransferPlan(
         tuple(
-            _Alike(*alike, *np.array(both, dtype=np.int64).T.copy())
+            CopyGroup(*alike, *np.array(both, dtype=np.int64).T.copy())
             for alike, both in addresses.items()
         ),
         _fewest_pages(src_buffers[pair.src] for pair in pairs),

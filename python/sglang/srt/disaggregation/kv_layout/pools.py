@@ -52,14 +52,9 @@ def describe_pools(
     Raises:
         LayoutError: The pools have other buffers than `item_lens` says.
     """
-    parts = []
-    for pool, is_draft, total in ((target, False, total_kv_heads), (draft, True, draft_kv_heads)):
-        if pool is None or (state and is_draft and not keeps_own_state(target, pool)):
-            continue
-        for component, layers, held in _state(pool) if state else _kv(pool):
-            heads = None if held is None else _heads(held, tp, total)
-            idle = set() if is_draft else _idle_layers(pool, computed)
-            parts += [(component, is_draft, layer, heads, layer in idle) for layer in layers]
+    parts = [(False, *part) for part in _parts(target, state, tp, total_kv_heads, computed)]
+    if draft is not None and (not state or keeps_own_state(target, draft)):
+        parts += [(True, *part) for part in _parts(draft, state, tp, draft_kv_heads)]
     if len(parts) != len(item_lens):
         raise LayoutError(
             f"{type(target).__name__} with draft {type(draft).__name__} should register "
@@ -68,10 +63,26 @@ def describe_pools(
         )
     return tuple(
         Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // (page_bytes or 1), idle)
-        for (component, is_draft, layer, heads, idle), page_bytes, data_bytes in zip(
+        for (is_draft, component, layer, heads, idle), page_bytes, data_bytes in zip(
             parts, item_lens, data_lens
         )
     )
+
+
+def _parts(
+    pool: Any,
+    state: bool,
+    tp: tuple[int, int],
+    total_heads: Optional[int],
+    computed: Optional[range] = None,
+) -> list[tuple[str, int, Optional[Heads], bool]]:
+    """Component, layer, heads, and whether it is idle, of each buffer of a pool."""
+    idle = _idle_layers(pool, computed)
+    return [
+        (component, layer, None if held is None else _heads(held, tp, total_heads), layer in idle)
+        for component, layers, held in (_state(pool) if state else _kv(pool))
+        for layer in layers
+    ]
 
 
 def _kv(pool: Any) -> Components:

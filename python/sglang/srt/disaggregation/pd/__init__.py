@@ -8,6 +8,18 @@
     prefill_servers    decode asks bootstrap servers, and notes which prefill servers are lost
     agreement          ranks of one server change a request's state together
     messages           sockets, and threads that read them
+    memory             buffers by name, and their registration with a transfer engine
+
+For NIXL:
+
+    writes             transfers of its agent, and connections that are lost
+    notifications      what they say, on both sides
+
+For Mooncake and Ascend:
+
+    queued             chunks in queues, written by synchronous calls
+    status_messages    how prefill ranks say that a room has ended
+    back_off           decode ranks to which transfers fail again and again
 
 No backend is imported here. Classes are bases that the seams put before the engine's own; what they
 need of a backend is named in their docstrings.

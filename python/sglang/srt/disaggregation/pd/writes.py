@@ -13,7 +13,7 @@ from typing import List, Optional, Set
 from weakref import WeakSet
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import parse_notice
+from sglang.srt.disaggregation.kv_layout import parse_notification
 from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Writes:
         return self
 
     def _start(self, peer: str, src, dst, notif: bytes) -> Write:
-        room = parse_notice(notif).room
+        room = parse_notification(notif).room
 
         def start() -> Write:
             if self.check_status(room) == KVPoll.Failed:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation import kv_layout
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -19,14 +20,9 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
-from sglang.srt.disaggregation.kv_layout import (
-    Arrivals,
-    LayoutError,
-    TransferPlan,
-    encode_layout,
-)
+from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encode_layout
 from sglang.srt.disaggregation.pd.messages import unpacked
-from sglang.srt.disaggregation.pd.notices import Notices
+from sglang.srt.disaggregation.pd.notifications import Notifications
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes, WritingSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -36,6 +32,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
 
 logger = logging.getLogger(__name__)
+
+REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
 
 
 @dataclasses.dataclass
@@ -86,7 +84,7 @@ class Chunk:
     state_slots: Optional[List[int]] = None
 
 
-class NixlKVManager(Notices, Writes, CommonKVManager):
+class NixlKVManager(Notifications, Writes, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
@@ -140,7 +138,9 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
 
     def _watch_prefill_servers(self) -> None:
         """Decode: the state that the heartbeat thread shares, and the thread."""
-        self.transfer_statuses: Dict[int, Arrivals] = defaultdict(Arrivals)
+        self.transfer_statuses: Dict[int, kv_layout.TransferStatus] = defaultdict(
+            kv_layout.TransferStatus
+        )
         self.addr_to_rooms_tracker = defaultdict(set)
         self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
         self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
@@ -220,7 +220,22 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
         dst_gpu_id: int,
         notif: str,
     ):
-        """Write these pages of all layers to the peer."""
+        """Start writing these pages of all layers to a decode rank (PR #22145).
+
+        Args:
+            peer_name: Its NIXL agent.
+            prefill_kv_indices: Pages of this rank's pool, int32, `[pages]`.
+            dst_kv_ptrs: Unused, as `dst_gpu_id`: the plan has decode's addresses.
+            dst_kv_indices: As many pages of its pool.
+            notif: What decode reads when all of it has been written.
+
+        Returns:
+            The write, or None with nothing to write; decode is then notified at once.
+
+        Raises:
+            LayoutError: The two sides do not name the same number of pages.
+            RoomFailed: The room has failed by now.
+        """
         plan = self.decode_kv_args_table[peer_name].plan.kv
         return self._send_kvcache_generic(
             peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
@@ -234,7 +249,16 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
         dst_aux_index: int,
         notif: str,
     ):
-        """Write the request's metadata (first token and its logprobs) to the peer."""
+        """Start writing the request's metadata, its first token and that one's logprobs.
+
+        Args:
+            prefill_aux_index: Row of this rank's metadata buffers.
+            dst_aux_ptrs: Address of each of decode's metadata buffers.
+            dst_aux_index: Row of these.
+
+        Raises:
+            RoomFailed: The room has failed by now.
+        """
         plan = self.decode_kv_args_table[peer_name].plan.aux
         own = self.kv_args.aux_data_ptrs
         src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
@@ -255,7 +279,17 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
         notif: str,
         decode_tp_size: int,
     ):
-        """Write state slots or pages to the peer; None where this model has no state."""
+        """Start writing what is kept beside KV; None where this model keeps nothing.
+
+        Args:
+            prefill_state_indices: Slots or pages of this rank's state pool.
+            dst_state_indices: As many of decode's.
+            decode_tp_size: Unused, as `dst_state_data_ptrs` and `dst_gpu_id`: the plan has them.
+
+        Raises:
+            LayoutError: The two sides do not name the same number of slots.
+            RoomFailed: The room has failed by now.
+        """
         if self.kv_args.state_type == "none":
             return None
         plan = self.decode_kv_args_table[peer_name].plan.state
@@ -263,12 +297,30 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(self, bootstrap_room: int, chunk: Chunk) -> List[Write]:
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ) -> List[Write]:
         """Start the writes of one chunk to every decode rank of the room.
 
-        Returns those that were started. What goes wrong fails the room, never the caller, which is
-        the scheduler.
+        Args:
+            kv_indices: The chunk's pages of this rank's pool, int32, `[pages]`.
+            index_slice: Their place among all pages of the request.
+            chunk_id: The chunk's number, from 0.
+            aux_index: Row of the metadata buffers; with the last chunk only.
+            state_indices: Slots or pages of the state's pool; with the last chunk only.
+
+        Returns:
+            Those that were started. What goes wrong fails the room, never the caller, which is the
+            scheduler.
         """
+        chunk = Chunk(chunk_id, kv_indices, index_slice, is_last, aux_index, state_indices)
         writes: List[Write] = []
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
@@ -286,7 +338,7 @@ class NixlKVManager(Notices, Writes, CommonKVManager):
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
-            return self._notice(req.room, kind, **more).decode("ascii")
+            return self._notification(req.room, kind, **more).decode("ascii")
 
         def add(write: Optional[Write]) -> None:
             if write is not None:
@@ -369,14 +421,16 @@ class NixlKVSender(WritingSender, CommonKVSender):
     REMOVED = ("poll",)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
-        """Start sending one chunk; a failed room sends no more."""
+        """Start sending one chunk, the request's next pages; a failed room sends no more."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return
         where = slice(self.curr_idx, self.curr_idx + len(kv_indices))
         is_last = where.stop == self.num_kv_indices
-        chunk = Chunk(self.chunk_id, kv_indices, where, is_last, self.aux_index, state_indices)
-        self.xfer_handles += self.kv_mgr.add_transfer_request(self.bootstrap_room, chunk)
+        numbers = (is_last, self.chunk_id, self.aux_index)
+        self.xfer_handles += self.kv_mgr.add_transfer_request(
+            self.bootstrap_room, kv_indices, where, *numbers, state_indices
+        )
         self.curr_idx = where.stop
         self.chunk_id += 1
         self.has_sent = is_last
@@ -391,7 +445,7 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def _expect_room(self, has_state: bool) -> None:
         """What has come for this number before is another request's."""
-        self.kv_mgr.transfer_statuses[self.bootstrap_room] = Arrivals(
+        self.kv_mgr.transfer_statuses[self.bootstrap_room] = kv_layout.TransferStatus(
             self.required_prefill_response_num, has_state
         )
 

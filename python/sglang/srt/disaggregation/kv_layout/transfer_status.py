@@ -16,7 +16,7 @@ from typing import Optional
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notification:
     """One notification. `kind` is `kv`, `aux`, `state` or `failed`; `chunk` counts from 0."""
 
     room: int
@@ -26,7 +26,7 @@ class Notice:
     reason: str = ""
 
 
-def format_notice(notice: Notice, sender: int) -> bytes:
+def format_notification(notice: Notification, sender: int) -> bytes:
     """The notification's bytes; `sender` must be unique over the prefill server's ranks."""
     if notice.kind == "kv":
         tail = f"{notice.chunk}_{int(notice.is_last)}_{sender}"
@@ -37,22 +37,22 @@ def format_notice(notice: Notice, sender: int) -> bytes:
     return f"{notice.room}_{notice.kind}_{tail}".encode("ascii", "backslashreplace")
 
 
-def parse_notice(message: bytes) -> Optional[Notice]:
+def parse_notification(message: bytes) -> Optional[Notification]:
     """What a notification says; None for one that no release sends."""
     parts = message.decode("ascii", "replace").split("_", 4)
     try:
         room, kind = int(parts[0]), parts[1]
         if kind == "kv":
-            return Notice(room, kind, chunk=int(parts[2]), is_last=bool(int(parts[3])))
+            return Notification(room, kind, chunk=int(parts[2]), is_last=bool(int(parts[3])))
         if kind == "failed":
-            return Notice(room, kind, reason="_".join(parts[3:]))
+            return Notification(room, kind, reason="_".join(parts[3:]))
     except (ValueError, IndexError):
         return None
-    return Notice(room, kind) if kind in ("aux", "state") else None
+    return Notification(room, kind) if kind in ("aux", "state") else None
 
 
 @dataclass
-class Arrivals:
+class TransferStatus:
     """What has come in for one room.
 
     Attributes:
@@ -68,7 +68,7 @@ class Arrivals:
     _state: set[Hashable] = field(default_factory=set)
     _failed: set[Hashable] = field(default_factory=set)
 
-    def add(self, sender: Hashable, notice: Notice) -> None:
+    def add(self, sender: Hashable, notice: Notification) -> None:
         """Count `notice` from `sender`; a repeated one changes nothing."""
         if notice.kind == "kv":
             self._chunks.setdefault(sender, set()).add(notice.chunk)

@@ -1,14 +1,14 @@
 """A process that has imported the engine, and forks servers that then need not.
 
-usage: python -m pd_harness.cpu_host.nursery SOCKET   (see `pd_harness.forks`, which asks it)
+usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks`, which asks it)
 
 For each connection to the Unix socket it forks a keeper (compare `pd_harness.keeper`), which says
 ``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
 ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
 ``python -m`` would; what the engine then starts by ``multiprocessing`` is forked, too.  The keeper
 says ``{"keeper": PID}``, its own, and in the end ``{"status": N}``.  When the connection is closed,
-or the server has ended, every process of its group is killed.  The nursery ends with its standard
-input.
+or the server has ended, every process of its group is killed.  The fork server ends with its
+standard input.
 """
 
 import contextlib
@@ -65,7 +65,9 @@ def main(path: Path) -> None:
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     read = {name: before.get(name) for name in read}
     if not is_alone():
-        sys.exit("nursery: importing the engine has started threads, which a fork would not have")
+        sys.exit(
+            "fork server: importing the engine has started threads, which a fork would not have"
+        )
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

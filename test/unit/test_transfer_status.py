@@ -3,35 +3,38 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layout import Arrivals, Notice, format_notice, parse_notice
+from kv_layout import Notification, TransferStatus, format_notification, parse_notification
 
 
 @pytest.mark.parametrize(
     "notice, wire",
     [
-        (Notice(7, "kv", chunk=2, is_last=True), b"7_kv_2_1_5"),
-        (Notice(7, "kv", chunk=0, is_last=False), b"7_kv_0_0_5"),
-        (Notice(7, "aux"), b"7_aux_5"),
-        (Notice(7, "state"), b"7_state_5"),
-        (Notice(7, "failed", reason="page_size 1 is not 16"), b"7_failed_5_page_size 1 is not 16"),
+        (Notification(7, "kv", chunk=2, is_last=True), b"7_kv_2_1_5"),
+        (Notification(7, "kv", chunk=0, is_last=False), b"7_kv_0_0_5"),
+        (Notification(7, "aux"), b"7_aux_5"),
+        (Notification(7, "state"), b"7_state_5"),
+        (
+            Notification(7, "failed", reason="page_size 1 is not 16"),
+            b"7_failed_5_page_size 1 is not 16",
+        ),
     ],
 )
 def test_wire(notice, wire):
-    assert format_notice(notice, sender=5) == wire
-    assert parse_notice(wire) == notice
+    assert format_notification(notice, sender=5) == wire
+    assert parse_notification(wire) == notice
 
 
 @pytest.mark.parametrize(
     "wire, notice",
     [
-        (b"7_kv_2_1_0", Notice(7, "kv", chunk=2, is_last=True)),
-        (b"7_kv_2_1", Notice(7, "kv", chunk=2, is_last=True)),  # releases before senders
-        (b"7_aux", Notice(7, "aux")),
-        (b"7_state_0", Notice(7, "state")),
+        (b"7_kv_2_1_0", Notification(7, "kv", chunk=2, is_last=True)),
+        (b"7_kv_2_1", Notification(7, "kv", chunk=2, is_last=True)),  # releases before senders
+        (b"7_aux", Notification(7, "aux")),
+        (b"7_state_0", Notification(7, "state")),
     ],
 )
 def test_what_stock_prefill_sends(wire, notice):
-    assert parse_notice(wire) == notice
+    assert parse_notification(wire) == notice
 
 
 def read_as_stock(message):
@@ -43,26 +46,29 @@ def read_as_stock(message):
 
 @given(st.integers(0, 2**62), st.integers(0, 99), st.booleans(), st.integers(0, 999))
 def test_stock_decode_reads_ours(room, chunk, is_last, sender):
-    kv = format_notice(Notice(room, "kv", chunk=chunk, is_last=is_last), sender)
+    kv = format_notification(Notification(room, "kv", chunk=chunk, is_last=is_last), sender)
     assert read_as_stock(kv) == (room, "kv", sender)
-    assert read_as_stock(format_notice(Notice(room, "aux"), sender))[:2] == (room, "aux")
-    failed = format_notice(Notice(room, "failed", reason="é_\n_x"), sender)
+    assert read_as_stock(format_notification(Notification(room, "aux"), sender))[:2] == (
+        room,
+        "aux",
+    )
+    failed = format_notification(Notification(room, "failed", reason="é_\n_x"), sender)
     assert read_as_stock(failed)[:2] == (room, "failed")
 
 
 @given(st.binary(max_size=40))
 def test_noise_is_dropped_not_raised(noise):
-    parse_notice(noise)
-    assert parse_notice(b"x_" + noise) is None
+    parse_notification(noise)
+    assert parse_notification(b"x_" + noise) is None
 
 
 def complete(senders, chunks, state):
     for who in senders:
         for chunk in range(chunks):
-            yield who, Notice(1, "kv", chunk=chunk, is_last=chunk == chunks - 1)
-        yield who, Notice(1, "aux")
+            yield who, Notification(1, "kv", chunk=chunk, is_last=chunk == chunks - 1)
+        yield who, Notification(1, "aux")
         if state:
-            yield who, Notice(1, "state")
+            yield who, Notification(1, "state")
 
 
 @given(
@@ -75,7 +81,7 @@ def test_done_with_the_last_part_and_not_before(senders, chunks, state, order):
     """Whatever the order, each part is waited for; stock calls a room done with the first aux."""
     parts = list(complete([f"agent-{i}" for i in range(senders)], chunks, state))
     order.shuffle(parts)
-    arrivals = Arrivals(senders=senders, expects_state=state)
+    arrivals = TransferStatus(senders=senders, expects_state=state)
     for who, notice in parts:
         assert not arrivals.is_done()
         arrivals.add(who, notice)
@@ -84,27 +90,27 @@ def test_done_with_the_last_part_and_not_before(senders, chunks, state, order):
 
 
 def test_not_done_before_the_number_of_senders_is_known():
-    arrivals = Arrivals()
+    arrivals = TransferStatus()
     for who, notice in complete(["a"], 1, False):
         arrivals.add(who, notice)
     assert not arrivals.is_done()
 
 
 def test_a_failed_room_is_over_when_no_sender_writes_any_more():
-    arrivals = Arrivals(senders=2)
-    arrivals.add("a", Notice(1, "failed", reason="why"))
-    arrivals.add("a", Notice(1, "failed", reason="why"))
+    arrivals = TransferStatus(senders=2)
+    arrivals.add("a", Notification(1, "failed", reason="why"))
+    arrivals.add("a", Notification(1, "failed", reason="why"))
     assert arrivals.is_failing
     assert not arrivals.is_done()
-    arrivals.add("b", Notice(1, "failed", reason="because of a"))
+    arrivals.add("b", Notification(1, "failed", reason="because of a"))
     assert arrivals.is_done()
     assert arrivals.is_failed()
 
 
 def test_a_sender_that_is_done_is_not_waited_for():
     """One of two failed; the other's KV and metadata are written."""
-    arrivals = Arrivals(senders=2)
-    arrivals.add("a", Notice(1, "failed", reason="why"))
+    arrivals = TransferStatus(senders=2)
+    arrivals.add("a", Notification(1, "failed", reason="why"))
     for who, notice in complete(["b"], 2, False):
         assert not arrivals.is_done()
         arrivals.add(who, notice)

@@ -1,4 +1,4 @@
-"""What NIXL's notifications say, on both sides; `kv_layout.arrivals` has their wording.
+"""What NIXL's notifications say, on both sides; `kv_layout.transfer_status` has their wording.
 
 A write brings one when it is done; that a room failed is said by one of its own.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import logging
 from typing import Any, Dict
 
-from sglang.srt.disaggregation.kv_layout import Notice, format_notice, parse_notice
+from sglang.srt.disaggregation.kv_layout import (
+    Notification,
+    format_notification,
+    parse_notification,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class Notices:
+class Notifications:
     """A KV manager's; it has `_notify(peer, notification)`, and `is_dummy()` of a room's peer."""
 
-    def _notice(self, room: int, kind: str, **more) -> bytes:
+    def _notification(self, room: int, kind: str, **more) -> bytes:
         """A notification of this prefill rank."""
-        return format_notice(Notice(room, kind, **more), self.sender_rank)
+        return format_notification(Notification(room, kind, **more), self.sender_rank)
 
     def finish_failed(self, room: int) -> str:
         """Prefill: end a failed room and tell its decode ranks why; returns that.
@@ -34,7 +38,7 @@ class Notices:
 
     def _tell_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
         """Once each, for the number may be another request's when a second message arrives."""
-        notice = self._notice(room, "failed", reason=reason)
+        notice = self._notification(room, "failed", reason=reason)
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_told"):
                 continue
@@ -50,7 +54,7 @@ class Notices:
             arrived = self.agent.get_new_notifs()
         for peer, messages in arrived.items():
             for message in messages:
-                notice = parse_notice(message)
+                notice = parse_notification(message)
                 if notice is None:
                     logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
                 # What comes for a room that is over must not open it again.

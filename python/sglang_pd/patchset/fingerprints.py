@@ -1,4 +1,4 @@
-"""`python -m sglang_pd.patchset.pin`: for developers, makes a release's fingerprints."""
+"""`python -m sglang_pd.patchset.fingerprints`: for developers, makes a release's fingerprints."""
 
 import json
 from pathlib import Path
@@ -13,37 +13,37 @@ from sglang_pd.grafting.source import Definition, GraftError, lookup, parse
 from sglang_pd.install import record
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.install.transaction import STATE, read_file
-from sglang_pd.patchset.patches import Patch, Pins, Release, load, symbol_ids
+from sglang_pd.patchset.patches import Fingerprints, Patch, Release, load, symbol_ids
 from sglang_pd.patchset.plan import changed, same
 
 
-def pin(engine: Engine, release: Release) -> Pins:
+def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
     """The engine's fingerprints of every symbol that the tree replaces; None for what it adds.
 
     Raises Refusal PATCH_SET where tree and records do not fit each other, or tree and engine.
     """
-    pins: Pins = {}
+    fingerprints: Fingerprints = {}
     problems: list[str] = []
     for path, ours in sorted(release.tree.items()):
         text = read_file(engine.root / path)
         if text is None:
-            pins[path] = None
+            fingerprints[path] = None
             continue
         try:
-            pins[path] = graft(text, ours, path)[1]
+            fingerprints[path] = graft(text, ours, path)[1]
         except GraftError as error:
             problems.append(str(error))
             continue
         problems += [
             f"{path}::{symbol} is the engine's own text; drop it from our file"
-            for symbol in same(ours, path, pins[path])
+            for symbol in same(ours, path, fingerprints[path])
             if isinstance(lookup(parse(ours, path), symbol, path), Definition)
         ]
     if not problems:
-        problems = unrecorded(release.patches, symbol_ids(changed(release.tree, pins)))
+        problems = unrecorded(release.patches, symbol_ids(changed(release.tree, fingerprints)))
     if problems:
         raise Refusal(Code.PATCH_SET, "\n".join(problems))
-    return pins
+    return fingerprints
 
 
 def unrecorded(patches: list[Patch], symbols: list[str]) -> list[str]:
@@ -66,7 +66,8 @@ def check_unmodified(engine: Engine, paths: list[str]) -> None:
     """Raises Refusal EDITED unless every file is as its wheel installed it."""
     if (engine.root / STATE).exists():
         raise Refusal(
-            Code.EDITED, f"the patch set is applied to {engine.root}; pin on an unmodified engine"
+            Code.EDITED,
+            f"the patch set is applied to {engine.root}; make fingerprints on an unmodified one",
         )
     if engine.record is None:
         return
@@ -83,16 +84,16 @@ def main(
 ) -> None:
     """Writes releases/RELEASE/fingerprints.json."""
     try:
-        wanted = load(release, pinned=False)
+        wanted = load(release, with_fingerprints=False)
         found = find_engine(engine, release)
         check_unmodified(found, list(wanted.tree))
-        pins = pin(found, wanted)
+        fingerprints = make_fingerprints(found, wanted)
     except Refusal as refusal:
         typer.echo(refusal, err=True)
         raise typer.Exit(refusal.code) from None
     target = wanted.folder / "fingerprints.json"
-    target.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n")
-    typer.echo(f"{target}: {len(symbol_ids(pins))} symbols of {len(pins)} files")
+    target.write_text(json.dumps(fingerprints, indent=1, sort_keys=True) + "\n")
+    typer.echo(f"{target}: {len(symbol_ids(fingerprints))} symbols of {len(fingerprints)} files")
 
 
 if __name__ == "__main__":
