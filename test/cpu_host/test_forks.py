@@ -94,7 +94,7 @@ def test_beside_a_thread_nothing_is_forked(tmp_path):
     assert lines(log, 2)[1] == "False"
 
 
-def test_what_is_read_at_import_takes_another_nursery(tmp_path):
+def test_what_is_read_at_import_takes_another_fork_server(tmp_path):
     """One that nobody reads then does not."""
     run("pass", tmp_path / "log").wait()
     given = {**os.environ, **ENVIRONMENT}

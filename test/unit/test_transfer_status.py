@@ -7,7 +7,7 @@ from kv_layout import Notification, TransferStatus, format_notification, parse_n
 
 
 @pytest.mark.parametrize(
-    "notice, wire",
+    "notification, wire",
     [
         (Notification(7, "kv", chunk=2, is_last=True), b"7_kv_2_1_5"),
         (Notification(7, "kv", chunk=0, is_last=False), b"7_kv_0_0_5"),
@@ -19,13 +19,13 @@ from kv_layout import Notification, TransferStatus, format_notification, parse_n
         ),
     ],
 )
-def test_wire(notice, wire):
-    assert format_notification(notice, sender=5) == wire
-    assert parse_notification(wire) == notice
+def test_wire(notification, wire):
+    assert format_notification(notification, sender=5) == wire
+    assert parse_notification(wire) == notification
 
 
 @pytest.mark.parametrize(
-    "wire, notice",
+    "wire, notification",
     [
         (b"7_kv_2_1_0", Notification(7, "kv", chunk=2, is_last=True)),
         (b"7_kv_2_1", Notification(7, "kv", chunk=2, is_last=True)),  # releases before senders
@@ -33,8 +33,8 @@ def test_wire(notice, wire):
         (b"7_state_0", Notification(7, "state")),
     ],
 )
-def test_what_stock_prefill_sends(wire, notice):
-    assert parse_notification(wire) == notice
+def test_what_stock_prefill_sends(wire, notification):
+    assert parse_notification(wire) == notification
 
 
 def read_as_stock(message):
@@ -81,37 +81,37 @@ def test_done_with_the_last_part_and_not_before(senders, chunks, state, order):
     """Whatever the order, each part is waited for; stock calls a room done with the first aux."""
     parts = list(complete([f"agent-{i}" for i in range(senders)], chunks, state))
     order.shuffle(parts)
-    arrivals = TransferStatus(senders=senders, expects_state=state)
-    for who, notice in parts:
-        assert not arrivals.is_done()
-        arrivals.add(who, notice)
-        arrivals.add(who, notice)
-    assert arrivals.is_done() and not arrivals.is_failed()
+    status = TransferStatus(senders=senders, expects_state=state)
+    for who, notification in parts:
+        assert not status.is_done()
+        status.add(who, notification)
+        status.add(who, notification)
+    assert status.is_done() and not status.is_failed()
 
 
 def test_not_done_before_the_number_of_senders_is_known():
-    arrivals = TransferStatus()
-    for who, notice in complete(["a"], 1, False):
-        arrivals.add(who, notice)
-    assert not arrivals.is_done()
+    status = TransferStatus()
+    for who, notification in complete(["a"], 1, False):
+        status.add(who, notification)
+    assert not status.is_done()
 
 
 def test_a_failed_room_is_over_when_no_sender_writes_any_more():
-    arrivals = TransferStatus(senders=2)
-    arrivals.add("a", Notification(1, "failed", reason="why"))
-    arrivals.add("a", Notification(1, "failed", reason="why"))
-    assert arrivals.is_failing
-    assert not arrivals.is_done()
-    arrivals.add("b", Notification(1, "failed", reason="because of a"))
-    assert arrivals.is_done()
-    assert arrivals.is_failed()
+    status = TransferStatus(senders=2)
+    status.add("a", Notification(1, "failed", reason="why"))
+    status.add("a", Notification(1, "failed", reason="why"))
+    assert status.is_failing
+    assert not status.is_done()
+    status.add("b", Notification(1, "failed", reason="because of a"))
+    assert status.is_done()
+    assert status.is_failed()
 
 
 def test_a_sender_that_is_done_is_not_waited_for():
     """One of two failed; the other's KV and metadata are written."""
-    arrivals = TransferStatus(senders=2)
-    arrivals.add("a", Notification(1, "failed", reason="why"))
-    for who, notice in complete(["b"], 2, False):
-        assert not arrivals.is_done()
-        arrivals.add(who, notice)
-    assert arrivals.is_failed() and arrivals.is_done()
+    status = TransferStatus(senders=2)
+    status.add("a", Notification(1, "failed", reason="why"))
+    for who, notification in complete(["b"], 2, False):
+        assert not status.is_done()
+        status.add(who, notification)
+    assert status.is_failed() and status.is_done()

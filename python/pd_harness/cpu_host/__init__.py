@@ -19,8 +19,8 @@ ENVIRONMENT = {
     # Half a minute, not ten seconds: a server that waits for a core must not be taken for dead.
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",
     "MC_FORCE_TCP": "true",  # Mooncake without RDMA hardware
-    # Over TCP NIXL's idle thread spins until UCX has looked after each new connection: for some 20 s
-    # with this, for over a minute with its own 20s; with "inf" a write now and then never starts.
+    # Over TCP NIXL's idle thread spins until UCX has looked after each new connection: some 20 s
+    # with this, over a minute with its own 20s; with "inf" a write now and then does not start.
     "UCX_KEEPALIVE_INTERVAL": "1s",
 }
 

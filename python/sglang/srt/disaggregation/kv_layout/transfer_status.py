@@ -26,15 +26,15 @@ class Notification:
     reason: str = ""
 
 
-def format_notification(notice: Notification, sender: int) -> bytes:
+def format_notification(notification: Notification, sender: int) -> bytes:
     """The notification's bytes; `sender` must be unique over the prefill server's ranks."""
-    if notice.kind == "kv":
-        tail = f"{notice.chunk}_{int(notice.is_last)}_{sender}"
-    elif notice.kind == "failed":
-        tail = f"{sender}_{notice.reason}"
+    if notification.kind == "kv":
+        tail = f"{notification.chunk}_{int(notification.is_last)}_{sender}"
+    elif notification.kind == "failed":
+        tail = f"{sender}_{notification.reason}"
     else:
         tail = f"{sender}"
-    return f"{notice.room}_{notice.kind}_{tail}".encode("ascii", "backslashreplace")
+    return f"{notification.room}_{notification.kind}_{tail}".encode("ascii", "backslashreplace")
 
 
 def parse_notification(message: bytes) -> Optional[Notification]:
@@ -68,17 +68,17 @@ class TransferStatus:
     _state: set[Hashable] = field(default_factory=set)
     _failed: set[Hashable] = field(default_factory=set)
 
-    def add(self, sender: Hashable, notice: Notification) -> None:
-        """Count `notice` from `sender`; a repeated one changes nothing."""
-        if notice.kind == "kv":
-            self._chunks.setdefault(sender, set()).add(notice.chunk)
-            if notice.is_last:
-                self._expected[sender] = notice.chunk + 1
-        elif notice.kind == "aux":
+    def add(self, sender: Hashable, notification: Notification) -> None:
+        """Count `notification` from `sender`; a repeated one changes nothing."""
+        if notification.kind == "kv":
+            self._chunks.setdefault(sender, set()).add(notification.chunk)
+            if notification.is_last:
+                self._expected[sender] = notification.chunk + 1
+        elif notification.kind == "aux":
             self._aux.add(sender)
-        elif notice.kind == "state":
+        elif notification.kind == "state":
             self._state.add(sender)
-        elif notice.kind == "failed":
+        elif notification.kind == "failed":
             self._failed.add(sender)
 
     @property

@@ -38,13 +38,13 @@ class Notifications:
 
     def _tell_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
         """Once each, for the number may be another request's when a second message arrives."""
-        notice = self._notification(room, "failed", reason=reason)
+        notification = self._notification(room, "failed", reason=reason)
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_told"):
                 continue
             info.is_told = True
             try:
-                self._notify(peer, notice)
+                self._notify(peer, notification)
             except Exception as error:
                 logger.warning(f"Room {room}: decode {peer} was not told: {error}")
 
@@ -54,11 +54,13 @@ class Notifications:
             arrived = self.agent.get_new_notifs()
         for peer, messages in arrived.items():
             for message in messages:
-                notice = parse_notification(message)
-                if notice is None:
+                notification = parse_notification(message)
+                if notification is None:
                     logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
                 # What comes for a room that is over must not open it again.
-                elif notice.room in self.request_status:
-                    self.transfer_statuses[notice.room].add(peer, notice)
-                    if notice.kind == "failed":
-                        self.record_failure(notice.room, f"Prefill failed: {notice.reason}")
+                elif notification.room in self.request_status:
+                    self.transfer_statuses[notification.room].add(peer, notification)
+                    if notification.kind == "failed":
+                        self.record_failure(
+                            notification.room, f"Prefill failed: {notification.reason}"
+                        )

@@ -304,8 +304,8 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
         index_slice: slice,
         is_last: bool,
         chunk_id: int,
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
+        aux_index: int | None = None,
+        state_indices: List[int] | None = None,
     ) -> List[Write]:
         """Start the writes of one chunk to every decode rank of the room.
 
