@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import List, Optional, Set
 from weakref import WeakSet
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import parse_notification
 from sglang.srt.disaggregation.pd.sender import ABORTED
@@ -26,6 +28,26 @@ CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 class RoomFailed(Exception):
     """Nothing more is written for it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some pages of one request, computed.
+
+    The last chunk brings the row of the metadata, and state slots or pages if the model has any.
+
+    Attributes:
+        kv_indices: Pages of this rank's pool, int32, `[pages]`.
+        index_slice: Their place among all pages of the request.
+        chunk_id: Counted from 0.
+    """
+
+    kv_indices: npt.NDArray[np.int32]
+    index_slice: slice
+    is_last: bool
+    chunk_id: int
+    aux_index: Optional[int] = None
+    state_indices: Optional[List[int]] = None
 
 
 @dataclass(eq=False)

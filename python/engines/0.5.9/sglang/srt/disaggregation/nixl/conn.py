@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encod
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.notifications import Notifications
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.writes import RoomFailed, Write, Writes, WritingSender
+from sglang.srt.disaggregation.pd.writes import Chunk, RoomFailed, Write, Writes, WritingSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -67,21 +67,6 @@ class KVArgsRegisterInfo(Registration):
     @property
     def attn_tp(self) -> Tuple[int, int]:
         return self.decode_tp_rank, self.decode_tp_size
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Some pages of one request, computed; `where` is their place among all its pages.
-
-    The last chunk brings the slot of the metadata, and state slots or pages if the model has any.
-    """
-
-    number: int
-    pages: npt.NDArray[np.int32]
-    where: slice
-    is_last: bool
-    aux_slot: Optional[int] = None
-    state_slots: Optional[List[int]] = None
 
 
 class NixlKVManager(Notifications, Writes, CommonKVManager):
@@ -297,39 +282,22 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(
-        self,
-        bootstrap_room: int,
-        kv_indices: npt.NDArray[np.int32],
-        index_slice: slice,
-        is_last: bool,
-        chunk_id: int,
-        aux_index: int | None = None,
-        state_indices: List[int] | None = None,
-    ) -> List[Write]:
+    def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Write]:
         """Start the writes of one chunk to every decode rank of the room.
 
-        Args:
-            kv_indices: The chunk's pages of this rank's pool, int32, `[pages]`.
-            index_slice: Their place among all pages of the request.
-            chunk_id: The chunk's number, from 0.
-            aux_index: Row of the metadata buffers; with the last chunk only.
-            state_indices: Slots or pages of the state's pool; with the last chunk only.
-
-        Returns:
-            Those that were started. What goes wrong fails the room, never the caller, which is the
-            scheduler.
+        The further arguments are a `Chunk`'s. Returns the writes that were started. What goes wrong
+        fails the room, never the caller, which is the scheduler.
         """
-        chunk = Chunk(chunk_id, kv_indices, index_slice, is_last, aux_index, state_indices)
+        chunk = Chunk(*args, **kwargs)
         writes: List[Write] = []
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
                 if not req.is_dummy():
                     self._send_chunk(req, chunk, writes)
         except RoomFailed:
-            logger.info(f"Room {bootstrap_room}: chunk {chunk.number} is not sent any more")
+            logger.info(f"Room {bootstrap_room}: chunk {chunk.chunk_id} is not sent any more")
         except Exception as error:
-            logger.exception(f"Room {bootstrap_room}: chunk {chunk.number} could not be sent")
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk.chunk_id} could not be sent")
             self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
         return writes
 
@@ -347,20 +315,20 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
         add(
             self.send_kvcache(
                 peer,
-                chunk.pages,
+                chunk.kv_indices,
                 info.dst_kv_ptrs,
-                req.dst_kv_indices[chunk.where],
+                req.dst_kv_indices[chunk.index_slice],
                 info.gpu_id,
-                notif("kv", chunk=chunk.number, is_last=chunk.is_last),
+                notif("kv", chunk=chunk.chunk_id, is_last=chunk.is_last),
             )
         )
         if not chunk.is_last:
             return
-        if chunk.state_slots is not None:
+        if chunk.state_indices is not None:
             add(
                 self.maybe_send_extra(
                     peer,
-                    chunk.state_slots,
+                    chunk.state_indices,
                     info.dst_state_data_ptrs,
                     req.dst_state_indices,
                     info.gpu_id,
@@ -368,7 +336,9 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
                     info.decode_tp_size,
                 )
             )
-        add(self.send_aux(peer, chunk.aux_slot, info.dst_aux_ptrs, req.dst_aux_index, notif("aux")))
+        add(
+            self.send_aux(peer, chunk.aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux"))
+        )
 
     def _register_to_bootstrap(self):
         self.limit_messages()
@@ -427,10 +397,8 @@ class NixlKVSender(WritingSender, CommonKVSender):
             return
         where = slice(self.curr_idx, self.curr_idx + len(kv_indices))
         is_last = where.stop == self.num_kv_indices
-        numbers = (is_last, self.chunk_id, self.aux_index)
-        self.xfer_handles += self.kv_mgr.add_transfer_request(
-            self.bootstrap_room, kv_indices, where, *numbers, state_indices
-        )
+        chunk = (kv_indices, where, is_last, self.chunk_id, self.aux_index, state_indices)
+        self.xfer_handles += self.kv_mgr.add_transfer_request(self.bootstrap_room, *chunk)
         self.curr_idx = where.stop
         self.chunk_id += 1
         self.has_sent = is_last
