@@ -21,7 +21,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("python/sglang/srt", "python/engines/0.5.9/sglang/srt")
 LAYOUT = "disaggregation/kv_layout"
-TESTS = ("unit", "engine", "transport", "cpu_host", "serving")  # the tool's do not look at it
+TESTS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
 NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
 
 

@@ -27,7 +27,7 @@ def stock():
 
     def ask(*calls: list) -> list:
         done = subprocess.run(
-            [str(python), str(HERE / "probes.py"), json.dumps(calls)],
+            [str(python), str(HERE.parent / "support" / "probes.py"), json.dumps(calls)],
             env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,

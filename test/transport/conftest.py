@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import fleet as fleets
+import fleet as fleets  # noqa: E402
 
 from pd_harness.cluster import PD_ENV, why_not_here
 
