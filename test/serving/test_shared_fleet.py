@@ -127,6 +127,12 @@ def ascend():
         yield fleet
 
 
+@pytest.mark.parametrize("decode", ["plain", "retract"])
+def test_mla_from_stages(decode, ascend, reference):
+    # First, for the other fleet takes a minute to be idle.
+    ascend.check(("pp2", decode), reference(ascend.model, NEW_TOKENS))
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
 def test_each_pair(pair, nixl, reference):
     nixl.check(pair, reference(nixl.model, NEW_TOKENS))
@@ -138,11 +144,6 @@ def test_all_pairs_at_once(nixl, reference):
     with ThreadPoolExecutor(len(PAIRS)) as pool:
         for done in [pool.submit(nixl.check, pair, expected) for pair in PAIRS]:
             done.result()
-
-
-@pytest.mark.parametrize("decode", ["plain", "retract"])
-def test_mla_from_stages(decode, ascend, reference):
-    ascend.check(("pp2", decode), reference(ascend.model, NEW_TOKENS))
 
 
 def branching() -> list[list[int]]:
