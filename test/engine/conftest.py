@@ -3,13 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 pytest.importorskip("sglang.srt.disaggregation.kv_layout", reason="no patched engine here")
 
@@ -27,7 +25,7 @@ def stock():
 
     def ask(*calls: list) -> list:
         done = subprocess.run(
-            [str(python), str(HERE.parent / "support" / "probes.py"), json.dumps(calls)],
+            [str(python), str(SUPPORT / "probes.py"), json.dumps(calls)],
             env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
