@@ -26,17 +26,16 @@ class ForkServerFailed(RuntimeError):
     """The engine could not be imported, or may not be forked; the message holds the log's end."""
 
 
-class ForkServer:
-    """One process, which has imported the engine of ``python`` with ``environment``."""
+class SocketServer:
+    """A process that listens on a Unix socket when it is ready; its path is the last argument."""
 
-    def __init__(self, python: str, environment: Mapping[str, str]):
-        self.python = python
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
         self.path = Path(self.folder.name) / "socket"
         self.log = Path(self.folder.name) / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [python, "-m", MODULE, str(self.path)],
+                [*command, str(self.path)],
                 env={**environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -48,15 +47,31 @@ class ForkServer:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace")[-4000:]
                 self.close()
-                raise ForkServerFailed(f"{python} -m {MODULE} did not start:\n{tail}")
+                raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
             time.sleep(0.05)
-        with self._connected() as connection:
-            self.read = _message(connection)["read"]
 
-    def _connected(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def connected(self, kind: socket.SocketKind) -> socket.socket:
+        """A new connection to it."""
+        connection = socket.socket(socket.AF_UNIX, kind)
         connection.connect(str(self.path))
         return connection
+
+    def close(self) -> None:
+        """End it, and remove its log."""
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class ForkServer(SocketServer):
+    """One process, which has imported the engine of ``python`` with ``environment``."""
+
+    def __init__(self, python: str, environment: Mapping[str, str]):
+        super().__init__([python, "-m", MODULE], environment)
+        self.python = python
+        with self.connected(socket.SOCK_SEQPACKET) as connection:
+            self.read = _message(connection)["read"]
 
     def fits(self, python: str, environment: Mapping[str, str]) -> bool:
         """Whether an import with this environment would make the same."""
@@ -68,18 +83,11 @@ class ForkServer:
 
     def fork(self, module: str, arguments: Sequence[str], environment, log) -> "Fork":
         """A new process that runs the module; its output goes to the open file ``log``."""
-        connection = self._connected()
+        connection = self.connected(socket.SOCK_SEQPACKET)
         _message(connection)
         asked = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
         return Fork(connection)
-
-    def close(self) -> None:
-        """End it, and remove its log."""
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-        self.folder.cleanup()
 
 
 class Fork:

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +20,10 @@ import numpy as np
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.device import await_peers, device
+from pd_harness.forks import SocketServer
 from pd_harness.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
-START_SECONDS = 120
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
@@ -171,7 +170,7 @@ def why_without_ucx(version: str) -> str:
     )
 
 
-class ForkServer:
+class ForkServer(SocketServer):
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
@@ -180,43 +179,15 @@ class ForkServer:
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         fresh = device() == "npu" if fresh is None else fresh
-        self.folder = tempfile.TemporaryDirectory(prefix="pd-")
-        self.path = Path(self.folder.name) / "socket"
-        self.log = Path(self.folder.name) / "log"
         host = CPU_HOST if device() == "cpu" else {}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    str(interpreter(engine)),
-                    str(HERE / "rank.py"),
-                    "fresh" if fresh else "fork",
-                    str(self.path),
-                ],
-                env={**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + START_SECONDS
-        while not self.path.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise RuntimeError(
-                    f"{engine} engine did not start:\n{self.log.read_text()[-4000:]}"
-                )
-            time.sleep(0.1)
+        super().__init__(
+            [str(interpreter(engine)), str(HERE / "rank.py"), "fresh" if fresh else "fork"],
+            {**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
+        )
 
     def spawn(self) -> Rank:
         """A new rank process."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self.path))
-        return Rank(connection)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.folder.cleanup()
+        return Rank(self.connected(socket.SOCK_STREAM))
 
 
 class Rank:

@@ -82,7 +82,7 @@ def main(
     engine: Annotated[Path, typer.Option(help="An unmodified engine.")],
     release: Annotated[str, typer.Option(help="The release whose fingerprints are made.")],
 ) -> None:
-    """Writes releases/RELEASE/fingerprints.json."""
+    """Writes engines/RELEASE/fingerprints.json."""
     try:
         wanted = load(release, with_fingerprints=False)
         found = find_engine(engine, release)

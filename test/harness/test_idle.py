@@ -1,0 +1,73 @@
+"""How long idle schedulers sleep: shortly with a request, longer and longer without."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from pd_harness.cpu_host import idle
+
+
+class Scheduler:
+    """As much of the engine's as is changed; the milliseconds that it polls for clients."""
+
+    def __init__(self, dp: bool = False, sleeps: bool = True):
+        self.polled: list[float] = []
+        poller = SimpleNamespace(poll=self.polled.append)
+        self.idle_sleeper = SimpleNamespace(poller=poller) if sleeps else None
+        self.server_args = SimpleNamespace(enable_dp_attention=dp)
+        self.waiting_queue: list[str] = []
+        self.checks = 0
+
+    def self_check_during_idle(self):
+        self.checks += 1
+        self.maybe_sleep_on_idle()
+
+    def maybe_sleep_on_idle(self):
+        raise AssertionError("the engine's own sleep")
+
+    def run_batch(self, batch):
+        return batch
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """Function: a scheduler; `slept` has its sleeps of both kinds, in milliseconds."""
+    changed = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
+    idle.rested_schedulers(SimpleNamespace(Scheduler=changed))
+
+    def made(**options):
+        one = changed(**options)
+        monkeypatch.setattr(idle.time, "sleep", lambda seconds: one.polled.append(-1000 * seconds))
+        return one
+
+    return made
+
+
+@pytest.mark.parametrize(("dp", "longest"), [(False, 1000), (True, 50)])
+def test_without_a_request_it_sleeps_ever_longer(scheduler, dp, longest):
+    one = scheduler(dp=dp)
+    for _ in range(12):
+        one.self_check_during_idle()
+    assert one.checks == 12
+    assert one.polled[:4] == [2, 4, 8, 16]
+    assert one.polled[-1] == max(one.polled) == longest
+
+
+def test_what_it_computes_or_waits_for_wakes_it(scheduler):
+    one = scheduler()
+    for _ in range(6):
+        one.self_check_during_idle()
+    assert one.run_batch("batch") == "batch"
+    one.self_check_during_idle()
+    assert one.polled[-2:] == [64, 2]
+    one.waiting_queue.append("request")
+    one.self_check_during_idle()
+    one.waiting_queue.clear()
+    one.self_check_during_idle()
+    assert one.polled[-2:] == [-2, 2]
+
+
+def test_one_that_must_not_sleep_does_not(scheduler):
+    one = scheduler(sleeps=False)
+    one.self_check_during_idle()
+    assert one.polled == []
