@@ -13,9 +13,10 @@ import select
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pd_harness.waiting import awaited
 
 START_SECONDS = 120
 MODULE = "pd_harness.cpu_host.fork_server"
@@ -42,13 +43,11 @@ class SocketServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not self.path.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                tail = self.log.read_text(errors="replace")[-4000:]
-                self.close()
-                raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
-            time.sleep(0.05)
+        awaited(lambda: self.path.exists() or self.process.poll() is not None, START_SECONDS)
+        if not self.path.exists():
+            tail = self.log.read_text(errors="replace")[-4000:]
+            self.close()
+            raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
 
     def connected(self, kind: socket.SocketKind) -> socket.socket:
         """A new connection to it."""

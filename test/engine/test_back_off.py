@@ -21,6 +21,8 @@ from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.pd import back_off
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from pd_harness.waiting import awaited
+
 pytestmark = pytest.mark.engine
 
 DEAD, LIVE = "10.0.0.1:4000", "10.0.0.2:8000"  # both in one queue of four
@@ -161,10 +163,7 @@ def test_one_try_at_a_time(manager, monkeypatch):
         seconds_until_over(manager, room, send(manager, room, DEAD), 5)
     with pytest.raises(RuntimeError, match="it is tried again in"), manager.back_off.trying(DEAD):
         pytest.fail("it is left alone")
-    deadline = time.monotonic() + 5
-    while manager.back_off.seconds_left(DEAD) > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert awaited(lambda: manager.back_off.seconds_left(DEAD) <= 0, 5)
     trying = manager.back_off.trying
     with trying(DEAD), pytest.raises(RuntimeError, match="when that has ended"), trying(DEAD):
         pytest.fail("two at a time")
@@ -203,8 +202,4 @@ def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager
     with pytest.raises(mooncake.KVTransferError):
         sender.failure_exception()
     go_on.set()
-    deadline = time.monotonic() + 10
-    while not told:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert told == [(70, KVPoll.Failed, "Aborted by AbortReq.")]
+    assert awaited(lambda: told, 10) == [(70, KVPoll.Failed, "Aborted by AbortReq.")]

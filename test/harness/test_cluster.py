@@ -13,6 +13,7 @@ import pytest
 
 from pd_harness import cluster
 from pd_harness.ports import free_ports, free_run
+from pd_harness.waiting import awaited
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
@@ -32,19 +33,12 @@ def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
 
-def wait_until(condition, seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 def test_all_processes_end_with_the_block(tmp_path):
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
         assert psutil.pid_exists(pid)
-    assert wait_until(lambda: not psutil.pid_exists(pid))
+    assert awaited(lambda: not psutil.pid_exists(pid), 20)
 
 
 def test_all_processes_end_with_a_killed_parent(tmp_path):
@@ -68,12 +62,12 @@ time.sleep(600)
         env={**os.environ, "PYTHONPATH": paths},
     )
     try:
-        assert wait_until(lambda: child.exists() and child.read_text() != "")
+        assert awaited(lambda: child.exists() and child.read_text() != "", 20)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     pid = int(child.read_text())
-    assert wait_until(lambda: not psutil.pid_exists(pid))
+    assert awaited(lambda: not psutil.pid_exists(pid), 20)
 
 
 def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):

@@ -1,10 +1,10 @@
 """Servers that are forks of a process which has imported the engine: as those of ``python -m``."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +12,7 @@ import pytest
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
+from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,21 +44,19 @@ def run(code: str, log: Path, **environment: str) -> forks.Fork:
 
 def lines(log: Path, count: int, seconds: float = 60) -> list[str]:
     """The first lines of a log, when they are there."""
-    deadline = time.monotonic() + seconds
-    while len(found := log.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
+    assert awaited(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
+    return log.read_text().splitlines()
 
 
 def gone(pid: int, seconds: float = 20) -> bool:
     """A container's first process may not bury the dead."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+
+    def is_gone() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return True
+
+    return awaited(is_gone, seconds)
 
 
 def test_it_has_imported_the_engine_and_has_the_environment_it_was_given(tmp_path):

@@ -11,6 +11,7 @@ from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
 from pd_harness.device import device
+from pd_harness.waiting import awaited
 
 pytestmark = [
     pytest.mark.serving,
@@ -149,12 +150,12 @@ def _ask(servers, expected, patience: float, row: dict) -> None:
 
 def _is_free(servers, row: dict) -> bool:
     """Whether soon no token, request or room is held; notes what is held otherwise."""
-    deadline = time.monotonic() + FREE_SECONDS * row["busy"]
-    while row.update(held=_held(servers)) or row["held"]:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+
+    def is_free() -> bool:
+        row["held"] = _held(servers)
+        return not row["held"]
+
+    return awaited(is_free, FREE_SECONDS * row["busy"], pause=0.2)
 
 
 def _held(servers) -> dict[str, dict]:

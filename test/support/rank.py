@@ -52,12 +52,15 @@ from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from pd_harness.waiting import awaited
+
 try:
     from sglang.srt.disaggregation.pd import messages
 except ImportError:  # stock has none
     messages = None
 
 HOST = "127.0.0.1"
+PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
 AUX_SLOTS = 8
 HIDDEN_STATES = 8  # the row's number
 UNWRITTEN = 0xA5
@@ -270,11 +273,8 @@ class Rank:
         """
         sender = self._sender(room)
         wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
-        deadline = time.monotonic() + seconds
-        while sender.poll() != wanted:
-            if time.monotonic() > deadline:
-                return {"state": "hang"}
-            time.sleep(0.002)
+        if not awaited(lambda: sender.poll() == wanted, seconds, PAUSE):
+            return {"state": "hang"}
         allocator = ReqToMetadataIdxAllocator(0)
         req = SimpleNamespace(disagg_kv_sender=sender, metadata_buffer_index=3)
         prefill_module.release_req_to_metadata_buffer(req, allocator)
@@ -439,19 +439,15 @@ class Rank:
         )
 
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            state = self._poll(poller)
-            if state == leave_at:
-                return {"state": "waiting"}
-            if state == KVPoll.Success:
-                if self.is_prefill and hasattr(poller, "clear"):
-                    poller.clear()
-                return {"state": "success"}
-            if state == KVPoll.Failed:
-                return _failure(poller)
-            time.sleep(0.002)
-        return {"state": "hang"}
+        ends = {leave_at, KVPoll.Success, KVPoll.Failed}
+        reached = awaited(lambda: {self._poll(poller)} & ends, seconds, PAUSE)
+        if KVPoll.Failed in reached:
+            return _failure(poller)
+        if KVPoll.Success in reached:
+            if self.is_prefill and hasattr(poller, "clear"):
+                poller.clear()
+            return {"state": "success"}
+        return {"state": "waiting" if reached else "hang"}
 
     def _poll(self, poller) -> int:
         if self.group is None:
@@ -608,11 +604,9 @@ class Rank:
 
     def await_end(self, room: int, seconds: float) -> dict:
         """Wait for that message, with which all that its sender sent before has been read."""
-        deadline = time.monotonic() + seconds
-        while self.manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
-            if time.monotonic() > deadline:
-                return {"state": "hang"}
-            time.sleep(0.002)
+        over = (KVPoll.Success, KVPoll.Failed)
+        if not awaited(lambda: self.manager.check_status(room) in over, seconds, PAUSE):
+            return {"state": "hang"}
         self.manager.forget(room)
         return {"state": "ended"}
 

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 
+from pd_harness.waiting import awaited
+
 ERROR = "the test makes this transfer fail"
 GONE_SECONDS = 10
 
@@ -159,8 +161,11 @@ def cut_connections() -> int:
 
 def kill(pid: int) -> None:
     """At once, and wait until it is gone."""
-    deadline = time.monotonic() + GONE_SECONDS
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
+
+    def killed() -> bool:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+            return False
+        return True
+
+    awaited(killed, GONE_SECONDS)

@@ -2,14 +2,9 @@
 
 import json
 import os
-import sys
-from pathlib import Path
 
+import fleet as fleets
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import fleet as fleets  # noqa: E402
 
 from pd_harness.cluster import PD_ENV, why_not_here
 

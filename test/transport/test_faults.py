@@ -3,18 +3,21 @@
 import time
 
 import pytest
-from fleet import Fleet, Outcome, Rank, Servers, Side
+from fleet import Fleet, Rank, Servers, Side
 from rank_faults import ERROR
+from transfer_checks import (
+    AT_ONCE,
+    BACKENDS,
+    HANG_SECONDS,
+    PAGES,
+    assert_failed,
+    assert_right,
+    eventually,
+)
 
 pytestmark = pytest.mark.transport
 
-BACKENDS = ["nixl", "mooncake"]
-# Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
-# so that the next one overwrites all that a failed one has left behind.
-PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
 TRANSFERS = [1, 2, 3, 4]
-AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
-SETTLED = 5  # seconds, after which nothing is kept of a request that is over
 # Mooncake has one to four connections to a peer; a leak for each of four faults would be more.
 MORE_FILES = 3
 # NIXL's eight worker threads close their sockets to a dead peer when they next have work, which a
@@ -31,20 +34,6 @@ HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
 NSA = {"layers": 4, "mla": True, "index_keys": True, "page_size": 64}
-
-
-def assert_right(servers: Servers, pages=PAGES) -> None:
-    """A request is served, every byte of it, and nothing is kept."""
-    outcome = servers.request(*pages)
-    assert outcome.state == "right", outcome
-    eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * servers.fleet.size)
-
-
-def eventually(measure, wanted) -> None:
-    deadline = time.monotonic() + SETTLED
-    while (found := measure()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert found == wanted
 
 
 def held(ranks: list[Rank]) -> tuple[list[int], list[tuple[int, list[str]]]]:
@@ -72,14 +61,6 @@ def assert_held_no_more(ranks: list[Rank], before, work=lambda: None) -> None:
         return too_many + [(n, of) for n, of in zip(now[1], same) if n != of]
 
     eventually(grown, [])
-
-
-def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
-    """On every rank, in time, with this in the reason on each side."""
-    for side in (outcome.prefill, outcome.decode):
-        assert {answer["state"] for answer in side} == {"failed"}, outcome
-        assert all(answer["seconds"] < within for answer in side), outcome
-        assert any(said in answer["reason"] for answer in side), outcome
 
 
 def assert_each_fault_is_survived(servers: Servers, how: str, said: str, transfers, **plan) -> None:
@@ -178,7 +159,7 @@ def test_stock_mooncake_hangs_for_ever_after_an_exception(serve):
         assert servers.request(*PAGES).state == "right"
         servers.prefill[0].call("plan_faults", how="exception", at=[1])
         for _ in range(2):
-            assert servers.request(*PAGES, seconds=3).state == "hang"
+            assert servers.request(*PAGES, seconds=HANG_SECONDS).state == "hang"
 
 
 @pytest.mark.parametrize("how", ["status", "late status"])
@@ -307,5 +288,5 @@ def test_stock_nixl_never_reaches_a_live_peer_again(serve):
         assert servers.request(*PAGES).state == "right"
         assert servers.decode[0].call("cut_connections")["cut"]
         for _ in range(2):
-            outcome = servers.request(*PAGES, seconds=3)
+            outcome = servers.request(*PAGES, seconds=HANG_SECONDS)
             assert outcome.prefill[0]["state"] == "raised", outcome

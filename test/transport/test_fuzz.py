@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
-import threading
-import time
 from collections import Counter
 from itertools import count
 
 import numpy as np
 import pytest
-import zmq
-from fleet import HOST, Fleet, Rank, Servers, Side
-from zmq.utils.monitor import recv_monitor_message
+from fleet import Fleet, Servers, Side
+from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
+from transfer_checks import HANG_SECONDS
+
+from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.transport
 
-Message = list[bytes]
 BATCH = 100
 MET = 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
 MUTANTS = [1500, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])]
-SRC, DST = [9, 2, 3, 7], [0, 1, 8, 11]
+SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.
-FIRST_ROOM, FIRST_MARK, OTHER_ROOM = 20_483_617, 5_906_138_274, 731_046_852_095
+FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
 RIGHT_ROOM = 1_570_629_301  # and those that follow are not attacked
 # Else a side waits for minutes for what the other was told wrongly.
 PATIENCE = {
@@ -38,7 +36,7 @@ PATIENCE = {
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "5",
 }
 MAX_GROWTH = 48 << 20
-LIMIT, BIG = 64 << 20, 8 << 20
+BIG = 8 << 20
 # Places in what `Rank.messages` records, of decode and of prefill.
 REGISTRATION, NOT_OPENED = 0, 3
 OF_ROOMS = slice(1, 4)
@@ -59,64 +57,6 @@ FOREIGN = [
     [b"None"] * 13,
     [b"\xff" * (1 << 16)],
 ]
-
-
-class Line:
-    """One connection to a rank's socket, on which messages keep their order."""
-
-    def __init__(self, rank: Rank):
-        self.rank = rank
-        self.endpoint = f"tcp://{HOST}:{rank.call('health')['port']}"
-        self.sock = self.connected()
-
-    def connected(self) -> zmq.Socket:
-        sock = zmq.Context.instance().socket(zmq.PUSH)
-        sock.setsockopt(zmq.SNDTIMEO, 30_000)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.connect(self.endpoint)
-        return sock
-
-    def send(self, messages: list[Message]) -> None:
-        for message in messages:
-            self.sock.send_multipart(message)
-
-    @contextlib.contextmanager
-    def sending(self, messages: list[Message]):
-        """Send them while the block runs."""
-        thread = threading.Thread(target=self.send, args=(messages,))
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-
-    def await_read(self, room: int, last_word: Message) -> None:
-        """Until the rank has read all that was sent, of which `last_word` ends this room."""
-        self.rank.call("expect", room=room)
-        self.send([last_word])
-        assert self.rank.call("await_end", room=room, seconds=30) == {"state": "ended"}
-
-    def send_oversized(self) -> None:
-        """A frame above the limit: the rank hangs up."""
-        with self.connected() as sock:
-            monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            sock.send_multipart([b"GuardMessage", b"x" * (LIMIT + 1)])
-            assert monitor.poll(10_000), "a frame above the limit was taken"
-            recv_monitor_message(monitor)
-            sock.disable_monitor()
-
-    def send_foreign(self) -> None:
-        """Bytes of a client that does not speak ZeroMQ."""
-        for garbage in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\x16\x03\x01\x02\0" + b"\xff" * 512,
-            b"\0" * 64,
-        ):
-            with socket.create_connection((HOST, int(self.endpoint.rsplit(":", 1)[1]))) as client:
-                client.sendall(garbage)
-
-    def close(self) -> None:
-        self.sock.close()
 
 
 def mutant(rng: random.Random, messages: list[Message]) -> Message:
@@ -204,12 +144,6 @@ MUTATIONS = [
 ]
 
 
-def recorded(rank: Rank, room: int) -> list[Message]:
-    answer = rank.call("messages", room=room, pages=DST)
-    assert isinstance(answer, list), answer
-    return [[bytes.fromhex(frame) for frame in message] for message in answer]
-
-
 @contextlib.contextmanager
 def unharmed(servers: Servers, line: Line, rooms: int = 0):
     """The block leaves the rank as it was, and then the two servers still work together.
@@ -252,10 +186,6 @@ def attacked(serve):
                 yield servers, line
 
     return run
-
-
-def await_read(line: Line, source: Rank, mark: int, last_word: int) -> None:
-    line.await_read(FIRST_MARK + mark, recorded(source, FIRST_MARK + mark)[last_word])
 
 
 def batches(mutants: int, seed: int):
@@ -362,11 +292,8 @@ def test_one_message_ends_stocks_thread(attacked, backend):
     with attacked(backend, "prefill", "stock") as (servers, line):
         before = set(line.rank.call("health")["threads"])
         line.send([[b"junk"]])
-        deadline = time.monotonic() + 10
-        while before <= set(line.rank.call("health")["threads"]):
-            assert time.monotonic() < deadline, before
-            time.sleep(0.01)
-        outcome = servers.request(SRC, DST, seconds=3)
+        assert awaited(lambda: before - set(line.rank.call("health")["threads"]), 10), before
+        outcome = servers.request(SRC, DST, seconds=HANG_SECONDS)
         assert outcome.state == "hang", outcome
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Servers, Side
-from test_faults import BACKENDS, assert_right, eventually
+from transfer_checks import BACKENDS, assert_right, eventually
 
 from pd_harness.ports import free_ports
 

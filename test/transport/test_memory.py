@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fleet import Fleet, Rank
-from test_faults import PAGES
+from transfer_checks import PAGES
 
 pytestmark = pytest.mark.transport
 

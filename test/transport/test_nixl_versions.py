@@ -3,13 +3,13 @@
 With SGLANG_PD_NIXL=VERSION in the environment, all transport tests run over that one.
 """
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Side, why_without_ucx
-from test_faults import PAGES, assert_failed, assert_right
-from test_transfers import REQUESTS
+from transfer_checks import PAGES, REQUESTS, assert_failed, assert_right
+
+from pd_harness.waiting import awaited
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
@@ -97,10 +97,12 @@ def test_decode_ranks_join_while_transfers_run(serve):
         prefill.call("count_agent_calls")
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(joining.call, "join", count=JOINS)
-            deadline = time.monotonic() + SECONDS
-            while prefill.call("health")["peers"] < before + 1 + JOINS:
-                assert time.monotonic() < deadline
+
+            def all_known() -> bool:
                 assert_right(servers, many)
+                return prefill.call("health")["peers"] > before + JOINS
+
+            assert awaited(all_known, SECONDS, pause=0)
             assert joined.result()["state"] == "joined"
         assert_right(servers, many)
         calls = prefill.call("count_agent_calls")

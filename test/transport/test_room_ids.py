@@ -8,16 +8,16 @@ from itertools import count
 
 import pytest
 from fleet import Fleet, Outcome, Servers
+from lines import DST, Line, await_read, recorded
 from rank_faults import ERROR
-from test_faults import BACKENDS, assert_failed, eventually
-from test_fuzz import Line, await_read, recorded
+from transfer_checks import BACKENDS, assert_failed, eventually
 
 pytestmark = pytest.mark.transport
 
 ROOM, OTHER = 900, 901
 # Places in what `Rank.messages` records of decode.
 OPENED, ABORT, NOT_OPENED = 1, 2, 3
-SRC, DST = [9, 2, 3, 7], [0, 1, 8, 11]
+SRC = [9, 2, 3, 7]
 GIVEN_UP = "Aborted by AbortReq."
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Side
+from transfer_checks import HANG_SECONDS
 
 pytestmark = pytest.mark.transport
 
@@ -259,6 +260,7 @@ STOCK_ENDS = {"draft_on_prefill": ONE_SIDED["prefill"], "swa_tp2_to_1": RIGHT["s
 @in_turn(STOCK_ENDS)
 def test_stock_prefill_ends(serve, backend, name):
     """Over NIXL its scheduler raises, over Mooncake its transfer thread is lost."""
+    state, seconds = {"nixl": ("raised", 8), "mooncake": ("hang", HANG_SECONDS)}[backend]
     with serve(over(backend, STOCK_ENDS[name]), "stock", "stock") as servers:
-        outcome = servers.request(*REQUESTS[1], seconds=8)
-    assert outcome.state == {"nixl": "raised", "mooncake": "hang"}[backend], outcome
+        outcome = servers.request(*REQUESTS[1], seconds=seconds)
+    assert outcome.state == state, outcome

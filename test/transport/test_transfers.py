@@ -4,16 +4,9 @@ import dataclasses
 
 import pytest
 from fleet import Fleet, Side
+from transfer_checks import HANG_SECONDS, REQUESTS
 
 pytestmark = pytest.mark.transport
-
-# (pages on prefill, pages on decode, chunks): one page, a run, scattered, scattered in chunks
-REQUESTS = [
-    ([3], [5], None),
-    ([1, 2, 3, 4], [4, 5, 6, 7], None),
-    ([9, 2, 3, 7, 1], [0, 1, 2, 8, 11], None),
-    ([2, 3, 8, 5, 6, 11], [10, 9, 3, 4, 5, 0], [2, 1, 3]),
-]
 
 
 def tp(prefill, decode, heads=4, **more):
@@ -203,7 +196,8 @@ STOCK = {
 def test_stock(serve, name):
     fleet, state = STOCK[name]
     with serve(same_widths(fleet), "stock", "stock") as servers:
-        outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
+        seconds = HANG_SECONDS if state == "hang" else 8
+        outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
         assert outcome.state == state, outcome
 
 

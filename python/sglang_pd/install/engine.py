@@ -4,7 +4,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from email.parser import HeaderParser
+from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 
 from sglang_pd.errors import Code, Refusal
@@ -43,8 +43,10 @@ def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
     Raises Refusal NO_ENGINE.
     """
     root = _at(path) if path else _importable()
-    record = _record(root)
-    return Engine(root, release or _version(root, record), record)
+    installed = _distribution(root)
+    files = installed.files if installed else []
+    record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
+    return Engine(root, release or _version(root, installed), record)
 
 
 def _is_engine(folder: Path) -> bool:
@@ -85,21 +87,21 @@ def _package_folders() -> Iterator[Path]:
             yield Path(spec.origin).parent
 
 
-def _record(root: Path) -> Path | None:
-    """RECORD of the distribution that installed this folder; None for a checkout."""
-    for record in sorted(root.parent.glob("sglang*.dist-info/RECORD")):
-        if f"{root.name}/__init__.py," in record.read_text():
-            return record
+def _distribution(root: Path) -> Distribution | None:
+    """What installed this folder; None for a checkout."""
+    for one in distributions(path=[str(root.parent)]):
+        # A fork's is named otherwise; others may have thousands of files.
+        ours = (one.metadata["Name"] or "").startswith("sglang")
+        if ours and PackagePath(root.name, "__init__.py") in (one.files or ()):
+            return one
     return None
 
 
-def _version(root: Path, record: Path | None) -> str | None:
+def _version(root: Path, installed: Distribution | None) -> str | None:
     for name in ("_version.py", "version.py"):
         if (root / name).is_file() and (version := _literal(root / name)):
             return version
-    if record and (metadata := record.with_name("METADATA")).is_file():
-        return HeaderParser().parsestr(metadata.read_text())["Version"]
-    return None
+    return installed.version if installed else None
 
 
 def _literal(path: Path) -> str | None:

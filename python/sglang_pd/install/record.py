@@ -3,6 +3,7 @@
 import base64
 import csv
 import hashlib
+import io
 import os
 
 
@@ -13,7 +14,9 @@ def entry(name: str, content: bytes | None) -> str:
     else:
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         fields = [name, f"sha256={digest}", str(len(content))]
-    return ",".join(f'"{field}"' if "," in field or '"' in field else field for field in fields)
+    row = io.StringIO()
+    csv.writer(row, lineterminator="").writerow(fields)
+    return row.getvalue()
 
 
 def read(record: bytes) -> dict[str, tuple[str, str]]:

@@ -1,0 +1,45 @@
+"""Requests between ranks, and what is looked at in their outcomes."""
+
+from fleet import Outcome, Servers
+
+from pd_harness.waiting import awaited
+
+BACKENDS = ["nixl", "mooncake"]
+# Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
+# so that the next one overwrites all that a failed one has left behind.
+PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
+AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
+SETTLED = 5  # seconds, after which nothing is kept of a request that is over
+HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
+# (pages on prefill, pages on decode, chunks): one page, a run, scattered, scattered in chunks
+REQUESTS = [
+    ([3], [5], None),
+    ([1, 2, 3, 4], [4, 5, 6, 7], None),
+    ([9, 2, 3, 7, 1], [0, 1, 2, 8, 11], None),
+    ([2, 3, 8, 5, 6, 11], [10, 9, 3, 4, 5, 0], [2, 1, 3]),
+]
+
+
+def assert_right(servers: Servers, pages=PAGES) -> None:
+    """A request is served, every byte of it, and nothing is kept."""
+    outcome = servers.request(*pages)
+    assert outcome.state == "right", outcome
+    eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * servers.fleet.size)
+
+
+def eventually(measure, wanted) -> None:
+    seen = []
+
+    def settled() -> bool:
+        seen[:] = [measure()]
+        return seen == [wanted]
+
+    assert awaited(settled, SETTLED, pause=0.05), (seen, wanted)
+
+
+def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
+    """On every rank, in time, with this in the reason on each side."""
+    for side in (outcome.prefill, outcome.decode):
+        assert {answer["state"] for answer in side} == {"failed"}, outcome
+        assert all(answer["seconds"] < within for answer in side), outcome
+        assert any(said in answer["reason"] for answer in side), outcome
