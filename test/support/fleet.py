@@ -22,6 +22,7 @@ from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.device import await_peers, device
 from pd_harness.forks import SocketServer
 from pd_harness.ports import HOST, free_ports
+from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
@@ -128,6 +129,12 @@ class Fleet:
 def store_url(port: int) -> str:
     """Of the store where MemFabric's engines meet."""
     return f"tcp://{HOST}:{port}"
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as sock:
+        return sock.connect_ex((HOST, port)) == 0
 
 
 @functools.cache
@@ -348,7 +355,7 @@ def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[S
             server.start_bootstrap(
                 {"backend": fleet.backend, "bootstrap_port": port, "store": store}
             )
-            time.sleep(0.3)
+            assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
             return server
 
         def ranks(role: str) -> list[Rank]:

@@ -52,6 +52,7 @@ from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from pd_harness.cpu_host.nixl_plugin import load_nixl
 from pd_harness.waiting import awaited
 
 try:
@@ -663,6 +664,8 @@ def die_with_parent() -> None:
 def main(how: str, path: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if how == "fork":
+        load_nixl()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
         listener.listen(64)

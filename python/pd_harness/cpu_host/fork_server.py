@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pd_harness.cpu_host.import_hooks import after_import
+from pd_harness.cpu_host.nixl_plugin import load_nixl
 
 IMPORTED = (
     "sglang.launch_server",
@@ -41,7 +42,6 @@ IMPORTED = (
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.models.registry",
 )
-IMPORTED_IF_THERE = ("nixl._api",)  # not Mooncake, which starts threads when it is imported
 # They look at each variable for those with a prefix of theirs; as do others, with ``items``.
 GO_OVER_ALL = ("fsspec.config",)
 LIMIT = 1 << 20  # bytes of a message
@@ -59,9 +59,7 @@ def main(path: Path) -> None:
     with _noting_reads() as read:
         for name in IMPORTED:
             importlib.import_module(name)
-        for name in IMPORTED_IF_THERE:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+        load_nixl()  # not Mooncake, which starts threads when it is imported
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     read = {name: before.get(name) for name in read}
     if not is_alone():
