@@ -138,3 +138,10 @@ time.sleep(600)
 def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
     with pytest.raises(forks.ForkServerFailed, match="No module named"):
         forks.ForkServer(sys.executable, {"PYTHONPATH": str(cluster.CHECKOUT / "python")})
+
+
+def test_nixls_plug_in_is_there_before_a_fork(tmp_path):
+    """Without it each rank would load it anew."""
+    log = tmp_path / "log"
+    run("print('libplugin_UCX' in open('/proc/self/maps').read())", log).wait()
+    assert lines(log, 1)[0] == "True"
