@@ -90,8 +90,22 @@ class Kind:
 
     def caller(self, manager_class: type, transport: Transport) -> Callable:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
-        own, peer = self.own, self.peer
-        src, dst = pointers(own, 1), pointers(peer, 2)
+        manager = self._manager(manager_class, transport)
+        dst, page_bytes = pointers(self.peer, 2), self.peer.kv[0].page_bytes
+        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
+        if self.lists:
+            executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
+            tail = (self.peer.tp_rank, self.peer.tp_size, page_bytes) if sliced else ()
+            tail = (*tail, executor)
+        else:
+            sizes = (self.own.tp_size, self.peer.tp_size, self.peer.tp_rank, page_bytes)
+            tail = (0, NOTICE, *(sizes if sliced else ()))
+        send = manager.send_kvcache_slice if sliced else manager.send_kvcache
+        return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
+
+    def _manager(self, manager_class: type, transport: Transport):
+        """With what the call uses, and no more."""
+        own = self.own
         manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
         manager.request_status = {1: 2}  # the notice's room waits for KV
@@ -100,7 +114,7 @@ class Kind:
         manager.enable_custom_mem_pool = False
         manager.kv_args = SimpleNamespace(
             engine_rank=own.tp_rank,
-            kv_data_ptrs=src,
+            kv_data_ptrs=pointers(own, 1),
             kv_item_lens=[buffer.page_bytes for buffer in own.kv],
             kv_head_num=own.kv[0].heads and own.kv[0].heads.count,
             page_size=own.page_size,
@@ -108,20 +122,11 @@ class Kind:
             gpu_id=0,
             layout=own,
         )
+        dst = pointers(self.peer, 2)
         manager.decode_kv_args_table = {
             PEER: SimpleNamespace(plan=self.plan(), refusal="", gpu_id=0, dst_kv_ptrs=dst)
         }
-        page_bytes = peer.kv[0].page_bytes
-        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
-        if self.lists:
-            executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
-            tail = (peer.tp_rank, peer.tp_size, page_bytes) if sliced else ()
-            tail = (*tail, executor)
-        else:
-            sizes = (own.tp_size, peer.tp_size, peer.tp_rank, page_bytes)
-            tail = (0, NOTICE, *(sizes if sliced else ()))
-        send = manager.send_kvcache_slice if sliced else manager.send_kvcache
-        return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
+        return manager
 
     def plan(self):
         """Ours for this pair of ranks, as made when decode registers."""
