@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Time what the patch set does beside what it replaces; see scripts/bench.py, bench_cpu_copy.py,
-# bench_serve.py.
+# bench_serve.py, bench_verify.py.
 #
 # usage: scripts/bench.sh plan [--json FILE] [--check]
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
+#        scripts/bench.sh verify [--json FILE] [--rounds N]
 #
 #   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
 #                 slower anywhere (by a tenth, for noise), or misses a target
 #   cpu-copy      a request's KV to the host and back, against a loop and one memcpy, a minute
 #   serve         real pairs of servers, stock and patched in turns: time to the first token and
 #                 requests a second, half an hour; status 1 if ours is slower by more than the noise
+#   verify        SGLANG_PD_VERIFY: digests against memcpy, time to the first token without and with
+#                 it, ten minutes
 #   --only WORD   of these the fleets with WORD in their name
 #   --json FILE   the figures, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
@@ -22,6 +25,10 @@ fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ${1:-} == cpu-copy ]]; then
     exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_cpu_copy.py" "${@:2}"
+fi
+if [[ ${1:-} == verify ]]; then
+    "$root/scripts/setup.sh"
+    exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_verify.py" "${@:2}"
 fi
 if [[ ${1:-} == serve ]]; then
     "$root/scripts/setup.sh"

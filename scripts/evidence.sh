@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure what this project claims, and write docs/evidence.md from the measurements.
 #
-# usage: scripts/evidence.sh [setup|demo|tests|nightly|planning|cpu-copy|serve|report...]
+# usage: scripts/evidence.sh [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
@@ -10,6 +10,7 @@
 #   planning scripts/bench.sh plan; take it on a quiet machine
 #   cpu-copy scripts/bench.sh cpu-copy; as well
 #   serve    scripts/bench.sh serve; as well
+#   verify   scripts/bench.sh verify; as well
 #   report   docs/evidence.md from what was measured last
 #
 # Without a step: all of them, about two hours on two cores.

@@ -1,4 +1,4 @@
-"""Waiting by looking again and again."""
+"""Waiting by looking again and again, and how long is long on a busy machine."""
 
 import time
 from collections.abc import Callable
@@ -16,3 +16,16 @@ def awaited(look: Callable[[], Seen], seconds: float, pause: float = 0.02) -> Se
     while not (seen := look()) and time.monotonic() < deadline:
         time.sleep(pause)
     return seen
+
+
+def busy(seconds: float = 1.0) -> float:
+    """How much longer a loop takes than its processor time: 1 on a machine with a free core."""
+    start, used = time.monotonic(), time.thread_time()
+    while time.monotonic() - start < seconds:
+        pass
+    return seconds / (time.thread_time() - used)
+
+
+def in_time(seconds: float, limit: float) -> bool:
+    """Whether something took no longer than it may; on a busy machine, than it may there."""
+    return seconds < limit or seconds < limit * busy()

@@ -1,5 +1,6 @@
 """The command line of `sglang-pd`."""
 
+import asyncio
 import functools
 import json
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,10 @@ from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.install.transaction import read_journal
 from sglang_pd.patchset.patches import Release, load
+from sglang_pd.verifying.check import Verdict, check
+from sglang_pd.verifying.fleet import Fleet
+from sglang_pd.verifying.show import as_json as verdict_as_json
+from sglang_pd.verifying.show import show as show_verdict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,6 +46,7 @@ ReleaseName = Annotated[
     typer.Option("--release", help="Take the engine for this release, whatever it says of itself."),
 ]
 
+LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
 COLOURS = {
     "applied": "green",
     "absent": "dim",
@@ -149,6 +156,48 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
         sys.stdout.buffer.write(line)
+
+
+@app.command()
+@refusing
+def verify(
+    router: Annotated[str, typer.Option(help="URL of the router.")] = "",
+    prefill: Annotated[str, typer.Option(help="Without a router: of the prefill server.")] = "",
+    decode: Annotated[str, typer.Option(help="Without a router: of the decode server.")] = "",
+    requests: Annotated[int, typer.Option(help="How many are sent at once, in the end.")] = 16,
+    lengths: Annotated[str, typer.Option(help="Tokens of single prompts.")] = LENGTHS,
+    reference: Annotated[
+        str, typer.Option(help="A server of the same model that does not disaggregate.")
+    ] = "",
+    new_tokens: Annotated[int, typer.Option(help="Decoded for each request.")] = 8,
+    seconds: Annotated[float, typer.Option(help="That an answer may take.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Sends requests to running servers that compare all KV (SGLANG_PD_VERIFY=1), and reports.
+
+    Exit code: 0 all was compared and is equal, 14 it is not, 15 the servers do not compare.
+    """
+    if bool(router) == bool(prefill and decode):
+        raise typer.BadParameter("give --router, or --prefill and --decode")
+    try:
+        wanted = [int(one) for one in lengths.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--lengths takes numbers and commas, not {lengths!r}") from None
+
+    def on_progress(name: str, count: int) -> None:
+        err.print(f"{count} prompts {name}, twice ...")
+
+    async def run() -> Verdict:
+        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+            fleet = Fleet(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
+            return await check(fleet, wanted, requests, new_tokens, reference, on_progress)
+
+    verdict = asyncio.run(run())
+    if as_json:
+        print(json.dumps(verdict_as_json(verdict), indent=1))
+    else:
+        show_verdict(verdict, out)
+    raise typer.Exit(0 if verdict.is_right else int(Code.WRONG))
 
 
 def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:

@@ -17,6 +17,8 @@ class Code(IntEnum):
     HALF_APPLIED = 11
     OUTDATED = 12
     PATCH_SET = 13
+    WRONG = 14
+    NOT_VERIFYING = 15
 
 
 class Refusal(Exception):

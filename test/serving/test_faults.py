@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from probed import held_in_mid_prompt, probed
-from serving_checks import busy, holds_nothing, open_files, outcome, record, seconds_until
+from serving_checks import holds_nothing, open_files, outcome, record, seconds_until
 from serving_scenarios import FOUR_HEADS, GQA, NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
+from pd_harness.waiting import busy
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 

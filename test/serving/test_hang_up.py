@@ -6,12 +6,12 @@ import time
 import pytest
 from hang_ups import CHUNK, Fleet, fleet, hang_up
 from probed import probed, still_held
-from serving_checks import busy, held, outcome, record
+from serving_checks import held, outcome, record
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
 from pd_harness.device import device
-from pd_harness.waiting import awaited
+from pd_harness.waiting import awaited, busy
 
 pytestmark = [
     pytest.mark.serving,

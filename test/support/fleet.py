@@ -126,6 +126,12 @@ class Fleet:
         return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
 
 
+def stock_engine() -> Path:
+    """The stock engine's folder `sglang/`."""
+    (package,) = interpreter("stock").parents[1].glob("lib/python*/site-packages/sglang")
+    return package
+
+
 def store_url(port: int) -> str:
     """Of the store where MemFabric's engines meet."""
     return f"tcp://{HOST}:{port}"
@@ -353,7 +359,12 @@ def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[S
             server = spawned(prefill)
             store = store_url(store_port)
             server.start_bootstrap(
-                {"backend": fleet.backend, "bootstrap_port": port, "store": store}
+                {
+                    "backend": fleet.backend,
+                    "bootstrap_port": port,
+                    "store": store,
+                    "environment": fleet.prefill.environment,
+                }
             )
             assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
             return server

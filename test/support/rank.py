@@ -19,10 +19,12 @@ import uuid
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from rank_faults import AgentCalls, Faults, cut_connections, fail_once
+from rank_mistakes import Mistakes
 from rank_pools import (
     MAMBA_SLOTS,
     STATE_SIZE,
@@ -71,7 +73,7 @@ NO_LAYER = 64
 TABLES = (
     *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
     *("required_prefill_response_num_table", "prefill_response_tracker", "addr_to_rooms_tracker"),
-    *("asked_rooms", "failing_rooms"),
+    *("asked_rooms", "failing_rooms", "arrived_digests"),
 )
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
@@ -464,6 +466,18 @@ class Rank:
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
         return kept
 
+    def mistake(self, what: str) -> dict:
+        """See `rank_mistakes.Mistakes`."""
+        self.mistakes = getattr(self, "mistakes", None) or Mistakes(self.manager)
+        self.mistakes.what = what
+        return {"state": "planned"}
+
+    def verified(self) -> dict:
+        """By prefill rank, what this decode rank has compared."""
+        (report,) = self.manager.verifier.reports.by_address.values()
+        pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
+        return {"pairs": pairs, "said": report.said}
+
     def plan_faults(self, **plan) -> dict:
         """See `rank_faults.Faults.plan`."""
         self.faults = self.faults or Faults(self.manager)
@@ -623,7 +637,7 @@ def _failure(poller) -> dict:
 
 def bootstrap(config: dict):
     """What a prefill server starts: the bootstrap server, and for MemFabric its store."""
-    os.environ["ASCEND_MF_STORE_URL"] = config["store"]
+    os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
     return start_disagg_service(
         SimpleNamespace(
             disaggregation_mode="prefill",

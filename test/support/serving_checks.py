@@ -113,14 +113,6 @@ def seconds_until(condition: Callable[[], bool], patience: float, pause: float =
     return time.monotonic() - start
 
 
-def busy(seconds: float = 1.0) -> float:
-    """How much longer a loop takes than its processor time: 1 on a machine with a free core."""
-    start, used = time.monotonic(), time.thread_time()
-    while time.monotonic() - start < seconds:
-        pass
-    return seconds / (time.thread_time() - used)
-
-
 def resident_mib(server: cluster.Server) -> float:
     """Memory of a server's processes."""
     return sum(process.memory_info().rss for process in _processes(server)) / 2**20

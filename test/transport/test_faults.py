@@ -15,6 +15,8 @@ from transfer_checks import (
     eventually,
 )
 
+from pd_harness.waiting import in_time
+
 pytestmark = pytest.mark.transport
 
 TRANSFERS = [1, 2, 3, 4]
@@ -126,7 +128,7 @@ def test_mooncake_leaves_a_peer_alone_after_two_failures(serve, failing, ends):
         for room in rooms:  # that a room is new is no reason to try again
             decode.call("ask", room=room, pages=[4, 5])
             sent.append(prefill.call("send", room=room, **request))
-            ended.append(decode.call("end", room=room, seconds=10))
+            ended.append(decode.call("end", room=room, seconds=30))
         assert [answer["state"] for answer in sent] == ends, sent
         assert [answer["state"] for answer in ended] == ends, ended
         if ends[-1] == "failed":
@@ -138,7 +140,7 @@ def test_mooncake_leaves_a_peer_alone_after_two_failures(serve, failing, ends):
 def test_stock_mooncake_reports_success_without_the_state(serve):
     with serve(Fleet(backend="mooncake", **NSA), "stock", "stock") as servers:
         servers.prefill[0].call("plan_faults", how="status", at=[1], only_state=True)
-        outcome = servers.request(*PAGES, seconds=10)
+        outcome = servers.request(*PAGES, seconds=30)
         assert outcome.prefill[0]["state"] == "success", outcome
         assert outcome.decode[0]["state"] == "wrong", outcome
         assert "('state', False, 0)" in outcome.reasons
@@ -149,7 +151,7 @@ def test_stock_mooncake_condemns_a_live_peer(serve):
         assert servers.request(*PAGES).state == "right"
         servers.prefill[0].call("plan_faults", how="status", at=[1])
         for said in ("Failed to send kv chunk", "is not alive", "is not alive"):
-            outcome = servers.request([1, 2], [4, 5], seconds=10)
+            outcome = servers.request([1, 2], [4, 5], seconds=30)
             assert outcome.state == "failed", outcome
             assert said in outcome.reasons, outcome
 
@@ -170,7 +172,7 @@ def test_stock_nixl_raises_in_the_scheduler(serve, how):
         servers.prefill[0].call("plan_faults", how=how, at=[3])
         outcome = servers.request(*PAGES, seconds=5)
         assert outcome.prefill[0]["state"] == "raised", outcome
-        assert outcome.prefill[0]["seconds"] < AT_ONCE
+        assert in_time(outcome.prefill[0]["seconds"], AT_ONCE)
         assert outcome.decode[0]["state"] == "hang", outcome
 
 
@@ -217,10 +219,10 @@ def test_decode_waits_for_the_other_senders(serve, backend, side, wait, told_wit
         outcome = servers.request([1, 2], [4, 5])
         (decode,) = outcome.decode
         assert outcome.prefill[1]["state"] == "failed", outcome
-        assert outcome.prefill[1]["seconds"] < wait, outcome
+        assert outcome.prefill[1]["seconds"] < outcome.prefill[0]["seconds"], outcome
         assert decode["state"] == "failed", outcome
         assert decode["reason"].endswith(f"Prefill failed: Prefill could not send KV: {ERROR}")
-        assert told_within[0] <= decode["seconds"] < told_within[1], outcome
+        assert decode["seconds"] >= told_within[0] and in_time(decode["seconds"], told_within[1])
         assert_right(servers)
 
 
@@ -236,7 +238,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
             (prefill,), (decode,) = outcome.prefill, outcome.decode
             assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
             assert "does not answer any more" in decode["reason"], outcome
-            assert decode["seconds"] < 15, outcome  # two heartbeats, each with its time-out
+            assert in_time(decode["seconds"], 15), outcome  # two heartbeats, each with its time-out
             servers.start("prefill")
             assert_right(servers)
         note("prefill rank killed in mid-transfer", backend, decode)
@@ -256,7 +258,7 @@ def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
             (prefill,), (decode,) = outcome.prefill, outcome.decode
             assert (prefill["state"], decode["state"]) == ("failed", "died"), outcome
             assert "Prefill" in prefill["reason"], outcome
-            assert prefill["seconds"] < 60, outcome
+            assert in_time(prefill["seconds"], 60), outcome
             time.sleep(IDLE_SECONDS)
             servers.start("decode")
             assert_right(servers, MANY_PAGES)

@@ -39,7 +39,7 @@ def over(backend, fleet):
 
 def outcomes(servers, requests=REQUESTS):
     servers._rooms = count(ROOM)
-    return [servers.request([9, 2, 3], [0, 1, 2], seconds=10) for _ in range(requests)]
+    return [servers.request([9, 2, 3], [0, 1, 2], seconds=30) for _ in range(requests)]
 
 
 @pytest.mark.parametrize("name", FLEETS)

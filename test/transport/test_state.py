@@ -200,7 +200,7 @@ def assert_draft_state_unwritten(serve, fleet, engines):
     server of 0.5.9 speculates in stages.
     """
     with serve(fleet, *engines) as servers:
-        outcome = servers.request(*REQUESTS[1], seconds=10)
+        outcome = servers.request(*REQUESTS[1], seconds=30)
     assert outcome.state == "wrong", outcome
     wrong = "; ".join(answer["reason"] for answer in outcome.decode if answer["reason"])
     components = ("state_k", "state_v") if fleet.hybrid else ("state",)

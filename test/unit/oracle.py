@@ -17,7 +17,13 @@ from kv_layout import (
     Pointers,
     RankLayout,
     connected_prefill_ranks,
+    difference,
     plan_for_peer,
+    sent_parts,
+    slice_of,
+    sum_up,
+    unsent,
+    weights,
 )
 
 GAP = 1 << 32  # bytes between the buffers' simulated addresses
@@ -27,7 +33,7 @@ UNTOUCHED = -1
 def deal_heads(total: int, ranks: int) -> list[list[int]]:
     """Heads of each rank: whole hands, or each head to several ranks in a row."""
     if total >= ranks:
-        return [list(hand) for hand in np.array_split(np.arange(total), ranks)]
+        return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
@@ -151,6 +157,32 @@ def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set)
         np.testing.assert_array_equal(array, expected, err_msg=f"{rank.layout.name}: {buffer.name}")
 
 
+def digests(rank: Rank, parts, pages: list[int]):
+    """Of these parts of a rank's memory; a page's is a sum over its bytes."""
+    table = np.empty((len(parts), len(pages)), np.uint64)
+    for number, part in enumerate(parts):
+        where = slice_of(part, rank.layout, rank.layout.kv)
+        whole = rank.memory[rank.pointers[where.buffer]].view(np.uint8)
+        rows = whole.reshape(len(whole), where.rows, -1)[pages]
+        held = rows[:, :, where.start : where.start + where.length]
+        held = held.reshape(len(pages), where.rows * where.length)
+        table[number] = (held * weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
+    return sum_up(tuple(parts), table)
+
+
+def check_digests(senders: list[Rank], receiver: Rank, src_pages, dst_pages) -> None:
+    """What these ranks sent is what the receiver has, and is all of it."""
+    own, sent = receiver.layout, []
+    for sender in senders:
+        parts = sent_parts(sender.layout, own, sender.layout.kv, own.kv)
+        there, here = (
+            digests(*of) for of in ((sender, parts, src_pages), (receiver, parts, dst_pages))
+        )
+        assert difference(there, here, own.page_size) is None
+        sent += parts
+    assert unsent(own.kv, sent) == []
+
+
 def run(
     model: Model,
     prefill_tp: int,
@@ -190,12 +222,14 @@ def run(
         drafts = decode_drafts if pp == len(wanted) - 1 else 0
         for tp in range(decode_tp):
             receiver = world.rank(model, (tp, decode_tp), (pp, len(wanted)), layers, drafts)
+            served_by = []
             for (sender_tp, sender_pp), sender in senders.items():
                 connected = sender_tp in connected_prefill_ranks(tp, prefill_tp, decode_tp)
                 if not connected or (len(wanted) > 1 and sender_pp != pp):
                     continue
                 if model.kv_heads is None and sender_tp * decode_tp // prefill_tp != tp:
                     continue
+                served_by.append(sender)
                 peer = receiver.layout
                 if stock_decode:
                     peer = PeerFacts(tp, decode_tp, len(receiver.pointers))
@@ -208,6 +242,7 @@ def run(
             sent = {(False, layer) for layer in layers}
             sent |= {(True, layer) for layer in range(min(prefill_drafts, drafts))}
             check(model, receiver, list(dst_pages), page_size, sent)
+            check_digests(served_by, receiver, list(src_pages), list(dst_pages))
     return copies_made
 
 
@@ -222,10 +257,10 @@ def facts_of(rank: Rank, **changed) -> PeerFacts:
 
 
 def evenly(layers: int, stages: int) -> list[list[int]]:
-    return [list(part) for part in np.array_split(range(layers), stages)]
+    return [part.tolist() for part in np.array_split(range(layers), stages)]
 
 
 def unevenly(sizes: list[int]) -> list[list[int]]:
     """Stages of these sizes, such as 23/23/24/24."""
     edges = np.cumsum([0, *sizes])
-    return [list(range(a, b)) for a, b in zip(edges[:-1], edges[1:])]
+    return [list(range(a, b)) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())]

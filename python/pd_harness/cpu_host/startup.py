@@ -13,6 +13,7 @@ from types import ModuleType
 
 from pd_harness.cpu_host import SWITCH, adaptations, idle, name_only, probe, thread_binding
 from pd_harness.cpu_host.import_hooks import after_import, around_import
+from pd_harness.cpu_host.stock_transfer import stock_transfer
 
 PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
 
@@ -61,6 +62,7 @@ def activate() -> None:
     after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
     after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
     after_import(f"{engine}.managers.scheduler", _schedulers)
+    after_import(f"{engine}.disaggregation.pd.describe", stock_transfer)
 
 
 def _schedulers(module: ModuleType) -> None:

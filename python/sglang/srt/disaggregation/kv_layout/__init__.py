@@ -3,11 +3,26 @@
 The order of thought is the order of the modules: `describe` (and `pools`, which describes the
 engine's own), `heads` and `match`, `plan`, with `infer` for peers that describe nothing, `wire` for
 the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for all of it
-in one call, and `arrivals` for the receiving end. Nothing here imports the engine or torch.
+in one call, `transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here
+imports the engine or torch.
 """
 
 from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
 from .describe import Buffer, Heads, LayoutError, RankLayout
+from .digests import (
+    Digests,
+    Part,
+    RoomDigests,
+    Slice,
+    decode_digests,
+    difference,
+    encode_digests,
+    sent_parts,
+    slice_of,
+    sum_up,
+    unsent,
+    weights,
+)
 from .heads import connected_prefill_ranks, heads_of_rank, heads_to_send, tp_size_conflict
 from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, one_sided_draft, refusals
@@ -23,20 +38,27 @@ __all__ = [
     "AuxPlan",
     "Buffer",
     "Copies",
+    "Digests",
     "Heads",
     "LayoutError",
     "Notification",
     "Pair",
+    "Part",
     "PeerFacts",
     "PeerPlan",
     "Pointers",
     "RankLayout",
+    "RoomDigests",
+    "Slice",
     "TransferPlan",
     "bears_layout",
     "connected_prefill_ranks",
     "counted_layout",
+    "decode_digests",
     "decode_layout",
     "describe_pools",
+    "difference",
+    "encode_digests",
     "encode_layout",
     "format_notification",
     "heads_of_rank",
@@ -52,6 +74,11 @@ __all__ = [
     "plan_for_peer",
     "refusals",
     "heads_to_send",
+    "sent_parts",
+    "slice_of",
+    "sum_up",
     "tp_size_conflict",
+    "unsent",
     "unsent_rows",
+    "weights",
 ]

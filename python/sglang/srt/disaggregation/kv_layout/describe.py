@@ -78,6 +78,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         aux: Bytes a row of each metadata buffer in `KVArgs.aux_data_ptrs`, 0 where this rank has no
             use for them; empty from a peer that does not say.
         aux_slots: Rows of each of them; 0 likewise.
+        verifies: This rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
     """
 
     tp_rank: int
@@ -92,6 +93,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     state: tuple[Buffer, ...] = ()
     aux: tuple[int, ...] = ()
     aux_slots: int = 0
+    verifies: bool = False
 
     @property
     def name(self) -> str:

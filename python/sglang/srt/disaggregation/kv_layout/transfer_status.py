@@ -2,9 +2,10 @@
 
     {room}_kv_{chunk}_{is last: 0|1}_{sender}     {room}_state_{sender}
     {room}_aux_{sender}                           {room}_failed_{sender}_{reason}
+    {room}_digests_{sender}_{bytes}
 
 Stock peers write and read the first three (their aux has no sender, which they do not read); they
-skip the fourth. A sender's number is unique over TP x PP on our prefill and its PP rank alone on a
+skip the others. A sender's number is unique over TP x PP on our prefill and its PP rank alone on a
 stock one, so arrivals are counted by the NIXL agent that they come from, which is unique on both.
 """
 
@@ -17,13 +18,17 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class Notification:
-    """One notification. `kind` is `kv`, `aux`, `state` or `failed`; `chunk` counts from 0."""
+    """One notification. `kind` is `kv`, `aux`, `state`, `failed` or `digests`.
+
+    `chunk` counts from 0, `digests` are those of `RoomDigests`.
+    """
 
     room: int
     kind: str
     chunk: int = 0
     is_last: bool = False
     reason: str = ""
+    digests: bytes = b""
 
 
 def format_notification(notification: Notification, sender: int) -> bytes:
@@ -34,7 +39,10 @@ def format_notification(notification: Notification, sender: int) -> bytes:
         tail = f"{sender}_{notification.reason}"
     else:
         tail = f"{sender}"
-    return f"{notification.room}_{notification.kind}_{tail}".encode("ascii", "backslashreplace")
+    if notification.kind == "digests":
+        tail += "_"
+    head = f"{notification.room}_{notification.kind}_{tail}".encode("ascii", "backslashreplace")
+    return head + notification.digests
 
 
 def parse_notification(message: bytes) -> Optional[Notification]:
@@ -42,6 +50,8 @@ def parse_notification(message: bytes) -> Optional[Notification]:
     parts = message.decode("ascii", "replace").split("_", 4)
     try:
         room, kind = int(parts[0]), parts[1]
+        if kind == "digests":
+            return Notification(room, kind, digests=message.split(b"_", 3)[3])
         if kind == "kv":
             return Notification(room, kind, chunk=int(parts[2]), is_last=bool(int(parts[3])))
         if kind == "failed":
@@ -58,15 +68,18 @@ class TransferStatus:
     Attributes:
         senders: Prefill ranks that must report; None until it is known.
         expects_state: Each of them sends state, too.
+        expects_digests: Each of them sends digests of what it has written.
     """
 
     senders: Optional[int] = None
     expects_state: bool = False
+    expects_digests: bool = False
     _chunks: dict[Hashable, set[int]] = field(default_factory=dict)
     _expected: dict[Hashable, int] = field(default_factory=dict)
     _aux: set[Hashable] = field(default_factory=set)
     _state: set[Hashable] = field(default_factory=set)
     _failed: set[Hashable] = field(default_factory=set)
+    _digests: set[Hashable] = field(default_factory=set)
 
     def add(self, sender: Hashable, notification: Notification) -> None:
         """Count `notification` from `sender`; a repeated one changes nothing."""
@@ -80,6 +93,8 @@ class TransferStatus:
             self._state.add(sender)
         elif notification.kind == "failed":
             self._failed.add(sender)
+        elif notification.kind == "digests":
+            self._digests.add(sender)
 
     @property
     def is_failing(self) -> bool:
@@ -99,4 +114,5 @@ class TransferStatus:
     def _complete(self) -> set[Hashable]:
         """Senders of which all has come."""
         whole = {who for who, count in self._expected.items() if len(self._chunks[who]) == count}
-        return whole & self._aux & (self._state if self.expects_state else whole)
+        state = self._state if self.expects_state else whole
+        return whole & self._aux & state & (self._digests if self.expects_digests else whole)

@@ -9,6 +9,9 @@
     agreement          ranks of one server change a request's state together
     messages           sockets, and threads that read them
     memory             buffers by name, and their registration with a transfer engine
+    verify             decode compares what arrived with what prefill has, where that is asked for
+    page_digests       digests of pages, computed where they lie
+    verify_reports     what was compared, gathered at prefill's bootstrap server
 
 For NIXL:
 

@@ -10,6 +10,8 @@ from sglang.srt.disaggregation.kv_layout import (
     describe_pools,
     memory_kind,
 )
+from sglang.srt.disaggregation.pd.verify import make_verifier
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import BaseKVManager, KVArgs
@@ -32,6 +34,7 @@ def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> Ba
     setup_kv_args(kv_args, scheduler, *pools, queue.metadata_buffers, queue.pp_rank)
     setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
     describe_kv_args(kv_args, scheduler, *pools)
+    kv_args.verifier = make_verifier(kv_args, pools)
     manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
     return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)
 
@@ -107,6 +110,7 @@ def describe_kv_args(
         ),
         aux=_aux_widths(kv_args, scheduler),
         aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
+        verifies=bool(verify_mode()),
     )
 
 

@@ -60,6 +60,8 @@ class Notifications:
                 # What comes for a room that is over must not open it again.
                 elif notification.room in self.request_status:
                     self.transfer_statuses[notification.room].add(peer, notification)
+                    if notification.kind == "digests":
+                        self.arrived_digests[notification.room][peer] = notification.digests
                     if notification.kind == "failed":
                         self.record_failure(
                             notification.room, f"Prefill failed: {notification.reason}"

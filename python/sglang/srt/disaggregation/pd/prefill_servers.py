@@ -11,6 +11,7 @@ from typing import Dict, List, Optional
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class PrefillServer:
     pp_size: int
     page_size: Optional[int]
     takes_aborts: bool
+    verifies: bool = False
 
     @classmethod
     def read(cls, answer: dict) -> Optional[PrefillServer]:
@@ -41,7 +43,8 @@ class PrefillServer:
         sizes = [answer.get(f"prefill_{name}") for name in names]
         if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
             return None
-        return cls(*sizes, takes_aborts=bool(answer.get("takes_aborts")))
+        announced = {name: bool(answer.get(name)) for name in ("takes_aborts", "verifies")}
+        return cls(*sizes, **announced)
 
 
 def _is_size(number: object) -> bool:
@@ -159,6 +162,7 @@ class BootstrapServer:
                     "prefill_pp_size": self.pp_size,
                     "prefill_page_size": self.page_size,
                     "takes_aborts": self.takes_aborts,
+                    "verifies": self.takes_aborts and bool(verify_mode()),
                 }
             )
         async with self.lock:

@@ -55,6 +55,7 @@ class QueuedSends:
             return
         if chunk.is_last and chunk.prefill_aux_index is None:
             return  # the end of a room whose number is another request's by now
+        self.note_chunk(chunk.room, chunk.index_slice, chunk.prefill_kv_indices)
         for req in list(self.transfer_infos.get(chunk.room, {}).values()):
             if not req.is_dummy:
                 self._send_to_peer(req, chunk, executor)
@@ -82,6 +83,8 @@ class QueuedSends:
                 state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
                 check("state", self.maybe_send_extra(*state))
             check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
+        if self.sends_digests(info):
+            req.digests = self.room_digests(chunk.room, info, chunk.state_indices)
 
     def _plan(self, session: str) -> PeerPlan:
         info = self.decode_kv_args_table[session]

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.pd.messages import PeerSocket
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer
 from sglang.srt.disaggregation.pd.rooms import ABORT, ENDED, TWO_REQUESTS
 from sglang.srt.disaggregation.pd.sender import ABORTED
+from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Receiver:
             self._refuse(conflict)
             return
         self._resolve_rank_mapping(self.prefill)
+        if mgr.verifier is not None and not self.prefill.verifies:
+            logger.warning_once(
+                f"Prefill {bootstrap_addr} does not verify; what it sends is not compared: start "
+                f"it with {VARIABLE}, too"
+            )
         mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
         key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
         # The heartbeat thread empties the pool when a prefill server is lost.
@@ -170,6 +176,8 @@ class Receiver:
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             return  # its pages are freed
         self.init_time = time.time()
+        if self.expects_digests:
+            self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
         where = (kv_indices.tobytes(), str(aux_index).encode("ascii"), state)
         for info in self.bootstrap_infos:
@@ -251,9 +259,23 @@ class Receiver:
         status = self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Success and self.init_time is None:
             return KVPoll.WaitingForInput  # nobody was asked
+        if status in ENDED and self.failing_since:
+            status = KVPoll.Failed
+        if status == KVPoll.Success and self.expects_digests:
+            room, pages = self.bootstrap_room, (self.pages, self.state_pages)
+            seconds = time.time() - self.init_time
+            reason = self.kv_mgr.verify(room, self.bootstrap_addr, *pages, seconds)
+            if reason:
+                self._fail(reason)
+                status = KVPoll.Failed
         if status in ENDED:
-            status = self.conclude_state = KVPoll.Failed if self.failing_since else status
+            self.conclude_state = status
         return status
+
+    @property
+    def expects_digests(self) -> bool:
+        """Prefill ranks send digests of their pages, which are compared with ours."""
+        return self.kv_mgr.verifier is not None and self.prefill.verifies
 
     def is_open(self) -> bool:
         """Whether prefill was asked for the room."""

@@ -90,6 +90,7 @@ class Rooms:
         with self.rooms_lock:
             self.request_status.pop(room, None)
             self._drop_room(room)
+            self.drop_digests(room)
             return self.failure_records.pop(room, None)
 
     # Prefill

@@ -1,6 +1,8 @@
 """How prefill ranks tell decode ranks that their part of a room has ended: Mooncake's messages.
 
-    (room, status, sender's number, reason)     the reason for those who can read it
+    (room, status, sender's number, reason, digests)
+
+The reason for those who can read it, digests for those that compare (`verify`).
 
 Each prefill rank tells each decode rank of the room once, when it writes no more.
 """
@@ -57,6 +59,8 @@ class StatusMessages:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
         if self.decode_kv_args_table[self._peer_of(req)].reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
+        if hasattr(req, "digests"):
+            frames.append(req.digests)
         address = format_tcp_address(req.endpoint, req.dst_port)
         try:
             self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
@@ -96,9 +100,12 @@ class StatusMessages:
         if int(status) not in ENDED:
             raise ValueError("this is no prefill rank's word on a room")
         said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
+        digests = reason[1:2]
         with self.rooms_lock:
             if int(room) in self.asked_rooms:  # else it is over
                 failure = said if int(status) == KVPoll.Failed else None
+                if digests:
+                    self.arrived_digests[int(room)][int(sender)] = digests[0]
                 self._count_status(int(room), int(sender), failure)
 
     def _count_status(self, room: int, sender: int, failure: Optional[str]) -> None:

@@ -12,3 +12,5 @@ class KVArgs:
     total_kv_layers: int
     # What each registered buffer holds; travels to the peer.
     layout: RankLayout
+    # `pd.verify.Verifier`, which compares digests of what is sent; None where nothing is compared.
+    verifier: object = None

@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.pd.queued import QueuedSends
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.rooms import ENDED
 from sglang.srt.disaggregation.pd.status_messages import StatusMessages
+from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -344,5 +345,5 @@ class MooncakeKVReceiver(CommonKVReceiver):
         raise KVTransferError(self.bootstrap_room, reason)
 
 
-class MooncakeKVBootstrapServer(CommonKVBootstrapServer):
+class MooncakeKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
     takes_aborts = True

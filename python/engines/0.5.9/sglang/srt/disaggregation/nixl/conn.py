@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encod
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.notifications import Notifications
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 from sglang.srt.disaggregation.pd.writes import Chunk, RoomFailed, Write, Writes, WritingSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -290,6 +291,7 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
         """
         chunk = Chunk(*args, **kwargs)
         writes: List[Write] = []
+        self.note_chunk(bootstrap_room, chunk.index_slice, chunk.kv_indices)
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
                 if not req.is_dummy():
@@ -339,6 +341,9 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
         add(
             self.send_aux(peer, chunk.aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux"))
         )
+        if self.sends_digests(info):
+            digests = self.room_digests(req.room, info, chunk.state_indices)
+            self._notify(peer, self._notification(req.room, "digests", digests=digests))
 
     def _register_to_bootstrap(self):
         self.limit_messages()
@@ -414,7 +419,7 @@ class NixlKVReceiver(CommonKVReceiver):
     def _expect_room(self, has_state: bool) -> None:
         """What has come for this number before is another request's."""
         self.kv_mgr.transfer_statuses[self.bootstrap_room] = kv_layout.TransferStatus(
-            self.required_prefill_response_num, has_state
+            self.required_prefill_response_num, has_state, self.expects_digests
         )
 
     def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
@@ -489,5 +494,5 @@ class NixlKVReceiver(CommonKVReceiver):
         raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
 
 
-class NixlKVBootstrapServer(CommonKVBootstrapServer):
+class NixlKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
     takes_aborts = True

@@ -1,0 +1,157 @@
+"""The stock engine's transfer code in a patched prefill server, to see what the checks find.
+
+With `SGLANG_PD_STOCK_TRANSFER` (the folder `sglang/` of a stock engine) a prefill rank sends KV and
+state by that engine's methods, with the item lengths and the state that its pools would register.
+All else is the patched engine's: who is told, the descriptions, and `SGLANG_PD_VERIFY`.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+from pd_harness.cpu_host.adaptations import npu_pools
+
+VARIABLE = "SGLANG_PD_STOCK_TRANSFER"
+DISAGGREGATION = "srt/disaggregation"
+NPU_POOLS = Path("srt/hardware_backend/npu/memory_pool_npu.py")
+BACKENDS = {"nixl": ["nixl"], "mooncake": ["mooncake"], "ascend": ["ascend", "mooncake"]}
+
+
+def stock_transfer(describe: ModuleType) -> None:
+    """Wrap `pd.describe.make_kv_manager`."""
+    make = describe.make_kv_manager
+
+    @functools.wraps(make)
+    def make_with_stock_transfer(queue, kv_args, mode):
+        manager = make(queue, kv_args, mode)
+        folder = os.environ.get(VARIABLE)
+        if folder and mode.value == "prefill":
+            _borrow(manager, Path(folder), queue)
+        return manager
+
+    describe.make_kv_manager = make_with_stock_transfer
+
+
+def _borrow(manager, folder: Path, queue) -> None:
+    backend = type(manager).__module__.split(".")[-2]
+    names = [*BACKENDS[backend], "common"]
+    modules = [_load(folder / DISAGGREGATION / name / "conn.py") for name in names]
+    classes = [
+        next(one for name, one in vars(module).items() if _is_manager(name, one, module))
+        for module in modules
+    ]
+    stock = _Stock(manager, classes, _stock_args(manager.kv_args, folder, queue))
+    sends = _NixlSends if backend == "nixl" else _QueuedSends
+    borrowed = sends(manager, stock)
+    manager.send_kvcache = borrowed.send_kvcache
+    if manager.kv_args.state_type != "none":
+        manager.maybe_send_extra = borrowed.maybe_send_extra
+
+
+def _is_manager(name: str, one: object, module: ModuleType) -> bool:
+    return name.endswith("KVManager") and getattr(one, "__module__", "") == module.__name__
+
+
+@functools.cache
+def _load(file: Path) -> ModuleType:
+    """A stock module under a name of its own; what it imports is the patched engine's."""
+    spec = importlib.util.spec_from_file_location("stock_" + "_".join(file.parts[-3:-1]), file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it
+    with npu_pools(module) if file.name == NPU_POOLS.name else contextlib.nullcontext():
+        spec.loader.exec_module(module)
+    return module
+
+
+def _stock_args(args, folder: Path, queue) -> SimpleNamespace:
+    """Item lengths, and of state what belongs to the target model, as stock registers them."""
+    changed = copy.copy(args)
+    pools = (queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
+    changed.kv_item_lens = []
+    for pool in filter(None, pools):
+        owner = type(pool)
+        if owner.__module__.endswith(NPU_POOLS.stem):
+            owner = vars(_load(folder / NPU_POOLS))[owner.__name__]
+        changed.kv_item_lens += owner.get_contiguous_buf_infos(pool)[2]
+    targets = sum(not buffer.draft for buffer in args.layout.state)
+    for name in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
+        setattr(changed, name, getattr(args, name)[:targets])
+    return changed
+
+
+class _Stock:
+    """A manager as stock's methods see it: their own others first, then the manager's."""
+
+    def __init__(self, manager, classes: list[type], args):
+        self._manager, self._classes, self.kv_args = manager, classes, args
+
+    def __getattr__(self, name: str):
+        for one in self._classes:
+            if callable(method := vars(one).get(name)):
+                return functools.partial(method, self)
+        return getattr(self._manager, name)
+
+    @property
+    def agent(self):
+        """NIXL's, to which all memory is of the kind that the patched engine registers."""
+        return _Agent(self._manager.agent, self._manager.kv_args.layout.memory)
+
+
+class _Agent:
+    def __init__(self, agent, memory: str):
+        self._agent, self._memory = agent, memory
+
+    def __getattr__(self, name: str):
+        return getattr(self._agent, name)
+
+    def get_xfer_descs(self, descs, kind):
+        return self._agent.get_xfer_descs(descs, self._memory if kind == "VRAM" else kind)
+
+
+class _NixlSends:
+    def __init__(self, manager, stock: _Stock):
+        self.manager, self.stock = manager, stock
+
+    def send_kvcache(self, peer, pages, dst_ptrs, dst_pages, gpu, notif):
+        info, stock = self.manager.decode_kv_args_table[peer], self.stock
+        send, sizes = stock.send_kvcache, ()
+        if not (stock.is_mla_backend or info.decode_tp_size == stock.attn_tp_size):
+            send = stock.send_kvcache_slice
+            sizes = (stock.attn_tp_size, info.decode_tp_size, info.decode_tp_rank)
+            sizes = (*sizes, info.dst_kv_item_len)
+        return self._write(peer, notif, send(peer, pages, dst_ptrs, dst_pages, gpu, notif, *sizes))
+
+    def maybe_send_extra(self, peer, pages, dst_ptrs, dst_pages, gpu, notif, decode_tp_size):
+        dst_ptrs = dst_ptrs[: len(self.stock.kv_args.state_data_ptrs)]
+        arguments = (peer, pages, dst_ptrs, dst_pages, gpu, notif, decode_tp_size)
+        return self._write(peer, notif, self.stock.maybe_send_extra(*arguments))
+
+    def _write(self, peer: str, notif: str, handle):
+        from sglang.srt.disaggregation.pd.writes import Write
+
+        if handle is None:
+            return None
+        write = Write(int(notif.split("_")[0]), peer, handle)
+        self.manager.writes.add(write)
+        return write
+
+
+class _QueuedSends:
+    def __init__(self, manager, stock: _Stock):
+        self.manager, self.stock = manager, stock
+
+    def send_kvcache(self, session, pages, dst_ptrs, dst_pages, executor):
+        info, stock = self.manager.decode_kv_args_table[session], self.stock
+        if stock.is_mla_backend or info.dst_attn_tp_size == stock.attn_tp_size:
+            return stock.send_kvcache(session, pages, dst_ptrs, dst_pages, executor)
+        sizes = (info.dst_tp_rank, info.dst_attn_tp_size, info.dst_kv_item_len)
+        return stock.send_kvcache_slice(session, pages, dst_ptrs, dst_pages, *sizes, executor)
+
+    def maybe_send_extra(self, req, pages, dst_ptrs, executor, info=None):
+        dst_ptrs = dst_ptrs[: len(self.stock.kv_args.state_data_ptrs)]
+        return self.stock.maybe_send_extra(req, pages, dst_ptrs, executor, info)

@@ -1,0 +1,223 @@
+"""Digests of one request's pages, by which decode tells that what arrived is what prefill has.
+
+                   page 0   page 1   page 2
+    k, layer 0      d00      d01      d02     -> row of this part
+    k, layer 1      d10      d11      d12     -> row of this part
+                     v        v        v
+                   column   column   column
+
+A rank digests each page of each part: what it sends of one buffer, all of a page or some heads of
+it. Those numbers stay where they are; a row or a column, sums of them with weights, is what
+travels. A part that differs shows in its row, a page in its column, and what is swapped in both,
+for the weights say which part and which page of the request it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .describe import Buffer, Heads, LayoutError, RankLayout
+from .heads import heads_to_send
+from .match import match_buffers
+
+Words = npt.NDArray[np.uint64]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What a prefill rank sends of one buffer: its pages, or these heads of them."""
+
+    component: str
+    draft: bool
+    layer: int
+    heads: Optional[Heads] = None
+
+    @property
+    def key(self) -> tuple[str, bool, int]:
+        """As a buffer's."""
+        return (self.component, self.draft, self.layer)
+
+    @property
+    def name(self) -> str:
+        """For messages, such as `draft k, layer 0, KV heads [0,2) of 4`."""
+        heads = "" if self.heads is None else f", KV heads {self.heads}"
+        return f"{'draft ' if self.draft else ''}{self.component}, layer {self.layer}{heads}"
+
+    @property
+    def weight(self) -> int:
+        """An odd number of 64 bits."""
+        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        return int.from_bytes(digest, "little") | 1
+
+
+class Digests(msgspec.Struct, frozen=True, array_like=True):
+    """Of some parts over the same pages; `rows` and `columns` are little-endian words of 8 bytes.
+
+    Attributes:
+        parts: What was digested.
+        rows: One for each part.
+        columns: One for each page.
+    """
+
+    parts: tuple[Part, ...]
+    rows: bytes
+    columns: bytes
+
+
+class RoomDigests(msgspec.Struct, frozen=True, array_like=True):
+    """What one prefill rank (`sender`, such as `TP 0/2 PP 1/2`) sent to one decode rank."""
+
+    sender: str
+    kv: Digests
+    state: Optional[Digests] = None
+
+
+_decoder = msgspec.msgpack.Decoder(RoomDigests)
+
+
+def encode_digests(digests: RoomDigests) -> bytes:
+    """Some 30 bytes a part and 8 a page."""
+    return msgspec.msgpack.encode(digests)
+
+
+def decode_digests(frame: bytes) -> RoomDigests:
+    """Raises LayoutError where the frame cannot be read."""
+    try:
+        digests = _decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise LayoutError(f"digests of {len(frame)} bytes cannot be read: {error}") from error
+    for one in filter(None, (digests.kv, digests.state)):
+        if len(one.rows) != 8 * len(one.parts) or len(one.columns) % 8:
+            raise LayoutError(
+                f"digests of {len(one.parts)} parts have {len(one.rows)} bytes of rows and "
+                f"{len(one.columns)} of columns"
+            )
+    return digests
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Bytes of a page: `length` from `start`, of each of `rows` equal parts of the page."""
+
+    buffer: int
+    rows: int
+    start: int
+    length: int
+
+
+def sent_parts(
+    src: RankLayout,
+    dst: RankLayout,
+    src_buffers: tuple[Buffer, ...],
+    dst_buffers: tuple[Buffer, ...],
+) -> tuple[Part, ...]:
+    """What `src` (prefill) sends to `dst` (decode), KV or state, in the order of `src_buffers`.
+
+    Raises:
+        LayoutError: As `match_buffers`.
+    """
+    parts = []
+    for pair in match_buffers(src, dst, src_buffers, dst_buffers):
+        ours, theirs = src_buffers[pair.src], dst_buffers[pair.dst]
+        heads = ours.heads
+        if heads is not None:
+            sizes = ((src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size))
+            heads = heads_to_send(heads, theirs.heads, *sizes)
+        parts.append(Part(*ours.key, heads))
+    return tuple(parts)
+
+
+def slice_of(part: Part, layout: RankLayout, buffers: Sequence[Buffer]) -> Slice:
+    """Where a rank holds a part.
+
+    Raises:
+        LayoutError: It does not.
+    """
+    held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.idle}
+    if part.key not in held:
+        raise LayoutError(f"{layout.name} holds no {part.name}")
+    i = held[part.key]
+    buffer = buffers[i]
+    if part.heads is None or buffer.heads is None:
+        if part.heads != buffer.heads:
+            raise LayoutError(
+                f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'undivided'}, the "
+                f"other side {part.name}"
+            )
+        return Slice(i, 1, 0, buffer.page_bytes)
+    if part.heads & buffer.heads != part.heads:
+        raise LayoutError(f"{layout.name} holds KV heads {buffer.heads} of {part.name}")
+    head = buffer.page_bytes // (layout.page_size * buffer.heads.count)
+    start = (part.heads.start - buffer.heads.start) * head
+    return Slice(i, layout.page_size, start, part.heads.count * head)
+
+
+def sum_up(parts: tuple[Part, ...], pages: npt.NDArray[np.int64]) -> Digests:
+    """Rows and columns of the digests of single pages, `[parts, pages]`."""
+    words = np.ascontiguousarray(pages).view(np.uint64)
+    rows = (words * weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+    of_part = np.array([part.weight for part in parts], dtype=np.uint64)
+    columns = (words * of_part[:, None]).sum(axis=0, dtype=np.uint64)
+    return Digests(parts, rows.tobytes(), columns.tobytes())
+
+
+def weights(count: int) -> Words:
+    """Odd numbers that look random, the same in every process: SplitMix64's of 0, 1, 2, ..."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
+    """What differs, in words; None where all is equal. Both are of the same parts."""
+    wrong = [
+        part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
+    ]
+    columns = _words(sent.columns), _words(arrived.columns)
+    counts = tuple(map(len, columns))
+    if counts[0] != counts[1]:
+        return f"prefill has {counts[0]} pages of this request, decode {counts[1]}"
+    pages = np.flatnonzero(columns[0] != columns[1])
+    if not wrong and not pages.size:
+        return None
+    what = wrong[0].name if wrong else "what no single buffer shows"
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_a_page)
+    return f"{what}{more} of {len(sent.parts)} parts{where}"
+
+
+def _place(page: int, wrong: int, count: int, tokens: int) -> str:
+    at = f"tokens {page * tokens} to {(page + 1) * tokens - 1}" if tokens > 1 else f"token {page}"
+    return f"; first wrong page {page} of {count} ({at}), {wrong} in all"
+
+
+def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
+    """The target model's buffers, or heads of them, of which no prefill rank has sent a digest."""
+    held: dict[tuple, set[int]] = {}
+    for part in parts:
+        heads = part.heads
+        held.setdefault(part.key, set()).update(
+            (-1,) if heads is None else range(heads.start, heads.stop)
+        )
+    missing = []
+    for buffer in buffers:
+        heads = buffer.heads
+        wanted = {-1} if heads is None else set(range(heads.start, heads.stop))
+        left = wanted - held.get(buffer.key, set())
+        if left and not (buffer.draft or buffer.idle):
+            missing.append(
+                buffer.name if heads is None else f"{buffer.name}, KV heads {sorted(left)}"
+            )
+    return missing
+
+
+def _words(data: bytes) -> Words:
+    return np.frombuffer(data, np.uint64)

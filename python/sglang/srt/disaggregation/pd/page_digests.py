@@ -1,0 +1,145 @@
+"""Digests of pages, computed where they lie, on any device that torch knows.
+
+A page, or a slice of it, is words of 4 bytes (2, 1 where it has another length), and its digest
+their sum, modulo 2**64, with odd weights that say which word it is. So a single word that differs
+is always seen, also where it differs in its sign alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
+    Digests,
+    LayoutError,
+    Part,
+    RankLayout,
+    Slice,
+    slice_of,
+    sum_up,
+    weights,
+)
+
+# Bytes that are gathered at a time; their products take twice as much again.
+AT_ONCE = 4 << 20
+DEPTH = 4
+WORDS = (torch.int32, torch.int16, torch.uint8)
+
+
+class PageMemory:
+    """Buffers of a rank, KV or state, as bytes.
+
+    Args:
+        layout: The rank's.
+        buffers: Those of `layout` that are meant.
+        owners: Pools, whose tensors the buffers are.
+        ptrs, lens: Address and bytes of each buffer.
+
+    Raises:
+        LayoutError: A buffer is in no tensor of the pools.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        buffers: Sequence[Buffer],
+        owners: Sequence[Any],
+        ptrs: Sequence[int],
+        lens: Sequence[int],
+    ):
+        self.layout, self.buffers = layout, buffers
+        storages = [storage for owner in owners for storage in _storages(owner)]
+        self.pages = [
+            _bytes_at(storages, buffer, ptr, length)
+            for buffer, ptr, length in zip(buffers, ptrs, lens)
+        ]
+        self.weights: Dict[Tuple[int, torch.device], torch.Tensor] = {}
+
+    def digests(self, parts: Sequence[Part], pages: npt.ArrayLike) -> Digests:
+        """Of these parts, over these pages in the request's order.
+
+        Raises:
+            LayoutError: This rank does not hold a part, or has no such page.
+        """
+        indices = np.asarray(pages, dtype=np.int64)
+        slices = [slice_of(part, self.layout, self.buffers) for part in parts]
+        for one in slices:
+            held = self.pages[one.buffer].shape[0]
+            if indices.size and not 0 <= indices.min() <= indices.max() < held:
+                raise LayoutError(f"pages {indices.min()} to {indices.max()} of {held}")
+        on_device: Dict[torch.device, torch.Tensor] = {}
+        found: List[torch.Tensor] = []
+        for one in slices:
+            device = self.pages[one.buffer].device
+            if device not in on_device:
+                on_device[device] = torch.from_numpy(indices).to(device)
+            found.append(self._digests(one, on_device[device]))
+        table = torch.stack(found).cpu().numpy() if found else np.empty((0, indices.size), np.int64)
+        return sum_up(tuple(parts), table)
+
+    def size(self, parts: Sequence[Part], pages: npt.ArrayLike) -> int:
+        """Bytes of these parts."""
+        slices = (slice_of(part, self.layout, self.buffers) for part in parts)
+        return sum(one.rows * one.length for one in slices) * np.asarray(pages).size
+
+    def _digests(self, one: Slice, indices: torch.Tensor) -> torch.Tensor:
+        """Int64, `[pages]`."""
+        whole = self.pages[one.buffer]
+        rows = whole.view(len(whole), one.rows, whole.shape[1] // one.rows)
+        rows = rows[:, :, one.start : one.start + one.length]
+        size = one.rows * one.length
+        word = next(word for word in WORDS if size % word.itemsize == 0)
+        weight = self._weights(size // word.itemsize, whole.device)
+        found = torch.empty(len(indices), dtype=torch.int64, device=whole.device)
+        step = max(1, AT_ONCE // max(1, size))
+        for start in range(0, len(indices), step):
+            some = rows.index_select(0, indices[start : start + step])
+            words = some.view(len(some), size).view(word)
+            found[start : start + step] = (words * weight).sum(dim=1)
+        return found
+
+    def _weights(self, count: int, device: torch.device) -> torch.Tensor:
+        key = (count, device)
+        if key not in self.weights:
+            self.weights[key] = torch.from_numpy(weights(count).view(np.int64)).to(device)
+        return self.weights[key]
+
+
+def _storages(owner: Any) -> Iterator[torch.Tensor]:
+    """The memory of each tensor that an object has, as bytes."""
+    seen, level = set(), [owner]
+    for _ in range(DEPTH):
+        level = list(itertools.chain.from_iterable(map(_within, level)))
+        for one in level:
+            if isinstance(one, torch.Tensor) and id(one) not in seen:
+                seen.add(id(one))
+                storage = one.untyped_storage()
+                yield torch.empty(0, dtype=torch.uint8, device=one.device).set_(storage)
+
+
+def _within(one: Any) -> Iterator[Any]:
+    if isinstance(one, (list, tuple)):
+        yield from one
+    elif isinstance(one, dict):
+        yield from one.values()
+    elif type(one).__module__.startswith("sglang.") and hasattr(one, "__dict__"):
+        yield from vars(one).values()
+
+
+def _bytes_at(
+    storages: Sequence[torch.Tensor], buffer: Buffer, ptr: int, length: int
+) -> torch.Tensor:
+    """The buffer, `[pages, bytes a page]`; a view, no copy."""
+    for storage in storages:
+        start = ptr - storage.data_ptr()
+        if start >= 0 and start + length <= storage.numel():
+            count = length // buffer.page_bytes if buffer.page_bytes else 0
+            end = start + count * buffer.page_bytes
+            return storage[start:end].view(count, buffer.page_bytes)
+    raise LayoutError(f"{buffer.name}: the pools have no tensor at its {length} bytes")

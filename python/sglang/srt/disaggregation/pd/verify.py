@@ -1,0 +1,241 @@
+"""`SGLANG_PD_VERIFY`: decode compares digests of what arrived with digests of what prefill has.
+
+    prefill                                   decode
+    last chunk written
+    digest this request's pages, by part  ->  with the room's last message
+                                              all has arrived: digest the same parts, compare
+                                              equal: the request is scheduled
+                                              else: it fails, on all ranks
+
+The two sides need no trust in each other's plan: each finds a part in its own pools, by its own
+description. With `1` a request that differs fails, with `log` it is reported and served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    Part,
+    RankLayout,
+    RoomDigests,
+    decode_digests,
+    difference,
+    encode_digests,
+    sent_parts,
+    unsent,
+)
+from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.verify_mode import VARIABLE, verify_mode
+from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Verifier:
+    """One rank's digests. On prefill it is used by whoever sends, on decode by the scheduler.
+
+    Attributes:
+        pages: Prefill: of each room, its chunks: place among all pages of the request, and pages.
+        reports: Decode: what has been compared, by prefill server and rank.
+    """
+
+    args: KVArgs
+    kv: PageMemory
+    state: PageMemory
+    mode: str
+    pages: Dict[int, List[Tuple[slice, npt.NDArray[np.int32]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def __post_init__(self):
+        self.reports = Reports(self.name)
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.args.layout
+
+    @property
+    def name(self) -> str:
+        """This rank's, such as `DP 1 TP 0/2 PP 0/1`."""
+        dp = self.args.system_dp_rank
+        return self.layout.name if dp is None else f"DP {dp} {self.layout.name}"
+
+    # Prefill
+
+    def add_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
+        """These pages of the request are being sent."""
+        self.pages[room].append((index_slice, pages))
+
+    def digests(
+        self, room: int, peer: RankLayout, state_pages: Optional[Sequence[int]], plans_state: bool
+    ) -> bytes:
+        """Of all that the room has sent to this decode rank; empty where that fails."""
+        try:
+            chunks = sorted(self.pages[room], key=lambda chunk: chunk[0].start)
+            pages = np.concatenate([chunk for _, chunk in chunks])
+            own, state = self.layout, None
+            kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
+            if plans_state and state_pages is not None:
+                parts = sent_parts(own, peer, own.state, peer.state)
+                state = self.state.digests(parts, state_pages)
+            return encode_digests(RoomDigests(self.name, kv, state))
+        except Exception:
+            logger.exception(f"Room {room}: no digests for decode {peer.name}")
+            return b""
+
+    def forget(self, room: int) -> None:
+        self.pages.pop(room, None)
+
+    # Decode
+
+    def check(
+        self,
+        room: int,
+        frames: Iterable[bytes],
+        pages: npt.NDArray[np.int32],
+        state_pages: Optional[Sequence[int]],
+        report: Report,
+        seconds: float,
+    ) -> Optional[str]:
+        """Compare a room's digests, one frame from each prefill rank; what differs, in words.
+
+        With `log` that is logged, and None. It is counted in `report`, in which the transfer that
+        took so many `seconds` is noted, too.
+        """
+        begun = time.perf_counter()
+        try:
+            sent = [_read(frame) for frame in frames]
+            differences = self._differences(sent, pages, state_pages, report.pairs)
+            said = [*self._missing(sent), *differences]
+        except LayoutError as error:
+            said = [str(error)]
+        except Exception as error:
+            logger.exception(f"Room {room}: its digests could not be compared")
+            said = [f"digests could not be compared: {error!r}"]
+        report.add(said, seconds, time.perf_counter() - begun)
+        if not said:
+            return None
+        reason = f"KV is not what prefill has: {'; '.join(said)}"
+        logger.error(f"Room {room}: {reason}")
+        return reason if self.mode == "fail" else None
+
+    def _missing(self, sent: List[RoomDigests]) -> List[str]:
+        own = self.layout
+        kv = unsent(own.kv, _parts(one.kv for one in sent))
+        if any(one.state is None for one in sent):
+            state = []
+        else:
+            state = unsent(own.state, _parts(one.state for one in sent))
+        missing = [*kv, *state]
+        return [f"no prefill rank sent {missing[0]} ({len(missing)} in all)"] if missing else []
+
+    def _differences(
+        self,
+        sent: List[RoomDigests],
+        pages: npt.NDArray[np.int32],
+        state_pages: Any,
+        pairs: Dict[str, Count],
+    ) -> List[str]:
+        said = []
+        for one in sent:
+            count = pairs.setdefault(one.sender, Count())
+            count.requests += 1
+            found = []
+            for memory, digests, of in (
+                (self.kv, one.kv, pages),
+                (self.state, one.state, state_pages),
+            ):
+                if digests is None:
+                    continue
+                count.parts += len(digests.parts)
+                count.bytes += memory.size(digests.parts, of)
+                arrived = memory.digests(digests.parts, of)
+                found.append(difference(digests, arrived, self.layout.page_size))
+            wrong = [text for text in found if text]
+            if wrong:
+                count.mismatches += 1
+                ranks = f"prefill {one.sender}, decode {self.name}"
+                said.append(f"{', '.join(wrong)} ({ranks})")
+        return said
+
+
+class Verifies:
+    """A KV manager's part; its `verifier`, of `KVArgs`, is None where nothing is compared."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # Decode: of each room, by prefill rank.
+        self.arrived_digests: Dict[int, Dict[Hashable, bytes]] = defaultdict(dict)
+        return self
+
+    @property
+    def verifier(self) -> Optional[Verifier]:
+        return getattr(getattr(self, "kv_args", None), "verifier", None)
+
+    def note_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
+        """Prefill: these pages of the request are being sent."""
+        if self.verifier is not None:
+            self.verifier.add_chunk(room, index_slice, pages)
+
+    def sends_digests(self, info: Any) -> bool:
+        """Prefill: whether this decode rank awaits them."""
+        return self.verifier is not None and info.plan is not None and info.plan.layout.verifies
+
+    def room_digests(self, room: int, info: Any, state_pages: Optional[Sequence[int]]) -> bytes:
+        """Prefill: of all that the room has sent to a decode rank that awaits them."""
+        return self.verifier.digests(room, info.plan.layout, state_pages, self.plans_state)
+
+    def drop_digests(self, room: int) -> None:
+        """Forget a room that is over."""
+        self.arrived_digests.pop(room, None)
+        if self.verifier is not None:
+            self.verifier.forget(room)
+
+    def verify(
+        self,
+        room: int,
+        address: str,
+        pages: npt.NDArray[np.int32],
+        state_pages: Optional[Sequence[int]],
+        seconds: float,
+    ) -> Optional[str]:
+        """Decode: why the room fails, if its KV is not what the prefill server there has."""
+        frames, reports = self.arrived_digests[room].values(), self.verifier.reports
+        with reports.lock:
+            report = reports.of(address, f"{self.local_ip}:{self.rank_port}")
+            reason = self.verifier.check(room, frames, pages, state_pages, report, seconds)
+            reports.is_changed(address)
+        return reason
+
+
+def _read(frame: bytes) -> RoomDigests:
+    if not frame:
+        raise LayoutError("a prefill rank could not digest it, its log says why")
+    return decode_digests(frame)
+
+
+def _parts(digests: Iterable[Any]) -> List[Part]:
+    return [part for one in digests for part in one.parts]
+
+
+def make_verifier(args: KVArgs, owners: Sequence[Any]) -> Optional[Verifier]:
+    """This rank's, over its pools; None where nothing is to be compared."""
+    mode = verify_mode()
+    if not mode:
+        return None
+    layout = args.layout
+    kv = PageMemory(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
+    state = PageMemory(layout, layout.state, owners, args.state_data_ptrs, args.state_data_lens)
+    logger.info(f"{VARIABLE}: KV is compared after each transfer ({mode})")
+    return Verifier(args, kv, state, mode)

@@ -1,0 +1,133 @@
+"""What decode ranks have compared, gathered where a client can ask: prefill's bootstrap server.
+
+decode rank  -- PUT /verify, once a second if there is news -->  bootstrap server
+`sglang-pd verify`  -- GET /verify -->                           all ranks' reports
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Dict, List
+
+import msgspec
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
+
+logger = logging.getLogger(__name__)
+
+EVERY_SECONDS = 1.0
+ANSWER_SECONDS = (2, 5)
+# What is kept of the past: mismatches in words, seconds of transfers, and ranks.
+MAX_SAID = 20
+MAX_TIMES = 1024
+MAX_RANKS = 4096
+
+
+class Count(msgspec.Struct):
+    """What a decode rank has compared with one prefill rank's digests."""
+
+    requests: int = 0
+    parts: int = 0
+    bytes: int = 0
+    mismatches: int = 0
+
+
+class Report(msgspec.Struct):
+    """A decode rank's, on what came from one prefill server.
+
+    Attributes:
+        decode, at: The rank, such as `TP 0/2 PP 0/1`, and where it reads messages.
+        requests, failed: Rooms that were compared, and those of them that differed.
+        pairs: By prefill rank.
+        said: The last mismatches, in words.
+        seconds: Of the last transfers, from asking prefill until all had arrived.
+        comparing: Seconds that comparing has taken, in all.
+    """
+
+    decode: str
+    at: str
+    requests: int = 0
+    failed: int = 0
+    pairs: Dict[str, Count] = msgspec.field(default_factory=dict)
+    said: List[str] = msgspec.field(default_factory=list)
+    seconds: List[float] = msgspec.field(default_factory=list)
+    comparing: float = 0.0
+
+    def add(self, said: List[str], seconds: float, comparing: float) -> None:
+        """One request has been compared."""
+        self.requests += 1
+        self.comparing += comparing
+        self.seconds = [*self.seconds[1 - MAX_TIMES :], seconds]
+        if said:
+            self.failed += 1
+            self.said = [*self.said[1 - MAX_SAID :], "; ".join(said)]
+
+
+class Reports:
+    """A decode rank's reports, by bootstrap address, and the thread that sends them."""
+
+    def __init__(self, decode: str):
+        self.decode = decode
+        self.lock = threading.Lock()
+        self.by_address: Dict[str, Report] = {}
+        self.changed: Dict[str, None] = {}
+        self.thread = threading.Thread(target=self._send_all, daemon=True)
+
+    def of(self, address: str, at: str) -> Report:
+        """The report for this prefill server; hold `lock`, and call `is_changed` after."""
+        return self.by_address.setdefault(address, Report(self.decode, at))
+
+    def is_changed(self, address: str) -> None:
+        """Send it soon."""
+        self.changed[address] = None
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    def _send_all(self) -> None:
+        while True:
+            with self.lock:
+                bodies = {one: msgspec.json.encode(self.by_address[one]) for one in self.changed}
+                self.changed.clear()
+            for address, body in bodies.items():
+                self._send(address, body)
+            time.sleep(EVERY_SECONDS)
+
+    def _send(self, address: str, body: bytes) -> None:
+        try:
+            url = f"http://{address}/verify"
+            requests.put(url, data=body, timeout=ANSWER_SECONDS).raise_for_status()
+        except requests.RequestException as error:
+            logger.warning(
+                f"Bootstrap server {address} takes no report on what was compared: {error}"
+            )
+            with self.lock:
+                self.changed[address] = None
+
+
+class GathersReports:
+    """A bootstrap server that takes reports; it has no such route where nothing is compared."""
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        if verify_mode():
+            self.reports: Dict[str, Report] = {}
+            self.app.router.add_put("/verify", self._take_report)
+            self.app.router.add_get("/verify", self._show_reports)
+
+    async def _take_report(self, request: web.Request) -> web.Response:
+        try:
+            report = msgspec.json.decode(await request.read(), type=Report)
+        except msgspec.MsgspecError as error:
+            return web.Response(text=f"this is no report: {error}", status=400)
+        self.reports.pop(report.at, None)
+        self.reports[report.at] = report
+        if len(self.reports) > MAX_RANKS:
+            del self.reports[next(iter(self.reports))]
+        return web.Response(text="OK")
+
+    async def _show_reports(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode({"mode": verify_mode(), "ranks": list(self.reports.values())})
+        return web.Response(body=body, content_type="application/json")

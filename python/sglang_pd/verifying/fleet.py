@@ -1,0 +1,194 @@
+"""Prefill and decode servers, behind a router or without one, over HTTP."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from sglang_pd.errors import Code, Refusal
+
+MANY = 1 << 20
+SPARE = 64  # tokens of a context that are left for the answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids and their logprobs, or why there are none; seconds until it was there."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+
+
+class Count(msgspec.Struct):
+    """What a decode rank has compared with one prefill rank's digests."""
+
+    requests: int = 0
+    parts: int = 0
+    bytes: int = 0
+    mismatches: int = 0
+
+
+class Rank(msgspec.Struct):
+    """A decode rank's report, as the bootstrap server gives it."""
+
+    decode: str
+    at: str
+    requests: int
+    failed: int
+    pairs: dict[str, Count]
+    said: list[str]
+    seconds: list[float]
+    comparing: float
+
+
+class Reports(msgspec.Struct):
+    """Of all decode ranks that a prefill server has sent to; `mode` is `fail` or `log`."""
+
+    mode: str
+    ranks: list[Rank]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill server, and what it says of itself.
+
+    Attributes:
+        bootstrap: Host and port of its bootstrap server.
+        chunk: Tokens that it computes at a time; None for all.
+        longest: Tokens of the longest prompt that is sure to fit.
+    """
+
+    url: str
+    bootstrap: str
+    page_size: int
+    chunk: int | None
+    longest: int
+
+
+class Fleet:
+    """Where requests go: a router, or one prefill and one decode server.
+
+    Args:
+        client: Its timeout is how long an answer may take.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, router: str = "", prefill="", decode=""):
+        self.client, self.router, self.decode = client, router, decode
+        self.prefills = [prefill] if prefill else []
+        self.rooms = random.Random(time.time_ns())
+
+    async def prefill_servers(self) -> list[Prefill]:
+        """All of them, asked for what a check must know.
+
+        Raises:
+            Refusal: A server does not answer, or is no prefill server.
+        """
+        if not self.prefills:
+            told = await self._json(f"{self.router}/workers")
+            workers = told.get("workers", []) if isinstance(told, dict) else []
+            self.prefills = [
+                worker["url"] for worker in workers if worker.get("worker_type") == "prefill"
+            ]
+        if not self.prefills:
+            raise Refusal(
+                Code.NOT_VERIFYING,
+                f"the router {self.router} names no prefill server; give --prefill and --decode",
+            )
+        return [await self._prefill(url) for url in self.prefills]
+
+    async def _prefill(self, url: str) -> Prefill:
+        about = await self._json(f"{url}/server_info", f"{url}/get_server_info")
+        if about.get("disaggregation_mode") != "prefill":
+            mode = about.get("disaggregation_mode")
+            raise Refusal(Code.NOT_VERIFYING, f"{url} is no prefill server: its mode is {mode!r}")
+        chunk = about.get("chunked_prefill_size") or 0
+        (model, *_) = (await self._json(f"{url}/v1/models")).get("data") or [{}]
+        pool = about.get("max_total_num_tokens") or MANY
+        return Prefill(
+            url,
+            f"{urlsplit(url).hostname}:{about['disaggregation_bootstrap_port']}",
+            about.get("page_size") or 1,
+            chunk if chunk > 0 else None,
+            min((model.get("max_model_len") or MANY) - SPARE, pool // 2),
+        )
+
+    async def reports(self, prefill: Prefill) -> Reports:
+        """What decode ranks have compared of this server's KV.
+
+        Raises:
+            Refusal: It does not verify.
+        """
+        url = f"http://{prefill.bootstrap}/verify"
+        try:
+            response = await self.client.get(url)
+        except httpx.HTTPError as error:
+            raise Refusal(
+                Code.NOT_VERIFYING, f"the bootstrap server {prefill.bootstrap}: {error!r}"
+            ) from error
+        if response.status_code != 200:
+            raise Refusal(
+                Code.NOT_VERIFYING,
+                f"{prefill.url} does not verify (HTTP {response.status_code} from {url}): apply "
+                "the patch set there, and start prefill and decode with SGLANG_PD_VERIFY=1",
+            )
+        return msgspec.json.decode(response.content, type=Reports)
+
+    async def ask(self, prompt: tuple[int, ...], new_tokens: int) -> Answer:
+        """Greedy, through the router or through both servers."""
+        body = request(prompt, new_tokens)
+        if self.router:
+            return await answer(self.client, self.router, body)
+        prefill = urlsplit(self.prefills[0])
+        told = await self._json(f"{self.prefills[0]}/server_info")
+        body |= {
+            "bootstrap_host": prefill.hostname,
+            "bootstrap_port": told["disaggregation_bootstrap_port"],
+            "bootstrap_room": self.rooms.getrandbits(62),
+        }
+        both = (answer(self.client, url, body) for url in (self.prefills[0], self.decode))
+        first, last = await asyncio.gather(*both)
+        return last if last.failure or not first.failure else first
+
+    async def _json(self, *urls: str) -> dict:
+        """The first answer that there is."""
+        why = ""
+        for url in urls:
+            try:
+                response = await self.client.get(url)
+                response.raise_for_status()
+                return response.json()
+            except (httpx.HTTPError, ValueError) as error:
+                why = f"{url}: {error}"
+        raise Refusal(Code.NOT_VERIFYING, f"no answer: {why}")
+
+
+def request(prompt: tuple[int, ...], new_tokens: int) -> dict:
+    """The body of an SGLang `/generate` that decodes greedily."""
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+
+
+async def answer(client: httpx.AsyncClient, url: str, body: dict) -> Answer:
+    """What a server answers; a failure is an answer, too."""
+    begun = time.monotonic()
+    try:
+        response = await client.post(f"{url}/generate", json=body)
+    except httpx.HTTPError as error:
+        return Answer(failure=repr(error), seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    if response.status_code != 200:
+        return Answer(
+            failure=f"HTTP {response.status_code}: {response.text[:2000]}", seconds=seconds
+        )
+    rows = response.json()["meta_info"]["output_token_logprobs"]
+    return Answer(tuple(row[1] for row in rows), tuple(row[0] for row in rows), "", seconds)

@@ -1,0 +1,83 @@
+"""A verdict, for people and for programs."""
+
+import statistics
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sglang_pd.verifying.check import Verdict
+
+SHOWN = 10  # of a list of things that are wrong
+
+
+def as_json(verdict: Verdict) -> dict:
+    """Every figure; times in seconds."""
+    pairs = [
+        {"server": server, "prefill": prefill, "decode": decode, **msgspec.structs.asdict(count)}
+        for (server, prefill, decode), count in sorted(verdict.pairs.items())
+    ]
+    return {
+        "right": verdict.is_right,
+        "requests": verdict.requests,
+        "answered": verdict.answered,
+        "compared": verdict.compared,
+        "lengths": verdict.lengths,
+        "pairs": pairs,
+        "mismatches": verdict.mismatches,
+        "failures": verdict.failures,
+        "unequal_answers": verdict.unequal,
+        "from_reference": verdict.from_reference,
+        "transfer_seconds": _spread(verdict.seconds),
+        "comparing_seconds": verdict.comparing,
+    }
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """A table of the pairs of ranks, and what is wrong below it."""
+    table = Table(title="KV that decode ranks compared with prefill's digests")
+    for heading in ("prefill rank", "decode rank"):
+        table.add_column(heading)
+    for heading in ("requests", "buffers", "MiB", "mismatches"):
+        table.add_column(heading, justify="right")
+    for (_, prefill, decode), count in sorted(verdict.pairs.items()):
+        wrong = Text(str(count.mismatches), style="red" if count.mismatches else "green")
+        size = f"{count.bytes / 2**20:.1f}"
+        table.add_row(prefill, decode, str(count.requests), str(count.parts), size, wrong)
+    console.print(table)
+    _list(console, "KV that differs", verdict.mismatches)
+    _list(console, "Requests without an answer", verdict.failures)
+    _list(console, "Prompts whose two answers differ", verdict.unequal)
+    _list(console, "Answers that are not the reference's", verdict.from_reference or [])
+    spread = _spread(verdict.seconds)
+    if spread:
+        console.print(
+            f"transfers: median {spread['median'] * 1000:.0f} ms, longest "
+            f"{spread['longest'] * 1000:.0f} ms; comparing took {verdict.comparing:.2f} s in all"
+        )
+    console.print(_sentence(verdict))
+
+
+def _sentence(verdict: Verdict) -> Text:
+    sent = f"{verdict.requests} requests of {len(verdict.lengths)} lengths and more"
+    counts = f"{verdict.answered} answered, {verdict.compared} compared"
+    if verdict.is_right:
+        return Text(f"right: {sent}, {counts}, every byte of KV is prefill's", style="green")
+    return Text(f"NOT right: {sent}, {counts}", style="bold red")
+
+
+def _list(console: Console, title: str, lines: list[str]) -> None:
+    if not lines:
+        return
+    console.print(Text(f"{title} ({len(lines)}):", style="red"))
+    for line in lines[:SHOWN]:
+        console.print(Text(f"  {line}"))
+    if len(lines) > SHOWN:
+        console.print(f"  and {len(lines) - SHOWN} more")
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {"median": statistics.median(seconds), "longest": max(seconds)}

@@ -1,0 +1,177 @@
+"""What `SGLANG_PD_VERIFY` costs: digests beside memcpy, and the time to the first token.
+
+Run by `scripts/bench.sh verify`. Digests are of the patched engine's own NPU pools, and on an NPU
+where there is one. For the time to the first token two patched pairs of servers are up, of which
+one compares; one is stopped (SIGSTOP) while the other is asked, as in `bench_serve.py`.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import bench_serve
+import httpx
+import torch
+import typer
+from bench_cpu_copy import PAGE_SIZE, TOKENS, pools
+from rich.console import Console
+from rich.table import Table
+from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent_parts
+from sglang.srt.disaggregation.pd.page_digests import PageMemory
+
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyGQA
+
+REPEATS = 5
+LENGTHS = (1024, 8192)  # of prompts, tokens
+ROUNDS = 6
+MODES = {"off": "0", "on": "1"}
+TOPOLOGY = cluster.Topology("nixl", page_size=16)
+CONTEXT = 16_384
+
+
+def page_memory(pool) -> tuple[PageMemory, tuple]:
+    """A pool's buffers, and all that a rank of the same sizes would be sent of them."""
+    ptrs, lens, item_lens = pool.get_contiguous_buf_infos()
+    heads = getattr(pool, "head_num", None)
+    buffers = describe_pools(pool, None, item_lens, lens, False, (0, 1), heads, None, None)
+    layout = RankLayout(
+        0, 1, 0, 1, PAGE_SIZE, "bfloat16", "DRAM", pool.layer_num, kv=tuple(buffers)
+    )
+    memory = PageMemory(layout, layout.kv, [pool], ptrs, lens)
+    return memory, sent_parts(layout, layout, layout.kv, layout.kv)
+
+
+def median_seconds(act: Callable[[], object], device: str) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        act()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def digest_rows() -> list[dict]:
+    """GB/s of digests, and of copying the same pages, all of them and one buffer at a time."""
+    rows = []
+    for name, make in pools().items():
+        pool = make()
+        memory, parts = page_memory(pool)
+        device = memory.pages[0].device.type
+        for tokens in TOKENS:
+            count = tokens // PAGE_SIZE
+            pages = random.Random(tokens).sample(range(len(memory.pages[0])), count)
+            indices = torch.tensor(pages, device=device)
+            size = memory.size(parts, pages)
+
+            def copied(indices=indices, memory=memory) -> None:
+                for buffer in memory.pages:
+                    buffer.index_select(0, indices)
+
+            digested = median_seconds(lambda p=pages, m=memory, s=parts: m.digests(s, p), device)
+            copying = median_seconds(copied, device)
+            rows.append(
+                {
+                    "pool": name,
+                    "tokens": tokens,
+                    "MiB": size / 2**20,
+                    "digest GB/s": size / digested / 1e9,
+                    "memcpy GB/s": size / copying / 1e9,
+                    "digest ms": digested * 1e3,
+                }
+            )
+    return rows
+
+
+def pair(mode: str) -> bench_serve.Pair:
+    """Patched servers over NIXL that compare or do not, for long prompts."""
+    servers = cluster.pd_servers(
+        TOPOLOGY,
+        TinyGQA().make(cluster.PD_ENV / "models"),
+        bench_serve.LOGS / f"verify-{mode}",
+        "patched",
+        "patched",
+        {"SGLANG_PD_VERIFY": MODES[mode], "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+        idle_sleep=False,
+        chunk=2048,
+        options=["--context-length", str(CONTEXT)],
+    )
+    return servers[:2]
+
+
+async def first_tokens(servers: bench_serve.Pair, seed: int) -> list[float]:
+    """Milliseconds for one prompt of each length."""
+    rng = random.Random(seed)
+    async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
+        await bench_serve.ask(client, servers, rng.choices(range(256), k=32))  # let it wake
+        timed = [
+            await bench_serve.ask(client, servers, rng.choices(range(256), k=length))
+            for length in LENGTHS
+        ]
+    return [1e3 * one.first for one in timed]
+
+
+def serving_rows(rounds: int) -> list[dict]:
+    """Medians of both modes for each length, in turns; and how far a mode's halves are apart."""
+    pairs = {mode: pair(mode) for mode in MODES}
+    blocks: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
+    with bench_serve.all_running(pairs):
+        for number in range(-1, rounds):  # the first warms up
+            for mode in (*MODES, *reversed(MODES)):
+                bench_serve.send(pairs[mode], signal.SIGCONT)
+                figures = asyncio.run(first_tokens(pairs[mode], 100 + number))
+                bench_serve.send(pairs[mode], signal.SIGSTOP)
+                if number >= 0:
+                    blocks[mode].append(figures)
+    rows = []
+    for at, length in enumerate(LENGTHS):
+        of = {mode: [one[at] for one in values] for mode, values in blocks.items()}
+        medians = {mode: statistics.median(values) for mode, values in of.items()}
+        rows.append(
+            {
+                "tokens": length,
+                **medians,
+                "ratio": medians["on"] / medians["off"],
+                "noise": bench_serve.noise(of),
+            }
+        )
+    return rows
+
+
+def table(title: str, rows: list[dict]) -> Table:
+    shown = Table(title=title)
+    for heading in rows[0]:
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        cells = (f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values())
+        shown.add_row(*cells)
+    return shown
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
+) -> None:
+    """Measure both."""
+    console = Console(width=120)
+    digests = digest_rows()
+    console.print(table("Digests, and copying the same pages", digests))
+    serving = serving_rows(rounds)
+    console.print(table("Milliseconds to the first token, without and with", serving))
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({"digests": digests, "serving": serving}, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,420 @@
+"""The tables of docs/evidence.md, from what `scripts/evidence.sh` and the tests have kept."""
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / ".pd-env" / "evidence"
+MEASURES = KEPT / "measures.json"
+SERVING = KEPT / "serving.jsonl"
+ACCURACY = KEPT / "accuracy.jsonl"
+DRAFT = KEPT / "draft.jsonl"
+FAULTS = KEPT / "faults.jsonl"
+SOAK = KEPT / "soak.jsonl"
+HANG_UPS = KEPT / "hang_ups.jsonl"
+EVENT_LOOP = KEPT / "event_loop.jsonl"
+BACK_OFF = KEPT / "back_off.jsonl"
+PLANNING = KEPT / "bench-plan.json"
+SERVE = KEPT / "bench-serve.json"
+CPU_COPY = KEPT / "bench-cpu-copy.json"
+VERIFY = KEPT / "bench-verify.json"
+VERIFIED = KEPT / "verify.jsonl"
+
+
+def tables() -> list[str]:
+    """Lines of the whole report."""
+    measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
+    measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
+    proven = (verified, verify_cost)
+    attacked = (faults, hang_ups, event_loop, back_off, soak)
+    parts = (line for table in (*measured, *proven, *attacked) for line in table())
+    return [*heading(), *figures(measures), "", *parts]
+
+
+def heading() -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        "# Evidence",
+        "",
+        "Made by `scripts/evidence.sh`; not written by hand.",
+        "",
+        f"{datetime.date.today()}, {os.cpu_count()} cores, {memory:.0f} GiB, no accelerator, "
+        f"Python {platform.python_version()}.",
+        "",
+    ]
+
+
+def figures(measures: dict) -> list[str]:
+    """A table of times; a measurement that was not taken says so."""
+    absent = {"seconds": "not measured", "status": "-"}
+    demo, stock = measures.get("demo", absent), measures.get("demo_stock", absent)
+    tests, nightly = measures.get("tests", absent), measures.get("nightly", absent)
+    rows = [
+        ("set-up, cold", measures.get("setup_cold", "not measured"), "scripts/setup.sh"),
+        ("set-up, warm", measures.get("setup_warm", "not measured"), "scripts/setup.sh"),
+        ("demo, patched", demo["seconds"], f"status {demo['status']}: {demo.get('verdict')}"),
+        ("demo, stock", stock["seconds"], f"status {stock['status']}: {stock.get('verdict')}"),
+        ("scripts/test.sh", tests["seconds"], f"status {tests['status']}: {tests.get('summary')}"),
+        ("what is only for nightly", nightly["seconds"], f"status {nightly['status']}"),
+    ]
+    return [
+        "| what | seconds | |",
+        "|---|---|---|",
+        *(f"| {what} | {seconds} | {note} |" for what, seconds, note in rows),
+        "",
+        f"The environments take {measures.get('setup_gib', '?')} GiB.",
+    ]
+
+
+def planning() -> list[str]:
+    """A table: planning of long prompts, then the least gain at any size for each kind."""
+    if not PLANNING.exists():
+        return ["Planning: not measured.", ""]
+    found = json.loads(PLANNING.read_text())
+    rows = found["rows"]
+    least: dict[str, dict] = {}
+    for row in rows:
+        if row["faster"]["ours"] <= least.get(row["kind"], row)["faster"]["ours"]:
+            least[row["kind"]] = row
+    gains = (
+        f"{kind} {row['faster']['ours']:.2f}x at {row['pages']:,}" for kind, row in least.items()
+    )
+    return [
+        "Planning one transfer (`scripts/bench.sh plan`), up to the call of the transport: medians",
+        "of stock and ours, taken in turns in one process. Arrays: ours for a transport that takes",
+        "them instead of lists. MB: the most that one call holds at once.",
+        "",
+        "| transfer | pages | fragmented | copies | stock ms | ours ms | faster "
+        "| arrays ms | faster | stock MB | ours MB |",
+        "|---" * 11 + "|",
+        *(planned(row) for row in rows if row["copies"] > 150_000 or row["pages"] >= 1024),
+        "",
+        f"The least gain at any size from 1 page up: {'; '.join(gains)}.",
+        *(f"Missed: {miss}." for miss in found["missed"]),
+        "",
+    ]
+
+
+def cpu_copy() -> list[str]:
+    """A table: KV to the host and back."""
+    if not CPU_COPY.exists():
+        return ["KV to the host and back: not measured.", ""]
+    lines = [
+        "KV of a retracted request to the host and back (`scripts/bench.sh cpu-copy`), scattered",
+        "slots, medians taken in turns; the loop goes layer by layer and chunk by chunk.",
+        "",
+        "| pool | tokens | MB | one memcpy ms | to host, ours ms | loop ms | back, ours ms "
+        "| loop ms |",
+        "|---" * 8 + "|",
+    ]
+    names = ("memcpy", "to host, ours", "to host, loop", "back, ours", "back, loop")
+    for row in json.loads(CPU_COPY.read_text()):
+        cells = (f"{row['ms'][name]:.1f}" for name in names)
+        size = f"{row['pool']} | {row['tokens']:,} | {row['mb']:.0f}"
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def planned(row: dict) -> str:
+    """One line of that table."""
+    ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
+    arrays = (f"{ms['arrays']:.2f}", f"{faster['arrays']:.0f}x") if "arrays" in ms else ("", "")
+    cells = (
+        row["kind"],
+        f"{row['pages']:,}",
+        row["fragmented"],
+        f"{row['copies']:,}",
+        f"{ms['stock']:.2f}",
+        f"{ms['ours']:.2f}",
+        f"{faster['ours']:.1f}x",
+        *arrays,
+        f"{peak['stock']:.1f}",
+        f"{peak['ours']:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def scenarios() -> list[str]:
+    """A table: for each scenario what each pair of engines did when it last ran."""
+    latest: dict[str, dict[str, dict]] = {}
+    for record in recorded(SERVING):
+        latest.setdefault(record["scenario"], {})[record["engine"]] = record
+    engines = ["stock", "patched", "stock-to-patched", "patched-to-stock"]
+    lines = [
+        "Real prefill and decode servers behind the real router; six prompts of 1 to 600 tokens,",
+        "sent together; token ids and logprobs (tolerance 2e-3) against one stock server, TP 1.",
+        "Seconds include starting the servers.",
+        "",
+        f"| scenario | {' | '.join(engines)} |",
+        "|---" * (len(engines) + 1) + "|",
+    ]
+    for name, records in latest.items():
+        cells = [
+            f"{records[engine]['outcome']}, {records[engine]['seconds']:.0f} s"
+            if engine in records
+            else ""
+            for engine in engines
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def recorded(file: Path) -> list[dict]:
+    """Rows that tests have kept, the oldest first."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def accuracy() -> list[str]:
+    """A table: what the engine's few-shot script scores through each router."""
+    latest = {row["fleet"]: row for row in recorded(ACCURACY)}
+    if not latest:
+        return ["Accuracy: not measured.", ""]
+    sides = ("one server", "stock", "patched")
+    return [
+        "Accuracy: the engine's `few_shot_gsm8k` on sums that tiny models were trained on until",
+        "they know them: the part of the answers that is right, through one server and through",
+        "the router of each fleet.",
+        "",
+        f"| fleet | questions | {' | '.join(sides)} |",
+        "|---" * 5 + "|",
+        *(
+            f"| {fleet} | {row['questions']} | {' | '.join(score(row[side]) for side in sides)} |"
+            for fleet, row in latest.items()
+        ),
+        "",
+    ]
+
+
+def score(part: float | None) -> str:
+    return "no answer" if part is None else f"{part:.3f}"
+
+
+def drafts() -> list[str]:
+    """A table: what fleets with a draft model answered, and how many drafts were accepted."""
+    latest: dict[str, dict[str, dict]] = {}
+    for row in recorded(DRAFT):
+        latest.setdefault(row["scenario"], {})[row["engine"]] = row
+    if not latest:
+        return ["Draft models: not measured.", ""]
+
+    def cell_of(row: dict | None) -> str:
+        if row is None:
+            return ""
+        accepted = f", {row['tokens_a_round']} tokens a round" if row["outcome"] == "right" else ""
+        return row["outcome"] + accepted
+
+    return [
+        "Draft models (EAGLE for a Llama, NEXTN for MLA, topk 1): six prompts one by one, 40",
+        "tokens each, which must be those of one server without a draft. Tokens a round of decode:",
+        "1 is no accepted draft.",
+        "",
+        "| fleet | stock | patched |",
+        "|---" * 3 + "|",
+        *(
+            f"| {name} | {cell_of(rows.get('stock'))} | {cell_of(rows.get('patched'))} |"
+            for name, rows in latest.items()
+        ),
+        "",
+    ]
+
+
+def faults() -> list[str]:
+    """A table: for each fault what came of it when it was last tried."""
+    latest = {(row["case"], row["backend"]): row for row in recorded(FAULTS)}
+    if not latest:
+        return ["Faults: not measured.", ""]
+    return [
+        "Faults: a part of a fleet dies in the middle of a transfer. Servers are whole ones behind",
+        "a router, ranks are managers without a model. Seconds until the",
+        "client has its error, and then until the survivor holds no token and no request of it;",
+        "then, with a new server in the place of a dead one, the next answers. A prefill server",
+        "computes the rest of a prompt before it says that decode is dead.",
+        "",
+        "| fault | backend | error after s | client's error | freed after s | next answers |",
+        "|---" * 6 + "|",
+        *(
+            f"| {case} | {backend} | {row['seconds']} | {cell(row['client'])} "
+            f"| {row.get('freed', '')} | {row['after']} |"
+            for (case, backend), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def serving_speed() -> list[str]:
+    """A table: time to the first token and throughput of stock and patched pairs."""
+    if not SERVE.exists():
+        return ["Serving speed: not measured.", ""]
+    found = json.loads(SERVE.read_text())
+    return [
+        "Serving speed (`scripts/bench.sh serve`): pairs of prefill and decode servers, asked in",
+        "turns, without a router; prompts of 200 tokens, answers of 16. Medians of all blocks; a",
+        "ratio above 1 is patched being better. Noise: how far the medians of two halves of one",
+        "engine's blocks are apart, the largest of three ways to halve them and of both engines.",
+        "",
+        "| fleet | figure | stock | patched | ratio | noise |",
+        "|---" * 6 + "|",
+        *(
+            f"| {row['fleet']} | {row['figure']} | {row['stock']:.1f} | {row['patched']:.1f} "
+            f"| {row['ratio']:.2f} | {row['noise']:.2f} |"
+            for row in found["rows"]
+        ),
+        "",
+        *(f"Slower: {miss}." for miss in found["missed"]),
+        *([""] if found["missed"] else []),
+    ]
+
+
+def hang_ups() -> list[str]:
+    """A table: for each fleet what clients that hung up left behind when it was last tried."""
+    latest = {(row["fleet"], row["engine"]): row for row in recorded(HANG_UPS)}
+    if not latest:
+        return ["Clients that hang up: not measured.", ""]
+    return [
+        "Clients that hang up: for each seed 200 clients, up to 0.1 s apart, with prompts of 3 to",
+        "1,500 tokens, prefilled in chunks of 128. Each asks both servers, or the router, and",
+        'closes its connections, with "either" one of them, after random()**2 * 1.5 s; the engine',
+        "looks each second for who has gone. Then six prompts are sent at once: the longest time",
+        "until all are answered, and what the servers still hold 10 s later. Stages have unequal",
+        "lengths, for which stock's tokens are wrong. Busy: how much longer a loop took than its",
+        "processor time, for what else ran on the machine, and as much longer clients took.",
+        "",
+        "| fleet | engine | seeds | servers | next six prompts | after s | busy | held |",
+        "|---" * 8 + "|",
+        *(
+            f"| {name} | {engine} | {row['seeds']} | {'alive' if row['alive'] else 'ended'} "
+            f"| {row['next_prompts']} | {row['seconds']} | {row['busy']} "
+            f"| {cell(json.dumps(row['held'])) if row['held'] else 'nothing'} |"
+            for (name, engine), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def event_loop() -> list[str]:
+    """A table: for each backend and engine how long decode stood still when it was last tried."""
+    latest = {(row["backend"], row["engine"]): row for row in recorded(EVENT_LOOP)}
+    if not latest:
+        return ["Decode's event loop when prefill dies: not measured.", ""]
+    rooms = next(iter(latest.values()))["rooms"]
+    return [
+        f"Decode's event loop when prefill dies with {rooms} rooms open: decode TP 2, whose ranks'",
+        "heartbeats are apart; the longest time in which a rank's loop does not turn, from the",
+        "kill until all requests have failed, or for 30 s, and in 5 s before it.",
+        "",
+        "| backend | engine | before, ms | after the kill, ms | all failed after s |",
+        "|---" * 5 + "|",
+        *(
+            f"| {backend} | {engine} | {row['before_ms']:.0f} | {row['pause_ms']:.0f} "
+            f"| {row['seconds']} |"
+            for (backend, engine), row in latest.items()
+        ),
+        "",
+    ]
+
+
+def back_off() -> list[str]:
+    """A table: transfers to a decode rank beside one that does not answer, when last tried."""
+    latest = {row["timeout"]: row for row in recorded(BACK_OFF)}
+    if not latest:
+        return ["A decode rank that does not answer, beside another: not measured.", ""]
+    return [
+        "Mooncake, two decode ranks in one queue, of which one does not answer: a transfer to it",
+        "fails after the time-out (a stand-in's for the engine). What the other's transfers take.",
+        "",
+        "| time-out s | transfers | median ms | worst ms |",
+        "|---" * 4 + "|",
+        *(
+            f"| {timeout:g} | {row['rooms']} | {1000 * row['median']:.1f} "
+            f"| {1000 * row['worst']:.0f} |"
+            for timeout, row in sorted(latest.items())
+        ),
+        "",
+    ]
+
+
+def cell(text: str) -> str:
+    """What fits into one cell of a table, and does not end it; the reason stands last."""
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= 200 else f"{line[:60]} ... {line[-130:]}"
+
+
+def soak() -> list[str]:
+    """A table: for each backend and engine its last soak."""
+    latest = {row["fleet"]: row for row in recorded(SOAK)}
+    if not latest:
+        return ["Soak: not measured.", ""]
+    return [
+        "Soak: requests of 1 to 600 tokens, eight at once, through one prefill and one decode",
+        "server that retracts; each answer against one stock server's. MiB: memory of a server's",
+        "processes after the warm-up and at the end, and the most in between. What the engine",
+        "itself takes is in the row of stock; managers without a model keep less than 150 KiB of",
+        "600 requests (test/transport/test_memory.py).",
+        "",
+        "| backend, engine | requests | wrong | retractions | seconds | prefill MiB | decode MiB |",
+        "|---" * 7 + "|",
+        *(
+            f"| {name} | {row['requests']} | {row['wrong']} | {row['retractions']} "
+            f"| {row['seconds']:.0f} | {memory(row, 'prefill')} | {memory(row, 'decode')} |"
+            for name, row in latest.items()
+        ),
+        "",
+    ]
+
+
+def memory(row: dict, server: str) -> str:
+    sizes = row[f"{server}_mib"][row["warm_up"] - 1 :]
+    return f"{sizes[0]}, {sizes[-1]} (most {max(sizes)})"
+
+
+def verified() -> list[str]:
+    """A table: what the stock engine's transfer code does wrong, and what decode says of it."""
+    latest = {row["scenario"]: row for row in recorded(VERIFIED)}
+    if not latest:
+        return ["Faults that decode finds: not measured.", ""]
+    return [
+        "Faults that decode finds by comparing digests (`SGLANG_PD_VERIFY=1`, docs/verify.md). The",
+        "fault is the stock engine's: patched servers send by its transfer code, and nothing is",
+        "known of the right answers (test/serving/test_verify.py).",
+        "",
+        "| fault of stock | found by | requests that fail | first text |",
+        "|---" * 4 + "|",
+        *(
+            f"| {name} | `sglang-pd verify` | {row['failed']} of {row['requests']} "
+            f"| {cell(row['text'])} |"
+            for name, row in sorted(latest.items())
+        ),
+        "",
+    ]
+
+
+def verify_cost() -> list[str]:
+    """Two tables: digests beside memcpy, and times to the first token."""
+    if not VERIFY.exists():
+        return ["The cost of comparing: not measured.", ""]
+    found = json.loads(VERIFY.read_text())
+    return [
+        "The cost of comparing (`scripts/bench.sh verify`): digests of a request's pages, beside",
+        "copying the same pages; then milliseconds to the first token without and with it, NIXL",
+        "TP 1 to 1, in turns. Without the variable nothing is computed, kept or sent.",
+        "",
+        "| pool | tokens | MiB | digests, GB/s | memcpy, GB/s | digests, ms |",
+        "|---" * 6 + "|",
+        *(
+            f"| {row['pool']} | {row['tokens']} | {row['MiB']:.0f} | {row['digest GB/s']:.2f} "
+            f"| {row['memcpy GB/s']:.2f} | {row['digest ms']:.0f} |"
+            for row in found["digests"]
+        ),
+        "",
+        "| prompt, tokens | without, ms | with, ms | ratio | noise |",
+        "|---" * 5 + "|",
+        *(
+            f"| {row['tokens']} | {row['off']:.0f} | {row['on']:.0f} | {row['ratio']:.2f} "
+            f"| {row['noise']:.2f} |"
+            for row in found["serving"]
+        ),
+        "",
+    ]

@@ -1,0 +1,111 @@
+"""`sglang-pd verify` on real servers: right where all is right; what it says where it is not."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from fleet import stock_engine
+from serving_checks import record
+from serving_scenarios import SCENARIOS, Scenario, model_folder
+
+from pd_harness import cluster
+from pd_harness.device import await_peers
+from sglang_pd.errors import Code
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
+RIGHT |= {"mooncake-pp2_tp2_to_1", "nixl-pp2_to_pp2"}
+FEW = ("--lengths", "1,40,600", "--requests", "6")
+
+
+@contextlib.contextmanager
+def running(scenario: Scenario, test: str, **environment: str) -> Iterator[list[cluster.Server]]:
+    """The scenario's fleet of patched servers that compare; skips where it cannot run."""
+    topology = scenario.topology
+    if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), ("patched",)):
+        pytest.skip(reason)
+    servers = cluster.pd_servers(
+        topology,
+        model_folder(scenario.model),
+        cluster.PD_ENV / "logs" / "verify" / f"{scenario.name}-{test}",
+        "patched",
+        "patched",
+        {"SGLANG_PD_VERIFY": "1", **environment},
+    )
+    with cluster.running(servers):
+        if topology.backend == "ascend":
+            await_peers()
+        yield servers
+
+
+def verify(*options: str) -> tuple[int, dict]:
+    """Exit status, and what it found."""
+    command = [str(cluster.interpreter("base")), "-m", "sglang_pd", "verify", "--json", *options]
+    done = subprocess.run(
+        command, cwd=cluster.CHECKOUT / "python", capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def on(names: set[str], always: str) -> list:
+    return [
+        pytest.param(scenario, id=scenario.name, marks=[] if scenario.name == always else NIGHTLY)
+        for scenario in SCENARIOS
+        if scenario.name in names
+    ]
+
+
+NIGHTLY = [pytest.mark.nightly]
+
+
+@pytest.mark.parametrize("scenario", on(RIGHT, "ascend-mla_pp2_to_dp2"))
+def test_all_is_compared_and_right(scenario):
+    with running(scenario, "right") as (_, _, router):
+        status, found = verify("--router", router.url, *FEW)
+    assert (status, found["right"], found["mismatches"]) == (0, True, []), found
+    assert found["compared"] == found["requests"] > 30
+    size = scenario.topology
+    senders = {pair["prefill"] for pair in found["pairs"]}
+    receivers = {pair["decode"] for pair in found["pairs"]}
+    assert len(receivers) == size.decode_tp * size.decode_pp, receivers
+    assert len(senders) >= size.prefill_pp, senders
+    assert all(pair["bytes"] for pair in found["pairs"]) or "replicated" in scenario.name
+
+
+WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"}
+
+
+@pytest.mark.parametrize("scenario", on(WRONG, "ascend-fia_pp2_odd_layers"))
+def test_what_stock_sends_wrongly_is_found(scenario):
+    """By the check alone: prefill sends by the stock engine's code, and no answer is known."""
+    with running(scenario, "stock", SGLANG_PD_STOCK_TRANSFER=str(stock_engine())) as servers:
+        status, found = verify("--router", servers[-1].url, *FEW)
+        ended = [server.name for server in servers if server.has_ended()]
+    assert status == Code.WRONG, found
+    assert not ended
+    assert found["mismatches"], found
+    assert any("KV is not what prefill has" in failure for failure in found["failures"])
+    record(
+        "verify",
+        scenario=scenario.name,
+        requests=found["requests"],
+        failed=len(found["failures"]),
+        text=found["mismatches"][0],
+    )
+
+
+def test_a_server_that_does_not_compare_is_refused():
+    scenario = next(one for one in SCENARIOS if one.name == "nixl-tp1_to_1")
+    with running(scenario, "off", SGLANG_PD_VERIFY="0") as (prefill, decode, router):
+        for where in (
+            ("--router", router.url),
+            ("--prefill", prefill.url, "--decode", decode.url),
+        ):
+            status, found = verify(*where)
+            assert status == Code.NOT_VERIFYING
+            assert "does not verify" in found["error"]["text"], found
+            assert "SGLANG_PD_VERIFY=1" in found["error"]["text"], found

@@ -1,0 +1,197 @@
+"""`SGLANG_PD_VERIFY`: what is right passes, what is not fails, and says what and where."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from fleet import Fleet, Side, stock_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from topologies import ASCEND, HEADS, STAGES, STOCK, changed, same_widths
+from transfer_checks import REQUESTS, eventually
+
+pytestmark = pytest.mark.transport
+
+SRC, DST = [1, 2, 3, 4], [4, 5, 6, 7]
+
+
+def verifying(fleet: Fleet, mode: str = "1", sides=("prefill", "decode")) -> Fleet:
+    made = {
+        side: replace(getattr(fleet, side), environment={"SGLANG_PD_VERIFY": mode})
+        for side in sides
+    }
+    return replace(fleet, **made)
+
+
+RIGHT = {
+    **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_1", "tp1_to_2")},
+    "nixl-replicated_on_prefill": HEADS["tp4_to_1_replicated_on_prefill"],
+    "nixl-replicated_on_decode": HEADS["tp2_to_4_replicated_on_decode"],
+    **{f"nixl-{name}": STAGES[name] for name in ("pp2_tp2_to_1", "pp2_to_pp2", "nsa_pp2_odd")},
+    **{f"nixl-{name}": STAGES[name] for name in ("draft_on_decode", "draft_on_prefill")},
+    "nixl-draft_unequal": STAGES["draft_unequal_tp2_to_1"],
+    "mooncake-pp2_odd": changed(STAGES["pp2_odd"], backend="mooncake"),
+    "mooncake-tp2_to_1": changed(HEADS["tp2_to_1"], backend="mooncake"),
+    "ascend-mla_index_keys_draft": ASCEND["mla_index_keys_draft_unequal"],
+    "ascend-fia_tp2_to_1": ASCEND["fia_tp2_to_1"],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes(serve, name):
+    fleet = verifying(RIGHT[name])
+    with serve(fleet) as servers:
+        for src, dst, chunks in REQUESTS:
+            outcome = servers.request(src, dst, chunks)
+            assert outcome.state == "right", outcome
+        for rank in servers.decode:
+            compared = rank.call("verified")["pairs"]
+            assert {count["requests"] for count in compared.values()} == {len(REQUESTS)}
+            assert sum(count["bytes"] for count in compared.values()) > 0
+            assert {count["mismatches"] for count in compared.values()} == {0}
+        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * fleet.size)
+
+
+MISTAKES = {
+    "pages": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 4 in all"),
+    "another": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
+    "layers": ("k, layer 0", "and 1 more of 4 parts; first wrong page 0 of 4"),
+    "heads": ("k, layer 0", "first wrong page 0 of 4"),
+    "last token": ("k, layer 0", "first wrong page 3 of 4 (tokens 48 to 63), 1 in all"),
+    "byte": ("v, layer 1", "of 4 parts; first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
+}
+BACKENDS = ["nixl", "mooncake", "ascend"]
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_wrong_fails_its_request(serve, backend, what):
+    with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
+        assert servers.request(SRC, DST).state == "right"
+        side = servers.decode if what == "byte" else servers.prefill
+        side[0].call("mistake", what=what)
+        outcome = servers.request(SRC, DST)
+        side[0].call("mistake", what="")
+        (decode,) = outcome.decode
+        assert decode["state"] == "failed", outcome
+        part, where = MISTAKES[what]
+        for said in ("KV is not what prefill has: ", part, where, "(prefill TP 0/1 PP 0/1, "):
+            assert said in decode["reason"], outcome
+        assert servers.request(SRC, DST).state == "right"
+
+
+WRONG_ON_STOCK = [name for name, (_, state) in STOCK.items() if state == "wrong"]
+NSA_DRAFT = Fleet(
+    Side(draft_layers=1), Side(draft_layers=1), layers=4, mla=True, index_keys=True, page_size=64
+)
+
+
+def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
+    """The patched engine, whose prefill ranks send by the stock engine's code."""
+    fleet = verifying(same_widths(fleet), mode)
+    environment = {**fleet.prefill.environment, "SGLANG_PD_STOCK_TRANSFER": str(stock_engine())}
+    return replace(fleet, prefill=replace(fleet.prefill, environment=environment))
+
+
+def said_by_each(servers) -> list[str]:
+    return ["; ".join(rank.call("verified")["said"]) for rank in servers.decode]
+
+
+JUDGED = [name for name, (_, state) in STOCK.items() if state != "raised"]  # that fails by itself
+
+
+@pytest.mark.parametrize("name", [*JUDGED, "nixl-nsa_draft", "mooncake-nsa_draft"])
+def test_what_stock_does_is_judged_as_every_byte_is(serve, name):
+    """With `log` it is served; where no byte is wrong nothing is said."""
+    fleet = STOCK[name][0] if name in STOCK else replace(NSA_DRAFT, backend=name.split("-")[0])
+    with serve(with_stock_transfer(fleet, "log")) as servers:
+        outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
+        said = said_by_each(servers)
+    judged = ["wrong" if text else "right" for text in said]
+    assert judged == [answer["state"] for answer in outcome.decode], (outcome, said)
+    if name in WRONG_ON_STOCK or name not in STOCK:
+        assert "wrong" in judged
+
+
+ONE_SIDED = [
+    ("prefill", "patched", "patched"),
+    ("prefill", "patched", "stock"),
+    ("decode", "patched", "patched"),
+    ("decode", "stock", "patched"),
+]
+
+
+@pytest.mark.parametrize("side, prefill, decode", ONE_SIDED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_peer_that_does_not_compare_is_served(serve, backend, side, prefill, decode):
+    fleet = verifying(Fleet(backend=backend, v_width=4), sides=[side])
+    with serve(fleet, prefill, decode) as servers:
+        for src, dst, chunks in REQUESTS:
+            assert servers.request(src, dst, chunks).state == "right"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_digests_that_cannot_be_made_fail_their_request(serve, backend):
+    with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
+        (prefill,) = servers.prefill
+        prefill.call("mistake", what="no digests")
+        outcome = servers.request(SRC, DST)
+        assert outcome.decode[0]["state"] == "failed", outcome
+        assert "a prefill rank could not digest it, its log says why" in outcome.reasons
+        prefill.call("mistake", what="junk digests")
+        outcome = servers.request(SRC, DST)
+        assert outcome.decode[0]["state"] == "failed", outcome
+        assert "digests of 5 bytes cannot be read" in outcome.reasons
+        prefill.call("mistake", what="")
+        assert servers.request(SRC, DST).state == "right"
+
+
+@st.composite
+def fleets(draw) -> Fleet:
+    """Any pair of servers that may work together: heads or MLA, stages, drafts on either side."""
+    backend = draw(st.sampled_from(BACKENDS))
+    mla = draw(st.booleans())
+    heads = draw(st.sampled_from([1, 2, 4]))
+    tp = [draw(st.sampled_from([1, 2, 4])) for _ in range(2)]
+    layers = draw(st.integers(1, 5))
+    pp = draw(st.integers(1, min(3, layers)))
+    decode_pp = draw(st.sampled_from([1, pp]))
+    drafts = [draw(st.sampled_from([0, 0, 1, 2])) for _ in range(2)]
+    indexed = mla and draw(st.booleans())
+    size = 64 if indexed and backend != "ascend" else draw(st.sampled_from([1, 4, 16]))
+    return Fleet(
+        Side(tp=tp[0], pp=pp, draft_layers=drafts[0]),
+        Side(tp=tp[1], pp=decode_pp, draft_layers=drafts[1]),
+        backend=backend,
+        kv_heads=heads,
+        layers=layers,
+        page_size=size,
+        v_width=4 if backend == "ascend" and not mla else draw(st.sampled_from([2, 4])),
+        mla=mla,
+        index_keys=indexed,
+        fia=backend == "ascend" and not mla and draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize(
+    "examples, requests",
+    [(5, 10), pytest.param(100, 100, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+)
+def test_nothing_is_said_where_nothing_is_wrong(serve, examples, requests):
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(fleet=fleets(), seed=st.integers(0, 1 << 32))
+    def all_right(fleet, seed):
+        rng = random.Random(seed)
+        with serve(verifying(fleet)) as servers:
+            for _ in range(requests):
+                count = rng.randint(1, 6)
+                src, dst = (rng.sample(range(fleet.pages), count) for _ in range(2))
+                cut = rng.randint(1, count)
+                chunks = [cut, count - cut] if cut < count else [count]
+                outcome = servers.request(src, dst, chunks)
+                assert outcome.state == "right", (fleet, src, dst, chunks, outcome)
+            for rank in servers.decode:
+                pairs = rank.call("verified")["pairs"].values()
+                assert {pair["requests"] for pair in pairs} == {requests}
+
+    all_right()

@@ -1,0 +1,148 @@
+"""Digests: whatever differs is seen, and said with its place; what cannot be read is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_layout import (
+    Buffer,
+    Digests,
+    Heads,
+    LayoutError,
+    Part,
+    RankLayout,
+    RoomDigests,
+    decode_digests,
+    difference,
+    encode_digests,
+    slice_of,
+    sum_up,
+    unsent,
+    weights,
+)
+
+PARTS = (
+    Part("k", False, 0, Heads(0, 2, 4)),
+    Part("k", False, 1, Heads(0, 2, 4)),
+    Part("v", False, 0, Heads(0, 2, 4)),
+    Part("k", True, 0),
+)
+
+
+def table(pages: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 1 << 64, (len(PARTS), pages), dtype=np.uint64, endpoint=False)
+
+
+def said(before, after, tokens: int = 16) -> str | None:
+    return difference(sum_up(PARTS, before), sum_up(PARTS, after), tokens)
+
+
+@given(
+    pages=st.integers(1, 9),
+    change=st.integers(1, (1 << 64) - 1),
+    data=st.data(),
+)
+def test_one_page_of_one_part_is_named(pages, change, data):
+    part = data.draw(st.integers(0, len(PARTS) - 1))
+    page = data.draw(st.integers(0, pages - 1))
+    before = table(pages)
+    after = before.copy()
+    after[part, page] ^= np.uint64(change)
+    place = f"tokens {16 * page} to {16 * page + 15}"
+    assert said(before, after) == (
+        f"{PARTS[part].name} of 4 parts; first wrong page {page} of {pages} ({place}), 1 in all"
+    )
+    assert said(before, before) is None
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_is_swapped_is_seen(axis):
+    """Two parts, or two pages: all that arrived is there, in another order."""
+    before = table(5)
+    after = before.copy()
+    if axis == 0:
+        after[[0, 1]] = before[[1, 0]]
+    else:
+        after[:, [1, 3]] = before[:, [3, 1]]
+    first = "k, layer 0, KV heads [0,2) of 4 and"
+    assert said(before, after).startswith(first)
+    assert f"first wrong page {axis} of 5" in said(before, after)
+
+
+def test_a_page_of_one_token():
+    before = table(3)
+    after = before.copy()
+    after[3, 2] ^= np.uint64(1)
+    assert said(before, after, 1) == (
+        "draft k, layer 0 of 4 parts; first wrong page 2 of 3 (token 2), 1 in all"
+    )
+
+
+def test_another_number_of_pages():
+    assert said(table(3), table(4)) == "prefill has 3 pages of this request, decode 4"
+
+
+def test_weights_are_odd_and_all_different():
+    found = weights(1 << 16)
+    assert (found % 2 == 1).all()
+    assert len(set(found.tolist())) == len(found)
+    assert len({part.weight for part in PARTS}) == len(PARTS)
+
+
+def layout(*buffers: Buffer) -> RankLayout:
+    return RankLayout(1, 2, 0, 1, 4, "bfloat16", "DRAM", 2, buffers)
+
+
+def test_a_slice_of_heads():
+    held = layout(Buffer("k", False, 0, 4 * 2 * 10, Heads(2, 4, 4), 8))
+    found = slice_of(Part("k", False, 0, Heads(3, 4, 4)), held, held.kv)
+    assert (found.buffer, found.rows, found.start, found.length) == (0, 4, 10, 10)
+
+
+@pytest.mark.parametrize(
+    "part, why",
+    [
+        (Part("k", False, 1, Heads(2, 4, 4)), "TP 1/2 PP 0/1 holds no k, layer 1"),
+        (Part("k", False, 0, Heads(0, 4, 4)), "holds KV heads [2,4) of 4 of k, layer 0, KV heads"),
+        (Part("k", False, 0), "holds k, layer 0, KV heads [2,4) of 4, the other side k, layer 0"),
+    ],
+)
+def test_what_a_rank_does_not_hold(part, why):
+    held = layout(Buffer("k", False, 0, 80, Heads(2, 4, 4), 8))
+    with pytest.raises(LayoutError) as raised:
+        slice_of(part, held, held.kv)
+    assert why in str(raised.value)
+
+
+def test_what_nobody_sent():
+    buffers = (
+        Buffer("k", False, 0, 80, Heads(0, 4, 4), 8),
+        Buffer("kv", False, 1, 80),
+        Buffer("k", True, 0, 80, Heads(0, 4, 4), 8),
+        Buffer("k", False, 2, 80, Heads(0, 4, 4), 8, idle=True),
+    )
+    sent = [Part("k", False, 0, Heads(0, 2, 4)), Part("k", False, 0, Heads(3, 4, 4))]
+    assert unsent(buffers, sent) == ["k, layer 0, KV heads [2]", "kv, layer 1"]
+    rest = [Part("k", False, 0, Heads(2, 3, 4)), Part("kv", False, 1)]
+    assert unsent(buffers, sent + rest) == []
+
+
+def test_they_travel():
+    digests = RoomDigests("TP 0/1 PP 0/1", sum_up(PARTS, table(3)))
+    assert decode_digests(encode_digests(digests)) == digests
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1junk",
+        encode_digests(RoomDigests("", Digests(PARTS, b"1234", b""))),
+        encode_digests(RoomDigests("", Digests((), b"", b""), Digests(PARTS, b"", b""))),
+        encode_digests(RoomDigests("", Digests((), b"", b"123"))),
+    ],
+)
+def test_what_cannot_be_read(frame):
+    with pytest.raises(LayoutError, match="digests of"):
+        decode_digests(frame)
