@@ -12,7 +12,9 @@ from transfer_checks import REQUESTS, eventually
 
 pytestmark = pytest.mark.transport
 
+BACKENDS = ["nixl", "mooncake", "ascend"]
 SRC, DST = [1, 2, 3, 4], [4, 5, 6, 7]
+MANY = 100_000
 
 
 def verifying(fleet: Fleet, mode: str = "1", sides=("prefill", "decode")) -> Fleet:
@@ -52,6 +54,28 @@ def test_what_is_right_passes(serve, name):
         eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * fleet.size)
 
 
+@pytest.mark.parametrize("hybrid", ["swa", "mamba"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_state_is_compared(serve, backend, hybrid):
+    """Two layers of four have state: K and V of a window, or a convolution's and a recurrence's."""
+    with serve(verifying(Fleet(backend=backend, hybrid=hybrid, layers=4))) as servers:
+        assert servers.request(SRC, DST).state == "right"
+        (count,) = servers.decode[0].call("verified")["pairs"].values()
+        assert count["parts"] == 2 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_of_many_pages(serve, backend):
+    """A digest for each page travels in one message: here 800 kB."""
+    fleet = Fleet(backend=backend, layers=1, page_size=1, pages=MANY + 1, kv_heads=1, v_width=4)
+    with serve(verifying(fleet)) as servers:
+        outcome = servers.request(list(range(MANY)), list(range(1, MANY + 1)))
+        assert outcome.state == "right", outcome.state
+        servers.prefill[0].call("mistake", what="last token")
+        outcome = servers.request(list(range(MANY)), list(range(1, MANY + 1)))
+        assert f"first wrong page {MANY - 1} of {MANY}" in outcome.decode[0]["reason"]
+
+
 MISTAKES = {
     "pages": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 4 in all"),
     "another": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
@@ -60,7 +84,6 @@ MISTAKES = {
     "last token": ("k, layer 0", "first wrong page 3 of 4 (tokens 48 to 63), 1 in all"),
     "byte": ("v, layer 1", "of 4 parts; first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
 }
-BACKENDS = ["nixl", "mooncake", "ascend"]
 
 
 @pytest.mark.parametrize("what", MISTAKES)

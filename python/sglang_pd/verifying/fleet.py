@@ -59,16 +59,22 @@ class Prefill:
     """A prefill server, and what it says of itself.
 
     Attributes:
-        bootstrap: Host and port of its bootstrap server.
+        host, bootstrap_port: Where its bootstrap server is.
         chunk: Tokens that it computes at a time; None for all.
         longest: Tokens of the longest prompt that is sure to fit.
     """
 
     url: str
-    bootstrap: str
+    host: str
+    bootstrap_port: int
     page_size: int
     chunk: int | None
     longest: int
+
+    @property
+    def reports_url(self) -> str:
+        """Where decode ranks report what they have compared."""
+        return f"http://{self.host}:{self.bootstrap_port}/verify"
 
 
 class Fleet:
@@ -80,7 +86,8 @@ class Fleet:
 
     def __init__(self, client: httpx.AsyncClient, router: str = "", prefill="", decode=""):
         self.client, self.router, self.decode = client, router, decode
-        self.prefills = [prefill] if prefill else []
+        self.prefill = prefill
+        self.known: list[Prefill] = []
         self.rooms = random.Random(time.time_ns())
 
     async def prefill_servers(self) -> list[Prefill]:
@@ -89,20 +96,20 @@ class Fleet:
         Raises:
             Refusal: A server does not answer, or is no prefill server.
         """
-        if not self.prefills:
+        urls = [self.prefill]
+        if self.router:
             told = await self._json(f"{self.router}/workers")
             workers = told.get("workers", []) if isinstance(told, dict) else []
-            self.prefills = [
-                worker["url"] for worker in workers if worker.get("worker_type") == "prefill"
-            ]
-        if not self.prefills:
+            urls = [worker["url"] for worker in workers if worker.get("worker_type") == "prefill"]
+        if not urls:
             raise Refusal(
                 Code.NOT_VERIFYING,
                 f"the router {self.router} names no prefill server; give --prefill and --decode",
             )
-        return [await self._prefill(url) for url in self.prefills]
+        self.known = [await self._ask_prefill(url) for url in urls]
+        return self.known
 
-    async def _prefill(self, url: str) -> Prefill:
+    async def _ask_prefill(self, url: str) -> Prefill:
         about = await self._json(f"{url}/server_info", f"{url}/get_server_info")
         if about.get("disaggregation_mode") != "prefill":
             mode = about.get("disaggregation_mode")
@@ -112,7 +119,8 @@ class Fleet:
         pool = about.get("max_total_num_tokens") or MANY
         return Prefill(
             url,
-            f"{urlsplit(url).hostname}:{about['disaggregation_bootstrap_port']}",
+            _host(url),
+            about["disaggregation_bootstrap_port"],
             about.get("page_size") or 1,
             chunk if chunk > 0 else None,
             min((model.get("max_model_len") or MANY) - SPARE, pool // 2),
@@ -124,12 +132,12 @@ class Fleet:
         Raises:
             Refusal: It does not verify.
         """
-        url = f"http://{prefill.bootstrap}/verify"
+        url = prefill.reports_url
         try:
             response = await self.client.get(url)
         except httpx.HTTPError as error:
             raise Refusal(
-                Code.NOT_VERIFYING, f"the bootstrap server {prefill.bootstrap}: {error!r}"
+                Code.NOT_VERIFYING, f"the bootstrap server of {prefill.url}: {url}: {error!r}"
             ) from error
         if response.status_code != 200:
             raise Refusal(
@@ -140,18 +148,17 @@ class Fleet:
         return msgspec.json.decode(response.content, type=Reports)
 
     async def ask(self, prompt: tuple[int, ...], new_tokens: int) -> Answer:
-        """Greedy, through the router or through both servers."""
+        """Greedy, through the router, or both servers once `prefill_servers` was called."""
         body = request(prompt, new_tokens)
         if self.router:
             return await answer(self.client, self.router, body)
-        prefill = urlsplit(self.prefills[0])
-        told = await self._json(f"{self.prefills[0]}/server_info")
+        (prefill,) = self.known
         body |= {
-            "bootstrap_host": prefill.hostname,
-            "bootstrap_port": told["disaggregation_bootstrap_port"],
+            "bootstrap_host": prefill.host,
+            "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": self.rooms.getrandbits(62),
         }
-        both = (answer(self.client, url, body) for url in (self.prefills[0], self.decode))
+        both = (answer(self.client, url, body) for url in (prefill.url, self.decode))
         first, last = await asyncio.gather(*both)
         return last if last.failure or not first.failure else first
 
@@ -166,6 +173,12 @@ class Fleet:
             except (httpx.HTTPError, ValueError) as error:
                 why = f"{url}: {error}"
         raise Refusal(Code.NOT_VERIFYING, f"no answer: {why}")
+
+
+def _host(url: str) -> str:
+    """Of a URL, in brackets where it is an IPv6 address."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
 
 
 def request(prompt: tuple[int, ...], new_tokens: int) -> dict:

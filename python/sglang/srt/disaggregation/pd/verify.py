@@ -86,7 +86,9 @@ class Verifier:
             pages = np.concatenate([chunk for _, chunk in chunks])
             own, state = self.layout, None
             kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
-            if plans_state and state_pages is not None:
+            # Between TP sizes Mooncake cuts recurrent state along dimensions.
+            is_alike = plans_state or own.tp_size == peer.tp_size
+            if state_pages is not None and is_alike:
                 parts = sent_parts(own, peer, own.state, peer.state)
                 state = self.state.digests(parts, state_pages)
             return encode_digests(RoomDigests(self.name, kv, state))
@@ -186,7 +188,9 @@ class Verifies:
     def note_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
         """Prefill: these pages of the request are being sent."""
         if self.verifier is not None:
-            self.verifier.add_chunk(room, index_slice, pages)
+            with self.rooms_lock:
+                if room in self.request_status:  # else nobody would drop them
+                    self.verifier.add_chunk(room, index_slice, pages)
 
     def sends_digests(self, info: Any) -> bool:
         """Prefill: whether this decode rank awaits them."""
