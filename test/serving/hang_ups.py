@@ -31,6 +31,7 @@ class Fleet:
     model: TinyModel
     way: str = "both"
     overlap: bool = False
+    verify: bool = False  # all KV is compared
 
     @property
     def pace(self) -> float:
@@ -47,18 +48,21 @@ class Fleet:
         prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}{_groups(sizes.prefill_dp)}"
         decode = f"tp{sizes.decode_tp}{_groups(sizes.decode_dp)}"
         parts = [sizes.backend, f"{prefill}_to_{decode}", self.way]
-        return "-".join([*parts, *(["overlap"] if self.overlap else [])])
+        more = [name for name in ("overlap", "verify") if getattr(self, name)]
+        return "-".join([*parts, *more])
 
 
 def _groups(dp: int) -> str:
     return f"_dp{dp}" if dp > 1 else ""
 
 
-def fleet(backend: str, way: str = "both", overlap: bool = False, **sizes: int) -> Fleet:
+def fleet(
+    backend: str, way: str = "both", overlap: bool = False, verify: bool = False, **sizes: int
+) -> Fleet:
     """Stages of unequal length; with ``ascend`` an MLA model and pages."""
     is_ascend = backend == "ascend"
     topology = cluster.Topology(backend, page_size=16 if is_ascend else 1, **sizes)
-    return Fleet(topology, SEVEN_LAYERS_MLA if is_ascend else FIVE_LAYERS, way, overlap)
+    return Fleet(topology, SEVEN_LAYERS_MLA if is_ascend else FIVE_LAYERS, way, overlap, verify)
 
 
 def hang_up(servers: tuple, way: str, seed: int, pace: float = 1.0) -> int:

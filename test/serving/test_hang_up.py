@@ -59,6 +59,8 @@ FLEETS = [
     fleet("ascend", "either", **TP_2_TO_2),
     fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
     fleet("ascend", **PP_2, **TO_DP_2),
+    fleet("nixl", "router", verify=True, **PP_2),
+    fleet("mooncake", verify=True, **PP_2_TP_2),
 ]
 
 
@@ -113,7 +115,11 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
         logs,
         engine,
         engine,
-        environment={**probed(logs / "probe"), **PATIENT},
+        environment={
+            **probed(logs / "probe"),
+            **PATIENT,
+            **({"SGLANG_PD_VERIFY": "1"} if fleet.verify else {}),
+        },
         overlap=fleet.overlap,
         chunk=CHUNK,
     )

@@ -73,7 +73,7 @@ NO_LAYER = 64
 TABLES = (
     *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
     *("required_prefill_response_num_table", "prefill_response_tracker", "addr_to_rooms_tracker"),
-    *("asked_rooms", "failing_rooms", "arrived_digests"),
+    *("asked_rooms", "failing_rooms", "arrived_digests", "sent_pages"),
 )
 COMPONENTS = (
     *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
@@ -41,12 +41,15 @@ from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
 logger = logging.getLogger(__name__)
 
 
+# Place among all pages of the request, and pages of this rank's pool, int32.
+Chunk = Tuple[slice, npt.NDArray[np.int32]]
+
+
 @dataclass
 class Verifier:
     """One rank's digests. On prefill it is used by whoever sends, on decode by the scheduler.
 
     Attributes:
-        pages: Prefill: of each room, its chunks: place among all pages of the request, and pages.
         reports: Decode: what has been compared, by prefill server and rank.
     """
 
@@ -54,9 +57,6 @@ class Verifier:
     kv: PageMemory
     state: PageMemory
     mode: str
-    pages: Dict[int, List[Tuple[slice, npt.NDArray[np.int32]]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
 
     def __post_init__(self):
         self.reports = Reports(self.name)
@@ -73,16 +73,17 @@ class Verifier:
 
     # Prefill
 
-    def add_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
-        """These pages of the request are being sent."""
-        self.pages[room].append((index_slice, pages))
-
     def digests(
-        self, room: int, peer: RankLayout, state_pages: Optional[Sequence[int]], plans_state: bool
+        self,
+        room: int,
+        chunks: Sequence[Chunk],
+        peer: RankLayout,
+        state_pages: Optional[Sequence[int]],
+        plans_state: bool,
     ) -> bytes:
         """Of all that the room has sent to this decode rank; empty where that fails."""
         try:
-            chunks = sorted(self.pages[room], key=lambda chunk: chunk[0].start)
+            chunks = sorted(chunks, key=lambda chunk: chunk[0].start)
             pages = np.concatenate([chunk for _, chunk in chunks])
             own, state = self.layout, None
             kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
@@ -95,9 +96,6 @@ class Verifier:
         except Exception:
             logger.exception(f"Room {room}: no digests for decode {peer.name}")
             return b""
-
-    def forget(self, room: int) -> None:
-        self.pages.pop(room, None)
 
     # Decode
 
@@ -177,7 +175,8 @@ class Verifies:
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Decode: of each room, by prefill rank.
+        # Of each room; on prefill its chunks, on decode digests, by prefill rank.
+        self.sent_pages: Dict[int, List[Chunk]] = defaultdict(list)
         self.arrived_digests: Dict[int, Dict[Hashable, bytes]] = defaultdict(dict)
         return self
 
@@ -190,7 +189,7 @@ class Verifies:
         if self.verifier is not None:
             with self.rooms_lock:
                 if room in self.request_status:  # else nobody would drop them
-                    self.verifier.add_chunk(room, index_slice, pages)
+                    self.sent_pages[room].append((index_slice, pages))
 
     def sends_digests(self, info: Any) -> bool:
         """Prefill: whether this decode rank awaits them."""
@@ -198,13 +197,13 @@ class Verifies:
 
     def room_digests(self, room: int, info: Any, state_pages: Optional[Sequence[int]]) -> bytes:
         """Prefill: of all that the room has sent to a decode rank that awaits them."""
-        return self.verifier.digests(room, info.plan.layout, state_pages, self.plans_state)
+        peer, chunks = info.plan.layout, self.sent_pages.get(room, [])
+        return self.verifier.digests(room, chunks, peer, state_pages, self.plans_state)
 
     def drop_digests(self, room: int) -> None:
         """Forget a room that is over."""
         self.arrived_digests.pop(room, None)
-        if self.verifier is not None:
-            self.verifier.forget(room)
+        self.sent_pages.pop(room, None)
 
     def verify(
         self,
