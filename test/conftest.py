@@ -1,6 +1,7 @@
-"""Let test files import the helpers beside them; pytest's importlib mode leaves that to us."""
+"""Let test files import what they share; pytest's importlib mode leaves that to us."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent / "serving"))
+HERE = Path(__file__).parent
+sys.path += [str(HERE / "serving"), str(HERE / "support")]

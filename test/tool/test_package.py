@@ -106,3 +106,28 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
         )
         assert ran.returncode == code, ran.stdout + ran.stderr
     assert patches.TREES == ROOT / "python"
+
+
+@pytest.mark.nightly
+def test_an_editable_install_has_the_harness_as_it_stands_here(environment):
+    """As npu.yml installs it; `sglang` here must hide no engine."""
+    python, site = environment
+    pip("--python", python, "install", "--no-deps", "--quiet", "--editable", ROOT)
+    pip("--python", python, "install", "--quiet", "editables")
+    code = "import importlib.util, pd_harness.ports, sglang_pd; print(pd_harness.ports.__file__); "
+    code += "print(sglang_pd.__file__, importlib.util.find_spec('sglang'))"
+    ran = subprocess.run([python, "-c", code], cwd=site, capture_output=True, text=True)
+    here = ROOT / "python"
+    assert ran.stdout.split() == [
+        str(here / "pd_harness" / "ports.py"),
+        *(str(here / "sglang_pd" / "__init__.py"), "None"),
+    ], ran.stderr
+
+
+@pytest.mark.nightly
+def test_rings_that_run_on_npus_find_what_they_share():
+    """They are started so there, for `python/` on the path would hide an editable engine."""
+    command = [sys.executable, "-m", "pytest", "-o", "pythonpath=", "--collect-only", "-q"]
+    paths = [ROOT / "test" / ring for ring in ("engine", "transport", "serving", "npu")]
+    ran = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:]
