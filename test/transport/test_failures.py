@@ -69,7 +69,7 @@ def test_peers_that_do_not_fit(serve, backend, prefill, decode, said):
     assert said in refused(serve, Fleet(prefill, decode, backend=backend))
 
 
-ALL_HAVE = {"request_status", "failure_records"}
+ALL_HAVE = {"request_status", "failure_records", "arrived_digests", "sent_pages"}
 TABLES = {
     "nixl": (
         {"transfer_infos"},
