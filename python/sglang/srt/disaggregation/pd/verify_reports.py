@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Dict, List
+from typing import Dict, List, Set
 
 import msgspec
 import requests
@@ -73,7 +73,7 @@ class Reports:
         self.decode = decode
         self.lock = threading.Lock()
         self.by_address: Dict[str, Report] = {}
-        self.changed: Dict[str, None] = {}
+        self.changed: Set[str] = set()
         self.thread = threading.Thread(target=self._send_all, daemon=True)
 
     def of(self, address: str, at: str) -> Report:
@@ -82,7 +82,7 @@ class Reports:
 
     def is_changed(self, address: str) -> None:
         """Send it soon."""
-        self.changed[address] = None
+        self.changed.add(address)
         if not self.thread.is_alive():
             self.thread.start()
 
@@ -96,15 +96,12 @@ class Reports:
             time.sleep(EVERY_SECONDS)
 
     def _send(self, address: str, body: bytes) -> None:
+        """One that is lost is in the next one, too."""
         try:
             url = f"http://{address}/verify"
             requests.put(url, data=body, timeout=ANSWER_SECONDS).raise_for_status()
         except requests.RequestException as error:
-            logger.warning(
-                f"Bootstrap server {address} takes no report on what was compared: {error}"
-            )
-            with self.lock:
-                self.changed[address] = None
+            logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
 
 
 class GathersReports:
