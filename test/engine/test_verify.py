@@ -120,7 +120,10 @@ class Bootstrap:
         self._setup_routes()
 
     def _setup_routes(self):
-        self.app.router.add_get("/health", lambda request: web.Response(text="OK"))
+        self.app.router.add_get("/health", self._health)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="OK")
 
 
 class Gathering(verify_reports.GathersReports, Bootstrap):
