@@ -16,7 +16,7 @@ cd "$root"
 
 # Most tests wait as long as they compute: two at a time, those of a file one after the other.
 select=(-m "not nightly")
-workers=(-n 2 --dist loadfile)
+workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [[ ${1:-} == --nightly ]]; then
     select=() workers=()
     shift

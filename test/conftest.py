@@ -1,7 +1,24 @@
-"""Let test files import what they share; pytest's importlib mode leaves that to us."""
+"""What tests share is found, and two workers share the work."""
 
+import itertools
 import sys
 from pathlib import Path
 
+# pytest's importlib mode leaves that to us.
 HERE = Path(__file__).parent
+LONG = ("serving", "transport")
 sys.path += [str(HERE / "serving"), str(HERE / "support")]
+
+
+def pytest_collection_modifyitems(config, items):
+    """For several workers: servers beside ranks, which mostly wait, and what is short last.
+
+    So neither is slowed down by its like, and none is busy for long when the others have ended.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files = list(dict.fromkeys(item.path for item in items))
+    rings = [[file for file in files if file.parent.name == ring] for ring in LONG]
+    beside = [file for group in itertools.zip_longest(*rings) for file in group if file]
+    order = {file: place for place, file in enumerate(dict.fromkeys([*beside, *files]))}
+    items.sort(key=lambda item: order[item.path])
