@@ -6,7 +6,7 @@ A write brings one when it is done; that a room failed is said by one of its own
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from sglang.srt.disaggregation.kv_layout import (
     Notification,
@@ -47,6 +47,11 @@ class Notifications:
                 self._notify(peer, notification)
             except Exception as error:
                 logger.warning(f"Room {room}: decode {peer} was not told: {error}")
+
+    def _notify_digests(self, peer: str, room: int, digests: Optional[bytes]) -> None:
+        """Prefill: send a decode rank what it compares; nothing where it awaits none."""
+        if digests is not None:
+            self._notify(peer, self._notification(room, "digests", digests=digests))
 
     def update_transfer_status(self) -> None:
         """Decode: take in the notifications that have come since the last call."""

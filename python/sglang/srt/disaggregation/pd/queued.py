@@ -83,8 +83,7 @@ class QueuedSends:
                 state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
                 check("state", self.maybe_send_extra(*state))
             check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
-        if self.sends_digests(info):
-            req.digests = self.room_digests(chunk.room, info, chunk.state_indices)
+        req.digests = self.room_digests(chunk.room, info, chunk.state_indices)
 
     def _plan(self, session: str) -> PeerPlan:
         info = self.decode_kv_args_table[session]

@@ -53,6 +53,8 @@ class Receiver:
     prefill: Optional[PrefillServer] = None
     # Another request has the room.
     is_second = False
+    # Prefill ranks send digests of their pages (`verify`).
+    expects_digests = False
 
     def __init__(
         self,
@@ -81,12 +83,8 @@ class Receiver:
         if conflict:
             self._refuse(conflict)
             return
+        self.expects_digests = self._expects_digests()
         self._resolve_rank_mapping(self.prefill)
-        if mgr.verifier is not None and not self.prefill.verifies:
-            logger.warning_once(
-                f"Prefill {bootstrap_addr} does not verify; what it sends is not compared: start "
-                f"it with {VARIABLE}, too"
-            )
         mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
         key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
         # The heartbeat thread empties the pool when a prefill server is lost.
@@ -98,6 +96,15 @@ class Receiver:
             self._register_kv_args()
             if mgr.check_status(bootstrap_room) != KVPoll.Failed:
                 mgr.connection_pool[key] = infos
+
+    def _expects_digests(self) -> bool:
+        """Whether prefill ranks send digests of their pages, which are compared with ours."""
+        if self.kv_mgr.verifier is not None and not self.prefill.verifies:
+            logger.warning_once(
+                f"Prefill {self.bootstrap_addr} does not verify; what it sends is not compared: "
+                f"start it with {VARIABLE}, too"
+            )
+        return self.kv_mgr.verifier is not None and self.prefill.verifies
 
     def _conflict_with(self, prefill: PrefillServer) -> Optional[str]:
         """Why this decode server cannot work with that prefill server; None if it can."""
@@ -271,11 +278,6 @@ class Receiver:
         if status in ENDED:
             self.conclude_state = status
         return status
-
-    @property
-    def expects_digests(self) -> bool:
-        """Prefill ranks send digests of their pages, which are compared with ours."""
-        return self.kv_mgr.verifier is not None and self.prefill.verifies
 
     def is_open(self) -> bool:
         """Whether prefill was asked for the room."""

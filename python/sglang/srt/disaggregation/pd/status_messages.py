@@ -59,7 +59,7 @@ class StatusMessages:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
         if self.decode_kv_args_table[self._peer_of(req)].reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
-        if hasattr(req, "digests"):
+        if getattr(req, "digests", None) is not None:
             frames.append(req.digests)
         address = format_tcp_address(req.endpoint, req.dst_port)
         try:

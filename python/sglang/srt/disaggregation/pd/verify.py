@@ -191,12 +191,12 @@ class Verifies:
                 if room in self.request_status:  # else nobody would drop them
                     self.sent_pages[room].append((index_slice, pages))
 
-    def sends_digests(self, info: Any) -> bool:
-        """Prefill: whether this decode rank awaits them."""
-        return self.verifier is not None and info.plan is not None and info.plan.layout.verifies
-
-    def room_digests(self, room: int, info: Any, state_pages: Optional[Sequence[int]]) -> bytes:
-        """Prefill: of all that the room has sent to a decode rank that awaits them."""
+    def room_digests(
+        self, room: int, info: Any, state_pages: Optional[Sequence[int]]
+    ) -> Optional[bytes]:
+        """Prefill: of all that the room has sent to a decode rank; None if it awaits none."""
+        if self.verifier is None or info.plan is None or not info.plan.layout.verifies:
+            return None
         peer, chunks = info.plan.layout, self.sent_pages.get(room, [])
         return self.verifier.digests(room, chunks, peer, state_pages, self.plans_state)
 

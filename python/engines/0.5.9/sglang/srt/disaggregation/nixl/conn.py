@@ -341,9 +341,8 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
         add(
             self.send_aux(peer, chunk.aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux"))
         )
-        if self.sends_digests(info):
-            digests = self.room_digests(req.room, info, chunk.state_indices)
-            self._notify(peer, self._notification(req.room, "digests", digests=digests))
+        digests = self.room_digests(req.room, info, chunk.state_indices)
+        self._notify_digests(peer, req.room, digests)
 
     def _register_to_bootstrap(self):
         self.limit_messages()
