@@ -7,7 +7,10 @@ one compares; one is stopped (SIGSTOP) while the other is asked, as in `bench_se
 
 import asyncio
 import json
+import logging
+import os
 import random
+import shutil
 import signal
 import statistics
 import time
@@ -27,13 +30,14 @@ from sglang.srt.disaggregation.pd.page_digests import PageMemory
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA
+from pd_harness.ports import free_ports
 
 REPEATS = 5
 LENGTHS = (1024, 8192)  # of prompts, tokens
 ROUNDS = 6
 MODES = {"off": "0", "on": "1"}
-TOPOLOGY = cluster.Topology("nixl", page_size=16)
-CONTEXT = 16_384
+CONTEXT = 16_384  # tokens; also of each pool
+TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 
 
 def page_memory(pool) -> tuple[PageMemory, tuple]:
@@ -91,20 +95,31 @@ def digest_rows() -> list[dict]:
     return rows
 
 
+def long_model() -> Path:
+    """The tests' model, told that it may have longer prompts."""
+    short = TinyGQA().make(cluster.PD_ENV / "models")
+    folder = short.with_name(f"{short.name}-long")
+    if not folder.exists():
+        draft = short.with_name(f"{folder.name}.{os.getpid()}")
+        shutil.copytree(short, draft)
+        config = json.loads((draft / "config.json").read_text())
+        config["max_position_embeddings"] = CONTEXT
+        (draft / "config.json").write_text(json.dumps(config))
+        draft.rename(folder)
+    return folder
+
+
 def pair(mode: str) -> bench_serve.Pair:
     """Patched servers over NIXL that compare or do not, for long prompts."""
-    servers = cluster.pd_servers(
-        TOPOLOGY,
-        TinyGQA().make(cluster.PD_ENV / "models"),
-        bench_serve.LOGS / f"verify-{mode}",
-        "patched",
-        "patched",
-        {"SGLANG_PD_VERIFY": MODES[mode], "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
-        idle_sleep=False,
-        chunk=2048,
-        options=["--context-length", str(CONTEXT)],
-    )
-    return servers[:2]
+    logs, (store_port,) = bench_serve.LOGS / f"verify-{mode}", free_ports(1)
+    common = {
+        "environment": {"SGLANG_PD_VERIFY": MODES[mode]},
+        "idle_sleep": False,
+        "chunk": 2048,
+    }
+    where = ("patched", long_model(), logs, store_port)
+    prefill = cluster.prefill_server(TOPOLOGY, *where, max_tokens=CONTEXT, **common)
+    return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
 
 
 async def first_tokens(servers: bench_serve.Pair, seed: int) -> list[float]:
@@ -125,12 +140,14 @@ def serving_rows(rounds: int) -> list[dict]:
     blocks: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     with bench_serve.all_running(pairs):
         for number in range(-1, rounds):  # the first warms up
-            for mode in (*MODES, *reversed(MODES)):
-                bench_serve.send(pairs[mode], signal.SIGCONT)
-                figures = asyncio.run(first_tokens(pairs[mode], 100 + number))
-                bench_serve.send(pairs[mode], signal.SIGSTOP)
-                if number >= 0:
-                    blocks[mode].append(figures)
+            for half, order in enumerate((list(MODES), list(reversed(MODES)))):
+                seed = 100 + 2 * number + half  # other prompts, for prefixes are kept
+                for mode in order:
+                    bench_serve.send(pairs[mode], signal.SIGCONT)
+                    figures = asyncio.run(first_tokens(pairs[mode], seed))
+                    bench_serve.send(pairs[mode], signal.SIGSTOP)
+                    if number >= 0:
+                        blocks[mode].append(figures)
     rows = []
     for at, length in enumerate(LENGTHS):
         of = {mode: [one[at] for one in values] for mode, values in blocks.items()}
@@ -164,6 +181,7 @@ def main(
 ) -> None:
     """Measure both."""
     console = Console(width=120)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # the engine's loggers say all
     digests = digest_rows()
     console.print(table("Digests, and copying the same pages", digests))
     serving = serving_rows(rounds)
