@@ -1,7 +1,10 @@
 """Requests between ranks, and what is looked at in their outcomes."""
 
-from fleet import Outcome, Servers
+from concurrent.futures import ThreadPoolExecutor
 
+from fleet import Outcome, Rank, Servers
+
+from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
 
 BACKENDS = ["nixl", "mooncake"]
@@ -43,3 +46,10 @@ def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
         assert {answer["state"] for answer in side} == {"failed"}, outcome
         assert in_time(max(answer["seconds"] for answer in side), within), outcome
         assert any(said in answer["reason"] for answer in side), outcome
+
+
+def vote(ranks: list[Rank]) -> None:
+    """From now on they poll as the TP ranks of one server do."""
+    (port,) = free_ports(1)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(lambda rank: rank.call("vote", port=port), ranks))

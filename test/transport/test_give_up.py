@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Servers, Side
-from transfer_checks import BACKENDS, assert_right, eventually
+from transfer_checks import BACKENDS, assert_right, eventually, vote
 
-from pd_harness.ports import free_ports
 from pd_harness.waiting import in_time
 
 pytestmark = pytest.mark.transport
@@ -72,12 +71,6 @@ def test_prefill_sends_nothing_of_an_aborted_request(serve, backend):
         assert f"Decode gave up this request: {ABORTED}" in answer["reason"], answer
         assert in_time(answer["seconds"], PROMPT)
         assert_right(servers)
-
-
-def vote(ranks) -> None:
-    (port,) = free_ports(1)
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        list(pool.map(lambda rank: rank.call("vote", port=port), ranks))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ from fleet import Fleet, Side, stock_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from topologies import ASCEND, HEADS, STAGES, STOCK, changed, same_widths
-from transfer_checks import REQUESTS, eventually
+from transfer_checks import REQUESTS, eventually, vote
 
 pytestmark = pytest.mark.transport
 
@@ -101,6 +101,23 @@ def test_what_is_wrong_fails_its_request(serve, backend, what):
         for said in ("KV is not what prefill has: ", part, where, "(prefill TP 0/1 PP 0/1, "):
             assert said in decode["reason"], outcome
         assert servers.request(SRC, DST).state == "right"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_one_rank_finds_fails_the_request_on_all(serve, backend):
+    """The other TP rank has all that it should; both end the room, and the next one is served."""
+    fleet = verifying(Fleet(Side(tp=2), Side(tp=2), backend=backend, v_width=4))
+    with serve(fleet) as servers:
+        vote(servers.decode)
+        assert servers.request(SRC, DST).state == "right"
+        servers.decode[1].call("mistake", what="byte")
+        outcome = servers.request(SRC, DST)
+        servers.decode[1].call("mistake", what="")
+        assert [end["state"] for end in outcome.decode] == ["failed"] * 2, outcome
+        assert "KV is not what prefill has" in outcome.decode[1]["reason"], outcome
+        assert "another decode rank failed" in outcome.decode[0]["reason"], outcome
+        assert servers.request(SRC, DST).state == "right"
+        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * fleet.size)
 
 
 WRONG_ON_STOCK = [name for name, (_, state) in STOCK.items() if state == "wrong"]

@@ -20,7 +20,7 @@ from kv_layout import (
     difference,
     plan_for_peer,
     sent_parts,
-    slice_of,
+    slices_of,
     sum_up,
     unsent,
     weights,
@@ -160,8 +160,7 @@ def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set)
 def digests(rank: Rank, parts, pages: list[int]):
     """Of these parts of a rank's memory; a page's is a sum over its bytes."""
     table = np.empty((len(parts), len(pages)), np.uint64)
-    for number, part in enumerate(parts):
-        where = slice_of(part, rank.layout, rank.layout.kv)
+    for number, where in enumerate(slices_of(parts, rank.layout, rank.layout.kv)):
         whole = rank.memory[rank.pointers[where.buffer]].view(np.uint8)
         rows = whole.reshape(len(whole), where.rows, -1)[pages]
         held = rows[:, :, where.start : where.start + where.length]

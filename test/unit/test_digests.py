@@ -15,7 +15,7 @@ from kv_layout import (
     decode_digests,
     difference,
     encode_digests,
-    slice_of,
+    slices_of,
     sum_up,
     unsent,
     weights,
@@ -96,7 +96,7 @@ def layout(*buffers: Buffer) -> RankLayout:
 
 def test_a_slice_of_heads():
     held = layout(Buffer("k", False, 0, 4 * 2 * 10, Heads(2, 4, 4), 8))
-    found = slice_of(Part("k", False, 0, Heads(3, 4, 4)), held, held.kv)
+    (found,) = slices_of([Part("k", False, 0, Heads(3, 4, 4))], held, held.kv)
     assert (found.buffer, found.rows, found.start, found.length) == (0, 4, 10, 10)
 
 
@@ -111,7 +111,7 @@ def test_a_slice_of_heads():
 def test_what_a_rank_does_not_hold(part, why):
     held = layout(Buffer("k", False, 0, 80, Heads(2, 4, 4), 8))
     with pytest.raises(LayoutError) as raised:
-        slice_of(part, held, held.kv)
+        slices_of([part], held, held.kv)
     assert why in str(raised.value)
 
 

@@ -133,17 +133,22 @@ def sent_parts(
     return tuple(parts)
 
 
-def slice_of(part: Part, layout: RankLayout, buffers: Sequence[Buffer]) -> Slice:
-    """Where a rank holds a part.
+def slices_of(parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]) -> list[Slice]:
+    """Where a rank holds each part.
 
     Raises:
-        LayoutError: It does not.
+        LayoutError: It does not hold one.
     """
     held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.idle}
-    if part.key not in held:
-        raise LayoutError(f"{layout.name} holds no {part.name}")
-    i = held[part.key]
-    buffer = buffers[i]
+    slices = []
+    for part in parts:
+        if part.key not in held:
+            raise LayoutError(f"{layout.name} holds no {part.name}")
+        slices.append(_slice(part, layout, held[part.key], buffers[held[part.key]]))
+    return slices
+
+
+def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> Slice:
     if part.heads is None or buffer.heads is None:
         if part.heads != buffer.heads:
             raise LayoutError(

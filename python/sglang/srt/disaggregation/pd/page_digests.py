@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.kv_layout import (
     Part,
     RankLayout,
     Slice,
-    slice_of,
+    slices_of,
     sum_up,
     weights,
 )
@@ -68,7 +68,7 @@ class PageMemory:
             LayoutError: This rank does not hold a part, or has no such page.
         """
         indices = np.asarray(pages, dtype=np.int64)
-        slices = [slice_of(part, self.layout, self.buffers) for part in parts]
+        slices = slices_of(parts, self.layout, self.buffers)
         for one in slices:
             held = self.pages[one.buffer].shape[0]
             if indices.size and not 0 <= indices.min() <= indices.max() < held:
@@ -85,7 +85,7 @@ class PageMemory:
 
     def size(self, parts: Sequence[Part], pages: npt.ArrayLike) -> int:
         """Bytes of these parts."""
-        slices = (slice_of(part, self.layout, self.buffers) for part in parts)
+        slices = slices_of(parts, self.layout, self.buffers)
         return sum(one.rows * one.length for one in slices) * np.asarray(pages).size
 
     def _digests(self, one: Slice, indices: torch.Tensor) -> torch.Tensor:

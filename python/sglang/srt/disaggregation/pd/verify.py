@@ -40,7 +40,6 @@ from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
 
 logger = logging.getLogger(__name__)
 
-
 # Place among all pages of the request, and pages of this rank's pool, int32.
 Chunk = Tuple[slice, npt.NDArray[np.int32]]
 
