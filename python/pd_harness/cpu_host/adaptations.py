@@ -5,10 +5,11 @@ import functools
 import importlib
 import importlib.util
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+
+from pd_harness.cpu_host.turns import Turn
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
@@ -112,19 +113,19 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
 
 
 def few_copies_at_once(mooncake_engine: ModuleType) -> None:
-    """Let Mooncake's engines make few copies at a time, for one caller of this process.
+    """Let Mooncake's engines make few copies at a time, for one caller of this machine.
 
     Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
-    its copies have ended: with more callers than cores none ends in time.
+    its copies have ended: with more callers than cores none ends in time, nor does anything else.
     """
     engine = mooncake_engine.TransferEngine
     write = engine.batch_transfer_sync_write
-    turn = threading.Lock()
+    turn = Turn("mooncake")
 
     def write_in_turn(self, session, src, dst, lengths, *more, **options) -> int:
         for start in range(0, len(src), TCP_COPIES):
             few = [column[start : start + TCP_COPIES] for column in (src, dst, lengths)]
-            with turn:
+            with turn.taken():
                 status = write(self, session, *few, *more, **options)
             if status != 0:
                 return status

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from pd_harness.cpu_host import SWITCH, adaptations, idle, name_only, probe, thread_binding
+from pd_harness.cpu_host import SWITCH, adaptations, idle, name_only, probe, slices, thread_binding
 from pd_harness.cpu_host.import_hooks import after_import, around_import
 from pd_harness.cpu_host.stock_transfer import stock_transfer
 
@@ -37,6 +37,7 @@ def activate() -> None:
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
+    slices.short_slices()
     # Importing the engine makes a million objects that stay; collecting among them takes a second.
     gc.set_threshold(100_000)
     name_only.install()

@@ -1,0 +1,50 @@
+"""A turn that all processes of this user take one after the other."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PAUSE = 0.0005  # seconds between two looks
+
+
+class Turn:
+    """``taken()`` waits for the turn; after ``patience`` seconds it goes on without.
+
+    So one that is long in coming, such as a write to a dead server, holds up nobody for longer. A
+    process that ends gives its turn back.
+    """
+
+    def __init__(self, name: str, patience: float = 1.0):
+        self.path = Path(tempfile.gettempdir()) / f"sglang-pd-{name}-{os.getuid()}"
+        self.patience = patience
+        self.lock = threading.Lock()
+        self.pid = None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[bool]:
+        """Whether it was had."""
+        with self.lock:
+            held = self._held()
+            try:
+                yield held
+            finally:
+                if held:
+                    fcntl.lockf(self.file, fcntl.LOCK_UN)
+
+    def _held(self) -> bool:
+        if self.pid != os.getpid():  # a fork has a file of its own
+            self.file, self.pid = self.path.open("a"), os.getpid()
+        end = time.monotonic() + self.patience
+        while True:
+            try:
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() >= end:
+                    return False
+            time.sleep(PAUSE)
