@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-PATCHED = Path(__file__).resolve().parents[1] / ".pd-env" / "patched"
+PATCHED = Path(sys.prefix).parent / "patched"
 ENGINE = "sglang.srt.disaggregation"
 BACKENDS = {"ascend": "AscendKVManager", "mooncake": "MooncakeKVManager", "nixl": "NixlKVManager"}
 PEER = "peer"

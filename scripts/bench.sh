@@ -2,7 +2,7 @@
 # Time what the patch set does beside what it replaces; see scripts/bench.py, bench_cpu_copy.py,
 # bench_serve.py, bench_verify.py.
 #
-# usage: scripts/bench.sh plan [--json FILE] [--check]
+# usage: scripts/bench.sh [--release RELEASE] plan [--json FILE] [--check]
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
@@ -23,6 +23,9 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/release.sh"
+choose_release "$@"
+set -- "${words[@]}"
 if [[ ${1:-} == cpu-copy ]]; then
     exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_cpu_copy.py" "${@:2}"
 fi

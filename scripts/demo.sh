@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, apply the patch set, and see a prefill and a decode server give a single server's tokens.
 #
-# usage: scripts/demo.sh [nixl|ascend] [--stock]
+# usage: scripts/demo.sh [nixl|ascend] [--stock] [--release RELEASE]
 #
 #   scripts/demo.sh                  prefill TP 2 -> decode TP 1 over NIXL; status 0 if all are equal
 #   scripts/demo.sh ascend           an MLA model, prefill PP 2 -> decode PP 1, ascend backend
@@ -12,12 +12,15 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
     exit 0
 fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/release.sh"
+choose_release "$@"
+set -- "${words[@]}"
 for word in "$@"; do # before the set-up, which may take minutes
     if [[ $word != nixl && $word != ascend && $word != --stock ]]; then
         echo "demo: '$word' is not nixl, ascend or --stock; see --help" >&2
         exit 2
     fi
 done
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
-exec "$root/.pd-env/stock/bin/python" -m pd_harness.demo "$@"
+exec "$root/.pd-env/$SGLANG_PD_RELEASE/stock/bin/python" -m pd_harness.demo "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measure what this project claims, and write docs/evidence.md from the measurements.
 #
-# usage: scripts/evidence.sh [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|report...]
+# usage: scripts/evidence.sh [--release RELEASE]
+#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
@@ -20,5 +21,8 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/release.sh"
+choose_release "$@"
+set -- "${words[@]}"
 "$root/scripts/setup.sh"
-exec "$root/.pd-env/stock/bin/python" "$root/scripts/evidence.py" "$@"
+exec "$root/.pd-env/$SGLANG_PD_RELEASE/stock/bin/python" "$root/scripts/evidence.py" "$@"

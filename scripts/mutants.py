@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-TREES = ("python/sglang/srt", "python/engines/0.5.9/sglang/srt")
+RELEASE = "0.5.9"
+TREES = ("python/sglang/srt", f"python/engines/{RELEASE}/sglang/srt")
 LAYOUT = "disaggregation/kv_layout"
 TESTS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
 NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
@@ -121,11 +122,11 @@ MUTANTS = (
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the checkout that shares base, the models and the references."""
+    """A copy of the checkout that shares packages, the models and the references."""
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
-    (copy / ".pd-env").mkdir()
-    for name in ("base", "models", "references"):
+    (copy / ".pd-env" / RELEASE).mkdir(parents=True)
+    for name in ("base", "models", "references", f"{RELEASE}/packages"):
         (copy / ".pd-env" / name).symlink_to(ROOT / ".pd-env" / name)
     return copy
 

@@ -1,9 +1,10 @@
 """Prepare .pd-env/: Python environments with the stock and the patched engine.
 
-    base/     torch and every package that the engine imports, once
-    stock/    the published engine, untouched
-    patched/  the published engine with this checkout's patch set applied
-    nixl/     other releases of NIXL than base's, each asked for by --nixl
+    base/              torch, and the packages that all releases of the engine agree on
+    RELEASE/packages/  those that this release of the engine wants otherwise, or besides
+    RELEASE/stock/     the published engine, untouched
+    RELEASE/patched/   the published engine with this checkout's patch set applied
+    nixl/              other releases of NIXL than base's, each asked for by --nixl
 
 Packages come by uv, torch by pip. A step that is done is left alone; one that was interrupted is
 done again.
@@ -19,15 +20,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PD_ENV = ROOT / ".pd-env"
 BASE = PD_ENV / "base"
-REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
-ENGINE = "sglang==0.5.9"
+REQUIREMENTS = ROOT / "scripts" / "requirements"
+COMMON = REQUIREMENTS / "common.txt"
+RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
+DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
 DEFAULT_TORCH = "torch==2.13.0"
 UV = "uv==0.13.9"
 # Modules are compiled at once, on all cores: else at each import where the environment says
@@ -47,8 +51,10 @@ SYSTEM_LIBRARIES = {
     "libcurl.so.4": "libcurl4",
 }
 
-# In every environment: the packages of base, this checkout, and the CPU host if it is asked for.
+# In every environment: the release's packages before those of base, this checkout, and the CPU
+# host if it is asked for.
 PATH_FILE = """\
+{packages}
 {base}
 {checkout}
 import os; "SGLANG_PD_CPU_HOST" in os.environ and \
@@ -141,10 +147,10 @@ def system_libraries(title: str) -> None:
 
 
 def base(title: str) -> None:
-    """The environment with torch and all packages."""
+    """The environment with torch and the packages of all releases."""
     chosen = os.environ.get("SGLANG_PD_TORCH")
     torch = chosen or DEFAULT_TORCH
-    key = digest(REQUIREMENTS, text=UV)
+    key = digest(COMMON, text=UV)
     # Not chosen now: the torch that was chosen when it was made is right.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
@@ -158,7 +164,7 @@ def base(title: str) -> None:
         run(sys.executable, "-m", "venv", "--clear", BASE)
         pip = [python, "-m", "pip", "install", "--no-compile"]
         run(*pip, "--quiet", UV)
-        uv_install(python, "-r", REQUIREMENTS)
+        uv_install(python, "-r", COMMON)
         if torch == "existing":
             (site_packages(BASE) / "existing_torch.pth").write_text(f"{existing_torch()}\n")
         else:
@@ -185,16 +191,29 @@ def existing_torch() -> Path:
     return Path(found.stdout.strip())
 
 
-def engine(title: str, name: str) -> None:
-    """A light environment with the published engine, which sees the packages of base."""
-    folder = PD_ENV / name
-    path_file = PATH_FILE.format(base=base_paths(), checkout=ROOT / "python")
-    key = digest(text=f"{ENGINE}\0{path_file}\0{(BASE / '.ready').read_text()}")
+def packages(title: str, release: str) -> None:
+    """What this release of the engine wants otherwise than base has it."""
+    folder, wanted = PD_ENV / release / "packages", REQUIREMENTS / f"{release}.txt"
+    stamp, key = folder / ".ready", digest(wanted, text=(BASE / ".ready").read_text())
+    if stamp.exists() and stamp.read_text() == key:
+        return
+    with step(f"{title} in .pd-env/{release}/packages"):
+        shutil.rmtree(folder, ignore_errors=True)
+        uv_install(BASE / "bin" / "python", "--target", folder, "-r", wanted)
+        compile_modules(folder)
+        stamp.write_text(key)
+
+
+def engine(title: str, release: str, name: str) -> None:
+    """A light environment with the published engine, which sees its packages and those of base."""
+    folder, others = PD_ENV / release / name, PD_ENV / release / "packages"
+    path_file = PATH_FILE.format(packages=others, base=base_paths(), checkout=ROOT / "python")
+    key = digest(text=f"{release}\0{path_file}\0{(others / '.ready').read_text()}")
     if is_done(folder, key):
         return
-    with step(f"{title} in .pd-env/{name}"):
+    with step(f"{title} in .pd-env/{release}/{name}"):
         run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
-        uv_install(folder / "bin" / "python", ENGINE)
+        uv_install(folder / "bin" / "python", f"sglang=={release}")
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
         say("first import")
@@ -211,9 +230,9 @@ def base_paths() -> str:
     return "\n".join(filter(None, [str(site_packages(BASE)), more]))
 
 
-def patch_set(title: str) -> None:
+def patch_set(title: str, release: str) -> None:
     """Apply this checkout's patch set to the engine in patched/, again if it has changed."""
-    folder = PD_ENV / "patched"
+    folder = PD_ENV / release / "patched"
     key = digest(
         *(ROOT / "python" / name for name in PATCH_SET),
         text=(folder / ".ready").read_text(),
@@ -256,6 +275,9 @@ def needs_cuda(nixl: Path) -> bool:
 
 
 def main() -> None:
+    chosen = os.environ.get("SGLANG_PD_RELEASE") or DEFAULT_RELEASE
+    if chosen not in RELEASES:
+        sys.exit(f"setup: SGLANG_PD_RELEASE is {chosen!r}, it must be of {', '.join(RELEASES)}")
     ask = argparse.ArgumentParser(
         prog="scripts/setup.sh",
         description=__doc__,
@@ -267,6 +289,12 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
     )
     ask.add_argument(
         "engines", nargs="*", metavar="stock|patched", help="which to prepare (default: both)"
+    )
+    ask.add_argument(
+        "--release",
+        action="append",
+        choices=RELEASES,
+        help=f"of the engine; may be given again (default: {chosen})",
     )
     ask.add_argument(
         "--nixl",
@@ -284,20 +312,26 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             say("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(wanted, asked.nixl)
+        prepare(asked.release or [chosen], wanted, asked.nixl)
 
 
-def prepare(wanted: list[str], nixl: str | None) -> None:
+def prepare(releases: list[str], engines: list[str], nixl: str | None) -> None:
     """Run the steps in order."""
-    steps = 2 + bool(nixl) + len(wanted) + ("patched" in wanted)
-    system_libraries(f"[1/{steps}] system libraries")
-    base(f"[2/{steps}] torch and packages")
+    steps: list[tuple[str, Callable[[str], None]]] = [
+        ("system libraries", system_libraries),
+        ("torch and packages", base),
+    ]
     if nixl:
-        other_nixl(f"[3/{steps}] nixl=={nixl}", nixl)
-    for number, name in enumerate(wanted, 3 + bool(nixl)):
-        engine(f"[{number}/{steps}] {ENGINE}", name)
-    if "patched" in wanted:
-        patch_set(f"[{steps}/{steps}] applying the patch set")
+        steps.append((f"nixl=={nixl}", partial(other_nixl, version=nixl)))
+    for release in releases if engines else []:
+        steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
+        for name in engines:
+            make = partial(engine, release=release, name=name)
+            steps.append((f"sglang=={release}", make))
+        if "patched" in engines:
+            steps.append(("applying the patch set", partial(patch_set, release=release)))
+    for number, (title, do) in enumerate(steps, 1):
+        do(f"[{number}/{len(steps)}] {title}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, lint, and run the tests; further arguments go to pytest.
 #
-# usage: scripts/test.sh [--nightly] [PYTEST ARGUMENT...]
+# usage: scripts/test.sh [--release RELEASE] [--nightly] [PYTEST ARGUMENT...]
 #
 #   scripts/test.sh                      everything that fits into an ordinary CI run
 #   scripts/test.sh --nightly            everything, one test at a time
@@ -12,6 +12,9 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/release.sh"
+choose_release "$@"
+set -- "${words[@]}"
 cd "$root"
 
 # Most tests wait as long as they compute: two at a time, those of a file one after the other.

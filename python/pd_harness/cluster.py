@@ -21,6 +21,7 @@ from pd_harness import forks
 from pd_harness.cpu_host import ENVIRONMENT, thread_binding
 from pd_harness.device import DTYPES, device, npus
 from pd_harness.ports import HOST, free_ports, free_run
+from pd_harness.releases import release
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
@@ -119,9 +120,12 @@ def interpreter(environment: str) -> Path:
         if environment == "stock":
             raise FileNotFoundError(NO_STOCK)
         return Path(sys.executable)
-    python = PD_ENV / environment / "bin" / "python"
+    folder = PD_ENV if environment == "base" else PD_ENV / release()
+    python = folder / environment / "bin" / "python"
     if not python.exists():
-        raise FileNotFoundError(f"{python} is not there: run scripts/setup.sh first")
+        raise FileNotFoundError(
+            f"{python} is not there: run scripts/setup.sh --release {release()} first"
+        )
     return python
 
 

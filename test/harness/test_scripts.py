@@ -1,10 +1,13 @@
 """The scripts' own behaviour: usage, refusals, and a second run that does nothing."""
 
+import importlib.metadata
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from pd_harness import releases
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -67,3 +70,31 @@ def test_a_command_runs_with_the_cpu_host_and_its_status_is_kept():
 def test_a_second_setup_does_nothing():
     assert run(SCRIPTS / "setup.sh", "stock").returncode == 0
     assert run(SCRIPTS / "setup.sh", "stock").stderr == ""
+
+
+@pytest.mark.parametrize("script", ["bench", "cpu_host", "demo", "evidence", "test"])
+@pytest.mark.parametrize("words", [["--release", "0.5.8"], ["--release=common"], ["--release"]])
+def test_a_release_that_is_not_supported_is_refused(script, words):
+    found = run(SCRIPTS / f"{script}.sh", *words)
+    assert found.returncode == 2
+    given = words[-1].partition("=")[2] or (words[1:] or [""])[0]
+    assert f"--release is '{given}', it must be of: " in found.stderr
+    assert "0.5.9" in found.stderr
+
+
+def test_setup_refuses_a_release_that_is_not_supported():
+    found = run(SCRIPTS / "setup.sh", "--release", "0.5.8")
+    assert found.returncode == 2
+    assert "0.5.8" in found.stderr
+
+
+def test_a_release_is_that_of_the_engine_at_hand(monkeypatch):
+    def nothing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23+npu")
+    assert releases.release() == "0.5.23"
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert releases.release() == releases.DEFAULT.read_text().strip()
+    monkeypatch.setenv(releases.VARIABLE, "0.5.10")
+    assert releases.release() == "0.5.10"

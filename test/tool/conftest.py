@@ -29,14 +29,16 @@ def toy(toy_template, tmp_path):
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
     """Site-packages folder with the unmodified published engine; do not write to it."""
-    prepared = ROOT / ".pd-env" / "stock" / "lib" / "python3.11" / "site-packages"
+    prepared = ROOT / ".pd-env" / PUBLISHED / "stock" / "lib" / "python3.11" / "site-packages"
     if (prepared / "sglang" / "srt").is_dir():
         return prepared
     folder = tmp_path_factory.mktemp("published")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", folder]
     got = subprocess.run([*pip, f"sglang=={PUBLISHED}"], capture_output=True, text=True)
     if got.returncode:
-        pytest.skip(f"no engine in .pd-env/stock, and none to download: {got.stderr[-300:]}")
+        pytest.skip(
+            f"no engine in .pd-env/{PUBLISHED}/stock, and none to download: {got.stderr[-300:]}"
+        )
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"

@@ -9,6 +9,8 @@ import kv_layout
 import numpy as np
 import pytest
 
+from pd_harness.releases import release
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "scripts" / "bench.sh"
 
@@ -79,13 +81,15 @@ def test_what_is_too_slow_is_named(bench):
 
 def test_help():
     found = subprocess.run([BENCH, "--help"], capture_output=True, text=True)
-    assert found.returncode == 0 and "usage: scripts/bench.sh plan" in found.stdout
+    assert (
+        found.returncode == 0 and "usage: scripts/bench.sh [--release RELEASE] plan" in found.stdout
+    )
 
 
 @pytest.mark.engine
 def test_stock_and_ours_copy_the_same_bytes():
     """The real stock managers and ours, in the stock environment."""
-    if not (ROOT / ".pd-env" / "stock" / ".ready").exists():
+    if not (ROOT / ".pd-env" / release() / "stock" / ".ready").exists():
         pytest.skip("no stock engine in .pd-env: scripts/setup.sh makes it")
     found = subprocess.run([BENCH, "plan", "--check"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
