@@ -75,7 +75,7 @@ class Timed:
 
 def pair(name: str, fleet: Fleet, engine: str) -> Pair:
     folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
-    model = fleet.model.make(cluster.PD_ENV / "models")
+    model = fleet.model.make(cluster.OF_RELEASE / "models")
     servers = cluster.pd_servers(fleet.topology, model, folder, engine, engine, idle_sleep=False)
     return servers[:2]
 

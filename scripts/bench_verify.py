@@ -97,7 +97,7 @@ def digest_rows() -> list[dict]:
 
 def long_model() -> Path:
     """The tests' model, told that it may have longer prompts."""
-    short = TinyGQA().make(cluster.PD_ENV / "models")
+    short = TinyGQA().make(cluster.OF_RELEASE / "models")
     folder = short.with_name(f"{short.name}-long")
     if not folder.exists():
         draft = short.with_name(f"{folder.name}.{os.getpid()}")

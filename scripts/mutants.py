@@ -126,7 +126,7 @@ def copied(folder: Path) -> Path:
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
     (copy / ".pd-env" / RELEASE).mkdir(parents=True)
-    for name in ("base", "models", "references", f"{RELEASE}/packages"):
+    for name in ("base", *(f"{RELEASE}/{name}" for name in ("packages", "models", "references"))):
         (copy / ".pd-env" / name).symlink_to(ROOT / ".pd-env" / name)
     return copy
 

@@ -25,6 +25,8 @@ from pd_harness.releases import release
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
+# Of one release of the engine: its environments, the models it reads, and what it answered.
+OF_RELEASE = PD_ENV / release()
 KEEPER = Path(__file__).with_name("keeper.py")
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
@@ -120,7 +122,7 @@ def interpreter(environment: str) -> Path:
         if environment == "stock":
             raise FileNotFoundError(NO_STOCK)
         return Path(sys.executable)
-    folder = PD_ENV if environment == "base" else PD_ENV / release()
+    folder = PD_ENV if environment == "base" else OF_RELEASE
     python = folder / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(
@@ -281,7 +283,7 @@ def engine_server(
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
     else:
-        host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp)}
+        host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp, pp)}
     variables = {**host, **environment}
     log = logs / f"{name}.log"
     return Server(name, [*command, *options], port, log, variables, fork=fork and not on_npu)
@@ -371,6 +373,12 @@ def decode_server(
             *("--disaggregation-transfer-backend", topology.backend),
             # Tokens kept free for each request: with few, decode admits more than it can finish.
             *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
+            # By default later releases back up in pinned memory, which takes an accelerator.
+            *(
+                []
+                if release() == "0.5.9"
+                else ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+            ),
         ],
         environment={**topology.decode_environment(store_port), **environment},
         **more,

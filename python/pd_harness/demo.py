@@ -157,7 +157,7 @@ def run(show: Show, stock: bool) -> int:
     """Start the servers, ask them, print the report; returns the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
-    model = show.model.make(cluster.PD_ENV / "models")
+    model = show.model.make(cluster.OF_RELEASE / "models")
     environment = {} if stock else {"SGLANG_PD_VERIFY": "1"}
     prefill, decode, router = cluster.pd_servers(
         show.topology, model, LOGS, engine, engine, environment

@@ -11,7 +11,7 @@ from serving_checks import Lost, outcome, record
 from serving_scenarios import model_folder, prompts
 
 from pd_harness import cluster
-from pd_harness.cluster import PD_ENV, Topology
+from pd_harness.cluster import OF_RELEASE, PD_ENV, Topology
 from pd_harness.cpu_host.drafts import make_draft
 from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel
 from pd_harness.device import device
@@ -90,7 +90,7 @@ def drafted_alone():
 
 
 def draft_folder(model: TinyModel):
-    return make_draft(model, PD_ENV / "models")
+    return make_draft(model, OF_RELEASE / "models")
 
 
 def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster.Answer]:

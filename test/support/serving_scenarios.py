@@ -4,7 +4,7 @@ import dataclasses
 import random
 from pathlib import Path
 
-from pd_harness.cluster import PD_ENV, Topology
+from pd_harness.cluster import OF_RELEASE, Topology
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
 from pd_harness.device import device
 
@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 def model_folder(model: TinyModel) -> Path:
     """The model's checkpoint, made on first use."""
-    return model.make(PD_ENV / "models")
+    return model.make(OF_RELEASE / "models")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ servers start and serve tiny models.  It is off unless ``SGLANG_PD_CPU_HOST=1`` 
 environment (`scripts/cpu_host.sh` puts it there), and refuses to run beside a real ``torch_npu``.
 """
 
+from pd_harness.releases import release
+
 SWITCH = "SGLANG_PD_CPU_HOST"
 
 ENVIRONMENT = {
@@ -25,9 +27,11 @@ ENVIRONMENT = {
 }
 
 
-def thread_binding(tp_size: int) -> str:
-    """Value of ``SGLANG_CPU_OMP_THREADS_BIND`` for ``tp_size`` ranks: one entry per rank.
+def thread_binding(tp_size: int, pp_size: int) -> str:
+    """Value of ``SGLANG_CPU_OMP_THREADS_BIND``: an entry for each rank.
 
-    Left unset, the engine wants one NUMA node per rank, which small machines do not have.
+    Stages share those of the first in 0.5.9, and have their own in later releases. Left unset, the
+    engine wants one NUMA node per rank, which small machines do not have.
     """
-    return "|".join(str(rank) for rank in range(tp_size))
+    ranks = tp_size if release() == "0.5.9" else tp_size * pp_size
+    return "|".join(str(rank) for rank in range(ranks))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from pd_harness.cpu_host.newer import TorchOfPools
 from pd_harness.cpu_host.turns import Turn
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
@@ -193,6 +194,7 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     finally:
         del sys.modules["torch_npu"]
     memory_pool_npu.torch_npu = operators
+    memory_pool_npu.torch = TorchOfPools("torch")
 
 
 def torch_native_attention(torch_native_backend: ModuleType) -> None:

@@ -41,6 +41,11 @@ class TokenView:
 class AscendAttention(TorchNativeAttnBackend):
     """What the engine calls ``ascend``; it passes the RoPE parts of MLA apart."""
 
+    def __init__(self, runner):
+        super().__init__(runner)
+        if hasattr(self, "token_to_kv_pool"):
+            self.token_to_kv_pool = TokenView(self.token_to_kv_pool)
+
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **rope):
         q, k = _joined(q, k, layer, **rope)
         return super().forward_extend(q, k, v, layer, _viewed(forward_batch), save_kv_cache)
@@ -60,7 +65,9 @@ def _joined(q, k, layer, q_rope=None, k_rope=None):
 
 
 def _viewed(forward_batch):
-    """The batch with its NPU pool as the torch-native backend reads it."""
+    """The batch with its NPU pool as the torch-native backend reads it in 0.5.9."""
+    if not hasattr(forward_batch, "token_to_kv_pool"):
+        return forward_batch
     batch = copy.copy(forward_batch)
     batch.token_to_kv_pool = TokenView(forward_batch.token_to_kv_pool)
     return batch

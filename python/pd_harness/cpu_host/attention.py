@@ -19,21 +19,31 @@ def extend(
     seq_lens,
     extend_prefix_lens,
     extend_seq_lens,
+    encoder_lens=None,
     scaling=None,
     enable_gqa=False,
     causal=False,
+    is_cross_attn=False,
+    sliding_window_size=None,
 ):
     """Attention of new tokens over all tokens of their requests; a method of that backend.
 
     ``query`` and ``output`` are [new tokens of all requests, heads, width], caches [tokens, KV
     heads, width]; of each request the other tensors give its row in ``req_to_token``, and how many
-    tokens it has, had, and gets.
+    tokens it has, had, and gets. With a window a token sees itself and as many before it.
+
+    Raises:
+        NotImplementedError: attention to an encoder's tokens.
     """
+    if is_cross_attn:
+        raise NotImplementedError("the CPU host has no attention to an encoder's tokens")
     requests = (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
     first = 0
     for row, length, before, new in zip(*(each.tolist() for each in requests)):
         tokens = req_to_token[row, :length]
         seen = torch.ones(new, length, dtype=torch.bool).tril(before) if causal else None
+        if sliding_window_size is not None:
+            seen = seen.triu(before - sliding_window_size)
         output[first : first + new] = scaled_dot_product_attention(
             _heads_first(query[first : first + new]),
             _heads_first(k_cache[tokens].to(query.dtype)),

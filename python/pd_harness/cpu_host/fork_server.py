@@ -33,6 +33,7 @@ from types import ModuleType
 
 from pd_harness.cpu_host.import_hooks import after_import
 from pd_harness.cpu_host.nixl_plugin import load_nixl
+from pd_harness.releases import release
 
 IMPORTED = (
     "sglang.launch_server",
@@ -89,9 +90,11 @@ def _patient_registration(conn: ModuleType) -> None:
     """Let a prefill rank register only when the bootstrap server listens.
 
     The engine starts that server after the ranks, and a forked rank may be there first; it would
-    try once, and remain unknown.
+    try once, and remain unknown, or in later releases wait for a second.
     """
-    register = conn.CommonKVManager._register_to_bootstrap
+    manager = conn.CommonKVManager
+    name = "_register_to_bootstrap" if release() == "0.5.9" else "register_to_bootstrap"
+    register = getattr(manager, name)
 
     @functools.wraps(register)
     def register_in_time(self):
@@ -104,7 +107,7 @@ def _patient_registration(conn: ModuleType) -> None:
                 time.sleep(0.05)
         return register(self)
 
-    conn.CommonKVManager._register_to_bootstrap = register_in_time
+    setattr(manager, name, register_in_time)
 
 
 def is_alone() -> bool:

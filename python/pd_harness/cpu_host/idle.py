@@ -20,10 +20,11 @@ LONGEST_IN_STEP = 0.05
 def rested_schedulers(module: ModuleType) -> None:
     """Change how long schedulers sleep that have been told to (``--sleep-on-idle``)."""
     scheduler = module.Scheduler
-    check, run = scheduler.self_check_during_idle, scheduler.run_batch
+    name = "on_idle" if hasattr(scheduler, "on_idle") else "self_check_during_idle"  # 0.5.9
+    check, run = getattr(scheduler, name), scheduler.run_batch
 
     @functools.wraps(check)
-    def self_check_during_idle(self):
+    def on_idle(self):
         check(self)
         if self.idle_sleeper is not None:
             _rest(self)
@@ -33,7 +34,7 @@ def rested_schedulers(module: ModuleType) -> None:
         self.rest = WAITING
         return run(self, *args, **kwargs)
 
-    scheduler.self_check_during_idle = self_check_during_idle
+    setattr(scheduler, name, on_idle)
     scheduler.run_batch = run_batch
     scheduler.maybe_sleep_on_idle = lambda self: None
     scheduler.rest = WAITING

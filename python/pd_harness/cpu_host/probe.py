@@ -50,11 +50,12 @@ def probed_schedulers(module: ModuleType) -> None:
     make = module.Scheduler.__init__
 
     @functools.wraps(make)
-    def made(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs):
+    def made(self, server_args, port_args, *ranks, **more):
         if seconds := os.environ.get(APART):
             # A process has one rank, whose KV manager reads the environment.
+            tp_rank = ranks[1] if ranks else module.get_parallel().tp_rank
             os.environ[INTERVAL] = str(float(os.environ[INTERVAL]) + tp_rank * float(seconds))
-        make(self, server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+        make(self, server_args, port_args, *ranks, **more)
         if folder := os.environ.get(FOLDER):
             _probe(self, Path(folder))
 
@@ -63,15 +64,16 @@ def probed_schedulers(module: ModuleType) -> None:
 
 def _probe(scheduler, folder: Path) -> None:
     """A process's main thread runs the loop and takes the signal."""
-    receive = scheduler.recv_requests
+    receiver = getattr(scheduler, "request_receiver", scheduler)  # 0.5.9's does it itself
+    receive = receiver.recv_requests
 
-    def recv_requests():
+    def recv_requests(*args, **kwargs):
         if not hasattr(scheduler, "probe"):
             scheduler.probe = Probe(scheduler, folder)
         scheduler.probe.turn()
-        return receive()
+        return receive(*args, **kwargs)
 
-    scheduler.recv_requests = recv_requests
+    receiver.recv_requests = recv_requests
 
 
 class Probe:
@@ -105,13 +107,14 @@ class Probe:
         pause = max(self.pause, time.monotonic() - self.last)
         self.pause = 0.0
         scheduler = self.scheduler
+        manager = _manager(scheduler)
         seen = {
             "disaggregation": scheduler.server_args.disaggregation_mode,
-            "pp_rank": scheduler.pp_rank,
-            "tp_rank": scheduler.tp_rank,
+            "pp_rank": manager.pp_rank,
+            "tp_rank": scheduler.tp_rank if hasattr(scheduler, "tp_rank") else manager.kv_args.engine_rank,
             "pause": pause,
             "queues": {name: len(at_path(scheduler, name) or ()) for name in QUEUES},
-            "rooms": rooms(_manager(scheduler)),
+            "rooms": rooms(manager),
         }
         draft = self.file.with_suffix(".draft")
         draft.write_text(json.dumps(seen))

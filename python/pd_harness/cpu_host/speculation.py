@@ -90,6 +90,11 @@ def decoded_lengths(forward_batch, drafted: int):
     return batch
 
 
+def is_draft_extend(mode) -> bool:
+    """Whether the draft takes in what was accepted; later releases have the second kind alone."""
+    return mode.is_draft_extend() if hasattr(mode, "is_draft_extend") else mode.is_draft_extend_v2()
+
+
 def extended_lengths(forward_batch):
     """The batch with the lengths that attention over a prompt's chunk reads.
 
@@ -103,6 +108,6 @@ def extended_lengths(forward_batch):
             forward_batch.seq_lens, forward_batch.spec_info.draft_token_num
         )
         batch.seq_lens = batch.extend_prefix_lens + batch.extend_seq_lens
-    elif mode.is_draft_extend():
+    elif is_draft_extend(mode):
         batch.extend_prefix_lens = forward_batch.seq_lens - forward_batch.extend_seq_lens
     return batch

@@ -11,7 +11,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from pd_harness.cpu_host import SWITCH, adaptations, idle, name_only, probe, slices, thread_binding
+from pd_harness.cpu_host import (
+    SWITCH,
+    adaptations,
+    idle,
+    name_only,
+    newer,
+    probe,
+    slices,
+    thread_binding,
+)
 from pd_harness.cpu_host.import_hooks import after_import, around_import
 from pd_harness.cpu_host.stock_transfer import stock_transfer
 
@@ -44,12 +53,14 @@ def activate() -> None:
     sys.path.append(str(PACKAGES))  # last, so that real ones win
     _bind_threads()
     after_import("torch", adaptations.torch_streams)
+    after_import("transformers.utils.import_utils", newer.no_torchvision)
     after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
         after_import(f"{build}._api", adaptations.nixl_agents)
     if os.environ.get("MC_FORCE_TCP"):
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
+    after_import(f"{engine}.disaggregation.mooncake.conn", newer.page_indices_unpinned)
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(
         f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
@@ -72,10 +83,14 @@ def _schedulers(module: ModuleType) -> None:
 
 
 def _bind_threads() -> None:
-    """Name one core per TP rank, unless the user has, from the command line's TP size."""
-    flags = ("--tp", "--tp-size", "--tensor-parallel-size")
+    """Name one core per rank, unless the user has, from the command line's sizes."""
     words = [part for word in sys.orig_argv for part in word.split("=", 1)]
-    sizes = [after for word, after in zip(words, words[1:]) if word in flags and after.isdigit()]
-    os.environ.setdefault(
-        "SGLANG_CPU_OMP_THREADS_BIND", thread_binding(int(sizes[-1]) if sizes else 1)
-    )
+    given = dict(zip(words, words[1:]))
+
+    def size(*flags: str) -> int:
+        found = [int(given[flag]) for flag in flags if given.get(flag, "").isdigit()]
+        return found[-1] if found else 1
+
+    tp = size("--tp", "--tp-size", "--tensor-parallel-size")
+    pp = size("--pp", "--pp-size", "--pipeline-parallel-size")
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", thread_binding(tp, pp))

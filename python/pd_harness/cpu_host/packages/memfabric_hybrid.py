@@ -31,7 +31,11 @@ class TransferEngine:
 
     def __init__(self):
         from mooncake.engine import TransferEngine as Mooncake
-        from sglang.srt.utils import get_local_ip_auto
+
+        try:
+            from sglang.srt.utils.network import get_local_ip_auto
+        except ImportError:  # 0.5.9
+            from sglang.srt.utils import get_local_ip_auto
 
         # Here, not in `initialize`: before that the engine makes its session id, by which peers
         # reach it, of this host and `get_rpc_port()`.
@@ -62,6 +66,10 @@ class TransferEngine:
 
     def batch_unregister_memory(self, addresses: list[int]) -> int:
         return self.carrier.batch_unregister_memory(addresses)
+
+    def send_probe(self, session_id: str) -> int:
+        """Ask whether a peer is there; releases after 0.5.9 do."""
+        return self.carrier.send_probe(session_id)
 
     def transfer_sync_write(self, session_id: str, src: int, dst: int, length: int) -> int:
         return self.batch_transfer_sync_write(session_id, [src], [dst], [length])
