@@ -441,6 +441,133 @@ def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
     assert toy.snapshot() == untouched
 
 
+def test_a_renamed_function_keeps_its_text_and_is_called_by_ours():
+    check(
+        """
+        def f(x):  # theirs
+            return g(x)
+
+
+        # of g
+        @d
+        def g(x):
+            return f(x) - 1
+
+
+        class A:
+            y = 1
+
+            async def h(self):
+                return 2
+
+            def last(self):
+                return 3
+        """,
+        """
+        RENAMED = (("g", "engine_g"),)
+
+
+        def g(x):
+            return 2 * engine_g(x)
+
+
+        class A:
+            RENAMED = (("h", "engine_h"),)
+
+            async def h(self):
+                return await self.engine_h()
+        """,
+        """
+        def f(x):  # theirs
+            return g(x)
+
+
+        # of g
+        @d
+        def engine_g(x):
+            return f(x) - 1
+
+
+        def g(x):
+            return 2 * engine_g(x)
+
+
+        class A:
+            y = 1
+
+            async def engine_h(self):
+                return 2
+
+            async def h(self):
+                return await self.engine_h()
+
+            def last(self):
+                return 3
+        """,
+    )
+
+
+def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
+    ours = toy.trees / "sglang/srt/pool.py"
+    ours.write_text(
+        "RENAMED = (('grow', 'engine_grow'),)\n\n\ndef grow(pool):\n    return engine_grow(pool)\n"
+    )
+    theirs = toy.root / "srt/pool.py"
+    theirs.write_text(theirs.read_text() + "\n\ndef grow(pool):\n    return pool\n")
+    untouched = toy.snapshot()
+    toy.make_fingerprints()
+    release, engine = toy.release(), toy.engine()
+    pinned = release.fingerprints["srt/pool.py"]
+    assert pinned["grow"] == sha256(b"def grow(pool):\n    return pool\n").hexdigest()
+    assert pinned["engine_grow"] is None
+
+    def state() -> str:
+        def read(path):
+            return (toy.root / path).read_bytes() if (toy.root / path).exists() else None
+
+        return survey(release, read)["srt/pool.py::grow"]
+
+    assert state() == "absent"
+    operations.apply(engine, release)
+    assert state() == "applied"
+    assert operations.apply(engine, release) == []
+    assert operations.revert(engine)
+    assert toy.snapshot() == untouched
+
+
+@pytest.mark.parametrize(
+    ("engine", "ours", "words"),
+    [
+        ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
+        ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
+        ("def f(): 1\n", "RENAMED = (('f', 'g'),)\n", ["renames `f`", "has none itself"]),
+        (
+            "import g\ndef f(): 1\n",
+            "RENAMED = (('f', 'g'),)\ndef f(): 2\n",
+            ["to `g`", "another thing"],
+        ),
+        (
+            "def f(): 1\n",
+            "RENAMED = (('f', 'g'),)\ndef f(): 2\ndef g(): 2\n",
+            ["to `g`", "another thing"],
+        ),
+        (
+            "def f(): 1\n",
+            "RENAMED = (('f', 'g'), ('f', 'h'))\ndef f(): 2\n",
+            ["renames `f`", "twice"],
+        ),
+        ("def f(): 1\n", "RENAMED = ('f', 'g')\ndef f(): 2\n", ["no tuple of pairs of names"]),
+        ("def f(): 1\n", "RENAMED = (('f', 'a b'),)\ndef f(): 2\n", ["no tuple of pairs of names"]),
+        ("A = 1\n", "class C:\n    RENAMED = (('x', 'y'),)\n", ["`class C` is new"]),
+    ],
+)
+def test_renames_refused(engine, ours, words):
+    with pytest.raises(GraftError) as error:
+        grafted(engine, ours)
+    for word in words:
+        assert word in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("engine", "ours", "words"),
     [

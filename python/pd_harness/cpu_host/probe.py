@@ -111,7 +111,9 @@ class Probe:
         seen = {
             "disaggregation": scheduler.server_args.disaggregation_mode,
             "pp_rank": manager.pp_rank,
-            "tp_rank": scheduler.tp_rank if hasattr(scheduler, "tp_rank") else manager.kv_args.engine_rank,
+            "tp_rank": scheduler.tp_rank
+            if hasattr(scheduler, "tp_rank")
+            else manager.kv_args.engine_rank,
             "pause": pause,
             "queues": {name: len(at_path(scheduler, name) or ()) for name in QUEUES},
             "rooms": rooms(manager),

@@ -30,6 +30,7 @@ WIDTH = 88
 SPACE = cst.SimpleWhitespace(" ")
 PAREN = (cst.LeftParen(), cst.RightParen())
 REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
+RENAMED = "RENAMED"  # of ours, a tuple of pairs: the engine's function, and its name beside ours
 BLANK = cst.EmptyLine(indent=False)
 
 
@@ -58,12 +59,13 @@ class _Graft:
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
         imports, typing, guarded, symbols = self._sort(ours)
-        symbols, gone = self._removals(symbols, "")
+        symbols, gone, moved = self._said(symbols, "")
         bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
         body = self._without(list(engine.body), gone, bound, "")
+        body = self._renamed(body, moved, bound, "")
         body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
         body = self._guard(body, guarded, ours)
-        body = self._symbols(body, symbols, "")
+        body = self._symbols(body, symbols, "", moved)
         if body and not engine.body:
             engine = engine.with_changes(has_trailing_newline=True)
         grafted = engine.with_changes(body=body).bytes
@@ -171,21 +173,51 @@ class _Graft:
                 )
         return any(typing or bound.kind == "import" for bound in bounds)
 
-    # Removals
+    # Removals and renames
 
-    def _removals(self, ours: Sequence, scope: str) -> tuple[list, list[str]]:
-        """Our statements without the one that says what is removed, and the names in it."""
-        rest = [s for s in ours if symbol_name(s) != REMOVED]
-        names: list[str] = []
-        for statement in (s for s in ours if symbol_name(s) == REMOVED):
+    def _said(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
+        """Our statements without those that say what is removed and renamed, and what they say."""
+        rest = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
+        removed, renamed = self._tuple(ours, REMOVED, scope), self._tuple(ours, RENAMED, scope)
+        names = [name for name, _ in renamed]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise GraftError(f"our {self.path} renames `{scope}{min(twice)}` twice")
+        return rest, removed, dict(renamed)
+
+    def _tuple(self, ours: Sequence, name: str, scope: str) -> list:
+        """The elements of our assignment to this name: of REMOVED names, of RENAMED pairs."""
+        found: list = []
+        for statement in (s for s in ours if symbol_name(s) == name):
             try:
-                names += _strings(statement)
+                elements = ast.literal_eval(_code(statement.body[0].value).strip())
             except ValueError:
+                elements = None
+            is_element = _is_name if name == REMOVED else _is_pair
+            is_tuple = isinstance(elements, tuple) and len(elements) > 0
+            if not (is_tuple and all(map(is_element, elements))):
                 raise GraftError(
                     f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
-                    "tuple of names"
-                ) from None
-        return rest, names
+                    f"tuple of {'names' if name == REMOVED else 'pairs of names'}"
+                )
+            found += elements
+        return found
+
+    def _renamed(self, body: list, names: dict[str, str], ours: set, scope: str) -> list:
+        """The engine's statements, where functions that ours takes the name of have another."""
+        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        for name, new in names.items():
+            at = find(body, name, where)
+            if at is None or not isinstance(body[at], cst.FunctionDef):
+                raise GraftError(f"our {self.path} renames `{scope}{name}`; {where} has none")
+            if name not in ours:
+                raise GraftError(f"our {self.path} renames `{scope}{name}`, and has none itself")
+            if new in ours or any(new in bindings(s, self.module) for s in body):
+                raise GraftError(
+                    f"our {self.path} renames `{scope}{name}` to `{new}`, which is another thing"
+                )
+            self.before[scope + name], self.before[scope + new] = fingerprint(body[at]), None
+            body[at] = body[at].with_changes(name=cst.Name(new))
+        return body
 
     def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
         """The engine's statements of a module or class less those that bind our removed names."""
@@ -277,7 +309,7 @@ class _Graft:
 
     # Symbols
 
-    def _symbols(self, body: list, ours: Sequence, scope: str) -> list:
+    def _symbols(self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]) -> list:
         """The engine's statements of a module or class with our symbols replaced or added."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         names = [self._name(statement, scope) for statement in ours]
@@ -291,7 +323,9 @@ class _Graft:
                 continue
             self.before.setdefault(scope + name, None)
             self._check_new(statement, scope + name)
-            if scope and not isinstance(statement, Definition):
+            if name in renamed:
+                at = find(body, renamed[name], where) + 1
+            elif scope and not isinstance(statement, Definition):
                 at = _after_fields(body)
             else:
                 at = self._place(body, ours, k, known, where, scope)
@@ -309,8 +343,10 @@ class _Graft:
 
     def _check_new(self, statement: cst.CSTNode, symbol: str) -> None:
         inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
-        if any(symbol_name(s) == REMOVED for s in inner):
-            raise GraftError(f"our {self.path}: `class {symbol}` is new; nothing can be removed")
+        if any(symbol_name(s) in (REMOVED, RENAMED) for s in inner):
+            raise GraftError(
+                f"our {self.path}: `class {symbol}` is new; nothing can be removed or renamed"
+            )
 
     def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
         """Where a new symbol goes: after our previous one, else before our next in the engine."""
@@ -339,10 +375,11 @@ class _Graft:
             )
         old = self._with_bases(old, new, symbol)
         members = _without_docstring(statements(new, f"our {self.path}"))
-        members, gone = self._removals(members, f"{symbol}.")
-        body = statements(old, f"the engine's {self.path}")
-        body = self._without(body, gone, set(map(symbol_name, members)), f"{symbol}.")
-        body = self._symbols(body, members, f"{symbol}.")
+        members, gone, moved = self._said(members, f"{symbol}.")
+        body, names = statements(old, f"the engine's {self.path}"), set(map(symbol_name, members))
+        body = self._without(body, gone, names, f"{symbol}.")
+        body = self._renamed(body, moved, names, f"{symbol}.")
+        body = self._symbols(body, members, f"{symbol}.", moved)
         return old.with_deep_changes(old.body, body=body)
 
     def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
@@ -370,12 +407,12 @@ def _joined(names: list[str]) -> str:
     return f"({', '.join(names)})"
 
 
-def _strings(statement: cst.CSTNode) -> list[str]:
-    """The names in `REMOVED = ("a", "b")`. Raises ValueError where it is another thing."""
-    value = ast.literal_eval(_code(statement.body[0].value).strip())
-    if not isinstance(value, tuple) or not value or not all(isinstance(v, str) for v in value):
-        raise ValueError(value)
-    return list(value)
+def _is_name(element: object) -> bool:
+    return isinstance(element, str) and element.isidentifier()
+
+
+def _is_pair(element: object) -> bool:
+    return isinstance(element, tuple) and len(element) == 2 and all(map(_is_name, element))
 
 
 def _less(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
