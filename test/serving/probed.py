@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,22 +44,22 @@ def look(server: cluster.Server) -> list[dict]:
 def held_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Callable[[], None]]:
     """Let the server stand still when it has sent so many tokens of a prompt, within the block.
 
-    Gives a function that waits until it does.
+    Gives a function that waits until it does. A scheduler that saw the hold just before it ended
+    may say so after it: each has a word of its own.
     """
+    word = uuid.uuid4().hex
     hold = Path(prefill.environment[FOLDER]) / HOLD
     draft = hold.with_suffix(".draft")
-    draft.write_text(str(tokens))
+    draft.write_text(f"{tokens} {word}")
     draft.replace(hold)
 
     def wait() -> None:
-        seconds_until(lambda: any(hold.parent.glob("held-*")), PATIENCE)
+        seconds_until(hold.with_name(f"held-{word}").exists, PATIENCE)
 
     try:
         yield wait
     finally:
         hold.unlink()
-        for file in hold.parent.glob("held-*"):
-            file.unlink()
 
 
 def rank_name(seen: dict) -> str:

@@ -8,8 +8,8 @@ is set up, and again at each SIGUSR1:
 - ``queues``: how many requests are in each queue
 - ``rooms``: the rooms in each table of the KV manager that has any
 
-Where the folder has a file ``hold`` with a number of tokens, a prefill scheduler that has sent so
-many of a prompt stands still, and writes ``held-PID``, until the file is gone.
+Where the folder has a file ``hold`` with a number of tokens and a word, a prefill scheduler that
+has sent so many of a prompt stands still, and writes ``held-WORD``, until the file is gone.
 
 ``SGLANG_PD_HEARTBEATS_APART`` is by how many seconds each further TP rank of decode waits longer
 than SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL between two looks at prefill's health, so that ranks
@@ -86,21 +86,23 @@ class Probe:
 
     def turn(self) -> None:
         """The loop begins anew."""
-        while self._is_held():
-            self.file.with_name(f"held-{os.getpid()}").touch()
+        while word := self._held_by():
+            self.file.with_name(f"held-{word}").touch()
             time.sleep(0.005)
         now = time.monotonic()
         self.pause = max(self.pause, now - self.last)
         self.last = now
 
-    def _is_held(self) -> bool:
+    def _held_by(self) -> str | None:
+        """The word of the hold for which a prompt has come far enough."""
         request = getattr(self.scheduler, "chunked_req", None)
         hold = self.file.with_name(HOLD)
         if request is None or not hold.exists():
-            return False
+            return None
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
-            return request.start_send_idx >= int(hold.read_text())
-        return False
+            tokens, word = hold.read_text().split()
+            return word if request.start_send_idx >= int(tokens) else None
+        return None
 
     def write(self) -> None:
         """Write the file, whole or not at all, and forget all pauses but that which may last."""
