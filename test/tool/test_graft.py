@@ -507,6 +507,69 @@ def test_a_renamed_function_keeps_its_text_and_is_called_by_ours():
     )
 
 
+def test_a_renamed_class_is_the_base_of_ours():
+    engine = """
+        class A:
+            x = 1
+
+            def f(self):
+                return [A.x, super().__init__]
+
+            def g(self):
+                return 2
+
+
+        class B(A):
+            pass
+        """
+    ours = """
+        from typing import TYPE_CHECKING
+
+        if TYPE_CHECKING:
+            from sglang.srt.a import EngineA
+
+        RENAMED = (("A", "EngineA"),)
+
+
+        class A(EngineA):
+            def f(self):
+                return super().f()
+
+            def h(self):
+                return 3
+        """
+    want = """
+        class EngineA:
+            x = 1
+
+            def f(self):
+                return [A.x, super().__init__]
+
+            def g(self):
+                return 2
+
+
+        class A(EngineA):
+            def f(self):
+                return super().f()
+
+            def h(self):
+                return 3
+
+
+        class B(A):
+            pass
+        """
+    got, before = graft(*(dedent(text).lstrip().encode() for text in (engine, ours)), "srt/a.py")
+    assert got.decode() == dedent(want).lstrip()
+    # What an unlike vendor's engine may not have changed: what ours overrides, or adds.
+    assert {name: bool(known) for name, known in before.items()} == {
+        "EngineA": False,
+        "A.f": True,
+        "A.h": False,
+    }
+
+
 def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(
@@ -540,7 +603,16 @@ def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
     [
         ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
         ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
-        ("def f(): 1\n", "RENAMED = (('f', 'g'),)\n", ["renames `f`", "has none itself"]),
+        (
+            "class f: 1\n",
+            "RENAMED = (('f', 'g'),)\ndef f(): 1\n",
+            ["renames the class `f`", "has none itself"],
+        ),
+        (
+            "def f(): 1\n",
+            "RENAMED = (('f', 'g'),)\n",
+            ["renames the function `f`", "has none itself"],
+        ),
         (
             "import g\ndef f(): 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 2\n",

@@ -30,7 +30,9 @@ WIDTH = 88
 SPACE = cst.SimpleWhitespace(" ")
 PAREN = (cst.LeftParen(), cst.RightParen())
 REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
-RENAMED = "RENAMED"  # of ours, a tuple of pairs: the engine's function, and its name beside ours
+RENAMED = (
+    "RENAMED"  # of ours, a tuple of pairs: a definition of the engine's, and its name beside ours
+)
 BLANK = cst.EmptyLine(indent=False)
 
 
@@ -61,8 +63,9 @@ class _Graft:
         imports, typing, guarded, symbols = self._sort(ours)
         symbols, gone, moved = self._said(symbols, "")
         bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
+        mine = {symbol_name(s): s for s in symbols}
         body = self._without(list(engine.body), gone, bound, "")
-        body = self._renamed(body, moved, bound, "")
+        body = self._renamed(body, moved, mine, "")
         body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
         body = self._guard(body, guarded, ours)
         body = self._symbols(body, symbols, "", moved)
@@ -202,22 +205,37 @@ class _Graft:
             found += elements
         return found
 
-    def _renamed(self, body: list, names: dict[str, str], ours: set, scope: str) -> list:
-        """The engine's statements, where functions that ours takes the name of have another."""
+    def _renamed(self, body: list, names: dict[str, str], ours: dict, scope: str) -> list:
+        """The engine's statements, where definitions that ours takes the name of have another."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name, new in names.items():
-            at = find(body, name, where)
-            if at is None or not isinstance(body[at], cst.FunctionDef):
-                raise GraftError(f"our {self.path} renames `{scope}{name}`; {where} has none")
-            if name not in ours:
-                raise GraftError(f"our {self.path} renames `{scope}{name}`, and has none itself")
+            at, symbol = find(body, name, where), scope + name
+            if at is None or not isinstance(body[at], Definition):
+                raise GraftError(f"our {self.path} renames `{symbol}`; {where} has none")
+            if type(ours.get(name)) is not type(body[at]):
+                kind = _kind(body[at])
+                raise GraftError(
+                    f"our {self.path} renames the {kind} `{symbol}`, and has none itself"
+                )
             if new in ours or any(new in bindings(s, self.module) for s in body):
                 raise GraftError(
-                    f"our {self.path} renames `{scope}{name}` to `{new}`, which is another thing"
+                    f"our {self.path} renames `{symbol}` to `{new}`, which is another thing"
                 )
-            self.before[scope + name], self.before[scope + new] = fingerprint(body[at]), None
+            self.before[scope + new] = None
+            self._note_overridden(body[at], ours[name], symbol)
             body[at] = body[at].with_changes(name=cst.Name(new))
         return body
+
+    def _note_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
+        """Of a class only what a subclass of that name overrides, or adds; else the whole."""
+        if not isinstance(theirs, cst.ClassDef):
+            self.before[symbol] = fingerprint(theirs)
+            return
+        where = f"the engine's {self.path}, class {symbol}"
+        members = statements(theirs, where)
+        for name in filter(None, map(symbol_name, statements(ours, f"our {self.path}"))):
+            at = find(members, name, where)
+            self.before[f"{symbol}.{name}"] = None if at is None else fingerprint(members[at])
 
     def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
         """The engine's statements of a module or class less those that bind our removed names."""
@@ -321,7 +339,8 @@ class _Graft:
                 at = find(body, name, where)
                 body[at] = self._replace(body[at], statement, scope + name)
                 continue
-            self.before.setdefault(scope + name, None)
+            if name not in renamed:
+                self.before.setdefault(scope + name, None)
             self._check_new(statement, scope + name)
             if name in renamed:
                 at = find(body, renamed[name], where) + 1
@@ -376,9 +395,12 @@ class _Graft:
         old = self._with_bases(old, new, symbol)
         members = _without_docstring(statements(new, f"our {self.path}"))
         members, gone, moved = self._said(members, f"{symbol}.")
-        body, names = statements(old, f"the engine's {self.path}"), set(map(symbol_name, members))
-        body = self._without(body, gone, names, f"{symbol}.")
-        body = self._renamed(body, moved, names, f"{symbol}.")
+        body, mine = (
+            statements(old, f"the engine's {self.path}"),
+            {symbol_name(s): s for s in members},
+        )
+        body = self._without(body, gone, set(mine), f"{symbol}.")
+        body = self._renamed(body, moved, mine, f"{symbol}.")
         body = self._symbols(body, members, f"{symbol}.", moved)
         return old.with_deep_changes(old.body, body=body)
 
