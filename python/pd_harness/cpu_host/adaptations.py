@@ -11,6 +11,7 @@ from types import ModuleType
 
 from pd_harness.cpu_host.newer import TorchOfPools
 from pd_harness.cpu_host.turns import Turn
+from pd_harness.releases import release
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
@@ -101,7 +102,7 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
     The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
     right kind itself, so there NIXL stays as it is.
     """
-    if engine_is_patched():
+    if engine_is_patched() and release() == "0.5.9":
         return
     agent = nixl_api.nixl_agent
     make = agent.__init__

@@ -221,7 +221,6 @@ class _Graft:
                 raise GraftError(
                     f"our {self.path} renames `{symbol}` to `{new}`, which is another thing"
                 )
-            self.before[scope + new] = None
             self._note_overridden(body[at], ours[name], symbol)
             body[at] = body[at].with_changes(name=cst.Name(new))
         return body
