@@ -85,13 +85,25 @@ print(event.query())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "entries"),
-    [([], 1), (["--tp", "2"], 2), (["--tp-size=4"], 4), (["--tensor-parallel-size", "3"], 3)],
+    ("arguments", "tp", "pp"),
+    [
+        ([], 1, 1),
+        (["--tp", "2"], 2, 1),
+        (["--tp-size=4"], 4, 1),
+        (["--tensor-parallel-size", "3", "--pp-size", "2"], 3, 2),
+    ],
 )
-def test_one_core_is_named_per_rank(arguments, entries):
+def test_one_core_is_named_per_rank(arguments, tp, pp):
     code = "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])"
     found = python(code, *arguments, **{SWITCH: "1"})
-    assert found.stdout.strip() == thread_binding(entries), found.stderr
+    assert found.stdout.strip() == thread_binding(tp, pp), found.stderr
+
+
+def test_stages_have_cores_of_their_own_in_later_releases(monkeypatch):
+    monkeypatch.setattr("pd_harness.cpu_host.release", lambda: "0.5.9")
+    assert thread_binding(2, 2) == "0|1"
+    monkeypatch.setattr("pd_harness.cpu_host.release", lambda: "0.5.23")
+    assert thread_binding(2, 2) == "0|1|2|3"
 
 
 def test_a_chosen_binding_stays():

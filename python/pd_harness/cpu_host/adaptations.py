@@ -99,8 +99,8 @@ def whole_kv_heads(update_config: ModuleType) -> None:
 def nixl_memory_kind(nixl_api: ModuleType) -> None:
     """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
 
-    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
-    right kind itself, so there NIXL stays as it is.
+    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine 0.5.9 names
+    the right kind itself, so there NIXL stays as it is.
     """
     if engine_is_patched() and release() == "0.5.9":
         return
@@ -115,10 +115,11 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
 
 
 def few_copies_at_once(mooncake_engine: ModuleType) -> None:
-    """Let Mooncake's engines make few copies at a time, for one caller of this machine.
+    """Let Mooncake's engines make few copies at a time, for one caller of this server.
 
     Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
-    its copies have ended: with more callers than cores none ends in time, nor does anything else.
+    its copies have ended: with more callers than cores none ends in time, nor does anything else. A
+    server's processes share a folder for temporary files, and so their turn.
     """
     engine = mooncake_engine.TransferEngine
     write = engine.batch_transfer_sync_write
@@ -208,7 +209,8 @@ def torch_native_attention(torch_native_backend: ModuleType) -> None:
 
     backend = torch_native_backend.TorchNativeAttnBackend
     backend._run_sdpa_forward_extend = extend
-    backend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    for graph in ("cuda", "cpu"):  # later releases ask for the second
+        setattr(backend, f"get_{graph}_graph_seq_len_fill_value", lambda self: 1)
     speculative_attention(torch_native_backend)
 
 

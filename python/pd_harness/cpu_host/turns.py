@@ -1,4 +1,4 @@
-"""A turn that all processes of this user take one after the other."""
+"""A turn that all processes with one folder for temporary files take one after the other."""
 
 import contextlib
 import fcntl
