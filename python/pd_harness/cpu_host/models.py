@@ -151,23 +151,23 @@ class TinyMLA(TinyModel):
             v_head_dim=self.head_dim,
             first_k_dense_replace=self.layers,
             moe_layer_freq=1,  # the engine asks for it, transformers does not
-            **{name: plain_yarn(name) for name in ("rope_parameters", "rope_scaling")},
+            **plain_yarn(),
             **common,
         )
         return DeepseekV2ForCausalLM(config)
 
 
-def plain_yarn(name: str) -> dict | None:
+def plain_yarn() -> dict[str, dict]:
     """RoPE of the only kind that the engine knows for MLA on a CPU; a factor of 1 makes it plain.
 
     transformers 4 reads ``rope_scaling``, transformers 5 ``rope_parameters``.
     """
     import transformers
 
-    if name != ("rope_scaling" if transformers.__version__ < "5" else "rope_parameters"):
-        return None
     kind = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": CONTEXT}
-    return kind if name == "rope_scaling" else {**kind, "rope_theta": 10_000.0}
+    if int(transformers.__version__.split(".")[0]) < 5:
+        return {"rope_scaling": kind}
+    return {"rope_parameters": {**kind, "rope_theta": 10_000.0}}
 
 
 def written_once(target: Path, write: Callable[[Path], None]) -> Path:
