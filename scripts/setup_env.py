@@ -26,12 +26,15 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "python"))
+
+from pd_harness.releases import VARIABLE, chosen_release  # noqa: E402
+
 PD_ENV = ROOT / ".pd-env"
 BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 COMMON = REQUIREMENTS / "common.txt"
 RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
-DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
 DEFAULT_TORCH = "torch==2.13.0"
 UV = "uv==0.13.9"
 # Modules are compiled at once, on all cores: else at each import where the environment says
@@ -275,9 +278,9 @@ def needs_cuda(nixl: Path) -> bool:
 
 
 def main() -> None:
-    chosen = os.environ.get("SGLANG_PD_RELEASE") or DEFAULT_RELEASE
+    chosen = chosen_release()
     if chosen not in RELEASES:
-        sys.exit(f"setup: SGLANG_PD_RELEASE is {chosen!r}, it must be of {', '.join(RELEASES)}")
+        sys.exit(f"setup: {VARIABLE} is {chosen!r}, it must be of {', '.join(RELEASES)}")
     ask = argparse.ArgumentParser(
         prog="scripts/setup.sh",
         description=__doc__,

@@ -16,4 +16,9 @@ def release() -> str:
     try:
         return importlib.metadata.version("sglang").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
-        return os.environ.get(VARIABLE) or DEFAULT.read_text().strip()
+        return chosen_release()
+
+
+def chosen_release() -> str:
+    """What the variable says, or the default."""
+    return os.environ.get(VARIABLE) or DEFAULT.read_text().strip()

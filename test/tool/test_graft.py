@@ -420,6 +420,25 @@ def test_a_class_of_which_nothing_is_left():
     )
 
 
+def applied_and_reverted(toy, release, symbol: str, untouched, theirs: str) -> None:
+    """The state of a symbol of pool.py on the way, whose text of the engine then stands no more."""
+    engine, pool = toy.engine(), toy.root / "srt/pool.py"
+
+    def state() -> str:
+        def read(path):
+            return (toy.root / path).read_bytes() if (toy.root / path).exists() else None
+
+        return survey(release, read)[f"srt/pool.py::{symbol}"]
+
+    assert (state(), theirs in pool.read_text()) == ("absent", True)
+    operations.apply(engine, release)
+    assert (state(), theirs in pool.read_text()) == ("applied", False)
+    assert operations.status(engine, release).state == "applied"
+    assert operations.apply(engine, release) == []
+    assert operations.revert(engine)
+    assert toy.snapshot() == untouched
+
+
 def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
@@ -430,15 +449,7 @@ def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
     with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
         fingerprints.make_fingerprints(engine, replace(release, patches=[]))
 
-    def state() -> str:
-        return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]
-
-    operations.apply(engine, release)
-    assert "import os" not in (toy.root / "srt/pool.py").read_text()
-    assert (state(), operations.status(engine, release).state) == ("applied", "applied")
-    assert operations.apply(engine, release) == []
-    assert operations.revert(engine)
-    assert toy.snapshot() == untouched
+    applied_and_reverted(toy, release, "os", untouched, "import os")
 
 
 def test_a_renamed_function_keeps_its_text_and_is_called_by_ours():
@@ -578,23 +589,12 @@ def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
     theirs.write_text(theirs.read_text() + "\n\ndef grow(pool):\n    return pool\n")
     untouched = toy.snapshot()
     toy.make_fingerprints()
-    release, engine = toy.release(), toy.engine()
+    release = toy.release()
     pinned = release.fingerprints["srt/pool.py"]
     assert pinned["grow"] == sha256(b"def grow(pool):\n    return pool\n").hexdigest()
     assert "engine_grow" not in pinned
 
-    def state() -> str:
-        def read(path):
-            return (toy.root / path).read_bytes() if (toy.root / path).exists() else None
-
-        return survey(release, read)["srt/pool.py::grow"]
-
-    assert state() == "absent"
-    operations.apply(engine, release)
-    assert state() == "applied"
-    assert operations.apply(engine, release) == []
-    assert operations.revert(engine)
-    assert toy.snapshot() == untouched
+    applied_and_reverted(toy, release, "grow", untouched, "\ndef grow(pool):\n    return pool\n")
 
 
 @pytest.mark.parametrize(

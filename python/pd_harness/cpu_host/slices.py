@@ -13,9 +13,8 @@ import struct
 
 SLICE_NS = 100_000  # the least that the kernel takes
 SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # the number of the system call
-ATTRIBUTES = struct.Struct(
-    "=IIQiIQQQ"
-)  # size, policy, flags, nice, priority, runtime, and two more
+# Size, policy, flags, nice, priority, runtime (of ours the slice, ns), and two more.
+ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 
 
 def short_slices(nanoseconds: int = SLICE_NS) -> bool:

@@ -30,9 +30,8 @@ WIDTH = 88
 SPACE = cst.SimpleWhitespace(" ")
 PAREN = (cst.LeftParen(), cst.RightParen())
 REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
-RENAMED = (
-    "RENAMED"  # of ours, a tuple of pairs: a definition of the engine's, and its name beside ours
-)
+# Of ours, a tuple of pairs: a definition of the engine's, and its name beside ours.
+RENAMED = "RENAMED"
 BLANK = cst.EmptyLine(indent=False)
 
 
@@ -394,10 +393,8 @@ class _Graft:
         old = self._with_bases(old, new, symbol)
         members = _without_docstring(statements(new, f"our {self.path}"))
         members, gone, moved = self._said(members, f"{symbol}.")
-        body, mine = (
-            statements(old, f"the engine's {self.path}"),
-            {symbol_name(s): s for s in members},
-        )
+        mine = {symbol_name(s): s for s in members}
+        body = statements(old, f"the engine's {self.path}")
         body = self._without(body, gone, set(mine), f"{symbol}.")
         body = self._renamed(body, moved, mine, f"{symbol}.")
         body = self._symbols(body, members, f"{symbol}.", moved)
