@@ -41,7 +41,7 @@ QUEUES = (
     "disagg_decode_prealloc_queue.retracted_queue",
     "disagg_decode_transfer_queue.queue",
 )
-# Who has the KV manager.
+# Who has the KV manager, and knows its TP rank.
 HOLDERS = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
@@ -109,13 +109,12 @@ class Probe:
         pause = max(self.pause, time.monotonic() - self.last)
         self.pause = 0.0
         scheduler = self.scheduler
-        manager = _manager(scheduler)
+        queue = _queue(scheduler)
+        manager = queue.kv_manager
         seen = {
             "disaggregation": scheduler.server_args.disaggregation_mode,
             "pp_rank": manager.pp_rank,
-            "tp_rank": scheduler.tp_rank
-            if hasattr(scheduler, "tp_rank")
-            else manager.kv_args.engine_rank,
+            "tp_rank": queue.tp_rank,
             "pause": pause,
             "queues": {name: len(at_path(scheduler, name) or ()) for name in QUEUES},
             "rooms": rooms(manager),
@@ -142,9 +141,9 @@ def _rooms(table) -> list[int]:
     return [key for key in keys if type(key) is int and key >= LEAST_ROOM]
 
 
-def _manager(scheduler):
+def _queue(scheduler):
     holders = (getattr(scheduler, name, None) for name in HOLDERS)
-    return next(holder.kv_manager for holder in holders if holder is not None)
+    return next(holder for holder in holders if holder is not None)
 
 
 def at_path(scheduler, path: str):
