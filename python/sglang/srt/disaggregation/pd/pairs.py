@@ -47,16 +47,6 @@ def mha_pairs(
     return src_k, src_v, dst_k, dst_v, len(src_k)
 
 
-def same_entries(manager: Any, count: int) -> List[int]:
-    """Which of a peer's so many KV buffers holds what each of ours does.
-
-    Raises:
-        LayoutError: The peer lacks one of our target layers.
-    """
-    own = range(len(manager.kv_args.layout.kv))
-    return [theirs for _, _, theirs in paired_layers(manager, own, range(count), ())]
-
-
 def paired_layers(
     manager: Any, src: Sequence[int], dst: Sequence[int], components: Tuple[str, ...]
 ) -> List[Tuple[Buffer, int, int]]:
