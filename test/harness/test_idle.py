@@ -71,3 +71,34 @@ def test_one_that_must_not_sleep_does_not(scheduler):
     one = scheduler(sleeps=False)
     one.self_check_during_idle()
     assert one.polled == []
+
+
+class Controller:
+    """As much of the engine's: it never waits, and looks at what has come until there is nothing."""
+
+    def __init__(self, sleeps: bool, came: list[str]):
+        self.server_args = SimpleNamespace(sleep_on_idle=sleeps)
+        self.done: list = []
+        self.soft_watchdog = SimpleNamespace(feed=lambda: self.done.append("fed"))
+        self.recv_from_tokenizer = SimpleNamespace(poll=self.done.append)
+        self.came = came
+
+    def event_loop(self):
+        while self.came:
+            self.soft_watchdog.feed()
+            self.done.append(self.came.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "done"),
+    [
+        (True, ["fed", 100, "one", "fed", 100, "two"]),
+        (False, ["fed", "one", "fed", "two"]),
+    ],
+)
+def test_what_deals_requests_waits_for_them(sleeps, done):
+    changed = type("Controller", (Controller,), dict(vars(Controller)))
+    idle.rested_controllers(SimpleNamespace(DataParallelController=changed))
+    one = changed(sleeps, ["one", "two"])
+    one.event_loop()
+    assert one.done == done

@@ -4,6 +4,10 @@ With ``--sleep-on-idle`` the engine's scheduler sleeps up to a second until its 
 something. Groups of DP attention go through their loops in step, and one that sleeps holds up all
 others; a prefill scheduler sleeps also where decode will ask for a request of its; and a decode
 scheduler that waits for KV does not sleep at all.
+
+The process that deals requests to groups of DP attention never sleeps, in any release. Two such
+servers burn two cores, and for as long as a minute nothing else is run: beside threads that yield,
+as Gloo's do, the kernel takes one that never does for the one that had the least.
 """
 
 import functools
@@ -15,6 +19,7 @@ from pd_harness.cpu_host.probe import QUEUES, at_path
 WAITING = 0.002  # seconds, of a scheduler that has requests and nothing to compute
 LONGEST = 1.0
 LONGEST_IN_STEP = 0.05
+DEALING = 0.1
 
 
 def rested_schedulers(module: ModuleType) -> None:
@@ -38,6 +43,31 @@ def rested_schedulers(module: ModuleType) -> None:
     scheduler.run_batch = run_batch
     scheduler.maybe_sleep_on_idle = lambda self: None
     scheduler.rest = WAITING
+
+
+def rested_controllers(module: ModuleType) -> None:
+    """Let what deals requests to groups sleep until there is one, where schedulers do."""
+    controller = module.DataParallelController
+    loop = controller.event_loop
+
+    @functools.wraps(loop)
+    def event_loop(self):
+        if self.server_args.sleep_on_idle:
+            self.soft_watchdog = _Rested(self.soft_watchdog, self.recv_from_tokenizer)
+        loop(self)
+
+    controller.event_loop = event_loop
+
+
+class _Rested:
+    """A watchdog, which is fed before each look at the socket."""
+
+    def __init__(self, watchdog, sock):
+        self.watchdog, self.sock = watchdog, sock
+
+    def feed(self) -> None:
+        self.watchdog.feed()
+        self.sock.poll(DEALING * 1000)
 
 
 def _rest(scheduler) -> None:

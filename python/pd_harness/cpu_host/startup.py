@@ -74,6 +74,7 @@ def activate() -> None:
     after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
     after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
     after_import(f"{engine}.managers.scheduler", _schedulers)
+    after_import(f"{engine}.managers.data_parallel_controller", idle.rested_controllers)
     after_import(f"{engine}.disaggregation.pd.describe", stock_transfer)
 
 
