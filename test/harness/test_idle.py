@@ -74,7 +74,7 @@ def test_one_that_must_not_sleep_does_not(scheduler):
 
 
 class Controller:
-    """As much of the engine's: it never waits, and looks at what has come until there is nothing."""
+    """As much of the engine's: it never waits, but looks again and again at what has come."""
 
     def __init__(self, sleeps: bool, came: list[str]):
         self.server_args = SimpleNamespace(sleep_on_idle=sleeps)
