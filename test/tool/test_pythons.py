@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def path_with_pyenv() -> str:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_pythons(version, tmp_path):
-    uv = Path(sys.prefix).parent / "base" / "bin" / "uv"
+    uv = ROOT / ".pd-env" / "base" / "bin" / "uv"
     if not uv.exists():
         pytest.skip("uv comes with scripts/setup.sh, which has not made this environment")
     never = {**os.environ, "UV_PYTHON_DOWNLOADS": "never", "PATH": path_with_pyenv()}
