@@ -151,24 +151,37 @@ def put(fault: Mutant, checkout: Path) -> Path:
     return file
 
 
-def caught_by(checkout: Path) -> str | None:
-    """The first test that fails; None if all pass."""
-    command = ["scripts/cpu_host.sh", "pytest", "-x", "-q", "-m", "not nightly"]
-    for ring in TESTS:
-        done = subprocess.run(
-            [*command, f"test/{ring}"],
-            cwd=checkout,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if done.returncode == 1 and failed:
-            return failed[0].split()[1]
-        if done.returncode != 0:
-            sys.exit(f"mutants: the tests did not run:\n{done.stdout[-4000:]}")
+def first_failure(checkout: Path, tests: str) -> str | None:
+    """Of these tests; None if all pass."""
+    done = subprocess.run(
+        ["scripts/cpu_host.sh", "pytest", "-x", "-q", "-m", "not nightly", tests],
+        cwd=checkout,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and failed:
+        return failed[0].split()[1]
+    if done.returncode != 0:
+        sys.exit(f"mutants: the tests did not run:\n{done.stdout[-4000:]}")
     return None
+
+
+def caught_by(fault: Mutant, checkout: Path) -> str | None:
+    """The first test that fails with the fault, and passes without; None if there is none.
+
+    Raises:
+        SystemExit: a test fails without the fault, too.
+    """
+    whole = source(fault, checkout).read_text()
+    file = put(fault, checkout)
+    found = next(filter(None, (first_failure(checkout, f"test/{ring}") for ring in TESTS)), None)
+    file.write_text(whole)
+    if found and first_failure(checkout, found):
+        sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
+    return found
 
 
 def main(
@@ -183,19 +196,21 @@ def main(
     missed = 0
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
         checkout = copied(Path(folder))
+        if not check:
+            subprocess.run(["scripts/setup.sh"], cwd=checkout, check=True)
         for fault in MUTANTS:
             if only not in fault.name:
                 continue
-            whole = source(fault, checkout).read_text()
-            file = put(fault, checkout)
-            if not check:
-                start = time.monotonic()
-                found = caught_by(checkout)
-                missed += found is None
-                seconds = f"{time.monotonic() - start:.0f}"
-                console.print(f"{fault.name}: {found or 'NOT FOUND'}, {seconds} s")
-                table.add_row(fault.name, found or "NOT FOUND", seconds)
-            file.write_text(whole)
+            if check:
+                whole = source(fault, checkout).read_text()
+                put(fault, checkout).write_text(whole)
+                continue
+            start = time.monotonic()
+            found = caught_by(fault, checkout)
+            missed += found is None
+            seconds = f"{time.monotonic() - start:.0f}"
+            console.print(f"{fault.name}: {found or 'NOT FOUND'}, {seconds} s")
+            table.add_row(fault.name, found or "NOT FOUND", seconds)
     if not check:
         console.print(table)
     sys.exit(1 if missed else 0)
