@@ -142,8 +142,11 @@ def test_refuses_pages_with_both_sides_values():
         plan.copies([1, 3], [4, 2])
 
 
-def test_refuses_other_page_counts():
-    plan = plan_of([])
+@pytest.mark.parametrize("pairs", [[], [WHOLE], [Pair(0, 2, False, 0, 0, 10)]])
+def test_refuses_other_page_counts(pairs):
+    plan = plan_of(pairs)
     with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):
         plan.copies([0, 1], [0])
+    with pytest.raises(LayoutError, match="sends 1 pages where decode has set aside 2"):
+        plan.copies([0], [0, 1])
     assert len(plan.copies([], [])) == 0
