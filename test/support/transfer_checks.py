@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from fleet import Outcome, Rank, Servers
+from fleet import Fleet, Outcome, Rank, Servers
 
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
@@ -14,6 +14,8 @@ PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
 AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
 SETTLED = 5  # seconds, after which nothing is kept of a request that is over
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
+JOINS = 50
+JOIN_SECONDS = 120
 # (pages on prefill, pages on decode, chunks): one page, a run, scattered, scattered in chunks
 REQUESTS = [
     ([3], [5], None),
@@ -53,3 +55,26 @@ def vote(ranks: list[Rank]) -> None:
     (port,) = free_ports(1)
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(lambda rank: rank.call("vote", port=port), ranks))
+
+
+def assert_ranks_may_join(serve) -> None:
+    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
+    with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
+        (prefill,) = servers.prefill
+        many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
+        assert_right(servers, many)
+        (joining,) = servers.more("decode")
+        before = prefill.call("health")["peers"]
+        prefill.call("count_agent_calls")
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(joining.call, "join", count=JOINS)
+
+            def all_known() -> bool:
+                assert_right(servers, many)
+                return prefill.call("health")["peers"] > before + JOINS
+
+            assert awaited(all_known, JOIN_SECONDS, pause=0)
+            assert joined.result()["state"] == "joined"
+        assert_right(servers, many)
+        calls = prefill.call("count_agent_calls")
+        assert calls["count"] > JOINS and calls["at_once"] == 0, calls

@@ -3,21 +3,15 @@
 With SGLANG_PD_NIXL=VERSION in the environment, all transport tests run over that one.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from fleet import Fleet, Side, why_without_ucx
-from transfer_checks import PAGES, REQUESTS, assert_failed, assert_right
-
-from pd_harness.waiting import awaited
+from transfer_checks import PAGES, REQUESTS, assert_failed, assert_ranks_may_join, assert_right
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
 # 0.9 holds the GIL in each of its calls. 1.0 and 1.1 do not, and cannot be asked to synchronise
 # their callers; later ones can.
 VERSIONS = ["0.9.0", "1.0.1", "1.1.0"]
-JOINS = 50
-SECONDS = 120
 
 
 @pytest.fixture(params=VERSIONS)
@@ -87,23 +81,4 @@ def test_a_live_peer_is_connected_again(serve):
 
 
 def test_decode_ranks_join_while_transfers_run(serve):
-    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
-    with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
-        (prefill,) = servers.prefill
-        many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
-        assert_right(servers, many)
-        (joining,) = servers.more("decode")
-        before = prefill.call("health")["peers"]
-        prefill.call("count_agent_calls")
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(joining.call, "join", count=JOINS)
-
-            def all_known() -> bool:
-                assert_right(servers, many)
-                return prefill.call("health")["peers"] > before + JOINS
-
-            assert awaited(all_known, SECONDS, pause=0)
-            assert joined.result()["state"] == "joined"
-        assert_right(servers, many)
-        calls = prefill.call("count_agent_calls")
-        assert calls["count"] > JOINS and calls["at_once"] == 0, calls
+    assert_ranks_may_join(serve)

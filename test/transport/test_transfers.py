@@ -3,7 +3,7 @@
 import pytest
 from fleet import Fleet, Side
 from topologies import ASCEND, HEADS, MOONCAKE, STAGES, STOCK, ascend, changed, same_widths, tp
-from transfer_checks import HANG_SECONDS, REQUESTS
+from transfer_checks import HANG_SECONDS, REQUESTS, assert_ranks_may_join
 
 pytestmark = pytest.mark.transport
 
@@ -126,3 +126,7 @@ def test_many_copies(serve, backend):
     with serve(fleet) as servers:
         outcome = servers.request(pages, [page + 1 for page in pages], seconds=60)
         assert outcome.state == "right", outcome
+
+
+def test_decode_ranks_join_while_transfers_run(serve):
+    assert_ranks_may_join(serve)
