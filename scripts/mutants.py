@@ -161,7 +161,8 @@ def first_failure(checkout: Path, tests: str) -> str | None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    lines = done.stdout.splitlines()  # a log's may begin with ERROR, too
+    failed = [line for line in lines if line.startswith(("FAILED test/", "ERROR test/"))]
     if done.returncode == 1 and failed:
         return failed[0].split()[1]
     if done.returncode != 0:
