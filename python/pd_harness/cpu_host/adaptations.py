@@ -11,7 +11,6 @@ from types import ModuleType
 
 from pd_harness.cpu_host.newer import TorchOfPools
 from pd_harness.cpu_host.turns import Turn
-from pd_harness.releases import release
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
@@ -99,10 +98,10 @@ def whole_kv_heads(update_config: ModuleType) -> None:
 def nixl_memory_kind(nixl_api: ModuleType) -> None:
     """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
 
-    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine 0.5.9 names
-    the right kind itself, so there NIXL stays as it is.
+    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
+    right kind itself, so there NIXL stays as it is.
     """
-    if engine_is_patched() and release() == "0.5.9":
+    if engine_is_patched():
         return
     agent = nixl_api.nixl_agent
     make = agent.__init__

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
 from sglang.srt.disaggregation.kv_layout import Buffer, PeerFacts, counted_layout, pair_layers
 
@@ -21,7 +20,11 @@ class LayerPairs:
         Raises:
             LayoutError: The peer lacks one of our target layers.
         """
-        return mha_pairs(self, src_kv_ptrs, dst_kv_ptrs)
+        pairs = self._pair_layers(src_kv_ptrs, dst_kv_ptrs, ("k", "v"))
+        k_and_v = [[pair for pair in pairs if pair[0].component == name] for name in ("k", "v")]
+        src_k, src_v = ([src for _, src, _ in part] for part in k_and_v)
+        dst_k, dst_v = ([dst for _, _, dst in part] for part in k_and_v)
+        return src_k, src_v, dst_k, dst_v, len(src_k)
 
     def get_mla_kv_ptrs_with_pp(
         self, src_kv_ptrs: List[int], dst_kv_ptrs: List[int]
@@ -32,42 +35,24 @@ class LayerPairs:
         """
         groups = getattr(self.kv_args, "kv_buf_groups", 1)
         components = ("kv",) if groups == 1 else ("k", "v", "index_k")[:groups]
-        pairs = paired_layers(self, src_kv_ptrs, dst_kv_ptrs, components)
+        pairs = self._pair_layers(src_kv_ptrs, dst_kv_ptrs, components)
         return [src for _, src, _ in pairs], [dst for _, _, dst in pairs], len(pairs)
 
-
-def mha_pairs(
-    manager: Any, src: List[int], dst: List[int]
-) -> Tuple[List[int], List[int], List[int], List[int], int]:
-    """As `LayerPairs.get_mha_kv_ptrs_with_pp`, of a KV manager."""
-    pairs = paired_layers(manager, src, dst, ("k", "v"))
-    k_and_v = [[pair for pair in pairs if pair[0].component == name] for name in ("k", "v")]
-    src_k, src_v = ([src for _, src, _ in part] for part in k_and_v)
-    dst_k, dst_v = ([dst for _, _, dst in part] for part in k_and_v)
-    return src_k, src_v, dst_k, dst_v, len(src_k)
-
-
-def paired_layers(
-    manager: Any, src: Sequence[int], dst: Sequence[int], components: Tuple[str, ...]
-) -> List[Tuple[Buffer, int, int]]:
-    """Our buffer, our pointer and the peer's, of each layer that both sides hold.
-
-    Args:
-        manager: A KV manager, with its `kv_args`.
-        components: Of our pool, where our buffers have no description.
-    """
-    args = manager.kv_args
-    own = getattr(args, "layout", None)
-    if own is None:
-        start, held = args.prefill_start_layer, len(src) // len(components)
-        total = getattr(args, "total_kv_layers", None)
-        total = total or max(start + held, len(dst) // len(components))
-        own = counted_layout(components, start, total, len(src))
-    known = list(getattr(manager, "decode_kv_args_table", {}).values())
-    described = (
-        info.plan.layout
-        for info in known
-        if getattr(info, "plan", None) and info.dst_kv_ptrs == dst
-    )
-    facts = PeerFacts(own.tp_rank, own.tp_size, len(dst), state_pointers=None)
-    return pair_layers(own, src, next(described, None) or facts, dst)
+    def _pair_layers(
+        self, src: List[int], dst: List[int], components: Tuple[str, ...]
+    ) -> List[Tuple[Buffer, int, int]]:
+        args = self.kv_args
+        own = getattr(args, "layout", None)
+        if own is None:
+            start, held = args.prefill_start_layer, len(src) // len(components)
+            total = getattr(args, "total_kv_layers", None)
+            total = total or max(start + held, len(dst) // len(components))
+            own = counted_layout(components, start, total, len(src))
+        known = list(getattr(self, "decode_kv_args_table", {}).values())
+        described = (
+            info.plan.layout
+            for info in known
+            if getattr(info, "plan", None) and info.dst_kv_ptrs == dst
+        )
+        facts = PeerFacts(own.tp_rank, own.tp_size, len(dst), state_pointers=None)
+        return pair_layers(own, src, next(described, None) or facts, dst)
