@@ -4,6 +4,7 @@ Run by `scripts/mutants.sh`. Each fault is made in a copy of the checkout with a
 own, in which the tests run, the quick ones first, until one fails.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -135,20 +137,22 @@ def source(fault: Mutant, checkout: Path) -> Path:
     return next(file for tree in TREES if (file := checkout / tree / fault.file).exists())
 
 
-def put(fault: Mutant, checkout: Path) -> Path:
-    """Write the fault into the checkout; returns the file.
+@contextlib.contextmanager
+def having(fault: Mutant, checkout: Path) -> Iterator[None]:
+    """The checkout has the fault within the block.
 
     Raises:
         SystemExit: the text that is to be replaced is not there once.
     """
     file = source(fault, checkout)
-    text = file.read_text()
+    whole = text = file.read_text()
     for old, new in fault.changes:
         if text.count(old) != 1:
             sys.exit(f"mutants: {fault.name}: {old!r} is {text.count(old)} times in {fault.file}")
         text = text.replace(old, new)
     file.write_text(text)
-    return file
+    yield
+    file.write_text(whole)
 
 
 def first_failure(checkout: Path, tests: str) -> str | None:
@@ -164,7 +168,7 @@ def first_failure(checkout: Path, tests: str) -> str | None:
     lines = done.stdout.splitlines()  # a log's may begin with ERROR, too
     failed = [line for line in lines if line.startswith(("FAILED test/", "ERROR test/"))]
     if done.returncode == 1 and failed:
-        return failed[0].split()[1]
+        return failed[0].partition(" ")[2].partition(" - ")[0]  # parameters may have spaces
     if done.returncode != 0:
         sys.exit(f"mutants: the tests did not run:\n{done.stdout[-4000:]}")
     return None
@@ -176,10 +180,9 @@ def caught_by(fault: Mutant, checkout: Path) -> str | None:
     Raises:
         SystemExit: a test fails without the fault, too.
     """
-    whole = source(fault, checkout).read_text()
-    file = put(fault, checkout)
-    found = next(filter(None, (first_failure(checkout, f"test/{ring}") for ring in TESTS)), None)
-    file.write_text(whole)
+    with having(fault, checkout):
+        each = (first_failure(checkout, f"test/{ring}") for ring in TESTS)
+        found = next(filter(None, each), None)
     if found and first_failure(checkout, found):
         sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
     return found
@@ -203,9 +206,8 @@ def main(
             if only not in fault.name:
                 continue
             if check:
-                whole = source(fault, checkout).read_text()
-                put(fault, checkout).write_text(whole)
-                continue
+                with having(fault, checkout):
+                    continue
             start = time.monotonic()
             found = caught_by(fault, checkout)
             missed += found is None

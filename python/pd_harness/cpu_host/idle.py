@@ -19,7 +19,7 @@ from pd_harness.cpu_host.probe import QUEUES, at_path
 WAITING = 0.002  # seconds, of a scheduler that has requests and nothing to compute
 LONGEST = 1.0
 LONGEST_IN_STEP = 0.05
-DEALING = 0.1
+DEALING = 0.1  # seconds between two looks of what deals requests, where none comes
 
 
 def rested_schedulers(module: ModuleType) -> None:
