@@ -49,19 +49,6 @@ PATIENCE = 150  # with each room waiting for a second, one after the other, it t
     ],
 )
 def test_prefill_dies_with_open_rooms(backend, engine):
-    """A pause that the machine makes, and not the loop, is not there each time."""
-    for last in (False, False, True):
-        row, statuses = prefill_dies(backend, engine)
-        if engine == "patched":
-            assert statuses == [500] * ROOMS, row
-        if engine == "stock" or row["pause_ms"] <= LONGEST_MS:
-            break
-        assert not last, row
-    record("event_loop", **row)
-
-
-def prefill_dies(backend: str, engine: str) -> tuple[dict, list[int | None]]:
-    """What decode's loop did, and how it answered."""
     logs = cluster.PD_ENV / "logs" / "serving" / f"event-loop-{backend}-{engine}"
     # Decode keeps 512 tokens free for each request that it has admitted.
     topology = cluster.Topology(backend, decode_tp=2, page_size=16, decode_tokens=ROOMS * 600)
@@ -89,7 +76,11 @@ def prefill_dies(backend: str, engine: str) -> tuple[dict, list[int | None]]:
         if engine == "patched":  # stock answers nobody over NIXL
             wait([asking], PATIENCE)
         decode.check_running()
-    return row, asking.result()
+    statuses = asking.result()
+    record("event_loop", **row)
+    if engine == "patched":
+        assert statuses == [500] * ROOMS, row
+        assert row["pause_ms"] <= LONGEST_MS, row
 
 
 def go_first(server: cluster.Server) -> None:
