@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Side
+from of_release import IS_LATER
 from transfer_checks import HANG_SECONDS
 
 pytestmark = pytest.mark.transport
@@ -134,7 +135,9 @@ def test_stages_of_sliding_windows(serve, backend, name):
 def test_stock_stages_of_sliding_windows(serve, backend, name):
     with serve(over(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
-    assert answer["state"] == "wrong", answer
+    # Later ones over NIXL take no stages of these pools.
+    ends = "hang" if IS_LATER and backend == "nixl" else "wrong"
+    assert answer["state"] == ends, answer
 
 
 RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}
@@ -187,10 +190,8 @@ def test_draft_on_one_side(serve, fork_server, backend, name):
 
 # Stock alone, and with a patched server on either side: a rollout goes server by server.
 ENGINES = [("stock", "stock"), ("stock", "patched"), ("patched", "stock")]
-UNWRITTEN = {
-    name: RIGHT[name]
-    for name in ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2", "swa_draft")
-}
+NSA_DRAFTS = () if IS_LATER else ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2")
+UNWRITTEN = {name: RIGHT[name] for name in (*NSA_DRAFTS, "swa_draft")}
 
 
 def assert_draft_state_unwritten(serve, fleet, engines):
@@ -216,6 +217,7 @@ def test_stock_leaves_draft_state_unwritten(serve, backend, name, engines):
     assert_draft_state_unwritten(serve, over(backend, UNWRITTEN[name]), engines)
 
 
+@pytest.mark.skipif(IS_LATER, reason="stock sends an NSA draft's state in this release")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stock_alone_leaves_draft_state_unwritten(serve, backend):
     fleet = over(backend, RIGHT["nsa_draft_pp3_uneven"])
@@ -254,13 +256,22 @@ def test_draft_on_one_side_with_stock_decode(serve, backend, name):
 
 
 # Stock alone: its sender indexes past decode's layers, or refuses to split windows by heads.
-STOCK_ENDS = {"draft_on_prefill": ONE_SIDED["prefill"], "swa_tp2_to_1": RIGHT["swa_tp2_to_1"]}
+FIRST_ENDS = {"nixl": "raised", "mooncake": "hang"}
+STOCK_ENDS = {
+    "draft_on_prefill": (ONE_SIDED["prefill"], FIRST_ENDS),
+    "swa_tp2_to_1": (RIGHT["swa_tp2_to_1"], FIRST_ENDS),
+}
+LATER_STOCK_ENDS = {
+    "draft_on_prefill": (ONE_SIDED["prefill"], {"nixl": "hang", "mooncake": "failed"}),
+    "swa_tp2_to_1": (RIGHT["swa_tp2_to_1"], dict.fromkeys(BACKENDS, "right")),
+}
 
 
 @in_turn(STOCK_ENDS)
 def test_stock_prefill_ends(serve, backend, name):
     """Over NIXL its scheduler raises, over Mooncake its transfer thread is lost."""
-    state, seconds = {"nixl": ("raised", 8), "mooncake": ("hang", HANG_SECONDS)}[backend]
-    with serve(over(backend, STOCK_ENDS[name]), "stock", "stock") as servers:
+    fleet, ends = (LATER_STOCK_ENDS if IS_LATER else STOCK_ENDS)[name]
+    seconds = HANG_SECONDS if ends[backend] == "hang" else 8
+    with serve(over(backend, fleet), "stock", "stock") as servers:
         outcome = servers.request(*REQUESTS[1], seconds=seconds)
-    assert outcome.state == state, outcome
+    assert outcome.state == ends[backend], outcome
