@@ -1,11 +1,11 @@
 """What a rank's KV buffers hold, which of a peer's buffers hold the same, and the copies between.
 
 The order of thought is the order of the modules: `describe` (and `pools`, which describes the
-engine's own), `heads` and `match`, `plan` (and
-`prepared`, for transports that are told of all pages beforehand), with `infer` for peers that describe nothing, `wire` for
-the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for all of it
-in one call, `transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here
-imports the engine or torch.
+engine's own), `heads` and `match`, `plan` (and `prepared`, for a transport that is told of all
+pages beforehand), with `infer` for peers that describe nothing, `wire` for the frame in which a
+description travels, `aux_rows` for a request's metadata, `peer` for all of it in one call,
+`transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here imports the
+engine or torch.
 """
 
 from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows

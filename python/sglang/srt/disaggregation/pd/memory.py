@@ -18,7 +18,7 @@ RegisterBatch = Callable[[List[int], List[int]], int]
 
 
 def regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
-    """KV and state; aux. A range that is there twice is named once, as the engine may have it so."""
+    """KV and state; aux. A range that is there twice, as the engine may have it, is named once."""
     layout = getattr(args, "layout", None)
     described = ((), ()) if layout is None else (layout.kv, layout.state)
     state = (_flat(args.state_data_ptrs), _flat(args.state_data_lens))

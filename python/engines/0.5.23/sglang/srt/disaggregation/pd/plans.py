@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Plans:
     """A prefill rank's KV manager.
 
-    `decode_kv_args_table` has each registered decode rank, whose registration has `plan`, None where
+    `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None where
     the engine's own way is taken, and `refusal`, empty where there is none.
     """
 
