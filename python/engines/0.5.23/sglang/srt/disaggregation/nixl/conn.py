@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.kv_layout import Copies, PeerPlan, PreparedPlan, RankLayout, prepare
-from sglang.srt.disaggregation.pd.host_memory import check_memory, use_host_memory
+from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import CheckedSocket, check_name, check_room
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         GUARD,
         EngineNixlKVManager,
         TransferInfo,
-        _nixl_device_id,
     )
 
 logger = logging.getLogger(__name__)
@@ -124,16 +123,16 @@ class NixlKVManager(Plans, EngineNixlKVManager):
             return super()._prepare_payload_xfer(peer_info)
         plan: PeerPlan = peer_info.plan
         own = self.kv_args.layout
-        check_memory(own, plan.layout)
+        memory = kind_of_peer(own, plan.layout)
         slots = self._num_slots_src
         prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
-        peer_info.dst_homogeneous_mem_kind = plan.layout.memory
+        peer_info.dst_homogeneous_mem_kind = memory
         if not prepared.src:
             return
         ours = tuple(prepared.src)
         if ours not in self.own_blocks:
-            self.own_blocks[ours] = self._listed("", ours, own.memory, self.kv_args.gpu_id)
-        theirs = (peer_info.agent_name, prepared.dst, plan.layout.memory, peer_info.gpu_id)
+            self.own_blocks[ours] = self._listed("", ours, "VRAM", self.kv_args.gpu_id)
+        theirs = (peer_info.agent_name, prepared.dst, memory, peer_info.gpu_id)
         self.prepared[peer_info.agent_name] = (
             prepared,
             self.own_blocks[ours],
@@ -142,8 +141,7 @@ class NixlKVManager(Plans, EngineNixlKVManager):
 
     def _listed(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
         """NIXL's list of the blocks of these runs, ours where `peer` is empty."""
-        device = _nixl_device_id(memory, gpu_id)
-        rows = [(address, length, device, stride, n) for address, length, stride, n in runs]
+        rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
         return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
 
     def send_kvcache(
@@ -230,12 +228,9 @@ class NixlKVManager(Plans, EngineNixlKVManager):
         pages = self.planned_state_pages(prefill_state_indices, dst_state_indices, strict)
         copies: Copies = plan.state.copies(*pages)
         if len(copies):
-            own, theirs = self.kv_args.layout.memory, plan.layout.memory
-            devices = (
-                _nixl_device_id(own, self.kv_args.gpu_id),
-                _nixl_device_id(theirs, dst_gpu_id),
-            )
-            yield self._write(peer_name, *copies.descriptors(*devices), own, theirs)
+            sides = copies.descriptors(self.kv_args.gpu_id, dst_gpu_id)
+            memory = kind_of_peer(self.kv_args.layout, plan.layout)
+            yield self._write(peer_name, *sides, "VRAM", memory)
 
     def _write(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
         """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
