@@ -56,10 +56,10 @@ class SendsDigests:
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
         """As the engine's; decode ranks that compare have the digests before."""
-        if status == KVPoll.Success and self.kv_args.verifier is not None:
-            if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                for peer, info in list(self.transfer_infos.get(bootstrap_room, {}).items()):
-                    self._send_digests(bootstrap_room, peer, info)
+        is_open = self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed
+        if status == KVPoll.Success and is_open and self.kv_args.verifier is not None:
+            for peer, info in list(self.transfer_infos.get(bootstrap_room, {}).items()):
+                self._send_digests(bootstrap_room, peer, info)
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 
     def _send_digests(self, room: int, peer: str, info: Any) -> None:
