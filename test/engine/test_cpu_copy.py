@@ -3,7 +3,7 @@
 import probes
 import pytest
 import torch
-from copies import assert_moved, fill, round_trip, snapshot
+from copies import assert_moved, by_token, fill, round_trip, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
