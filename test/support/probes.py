@@ -67,9 +67,8 @@ def _common(layers: int, start_layer: int, page_size: int) -> dict:
 
 def mha_pool(fia: bool, page_size: int, start_layer: int = 0, layers: int = 2, **more):
     with _fia(fia):
-        return NPUMHATokenToKVPool(
-            head_num=HEADS, head_dim=WIDTH, **_common(layers, start_layer, page_size), **more
-        )
+        sizes = {"head_num": HEADS, "head_dim": WIDTH, **_common(layers, start_layer, page_size)}
+        return NPUMHATokenToKVPool(**{**sizes, **more})
 
 
 def mla_pool(

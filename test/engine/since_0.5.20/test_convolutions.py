@@ -73,16 +73,11 @@ class GigaChat:
     """q and k of 4 heads by 3 channels, v of 8 by 2."""
 
     def shape(self, tp: int) -> Mamba2StateShape:
-        config = GigaChat35Config.__new__(GigaChat35Config)
-        config.__dict__.update(
+        config = GigaChat35Config(
             linear_key_head_dim=3,
             linear_num_key_heads=4,
             linear_value_head_dim=2,
             linear_num_value_heads=8,
-            linear_conv_kernel_dim=4,
-            num_hidden_layers=4,
-            full_attention_interval=2,
-            layer_types=None,
         )
         with get_parallel().override(attn_tp_size=tp):
             return config.mamba2_cache_params.shape

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
+    NPUMHATokenToKOnlyPool,
     NPUMHATokenToKVPool,
     NPUMiniMaxSparseKVPool,
     NPUMLATokenToKVPool,
@@ -18,7 +19,6 @@ from sglang.srt.mem_cache.dsa_cache_layer_split import LayerSplitDSATokenToKVPoo
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
-    MHATokenToKOnlyPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
@@ -230,23 +230,23 @@ def layers_of_a_rank():
     return pool
 
 
-def minimax(dense: list[int]):
+def minimax(dense: list[int], sparse: list[int]):
     return make(
         NPUMiniMaxSparseKVPool,
         **HEADS,
         idx_head_dim=4,
         dense_layer_ids=dense,
-        sparse_layer_ids=[2, 3],
-        disable_value_sparse_layer_ids=[2, 3],
+        sparse_layer_ids=sparse,
+        disable_value_sparse_layer_ids=sparse,
         start_layer=0,
-        end_layer=4,
+        end_layer=len(dense) + len(sparse),
     )
 
 
 UNKNOWN = {
-    "k alone": lambda: mha(kind=MHATokenToKOnlyPool),
-    "minimax": lambda: minimax([0, 1]),
-    "minimax, all sparse": lambda: minimax([]),
+    "k alone": lambda: mha(kind=NPUMHATokenToKOnlyPool),
+    "minimax": lambda: minimax([0, 1], [2, 3]),
+    "minimax, all sparse": lambda: minimax([], [0, 1]),
     "heads first": lambda: with_attribute("kv_cache_layout", "hnd"),
     "one buffer": lambda: with_attribute("requires_physical_write_loc", True),
     "pages of a rank": lambda: with_attribute("shard_spec", object()),
