@@ -404,9 +404,13 @@ class RankBase(ABC):
         (state,) = poll_and_all_reduce([poller], self.group)
         return state
 
+    def _table(self, name: str):
+        """The manager's of this name; None if it has none."""
+        return getattr(self.manager, name, None)
+
     def kept(self) -> dict:
         """How many rooms are in each table that the manager has of them; see `TABLES`."""
-        tables = {name: getattr(self.manager, name, None) for name in self.TABLES}
+        tables = {name: self._table(name) for name in self.TABLES}
         kept = {name: len(table) for name, table in tables.items() if table is not None}
         if "addr_to_rooms_tracker" in kept:
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))

@@ -73,6 +73,10 @@ class Rank(RankBase):
             return KVPoll.Transferring
         return state
 
+    def _table(self, name):
+        table = super()._table(name)
+        return getattr(table, "_local_map", table)  # stages tell each other of it
+
     def _state(self, room, pages):
         slots = self._state_slots(room, pages)
         return None if slots is None else [np.array(slots, dtype=np.int32)]
