@@ -35,9 +35,10 @@ STATE_SIZE = {"mamba": 4, "conv": 0}
 
 
 def pool_layers(c: SimpleNamespace) -> range:
-    """The stage's layers; with sliding windows the engine adds the next stage's first."""
+    """The stage's layers; with sliding windows 0.5.9 adds the next stage's first."""
     stop = c.start_layer + c.layers
-    return range(c.start_layer, min(stop + (c.hybrid == "swa"), c.model_layers))
+    more = c.hybrid == "swa" and not IS_LATER
+    return range(c.start_layer, min(stop + more, c.model_layers))
 
 
 def make_pool(c: SimpleNamespace, layers: range, heads: int):
