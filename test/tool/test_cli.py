@@ -91,7 +91,8 @@ def test_drift_and_half_applied_have_their_codes(call, toy):
 
 def test_revert_knows_engines_of_any_release(call, toy):
     call("apply")
-    write(toy.root / "version.py", "__version__ = '1.0'\n")
+    other = (toy.releases / VERSION).rename(toy.releases / "5.0")
+    toy.pin(other, "srt/net/conn.py", "send", "0" * 64)
     assert call("status")[0] == Code.UNSUPPORTED
     assert call("revert")[0] == 0
 
@@ -165,15 +166,21 @@ def test_fingerprints_refuse_what_does_not_fit(toy, make, path, text, words):
     ("path", "change", "words"),
     [
         ("patches/net.toml", lambda text: text + "tittle = 1\n", "unknown field `tittle`"),
+        ("patches/net.toml", lambda text: "tittle = 1\n" + text, "unknown field `tittle`"),
         ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
-        ("release.toml", lambda text: text.replace('["sglang"]', '"sglang"'), "$.trees"),
-        ("release.toml", lambda text: text.replace("]", ""), "release.toml"),
-        ("fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
-        ("fingerprints.json", lambda text: text[:-3], "truncated"),
+        ("patches/net.toml", lambda text: text.replace("needed", "nedeed"), "'nedeed'"),
+        ("patches/net.toml", lambda text: text.replace("needed", "carried"), "carries whole"),
+        ("patches/net.toml", lambda text: text.replace("change =", "what ="), "given together"),
+        ("patches/net.toml", lambda text: text.replace("symbols =", "names ="), "given together"),
+        ("patches/net.toml", lambda text: f"{text}[releases.'{VERSION}']\n", "net.toml"),
+        (f"{VERSION}/release.toml", lambda text: text.replace('["sglang"]', '"a"'), "$.trees"),
+        (f"{VERSION}/release.toml", lambda text: text.replace("]", ""), "release.toml"),
+        (f"{VERSION}/fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
+        (f"{VERSION}/fingerprints.json", lambda text: text[:-3], "truncated"),
     ],
 )
 def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change, words):
-    file = toy.releases / VERSION / path
+    file = toy.releases / path
     file.write_text(change(file.read_text()))
     with pytest.raises(Refusal) as refusal:
         toy.release()
