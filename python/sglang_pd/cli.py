@@ -213,9 +213,7 @@ def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
         "state": told.state,
         "patches": [
             {
-                "id": patch.id,
-                "title": patch.title,
-                "upstream": patch.upstream,
+                **_record(patch),
                 "state": state,
                 "symbols": {
                     symbol: at for symbol, at in told.symbols.items() if patch.owns(symbol)
@@ -223,8 +221,8 @@ def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
             }
             for patch, state in told.patches
         ],
-        "carried": [_without_edit(patch) for patch in release.carried],
-        "missing": [_without_edit(patch) for patch in release.missing],
+        "carried": [_record(patch) for patch in release.carried],
+        "missing": [_record(patch) for patch in release.missing],
         "preview": release.preview or None,
         "edited": told.edited,
         "drifts": [str(drift) for drift in told.drifts],
@@ -232,8 +230,7 @@ def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
     }
 
 
-def _without_edit(patch: Patch) -> dict:
-    """A patch of which there is nothing to apply to this release."""
+def _record(patch: Patch) -> dict:
     said = {"id": patch.id, "title": patch.title, "upstream": patch.upstream}
     return {**said, "need": patch.need, "what": patch.what}
 

@@ -145,6 +145,13 @@ def test_what_was_applied_stays_what_it_was_taken_for(toy, patch_set):
         locate(toy.site, None)
 
 
+def test_what_was_applied_for_a_release_that_is_unknown_now_is_matched_as_it_was(toy, patch_set):
+    name_it(toy, "1.0")
+    operations.apply(*locate(toy.site, None))
+    (toy.releases / VERSION).rename(toy.releases / "9.10")
+    assert locate(toy.site, None)[1].name == "9.10"
+
+
 def test_what_was_applied_by_other_means_is_known_by_what_is_there(toy, patch_set):
     name_it(toy, "1.0")
     operations.apply(*locate(toy.site, None))
@@ -194,6 +201,12 @@ def test_the_nearest_release_is_that_of_which_the_smallest_part_differs(toy, pat
         toy.pin(toy.releases / VERSION, "srt/net/conn.py", f"new{k}", None)
     with pytest.raises(Refusal, match="nearest is 9.9: 2 of 28"):
         locate(toy.site, None)
+
+
+def test_of_releases_that_fit_alike_it_is_the_newest(toy, patch_set):
+    name_it(toy, "1.0")
+    shutil.copytree(toy.releases / VERSION, toy.releases / "10.1")
+    assert locate(toy.site, None)[1].name == "10.1"
 
 
 def test_no_more_than_ten_symbols_are_named(toy, patch_set):
