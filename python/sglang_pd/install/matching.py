@@ -49,7 +49,7 @@ def remarks(engine: Engine, release: Release) -> list[str]:
     if public(engine.version or "") != release.name:
         said.append(
             f"this engine says {engine.version or 'nothing'} of its release; it is taken for "
-            f"SGLang {release.name}, whose symbols it has"
+            f"SGLang {release.name}, of which it has every symbol that the patch set touches"
         )
     if release.preview:
         said.append(f"SGLang {release.name} is a preview: {release.preview}")
