@@ -26,9 +26,9 @@ class Rank(RankBase):
     """A rank of a later release."""
 
     TABLES = (
-        *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
+        *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *("addr_to_rooms_tracker", "req_to_decode_prefix_len"),
+        *("addr_to_rooms_tracker", "arrived_digests"),
         *("_deferred_ack_targets", "_deferred_ack_poisoned_rooms", "_deferred_abort_ack_tracker"),
     )
     METADATA = {"max_sampling_mask_tokens": 16}
@@ -61,6 +61,8 @@ class Rank(RankBase):
         return receiver
 
     def _set_aside(self, receiver, pages, slot, state) -> None:
+        if receiver.poll() != KVPoll.WaitingForInput:
+            return  # the engine sets nothing aside for it
         self.slots[receiver.bootstrap_room] = slot
         self.aux.clear_slot(slot)
         receiver.send_metadata(np.array(pages, dtype=np.int32), slot, state)
