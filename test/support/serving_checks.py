@@ -129,8 +129,8 @@ def _processes(server: cluster.Server) -> list[psutil.Process]:
 
 
 def record(kind: str, **row) -> None:
-    """Append a row to .pd-env/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
-    file = cluster.PD_ENV / "evidence" / f"{kind}.jsonl"
+    """Append a row to .pd-env/RELEASE/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
+    file = cluster.OF_RELEASE / "evidence" / f"{kind}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")

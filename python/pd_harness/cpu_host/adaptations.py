@@ -158,13 +158,15 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
 
 
 def gathers(parallel_state: ModuleType) -> None:
-    """Let DP attention's ranks gather and scatter through torch, as the engine does on an NPU.
+    """Let DP attention's ranks exchange tensors through torch, as the engine does on an NPU.
 
     Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
     """
     group = parallel_state.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
+    if hasattr(group, "_all_to_all_single"):  # after 0.5.9
+        group.all_to_all_single = group._all_to_all_single
 
 
 def copies_between_ranks(dp_attention: ModuleType) -> None:

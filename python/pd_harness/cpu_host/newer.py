@@ -17,6 +17,12 @@ def page_indices_unpinned(conn: ModuleType) -> None:
         conn.MooncakeKVSender.supports_host_tensor_indices = False
 
 
+def staging_on_host(staging_buffer: ModuleType) -> None:
+    """Staging buffers in host memory, filled and read by the engine's functions without Triton."""
+    staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
+    staging_buffer._USE_TRITON_STAGING = False
+
+
 class TorchOfPools(ModuleType):
     """``torch`` for the module of NPU pools, which waits for copies of an NPU.
 

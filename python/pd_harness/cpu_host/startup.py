@@ -61,6 +61,7 @@ def activate() -> None:
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
     after_import(f"{engine}.disaggregation.mooncake.conn", newer.page_indices_unpinned)
+    after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(
         f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
