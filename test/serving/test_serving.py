@@ -8,7 +8,7 @@ import time
 
 import pytest
 from serving_checks import Lost, outcome, record, retractions
-from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, model_folder
+from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
 from stray import send_stray
 
 from pd_harness import cluster
@@ -63,15 +63,9 @@ def check_log(scenario: Scenario, decode: cluster.Server) -> None:
 
 
 def on(test: str, scenarios: list[Scenario]) -> list:
-    """Parameters for the scenarios; those that not every run has in ``test`` are marked nightly."""
+    """Parameters for the scenarios; what not every run has in ``test`` is marked nightly."""
     always = EVERY_RUN[release()][test]
-
-    def marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
-        if scenario.lacks:
-            return [pytest.mark.skip(reason=scenario.lacks)]
-        return [] if scenario.name in always else [pytest.mark.nightly]
-
-    return [pytest.param(one, id=one.name, marks=marks(one)) for one in scenarios]
+    return [pytest.param(one, id=one.name, marks=marks(one, always)) for one in scenarios]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from serving_scenarios import (
     SEVEN_LAYERS_MLA,
     branching,
     model_folder,
+    nightly_but_in,
     prompts,
 )
 from transformers import AutoModelForCausalLM
@@ -31,6 +32,7 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
+    *nightly_but_in("0.5.9"),
 ]
 
 LOGS = cluster.PD_ENV / "logs" / "serving"

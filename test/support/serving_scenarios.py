@@ -2,13 +2,13 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
 from pd_harness.cluster import OF_RELEASE, Topology
-from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.cpu_host.models import TinyGQA, TinyLlama, TinyMLA, TinyModel
 from pd_harness.device import device
 from pd_harness.releases import release
 
@@ -95,11 +95,25 @@ NO_STAGING = Lacks("0.5.9 has no staging buffers")
 NO_PREFIXES = Lacks("0.5.9's decode keeps no prefixes")
 
 
+class OfReleases:
+    """What has ``outcomes``: what the stock engines of `RELEASES` do, or lack."""
+
+    @property
+    def stock(self) -> str | Lacks:
+        """What this release's does."""
+        return self.outcomes[RELEASES.index(release())]
+
+    @property
+    def lacks(self) -> str | None:
+        """Why this release cannot run it."""
+        return self.stock.reason if isinstance(self.stock, Lacks) else None
+
+
 @dataclasses.dataclass(frozen=True)
-class Scenario:
+class Scenario(OfReleases):
     """``outcomes`` are what the stock engines of `RELEASES` do, and ``patched`` what ours do.
 
-    Each is "right", "wrong", "hang" or "http NUMBER", which is 502 where a server has died.
+    Each is "right", "wrong", "hang", "http NUMBER", or "dead" where a server has died.
     Before the prompts are sent, ``times`` over, each prefill rank has the ``stray`` message.
     """
 
@@ -112,16 +126,6 @@ class Scenario:
     asked: Callable[[], list[list[int]]] = prompts
     times: int = 1
     stray: bytes | None = None
-
-    @property
-    def stock(self) -> str | Lacks:
-        """What this release's stock engine does."""
-        return self.outcomes[RELEASES.index(release())]
-
-    @property
-    def lacks(self) -> str | None:
-        """Why this release cannot run it."""
-        return self.stock.reason if isinstance(self.stock, Lacks) else None
 
 
 def nixl(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
@@ -181,7 +185,7 @@ TABLE = [
     nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", **DP_2, **TO_DP_2),
     nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", prefill_tp=4, prefill_dp=2),
     nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", prefill_pp=2, **TO_DP_2),
-    nixl("pp2_to_pp2", FIVE_LAYERS, "http 502", "right", prefill_pp=2, decode_pp=2),
+    nixl("pp2_to_pp2", FIVE_LAYERS, "dead", "right", prefill_pp=2, decode_pp=2),
     mooncake("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
     mooncake("tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
     mooncake("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=16),
@@ -206,24 +210,23 @@ TABLE = [
     ascend("fia", FOUR_HEADS, "wrong", "right", fia=True),
     ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", fia=True, prefill_pp=2),
     ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", "right", fia=True, prefill_tp=2),
-    # 502 is the router's answer when decode has died.
-    ascend("mla_retract", SEVEN_LAYERS_MLA, "http 502", "right", retract=True),
-    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "http 502", "right", retract=True, prefill_pp=2),
-    ascend("gqa_retract", FOUR_HEADS, "http 502", "right", retract=True),
+    ascend("mla_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True),
+    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True, prefill_pp=2),
+    ascend("gqa_retract", FOUR_HEADS, "dead", "right", retract=True),
     ascend("fia_retract", FOUR_HEADS, "wrong", "right", fia=True, retract=True),
-    ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "http 502", "right", **RETRACT_PP_2),
-    full_pool("mla", SEVEN_LAYERS_MLA, "http 502", "right"),
-    full_pool("gqa", FOUR_HEADS, "http 502", "right"),
-    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "http 502", "right", prefill_pp=2),
-    unfit(nixl("pages_16_to_32", FOUR_HEADS, "http 502", "http 502", **PAGES_16_TO_32)),
-    unfit(mooncake("pages_16_to_32", FOUR_HEADS, "http 502", "http 502", **PAGES_16_TO_32)),
+    ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", **RETRACT_PP_2),
+    full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right"),
+    full_pool("gqa", FOUR_HEADS, "dead", "right"),
+    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", prefill_pp=2),
+    unfit(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
+    unfit(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
     unfit(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", prefill_tp=3, decode_tp=2)),
     disturbed(nixl("stray_hello", FOUR_HEADS, "hang", "hang"), b"hello"),
     disturbed(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
     mooncake("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
     nixl("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
-    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES)),
-    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES)),
+    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
+    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
     with_prefixes(ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", **PREFIXES)),
 ]
 SCENARIOS = [scenario for scenario in TABLE if not scenario.lacks]
@@ -276,3 +279,52 @@ EVERY_RUN = {
 def nightly_but_in(*releases: str) -> list[pytest.MarkDecorator]:
     """Marks of a test that every run has in these releases alone."""
     return [] if release() in releases else [pytest.mark.nightly]
+
+
+def marks(one: OfReleases, always: Collection[str]) -> list[pytest.MarkDecorator]:
+    """Of its test, which every run has if its name is in ``always``."""
+    if one.lacks:
+        return [pytest.mark.skip(reason=one.lacks)]
+    return [] if one.name in always else [pytest.mark.nightly]
+
+
+LLAMA = TinyLlama(layers=4, later=0.1)
+DRAFTED_MLA = TinyMLA(layers=4, later=0.1)
+PREFILL, DECODE = ("prefill",), ("decode",)
+SIDES = PREFILL + DECODE
+NO_STAGES = Lacks("0.5.9 does not speculate in pipeline stages")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted(OfReleases):
+    """A fleet with a draft on the named ``sides``; ``outcomes`` are as of a `Scenario`."""
+
+    name: str
+    topology: Topology
+    model: TinyModel
+    sides: tuple[str, ...]
+    outcomes: tuple[str | Lacks, ...]
+
+
+def llama(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
+    return Drafted(f"nixl-{name}", Topology("nixl", **sizes), LLAMA, sides, outcomes)
+
+
+def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
+    topology = Topology("ascend", page_size=16, **sizes)
+    return Drafted(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
+
+
+DRAFTED = [
+    llama("both", SIDES, "right", "right", page_size=16),
+    llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
+    llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
+    llama("decode_alone", DECODE, "right", "right"),
+    llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
+    llama("prefill_alone", PREFILL, "http 500", "hang"),
+    deepseek("both", SIDES, "right", "right"),
+    deepseek("both_pp2", SIDES, NO_STAGES, "right", prefill_pp=2),
+    deepseek("decode_alone", DECODE, "right", "right"),
+    deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),
+]
+DRAFTED_EVERY_RUN = {"ascend-mla_decode_alone_pp2"} if release() == "0.5.9" else set()
