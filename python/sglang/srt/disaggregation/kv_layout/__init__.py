@@ -1,10 +1,11 @@
 """What a rank's KV buffers hold, which of a peer's buffers hold the same, and the copies between.
 
 The order of thought is the order of the modules: `describe` (and `pools`, which describes the
-engine's own), `heads` and `match`, `plan`, with `infer` for peers that describe nothing, `wire` for
-the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for all of it
-in one call, `transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here
-imports the engine or torch.
+engine's own), `heads` and `match`, `plan` (and `prepared`, for a transport that is told of all
+pages beforehand), with `infer` for peers that describe nothing, `wire` for the frame in which a
+description travels, `aux_rows` for a request's metadata, `peer` for all of it in one call,
+`transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here imports the
+engine or torch.
 """
 
 from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
@@ -29,8 +30,9 @@ from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, keeps_own_state, memory_kind
+from .prepared import PreparedPlan, prepare
 from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
-from .wire import bears_layout, decode_layout, encode_layout
+from .wire import bears_layout, decode_layout, encode_layout, layout_frame
 
 __all__ = [
     "HIDDEN_STATES",
@@ -46,6 +48,7 @@ __all__ = [
     "Part",
     "PeerFacts",
     "PeerPlan",
+    "PreparedPlan",
     "Pointers",
     "RankLayout",
     "RoomDigests",
@@ -64,6 +67,7 @@ __all__ = [
     "heads_of_rank",
     "infer_layout",
     "keeps_own_state",
+    "layout_frame",
     "make_aux_plan",
     "make_plan",
     "match_buffers",
@@ -72,6 +76,7 @@ __all__ = [
     "pair_layers",
     "parse_notification",
     "plan_for_peer",
+    "prepare",
     "refusals",
     "heads_to_send",
     "sent_parts",

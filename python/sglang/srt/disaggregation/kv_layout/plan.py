@@ -169,6 +169,11 @@ class TransferPlan:
             LayoutError: The two, of shape `[pages]`, do not name the same number of pages, or name
                 one that the buffers do not have.
         """
+        src, dst = self.checked(src_pages, dst_pages)
+        return Copies(tuple(group.copies(src, dst) for group in self.groups))
+
+    def checked(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """These pages as arrays. Raises LayoutError as `copies`."""
         src = np.asarray(src_pages, dtype=np.int64)
         dst = np.asarray(dst_pages, dtype=np.int64)
         if src.size != dst.size:
@@ -181,7 +186,7 @@ class TransferPlan:
                 f"prefill sends pages {_span(src, self.src_pages)}, decode has set aside pages "
                 f"{_span(dst, self.dst_pages)}; nothing is written outside of the buffers"
             )
-        return Copies(tuple(group.copies(src, dst) for group in self.groups))
+        return src, dst
 
 
 def _is_outside(pages: Ints, held: int) -> bool:

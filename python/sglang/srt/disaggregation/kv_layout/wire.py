@@ -60,3 +60,8 @@ def _is_possible(buffer: Buffer) -> bool:
 def bears_layout(frames: Sequence[bytes]) -> bool:
     """Whether a registration holds a description of ours, as its 13th frame."""
     return len(frames) > 12 and frames[12].startswith(_TAG)
+
+
+def layout_frame(frames: Sequence[bytes]) -> bytes:
+    """The description among a message's frames, from the end; empty where there is none."""
+    return next((frame for frame in reversed(frames) if frame.startswith(_TAG)), b"")

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import Copies, LayoutError, PeerPlan, TransferPlan
+from sglang.srt.disaggregation.kv_layout import LayoutError, PeerPlan, TransferPlan
+from sglang.srt.disaggregation.pd.batches import write_copies
 
 logger = logging.getLogger(__name__)
-
-# Copies in one call to the engine where token slices number a million a chunk.
-SLICE_BATCH = 16384
 
 
 class QueuedSends:
@@ -99,20 +96,6 @@ class QueuedSends:
         dst_pages: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
-        """Whole pages in one call, which is best over RDMA, unless something speaks against it."""
         copies = plan.copies(src_pages, dst_pages)
-        at_most = SLICE_BATCH if plan.is_sliced else sys.maxsize
-        if self.enable_custom_mem_pool:  # NVLink gains from several threads
-            at_most = min(at_most, -(-len(copies) // executor._max_workers))
-
-        def write(part: Copies) -> int:
-            lists = part.lists()
-            return self.engine.batch_transfer_sync(session, *lists) if lists[0] else 0
-
-        parts = copies.parts(at_most)
-        if len(parts) == 1 or executor._max_workers == 1:
-            results = map(write, parts)  # one after the other, for which no thread is needed
-        else:
-            # All are waited for, also when one fails: pages must not be freed under a write.
-            results = list(executor.map(write, parts))
-        return next((status for status in results if status != 0), 0)
+        in_threads = self.enable_custom_mem_pool
+        return write_copies(self.engine, session, copies, executor, plan.is_sliced, in_threads)

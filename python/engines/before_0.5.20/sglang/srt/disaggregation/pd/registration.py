@@ -20,11 +20,9 @@ from sglang.srt.disaggregation.kv_layout import (
     Pointers,
     bears_layout,
     decode_layout,
-    one_sided_draft,
-    plan_for_peer,
-    unsent_rows,
 )
 from sglang.srt.disaggregation.pd.messages import bind_again, read_messages, unpacked
+from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.rooms import ABORT
 
 logger = logging.getLogger(__name__)
@@ -118,17 +116,8 @@ class Registrations:
         try:
             layout = decode_layout(info.layout_frame)
             info.reads_reasons = layout is not None
-            if layout is None:
-                logger.warning(
-                    f"Decode {info.name} runs a release that does not describe its KV buffers; "
-                    "they are taken to be those of the same model."
-                )
             theirs = Pointers(info.dst_kv_ptrs, state)
-            info.plan = plan_for_peer(args.layout, own, layout or facts, theirs)
-            for unsent in (one_sided_draft, unsent_rows):
-                said = unsent(args.layout, info.plan.layout)
-                if said:
-                    logger.warning(f"Decode {info.name}: {said}")
+            info.plan = plan_registered(info.name, args.layout, own, layout, facts, theirs)
             return
         except LayoutError as error:
             info.refusal = str(error)

@@ -1,0 +1,92 @@
+"""Servers that do not fit are told apart; registrations say what each buffer holds."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, List, Literal
+
+from aiohttp import web
+from sglang.srt.disaggregation.kv_layout import encode_layout, layout_frame
+from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import (
+        AbortNotification,
+        EngineCommonKVBootstrapServer,
+        EngineCommonKVManager,
+        EngineCommonKVReceiver,
+        KVPoll,
+        PrefillServerInfo,
+    )
+
+RENAMED = (
+    ("CommonKVManager", "EngineCommonKVManager"),
+    ("CommonKVReceiver", "EngineCommonKVReceiver"),
+    ("CommonKVBootstrapServer", "EngineCommonKVBootstrapServer"),
+)
+
+
+class CommonKVManager(Fitting, EngineCommonKVManager):
+    @staticmethod
+    def unknown_prefill() -> PrefillServerInfo:
+        """A server of one rank, of which nothing else is known."""
+        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+        unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
+        return PrefillServerInfo(**sizes, **unknown)
+
+    def with_layout(self, message: List[bytes]) -> List[bytes]:
+        """A registration that says what each of our buffers holds, where that is known."""
+        layout = self.kv_args.layout
+        return message if layout is None else [*message, encode_layout(layout)]
+
+    def tell_prefill(self, bootstrap_addr: str, room: int) -> None:
+        """Have all ranks of a prefill server end a room that it is never asked for."""
+        if self.attn_tp_rank == 0 and self.pp_rank == 0:
+            if not hasattr(self, "untold"):
+                self.untold = Untold(self._end_unasked)
+            self.untold.add(bootstrap_addr, room)
+
+    def _end_unasked(self, rank: dict, room: int) -> None:
+        sock, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
+        told = AbortNotification(room, self.local_ip, self.rank_port, None).to_zmq()
+        with lock:
+            sock.send_multipart(told)
+
+
+class CommonKVReceiver(EngineCommonKVReceiver):
+    def init(self, prefill_dp_rank: int):
+        """As the engine's; a prefill server that does not fit fails the request, and is told."""
+        why = self.kv_mgr.why_unfit(self.bootstrap_addr)
+        if why is None or self.conclude_state == KVPoll.Failed:
+            return super().init(prefill_dp_rank)
+        self.kv_mgr.record_failure(self.bootstrap_room, why)
+        self.conclude_state = KVPoll.Failed
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room)
+
+    def _send_bootstrap_message(
+        self,
+        *,
+        bootstrap_info: dict,
+        message: List[bytes],
+        operation: Literal["_register_kv_args", "send_metadata"],
+    ) -> bool:
+        """As the engine's; what our buffers hold goes to ranks that read it."""
+        if not bootstrap_info.get("reads_layouts"):
+            message = [frame for frame in message if not layout_frame([frame])]
+        return super()._send_bootstrap_message(
+            bootstrap_info=bootstrap_info, message=message, operation=operation
+        )
+
+
+class CommonKVBootstrapServer(EngineCommonKVBootstrapServer):
+    async def _handle_route_get(self, request: web.Request):
+        """As the engine's; each rank's address comes with what it reads."""
+        response = await super()._handle_route_get(request)
+        if response.status != 200:
+            return response
+        known = json.loads(response.text)
+        # Not in the server's own answer, in which stock decode servers bear nothing new.
+        if "rank_port" in known:
+            known["reads_layouts"] = True
+        return web.json_response(known)

@@ -1,0 +1,283 @@
+"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import struct
+import threading
+from typing import TYPE_CHECKING, List, Optional
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan
+from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
+from sglang.srt.disaggregation.pd.batches import write_copies
+from sglang.srt.disaggregation.pd.memory import register_apart
+from sglang.srt.disaggregation.pd.plans import Plans
+from sglang.srt.disaggregation.pd.readers import check_room, check_session, checked
+from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import (
+        ABORT_TAG,
+        AuxDataCodec,
+        DisaggregationMode,
+        EngineMooncakeKVManager,
+        FastQueue,
+        TransferInfo,
+    )
+
+logger = logging.getLogger(__name__)
+
+RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
+
+
+class KVArgsRegisterInfo:
+    # How this decode rank is served, see `pd.plans`.
+    plan = None
+    refusal = ""
+
+
+class MooncakeKVManager(Plans, EngineMooncakeKVManager):
+    # A transfer worker's last room of which it is not known that nothing is written any more.
+    unsettled = threading.local()
+
+    def register_buffer_to_engine(self) -> None:
+        """Register KV and state in one batch, and aux, which some transports do not take, apart.
+
+        Raises:
+            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
+        """
+        has_pool, pool = check_mooncake_custom_mem_pool_enabled()
+        aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+        register_apart(self.kv_args, self.engine.batch_register, aux_over_tcp)
+
+    # What peers say
+
+    def _make_worker_recv(self, socket, timeout_ms: int = 500):
+        """As the engine's, without messages that could not be read."""
+        recv = super()._make_worker_recv(socket, timeout_ms)
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            return checked(recv, self._check_decode_message)
+        return checked(recv, self._check_prefill_message)
+
+    def _check_prefill_message(self, frames: List[bytes]) -> None:
+        """Raises what the engine's thread would on its way through these frames."""
+        if frames[0] == b"WATERMARK":
+            [int(frame) for frame in frames[1:3]]
+            if self._staging_ctx is None:
+                raise ValueError("staging is off")
+        elif frames[0] == b"STAGING_RSP":
+            [int(frames[i]) for i in range(1, 6)]
+            frames[6].decode("ascii")
+        elif frames[0] != ABORT_TAG:
+            check_session(frames[3])
+            if frames[0] == b"None":
+                info = KVArgsRegisterInfo.from_zmq(frames)
+                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
+                self.read_layout(frames)
+            else:
+                check_room(TransferInfo.from_zmq(frames))
+
+    def _check_decode_message(self, frames: List[bytes]) -> None:
+        if frames[0] == self.AUX_DATA_HEADER:
+            self._check_aux_data(frames)
+        elif frames[0] == b"STAGING_REQ" and self._staging_handler is None:
+            raise ValueError("staging is off")
+
+    def _check_aux_data(self, frames: List[bytes]) -> None:
+        """Raises ValueError for a metadata row that has no place here."""
+        _, _, buffer, slot, length, data = frames
+        args, number, row = self.kv_args, int(buffer), int(slot)
+        (announced,) = struct.unpack(">I", length)
+        if not 0 <= number < len(args.aux_data_ptrs):
+            raise ValueError(f"metadata buffer {number} of {len(args.aux_data_ptrs)}")
+        item, size = args.aux_item_lens[number], args.aux_data_lens[number]
+        if not (0 <= row < size // item and len(data) == announced):
+            raise ValueError(
+                f"metadata of {len(data)} bytes (said to be {announced}) for slot {row} of buffer "
+                f"{number}, which has {size // item} slots of {item} bytes"
+            )
+        if announced != item:
+            raise ValueError(
+                f"metadata row {number} has {item} bytes here, prefill's has {announced}; "
+                "speculate on both sides or on none"
+            )
+
+    def _publish_peer_registration(
+        self, mooncake_session_id: str, decode_kv_args: KVArgsRegisterInfo
+    ) -> Optional[str]:
+        """As the engine's, with a plan for this decode rank; returns why it is refused."""
+        info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
+        try:
+            self.plan_peer(mooncake_session_id, info, tp, info.dst_kv_item_len)
+            super()._publish_peer_registration(mooncake_session_id, info)
+        except Exception as error:
+            # An entry that is missing would be worse: its rooms would wait.
+            logger.exception(f"Decode {mooncake_session_id} could not be registered")
+            info.refusal = f"prefill could not register it: {error!r}"
+            self.decode_kv_args_table[mooncake_session_id] = info
+        return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
+
+    def build_receiver_registration_message(self) -> List[bytes]:
+        """As the engine's, and what each buffer holds."""
+        return self.with_layout(super().build_receiver_registration_message())
+
+    # What is sent
+
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+        dst_layer_ids: Optional[List[int]] = None,
+        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
+        dst_kv_item_len: Optional[int] = None,
+        dst_attn_tp_size: Optional[int] = None,
+    ):
+        """Write these pages of all layers to the peer. Returns the transfer engine's status."""
+        plan = self.plan_of(mooncake_session_id)
+        if plan is None or dst_device_kv_indices is not None:
+            return super().send_kvcache(
+                mooncake_session_id,
+                prefill_kv_indices,
+                dst_kv_ptrs,
+                dst_kv_indices,
+                executor,
+                dst_layer_ids,
+                dst_device_kv_indices,
+                dst_kv_item_len,
+                dst_attn_tp_size,
+            )
+        pages = (prefill_kv_indices, dst_kv_indices)
+        return self.write_planned(mooncake_session_id, plan.kv, *pages, executor)
+
+    def send_kvcache_slice(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_tp_rank: int,
+        dst_attn_tp_size: int,
+        dst_kv_item_len: int,
+        executor: concurrent.futures.ThreadPoolExecutor,
+        dst_layer_ids: Optional[List[int]] = None,
+    ):
+        """The same between TP sizes: the heads that both sides hold."""
+        plan = self.plan_of(mooncake_session_id)
+        if plan is None:
+            return super().send_kvcache_slice(
+                mooncake_session_id,
+                prefill_kv_indices,
+                dst_kv_ptrs,
+                dst_kv_indices,
+                dst_tp_rank,
+                dst_attn_tp_size,
+                dst_kv_item_len,
+                executor,
+                dst_layer_ids,
+            )
+        pages = (prefill_kv_indices, dst_kv_indices)
+        return self.write_planned(mooncake_session_id, plan.kv, *pages, executor)
+
+    def write_planned(
+        self,
+        session: str,
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+    ) -> int:
+        """Write these pages; the transfer engine's status, 0 if all are written.
+
+        Raises:
+            LayoutError: A page that a side does not have; nothing of these is written.
+        """
+        at_once = self.max_transfer_batch_indices
+        at_once = at_once if at_once > 0 else max(1, len(src_pages))
+        in_threads = self.enable_custom_mem_pool and (
+            self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
+        )
+        plan.checked(src_pages, dst_pages)
+        for start in range(0, len(src_pages), at_once):
+            some = slice(start, start + at_once)
+            copies = plan.copies(src_pages[some], dst_pages[some])
+            sliced = plan.is_sliced
+            status = write_copies(self.engine, session, copies, executor, sliced, in_threads)
+            if status != 0:
+                return status
+        return 0
+
+    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
+        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
+        plan = self.aux_plan_of(session)
+        nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
+        if plan is None or nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():
+            return super().send_aux(req, prefill_aux_index, dst_aux_ptrs)
+        slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        return self.engine.batch_transfer_sync(session, *plan.copies(*slots).tolist())
+
+    def send_aux_tcp(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
+        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        plan, own = self.aux_plan_of(req.mooncake_session_id), self.kv_args.aux_data_ptrs
+        if plan is None:
+            return super().send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
+        rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
+        for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
+            data = AuxDataCodec.serialize_data_from_buffer(address, size)
+            self.send_aux_data_to_endpoint(
+                req.endpoint, req.dst_port, req.room, row, req.dst_aux_index, data
+            )
+        return 0
+
+    def maybe_send_extra(
+        self,
+        req: TransferInfo,
+        prefill_state_indices: List,
+        executor: concurrent.futures.ThreadPoolExecutor,
+        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+    ):
+        """Write state to the peer. Returns the transfer engine's status."""
+        plan = self.plan_of(req.mooncake_session_id)
+        if plan is None or plan.state is None:
+            return super().maybe_send_extra(
+                req, prefill_state_indices, executor, target_rank_registration_info
+            )
+        pages = self.planned_state_pages(prefill_state_indices, req.dst_state_indices)
+        return self.write_planned(req.mooncake_session_id, plan.state, *pages, executor)
+
+    def transfer_worker(
+        self,
+        queue: FastQueue,
+        executor: concurrent.futures.ThreadPoolExecutor,
+        staging_buffer=None,
+        worker_index=0,
+    ):
+        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
+        while True:
+            self.unsettled.room = None
+            try:
+                return super().transfer_worker(queue, executor, staging_buffer, worker_index)
+            except Exception as error:
+                self._fail_unsettled(error.__context__ or error)
+
+    def poison_deferred_ack_room(self, room: int) -> None:
+        """As the engine's; the worker's last one is known."""
+        self.unsettled.room = room
+        super().poison_deferred_ack_room(room)
+
+    def _fail_unsettled(self, error: BaseException) -> None:
+        room = self.unsettled.room
+        logger.error(f"Room {room} could not be sent", exc_info=error)
+        if room is None:
+            return
+        if isinstance(error, LayoutError):  # nothing was begun
+            self._deferred_ack_poisoned_rooms.discard(room)
+        self._staging_outstanding.pop(room, None)
+        reason = f"Prefill could not send KV: {error}"
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)

@@ -1,0 +1,262 @@
+"""NIXL: KV is sent by the peer's plan, whatever the TP sizes, and over a connection that lives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.kv_layout import Copies, PeerPlan, PreparedPlan, RankLayout, prepare
+from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
+from sglang.srt.disaggregation.pd.plans import Plans
+from sglang.srt.disaggregation.pd.readers import CheckedSocket, check_name, check_room
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import (
+        ABORT_TAG,
+        GUARD,
+        EngineNixlKVManager,
+        TransferInfo,
+    )
+
+logger = logging.getLogger(__name__)
+
+RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
+
+# In NIXL's errors: the connection to a peer is lost.
+CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
+
+
+class KVArgsRegisterInfo:
+    # How this decode rank is served, see `pd.plans`.
+    plan = None
+    refusal = ""
+
+
+class NixlKVManager(Plans, EngineNixlKVManager):
+    # Whether the transfer that this thread began last found its connection lost.
+    connection = threading.local()
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's.
+        self.prepared: Dict[str, tuple[PreparedPlan, Any, Any]] = {}
+        self.own_blocks: Dict[tuple, Any] = {}
+        return self
+
+    def register_buffer_to_engine(self):
+        """As the engine's, also of a pool in host memory."""
+        layout = self.kv_args.layout
+        if layout is not None and layout.memory == "DRAM":
+            use_host_memory(self.agent)
+        super().register_buffer_to_engine()
+
+    # What peers say
+
+    def _start_bootstrap_thread(self):
+        """As the engine's, without messages that could not be read."""
+        self.server_socket = CheckedSocket(self.server_socket, self._check_prefill_message)
+        super()._start_bootstrap_thread()
+
+    def _start_decode_listener_thread(self):
+        """As the engine's, without messages that could not be read."""
+        self.server_socket = CheckedSocket(self.server_socket, self._check_decode_message)
+        super()._start_decode_listener_thread()
+
+    def _check_prefill_message(self, frames: List[bytes]) -> None:
+        """Raises what the engine's thread would on its way through these frames."""
+        if frames[0] == b"WATERMARK":
+            [int(frame) for frame in frames[1:3]]
+        elif frames[0] == b"STAGING_RSP":
+            [int(frames[i]) for i in range(1, 6)]
+            frames[6].decode("ascii")
+        elif frames[0] != ABORT_TAG:
+            if frames[0] != GUARD:
+                raise ValueError("this is no decode rank's message")
+            check_name(frames[4])
+            if frames[1] == b"None":
+                info = KVArgsRegisterInfo.from_zmq(frames[1:])
+                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
+                self.read_layout(frames)
+            else:
+                check_room(TransferInfo.from_zmq(frames[1:]))
+
+    def _check_decode_message(self, frames: List[bytes]) -> None:
+        if frames[0] == b"STAGING_REQ" and self.enable_staging:
+            [int(frames[i]) for i in (1, 2, 3)]
+
+    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
+        """As the engine's, with a plan for this decode rank. One that is refused is known, too."""
+        info, name = decode_kv_args, decode_kv_args.agent_name
+        known = self.decode_kv_args_table.get(name)
+        if known is not None and known.refusal:
+            del self.decode_kv_args_table[name]  # it may do better now
+        elif known is not None:
+            return super()._add_remote_peer(info)
+        self.plan_peer(name, info, (info.decode_tp_rank, info.decode_tp_size), info.dst_kv_item_len)
+        try:
+            if not info.refusal:
+                super()._add_remote_peer(info)
+        except Exception as error:
+            logger.exception(f"Decode {name} could not be registered")
+            info.refusal = f"prefill could not register it: {error!r}"
+        # Also where it failed: an entry that is missing would be worse, its rooms would wait.
+        self.decode_kv_args_table[name] = info
+
+    def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
+        return len(set(info.dst_kv_mem_kinds)) == 1 and super().is_usual(info, layout)
+
+    def build_receiver_registration_message(self) -> List[bytes]:
+        """As the engine's, and what each buffer holds."""
+        return self.with_layout(super().build_receiver_registration_message())
+
+    # What is sent
+
+    def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
+        """Name all blocks to NIXL that this decode rank may be sent; a request says which."""
+        self.prepared.pop(peer_info.agent_name, None)
+        if peer_info.plan is None:
+            return super()._prepare_payload_xfer(peer_info)
+        plan: PeerPlan = peer_info.plan
+        own = self.kv_args.layout
+        memory = kind_of_peer(own, plan.layout)
+        slots = self._num_slots_src
+        prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
+        peer_info.dst_homogeneous_mem_kind = memory
+        if not prepared.src:
+            return
+        ours = tuple(prepared.src)
+        if ours not in self.own_blocks:
+            self.own_blocks[ours] = self._listed("", ours, "VRAM", self.kv_args.gpu_id)
+        theirs = (peer_info.agent_name, prepared.dst, memory, peer_info.gpu_id)
+        self.prepared[peer_info.agent_name] = (
+            prepared,
+            self.own_blocks[ours],
+            self._listed(*theirs),
+        )
+
+    def _listed(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
+        """NIXL's list of the blocks of these runs, ours where `peer` is empty."""
+        rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
+        return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
+
+    def send_kvcache(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_gpu_id: int,
+        dst_mem_kind: str = "VRAM",
+    ):
+        """Begin to write these pages of all layers. Returns NIXL's handle, None for nothing."""
+        if self.plan_of(peer_name) is None:
+            return super().send_kvcache(
+                peer_name,
+                prefill_kv_indices,
+                dst_kv_ptrs,
+                dst_kv_indices,
+                dst_gpu_id,
+                dst_mem_kind,
+            )
+        return self._write_prepared(peer_name, prefill_kv_indices, dst_kv_indices)
+
+    def send_kvcache_slice(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_indices: npt.NDArray[np.int32],
+    ):
+        """The same between TP sizes: the heads that both sides hold."""
+        if self.plan_of(peer_name) is None:
+            return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
+        return self._write_prepared(peer_name, prefill_kv_indices, dst_kv_indices)
+
+    def _write_prepared(self, peer: str, src_pages, dst_pages) -> Optional[Any]:
+        if peer not in self.prepared:  # this rank has nothing for that one
+            return None
+        prepared, ours, theirs = self.prepared[peer]
+        src, dst = prepared.blocks(src_pages, dst_pages)
+        if not src.size:
+            return None
+        handle = self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst)
+        if not handle:
+            raise RuntimeError(f"NIXL made no transfer of {src.size} blocks to decode {peer}")
+        self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
+        return handle
+
+    def send_aux(
+        self,
+        peer_name: str,
+        prefill_aux_index: int,
+        dst_aux_ptrs: list[int],
+        dst_aux_index: int,
+    ):
+        """Begin to write the request's metadata. Returns NIXL's handle."""
+        plan = self.aux_plan_of(peer_name)
+        if plan is None:
+            return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+        own = self.kv_args.aux_data_ptrs
+        src, dst, length = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+        device = np.zeros_like(length)
+        sides = [np.stack((side, length, device), axis=1) for side in (src, dst)]
+        return self._write(peer_name, *sides, "DRAM", "DRAM")
+
+    def maybe_send_extra(
+        self,
+        peer_name: str,
+        prefill_state_indices: List[List[int]],
+        dst_state_data_ptrs: List[List[int]],
+        dst_state_indices: List[List[int]],
+        dst_gpu_id: int,
+        decode_tp_size: int,
+        *more,
+        **options,
+    ):
+        """Begin to write state. Gives NIXL's handles."""
+        plan = self.plan_of(peer_name)
+        if plan is None or plan.state is None:
+            sent = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
+            rest = (dst_gpu_id, decode_tp_size, *more)
+            yield from super().maybe_send_extra(peer_name, *sent, *rest, **options)
+            return
+        strict = self.kv_args.state_types[0] == StateType.DSA
+        pages = self.planned_state_pages(prefill_state_indices, dst_state_indices, strict)
+        copies: Copies = plan.state.copies(*pages)
+        if len(copies):
+            sides = copies.descriptors(self.kv_args.gpu_id, dst_gpu_id)
+            memory = kind_of_peer(self.kv_args.layout, plan.layout)
+            yield self._write(peer_name, *sides, "VRAM", memory)
+
+    def _write(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
+        """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
+        ours = self.agent.get_xfer_descs(src.astype(np.uint64), src_memory)
+        theirs = self.agent.get_xfer_descs(dst.astype(np.uint64), dst_memory)
+        handle = self.agent.initialize_xfer("WRITE", ours, theirs, peer)
+        if not handle:
+            raise RuntimeError(f"NIXL made no transfer of {len(src)} copies to decode {peer}")
+        self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
+        return handle
+
+    # Connections
+
+    def _post_xfer(self, xfer_handle: Any, error_msg: str) -> None:
+        """As the engine's; it is noted where the connection is lost."""
+        try:
+            super()._post_xfer(xfer_handle, error_msg)
+        except Exception as error:
+            self.connection.is_lost = CONNECTION_LOST in str(error)
+            raise
+
+    def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
+        """As the engine's, also for a peer that NIXL knows still and has no connection to."""
+        if getattr(self.connection, "is_lost", False):
+            self.connection.is_lost = False
+            for peer in room_transfer_infos:
+                with contextlib.suppress(Exception):  # NIXL may not know it any more
+                    self.agent.remove_remote_agent(peer)
+        super()._reload_invalidated_peers(room_transfer_infos)

@@ -1,0 +1,126 @@
+"""Decode: a prefill server that does not fit fails its requests on both sides, nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Deque, Dict, Optional, Tuple
+
+import requests
+from sglang.srt.disaggregation.kv_layout import tp_size_conflict
+
+logger = logging.getLogger(__name__)
+
+# Of a bootstrap server: seconds to connect, and for an answer.
+ANSWER_SECONDS = (2, 5)
+# How long a server is known as unfit before it is asked again: it may have been started anew.
+UNFIT_SECONDS = 10.0
+# A request may come to prefill after decode has refused it: its ranks are told once more.
+TELL_AGAIN_SECONDS = 3.0
+MAX_UNTOLD = 4096
+
+
+class Fitting:
+    """A decode rank's KV manager; `unknown_prefill` is the engine's record of a server of one rank.
+
+    A backend's receivers call `why_unfit` before they ask for a room.
+    """
+
+    unknown_prefill: Callable[[], Any]
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # By bootstrap address: why its prefill server does not fit, and until when that is known.
+        self.unfit: Dict[str, Tuple[str, float]] = {}
+        return self
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As the engine's; a server that does not fit is known too, and `why_unfit` says why."""
+        try:
+            return super().try_ensure_parallel_info(bootstrap_addr)
+        except (RuntimeError, AssertionError) as error:
+            why = str(error) or repr(error)
+        logger.error(f"Prefill {bootstrap_addr} cannot serve this decode server: {why}")
+        self.unfit[bootstrap_addr] = (why, time.monotonic() + UNFIT_SECONDS)
+        self.prefill_info_table[bootstrap_addr] = self.unknown_prefill()
+        return True
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """As the engine's. Raises RuntimeError for TP sizes that leave a rank unasked."""
+        conflict = tp_size_conflict(info.attn_tp_size, self.attn_tp_size)
+        if conflict:
+            raise RuntimeError(conflict)
+        super()._resolve_rank_mapping(info)
+
+    def why_unfit(self, bootstrap_addr: str) -> Optional[str]:
+        """Why this prefill server cannot serve us; None if it can."""
+        known = self.unfit.get(bootstrap_addr)
+        if known is None:
+            return None
+        why, until = known
+        if time.monotonic() > until:
+            del self.unfit[bootstrap_addr], self.prefill_info_table[bootstrap_addr]
+        return why
+
+
+class Untold:
+    """Tells the ranks of prefill servers that requests have failed which decode never asked for.
+
+    Nobody would tell them else, and they would wait for decode. One thread, for it asks bootstrap
+    servers for every rank.
+    """
+
+    def __init__(self, tell: Callable[[dict, int], None]):
+        """tell: sends one rank, by its bootstrap server's answer, the end of a room."""
+        self.tell = tell
+        self.rooms: Deque[Tuple[float, str, int]] = deque(maxlen=MAX_UNTOLD)
+        self.arrived = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def add(self, bootstrap_addr: str, room: int) -> None:
+        """A room has failed, of which this server must know: at once, and a little later again."""
+        now = time.monotonic()
+        for when in (now, now + TELL_AGAIN_SECONDS):
+            self.rooms.append((when, bootstrap_addr, room))
+            self.arrived.release()
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self.arrived.acquire()
+            try:
+                when, address, room = self.rooms.popleft()
+            except IndexError:  # the oldest have been dropped
+                continue
+            if when > time.monotonic():
+                self.rooms.append((when, address, room))
+                self.arrived.release()
+                time.sleep(min(0.1, max(0.0, when - time.monotonic())))
+                continue
+            try:
+                for rank in _ranks(address):
+                    self.tell(rank, room)
+            except Exception as error:
+                logger.warning(f"Prefill {address} was not told that room {room} failed: {error}")
+
+
+def _ranks(address: str) -> list[dict]:
+    """Where each rank of a prefill server reads messages, by its bootstrap server."""
+    whole = _asked(address, -1, -1, -1, -1)
+    names = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
+    sizes = [int(whole[name]) for name in names]
+    numbers = itertools.product(*map(range, sizes))
+    return [_asked(address, *number) for number in numbers]
+
+
+def _asked(address: str, dp: int, cp: int, tp: int, pp: int) -> dict:
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    query = dict(zip(names, (dp, cp, tp, pp)))
+    response = requests.get(f"http://{address}/route", params=query, timeout=ANSWER_SECONDS)
+    response.raise_for_status()
+    return response.json()

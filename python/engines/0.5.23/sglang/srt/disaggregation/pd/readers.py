@@ -1,0 +1,73 @@
+"""Messages that cannot be read are dropped, and no thread ends of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import List, Optional
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAMES = 64
+MAX_NAME = 256
+
+Frames = List[bytes]
+
+
+def checked(
+    recv: Callable[[], Optional[Frames]], check: Callable[[Frames], None]
+) -> Callable[[], Optional[Frames]]:
+    """As `recv`, which gives a message or None, without messages for which `check` raises."""
+
+    def recv_checked() -> Optional[Frames]:
+        while True:
+            frames = recv()
+            if frames is None:
+                return None
+            try:
+                if len(frames) > MAX_FRAMES:
+                    raise ValueError(f"at most {MAX_FRAMES} frames are read")
+                check(frames)
+                return frames
+            except Exception as error:
+                # Some errors hold the whole frame.
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+                logger.error(f"Dropped a message of {len(frames)} frames: {why}")
+
+    return recv_checked
+
+
+class CheckedSocket:
+    """A socket whose messages are checked; all else is the socket's."""
+
+    def __init__(self, sock: zmq.Socket, check: Callable[[Frames], None]):
+        self.sock = sock
+        self.recv_multipart = checked(sock.recv_multipart, check)
+
+    def __getattr__(self, name: str):
+        return getattr(self.sock, name)
+
+
+def check_name(name: bytes) -> None:
+    """Raises ValueError for what is no decode rank's name."""
+    if not 0 < len(name) <= MAX_NAME or not name.isascii():
+        raise ValueError(f"a decode rank with a name of {len(name)} bytes")
+
+
+def check_session(session: bytes) -> None:
+    """Raises ValueError for what is no transfer session: rooms are dealt to queues by its port."""
+    check_name(session)
+    host, _, port = session.decode("ascii").rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ValueError(f"{session!r} is no session, which is HOST:PORT")
+
+
+def check_room(info: object) -> None:
+    """Raises ValueError for a room that is asked for with numbers that none has."""
+    indices = [*info.dst_kv_indices.tolist()] if info.dst_kv_indices.size else []
+    state = [n for part in info.dst_state_indices for n in part]
+    numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
+    if min(*numbers, *indices, *state) < 0:
+        raise ValueError(f"room {info.room} is asked for with negative numbers")

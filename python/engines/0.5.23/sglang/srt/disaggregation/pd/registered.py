@@ -1,0 +1,159 @@
+"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
+    Buffer,
+    LayoutError,
+    RankLayout,
+    describe_pools,
+    memory_kind,
+)
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
+from sglang.srt.runtime_context import get_memory, get_parallel
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+logger = logging.getLogger(__name__)
+
+# State that is sent by plan, where it is the only kind that a model has.
+PLANNED_STATE = (StateType.SWA, StateType.DSA)
+
+_scheduler: Optional[Scheduler] = None
+
+
+@contextlib.contextmanager
+def describing(scheduler: Scheduler) -> Iterator[None]:
+    """Around the registration of this scheduler's pools, which alone does not know the model."""
+    global _scheduler
+    _scheduler = scheduler
+    try:
+        yield
+    finally:
+        _scheduler = None
+
+
+def describe(
+    kv_args: KVArgs,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+    total_layers: int,
+) -> None:
+    """Set `kv_args.layout`: what each buffer that is now registered holds.
+
+    None where the core does not know the pools, or how they are shared out; all is the engine's
+    then.
+    """
+    kv_args.layout = None
+    why = _why_not(kv_args, token_to_kv_pool)
+    if not why:
+        try:
+            pools = (token_to_kv_pool, draft_token_to_kv_pool)
+            kv_args.layout = _layout(kv_args, *pools, total_layers)
+            return
+        except (AttributeError, LayoutError) as error:
+            why = str(error)
+    logger.info(f"{type(token_to_kv_pool).__name__} is left to the engine alone: {why}")
+
+
+def _why_not(kv_args: KVArgs, pool: KVCache) -> str:
+    """Why this rank's buffers are not described, for what is known without looking at them."""
+    parallel = get_parallel()
+    reasons = {
+        "its scheduler is not known": _scheduler is None,
+        "it says its layers itself": kv_args.kv_layer_ids,
+        "its layers are sharded": getattr(pool, "layer_shard_enabled", False),
+        "its pages are sharded": parallel.enable_kv_cache_sharding,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        "unified memory": get_memory().enable_unified_memory,
+        "heads before tokens": _kv_cache_layout(pool) != "nhd",
+        "compressed MLA": kv_args.mla_compression_ratios is not None,
+        "HiSparse": getattr(_scheduler, "enable_hisparse", False),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _kv_cache_layout(pool: KVCache) -> str:
+    return getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", "nhd")
+
+
+def _layout(
+    args: KVArgs, target: KVCache, draft: Optional[KVCache], total_layers: int
+) -> RankLayout:
+    parallel = get_parallel()
+    tp = (parallel.attn_tp_rank, parallel.attn_tp_size)
+    if not args.num_draft_entries:
+        draft = None
+    heads = (
+        _scheduler.model_config.get_total_num_kv_heads(),
+        None if draft is None else _draft_kv_heads(_scheduler),
+    )
+    kv = describe_pools(target, draft, args.kv_item_lens, args.kv_data_lens, False, tp, *heads)
+    return RankLayout(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        pp_rank=args.pp_rank,
+        pp_size=parallel.pp_size,
+        page_size=args.page_size,
+        dtype=args.kv_cache_dtype_str,
+        memory=memory_kind(target),
+        total_layers=total_layers,
+        kv=kv,
+        state=_state(args, target, draft, tp, heads),
+        aux=_aux_widths(args),
+        aux_slots=min(map(int.__floordiv__, args.aux_data_lens, args.aux_item_lens)),
+        verifies=bool(verify_mode()),
+    )
+
+
+def _state(
+    args: KVArgs,
+    target: KVCache,
+    draft: Optional[KVCache],
+    tp: Tuple[int, int],
+    heads: Tuple[Optional[int], Optional[int]],
+) -> Tuple[Buffer, ...]:
+    """Of the state that is sent by plan; empty where it is the engine's.
+
+    The engine registers no windows of a draft.
+    """
+    if len(args.state_types) != 1 or args.state_types[0] not in PLANNED_STATE:
+        return ()
+    if args.state_types[0] == StateType.SWA and args.swa_kv_cache_layout not in (None, "nhd"):
+        return ()
+    registered = (args.state_item_lens[0], args.state_data_lens[0])
+    if args.state_types[0] == StateType.SWA or not hasattr(draft, "index_k_with_scale_buffer"):
+        draft = None
+    return describe_pools(target, draft, *registered, True, tp, *heads)
+
+
+def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
+    """Bytes of each metadata row; empty where hidden states are not the row that they usually are,
+    and a peer that does not say its widths could not be told them."""
+    from sglang.srt.environ import envs
+
+    moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
+    widths: List[int] = args.aux_item_lens
+    return () if moved or len(widths) <= HIDDEN_STATES else tuple(widths)
+
+
+def _draft_kv_heads(scheduler: Scheduler) -> Optional[int]:
+    """KV heads of the whole draft model; None where its worker does not tell."""
+    worker: Any = scheduler.draft_worker
+    runners = getattr(worker, "draft_runners", None) or getattr(
+        getattr(worker, "draft_worker", None), "draft_runners", ()
+    )
+    configs = [getattr(runner, "model_config", None) for runner in runners]
+    configs.append(getattr(worker, "model_config", None))
+    known = [config for config in configs if config is not None]
+    return known[0].get_total_num_kv_heads() if known else None
