@@ -57,8 +57,9 @@ class Topology:
     ``decode_page_size``; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
     ``retract`` makes decode take a request's KV away from it and give it back later, every third
     step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
-    With ``decode_prefixes`` decode keeps prefixes for reuse, which prefill then does not send; with
-    ``staging`` heads that go to other ranks are first copied together. 0.5.9 knows neither.
+    With ``decode_prefixes`` decode, and not prefill, keeps prefixes for reuse, which prefill then
+    does not send; with ``staging`` heads that go to other ranks are first copied together. 0.5.9
+    knows neither.
     """
 
     backend: str = "nixl"
@@ -109,7 +110,8 @@ class Topology:
 class Answer:
     """Generated token ids and the log-probability of each, or why there are none.
 
-    ``rounds`` is how often the target has verified what a draft model proposed.
+    ``rounds`` is how often the target has verified what a draft model proposed, ``cached`` how many
+    tokens of the prompt a server had from before.
     """
 
     ids: tuple[int, ...] = ()
@@ -117,6 +119,7 @@ class Answer:
     failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
     seconds: float = 0.0
     rounds: int = 0
+    cached: int = 0
 
 
 def interpreter(environment: str) -> Path:
@@ -345,6 +348,7 @@ def prefill_server(
             *("--disaggregation-mode", "prefill"),
             *("--disaggregation-transfer-backend", topology.backend),
             *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+            *(["--disable-radix-cache"] if topology.decode_prefixes else []),
         ],
         environment={**topology.environment(store_port), **environment},
         **more,
@@ -538,4 +542,5 @@ async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
         logprobs=tuple(row[0] for row in rows),
         seconds=time.monotonic() - start,
         rounds=about.get("spec_verify_ct", 0),
+        cached=about["cached_tokens"],
     )

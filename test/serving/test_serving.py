@@ -51,15 +51,16 @@ def serve(
             if any(answer.failure for answer in answers):
                 break
         else:
-            check_log(scenario, servers[1])
+            check_done(scenario.topology, servers[1], answers)
         return answers, [server.name for server in servers if server.has_ended()]
 
 
-def check_log(scenario: Scenario, decode: cluster.Server) -> None:
+def check_done(topology: cluster.Topology, decode: cluster.Server, answers) -> None:
     """That decode has done what the scenario is about."""
-    log = decode.log.read_text(errors="replace")
-    if scenario.topology.retracts:
-        assert retractions(log), "decode retracted none"
+    if topology.retracts:
+        assert retractions(decode.log.read_text(errors="replace")), "decode retracted none"
+    if topology.decode_prefixes:
+        assert all(answer.cached for answer in answers), "decode had no prefix"
 
 
 def on(test: str, scenarios: list[Scenario]) -> list:
