@@ -12,6 +12,7 @@ from types import ModuleType
 from pd_harness.cpu_host.newer import TorchOfPools
 from pd_harness.cpu_host.streams import NoEvent, NoStream
 from pd_harness.cpu_host.turns import Turn
+from pd_harness.releases import release
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
@@ -190,6 +191,8 @@ def chains_of_drafts(eagle_utils: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
     from pd_harness.cpu_host import speculation
 
+    if release() != "0.5.9":  # which has another module for that, see `newer`
+        return
     eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
 

@@ -24,6 +24,14 @@ def staging_on_host(staging_buffer: ModuleType) -> None:
     """Staging buffers in host memory, filled and read by the engine's functions without Triton."""
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
     staging_buffer._USE_TRITON_STAGING = False
+    make = staging_buffer.StagingBuffer.__init__
+
+    @functools.wraps(make)
+    def made(self, *args, **more):
+        make(self, *args, **more)
+        self.device = self.buffer.device  # without the index of a rank
+
+    staging_buffer.StagingBuffer.__init__ = made
     _without_streams(staging_buffer)
 
 
