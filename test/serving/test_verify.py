@@ -12,9 +12,14 @@ from serving_scenarios import SCENARIOS, Scenario, model_folder
 
 from pd_harness import cluster
 from pd_harness.device import await_peers
+from pd_harness.releases import release
 from sglang_pd.errors import Code
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(release() != "0.5.9", reason="its patched engine does not compare yet"),
+]
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_tp2_to_1", "nixl-pp2_to_pp2"}
