@@ -247,7 +247,7 @@ def patch_set(title: str, release: str) -> None:
         if (folder / ".applied").exists():
             run(*tool, "revert")
         (folder / ".applied").write_text("under way")
-        run(*tool, "apply")
+        run(*tool, "apply", "--preview")
         (folder / ".applied").write_text(key)
 
 

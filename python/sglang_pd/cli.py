@@ -18,8 +18,8 @@ from sglang_pd import __version__
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.install.transaction import read_journal
-from sglang_pd.patchset.patches import Release, load
+from sglang_pd.install.matching import release_of, remarks
+from sglang_pd.patchset.patches import Patch, Release, load
 from sglang_pd.verifying.check import Verdict, check
 from sglang_pd.verifying.fleet import Fleet
 from sglang_pd.verifying.show import as_json as verdict_as_json
@@ -43,7 +43,11 @@ EnginePath = Annotated[
 ]
 ReleaseName = Annotated[
     str | None,
-    typer.Option("--release", help="Take the engine for this release, whatever it says of itself."),
+    typer.Option(
+        "--release",
+        help="Take the engine for this release. Default: the one that it says it is, or, of a "
+        "version that is not known, the one whose symbols it has.",
+    ),
 ]
 
 LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
@@ -85,14 +89,9 @@ def refusing(command: Callable) -> Callable:
 
 
 def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
-    """The engine and the patch set for it; an applied engine's journal knows its release too."""
+    """The engine and the patch set for it."""
     engine = find_engine(path, release)
-    journal = read_journal(engine.root)
-    name = journal.release if engine.version is None and journal else engine.release()
-    try:
-        return engine, load(name)
-    except Refusal as refusal:
-        raise Refusal(refusal.code, f"{engine.root}: {refusal}") from None
+    return engine, load(release) if release else release_of(engine)
 
 
 @app.command()
@@ -123,10 +122,15 @@ def apply(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
     ] = False,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Also apply to a release that is a preview.")
+    ] = False,
 ) -> None:
     """Applies every patch, or none."""
     found, patch_set = locate(engine, release)
-    edits = operations.apply(found, patch_set, dry_run)
+    edits = operations.apply(found, patch_set, dry_run, preview)
+    for remark in remarks(found, patch_set):
+        out.print(Text(remark))
     if not edits:
         out.print(f"already applied to SGLang {patch_set.name} at", Text(str(found.root)))
         return
@@ -153,6 +157,8 @@ def revert(engine: EnginePath = None) -> None:
 def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     """Prints the edit as a unified diff, for review or `git apply`."""
     found, patch_set = locate(engine, release)
+    for remark in remarks(found, patch_set):
+        err.print(Text(remark))
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
         sys.stdout.buffer.write(line)
@@ -207,9 +213,7 @@ def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
         "state": told.state,
         "patches": [
             {
-                "id": patch.id,
-                "title": patch.title,
-                "upstream": patch.upstream,
+                **_record(patch),
                 "state": state,
                 "symbols": {
                     symbol: at for symbol, at in told.symbols.items() if patch.owns(symbol)
@@ -217,10 +221,18 @@ def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
             }
             for patch, state in told.patches
         ],
+        "carried": [_record(patch) for patch in release.carried],
+        "missing": [_record(patch) for patch in release.missing],
+        "preview": release.preview or None,
         "edited": told.edited,
         "drifts": [str(drift) for drift in told.drifts],
         "notes": told.notes,
     }
+
+
+def _record(patch: Patch) -> dict:
+    said = {"id": patch.id, "title": patch.title, "upstream": patch.upstream}
+    return {**said, "need": patch.need, "what": patch.what}
 
 
 def _show(engine: Engine, release: Release, told: operations.Status) -> None:
@@ -229,9 +241,13 @@ def _show(engine: Engine, release: Release, told: operations.Status) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("patch", "state", "upstream", "title"):
         table.add_column(heading)
-    for patch, state in told.patches:
+    carried = Text(f"carried by SGLang {release.name}", "blue")
+    rows = [(patch, Text(state, COLOURS[state])) for patch, state in told.patches]
+    rows += [(patch, carried) for patch in release.carried]
+    rows += [(patch, Text(f"{patch.need}, no edit yet", "yellow")) for patch in release.missing]
+    for patch, state in rows:
         upstream = "#" + patch.upstream.rsplit("/")[-1] if "/" in patch.upstream else ""
-        table.add_row(patch.id, Text(state, COLOURS[state]), upstream, Text(patch.title))
+        table.add_row(patch.id, state, upstream, Text(patch.title))
     out.print(table)
     for path in told.edited:
         out.print(Text(f"edited since it was applied: {path}", "red"))

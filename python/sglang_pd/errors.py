@@ -19,6 +19,7 @@ class Code(IntEnum):
     PATCH_SET = 13
     WRONG = 14
     NOT_VERIFYING = 15
+    PREVIEW = 16
 
 
 class Refusal(Exception):

@@ -6,6 +6,7 @@ prints JSON, so that the stock engine can be asked the same.
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -43,6 +44,14 @@ def _fia(on: bool) -> Iterator[None]:
             os.environ["ASCEND_USE_FIA"] = before
 
 
+def one_rank(**widths: int) -> contextlib.AbstractContextManager:
+    """Later releases' pools ask how many ranks share the tokens of a request, and which this is."""
+    if importlib.util.find_spec("sglang.srt.runtime_context") is None:
+        return contextlib.nullcontext()
+    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    return parallel.override(**{"attn_dcp_size": 1, "attn_dcp_rank": 0, **widths})
+
+
 def _common(layers: int, start_layer: int, page_size: int) -> dict:
     return {
         "size": 4 * page_size,
@@ -56,20 +65,28 @@ def _common(layers: int, start_layer: int, page_size: int) -> dict:
     }
 
 
-def mha_pool(fia: bool, page_size: int, start_layer: int = 0, layers: int = 2):
+def mha_pool(fia: bool, page_size: int, start_layer: int = 0, layers: int = 2, **more):
     with _fia(fia):
-        return NPUMHATokenToKVPool(
-            head_num=HEADS, head_dim=WIDTH, **_common(layers, start_layer, page_size)
-        )
+        sizes = {"head_num": HEADS, "head_dim": WIDTH, **_common(layers, start_layer, page_size)}
+        return NPUMHATokenToKVPool(**{**sizes, **more})
 
 
-def mla_pool(index_keys: bool, page_size: int, start_layer: int = 0, layers: int = 2):
-    return NPUMLATokenToKVPool(
-        kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE,
-        index_head_dim=INDEX if index_keys else None,
+def mla_pool(
+    index_keys: bool,
+    page_size: int,
+    start_layer: int = 0,
+    layers: int = 2,
+    ranks: dict[str, int] | None = None,
+    **more,
+):
+    sizes = {
+        "kv_lora_rank": LATENT,
+        "qk_rope_head_dim": ROPE,
+        "index_head_dim": INDEX if index_keys else None,
         **_common(layers, start_layer, page_size),
-    )
+    }
+    with one_rank(**ranks or {}):
+        return NPUMLATokenToKVPool(**{**sizes, **more})
 
 
 def pages(buffers, page_size: int) -> list[list[int]]:

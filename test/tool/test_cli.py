@@ -60,6 +60,8 @@ def test_status_as_json(call, toy):
         "id": "net",
         "title": "title of net",
         "upstream": "none",
+        "need": "needed",
+        "what": "",
         "state": "absent",
         "symbols": {"srt/net/conn.py::send": "absent", "srt/net/plan.py": "absent"},
     }
@@ -67,6 +69,72 @@ def test_status_as_json(call, toy):
         *("srt/pool.py::Pool.nbytes", "srt/pool.py::Pool.width", "srt/pool.py::TABLE"),
         *("srt/layout/__init__.py", "srt/layout/deep/more.py"),
     }
+
+
+def test_status_says_what_a_release_has_itself_and_what_is_left(call, toy):
+    stands = {
+        "own": f'[releases."{VERSION}"]\nstate = "carried"\nwhat = "all"\n',
+        "left": f'[releases]\n"{VERSION}" = {{ state = "in part", what = "half" }}\n',
+        "other": '[releases]\n"1.0" = "needed"\n',
+    }
+    for name, releases in stands.items():
+        toy.write_patch(name, releases)
+    told = json.loads(call("status", "--json")[1])
+    assert [patch["id"] for patch in told["patches"]] == ["net", "pools"]
+    rest = {"upstream": "none", "title": "title of own"}
+    assert told["carried"] == [{"id": "own", "need": "carried", "what": "all", **rest}]
+    rest["title"] = "title of left"
+    assert told["missing"] == [{"id": "left", "need": "in part", "what": "half", **rest}]
+    code, text, _ = call("status")
+    rows = {row.split()[0]: row for row in text.splitlines()[2:]}
+    assert (code, list(rows)) == (Code.ABSENT, ["net", "pools", "own", "left"])
+    assert f"carried by SGLang {VERSION}" in rows["own"] and "title of own" in rows["own"]
+    assert "in part, no edit yet" in rows["left"]
+    assert "2 patches applied" in call("apply")[1]
+    assert call("status")[0] == 0
+
+
+def test_a_preview_is_applied_only_where_that_is_asked_for(call, toy):
+    why = "nothing of it has run"
+    write(toy.releases / VERSION / "release.toml", f'trees = ["sglang"]\npreview = "{why}"\n')
+    before = toy.snapshot()
+    for words in (["apply"], ["apply", "--dry-run"], ["apply", "--release", VERSION]):
+        code, _, told = call(*words)
+        assert (code, why in told, "--preview" in told) == (Code.PREVIEW, True, True)
+    said = f"SGLang {VERSION} is a preview: {why}"
+    code, text, _ = call("status")
+    assert (code, said in text) == (Code.ABSENT, True)
+    told = json.loads(call("status", "--json")[1])
+    assert (told["preview"], told["notes"]) == (why, [said])
+    code, text, told = call("diff")
+    assert (code, text.startswith("diff --git"), told) == (0, True, said + "\n")
+    assert call("apply", "--preview", "--dry-run")[0] == 0
+    assert toy.snapshot() == before
+    code, text, _ = call("apply", "--preview")
+    assert (code, said in text, "2 patches applied" in text) == (0, True, True)
+    assert call("status")[0] == 0
+    assert call("revert")[0] == 0
+    assert toy.snapshot() == before
+
+
+def test_what_is_no_preview_says_nothing_of_it(call):
+    assert json.loads(call("status", "--json")[1])["preview"] is None
+    assert call("apply", "--preview")[0] == 0
+
+
+def test_a_version_that_was_matched_is_said(call, toy):
+    write(toy.root / "version.py", f"__version__ = '{VERSION}.post3'\n")
+    said = f"this engine says {VERSION}.post3 of its release; it is taken for SGLang {VERSION}"
+    told = json.loads(call("status", "--json")[1])
+    assert (told["engine"]["version"], told["engine"]["release"]) == (f"{VERSION}.post3", VERSION)
+    assert told["notes"][0].startswith(said)
+    code, text, told = call("diff")
+    assert (code, text.startswith("diff --git"), told.startswith(said)) == (0, True, True)
+    for words in (["apply", "--dry-run"], ["apply"], ["status"]):
+        code, text, _ = call(*words)
+        assert (code, said in text) == (0, True)
+    assert json.loads((toy.root / ".sglang_pd/journal.json").read_text())["release"] == VERSION
+    assert call("revert")[0] == 0
 
 
 def test_refusals_as_text_and_json(call, tmp_path):
@@ -91,7 +159,8 @@ def test_drift_and_half_applied_have_their_codes(call, toy):
 
 def test_revert_knows_engines_of_any_release(call, toy):
     call("apply")
-    write(toy.root / "version.py", "__version__ = '1.0'\n")
+    other = (toy.releases / VERSION).rename(toy.releases / "5.0")
+    toy.pin(other, "srt/net/conn.py", "send", "0" * 64)
     assert call("status")[0] == Code.UNSUPPORTED
     assert call("revert")[0] == 0
 
@@ -161,24 +230,44 @@ def test_fingerprints_refuse_what_does_not_fit(toy, make, path, text, words):
     assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
 
 
+NAMES_ALONE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
         ("patches/net.toml", lambda text: text + "tittle = 1\n", "unknown field `tittle`"),
+        ("patches/net.toml", lambda text: "tittle = 1\n" + text, "unknown field `tittle`"),
         ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
-        ("release.toml", lambda text: text.replace('["sglang"]', '"sglang"'), "$.trees"),
-        ("release.toml", lambda text: text.replace("]", ""), "release.toml"),
-        ("fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
-        ("fingerprints.json", lambda text: text[:-3], "truncated"),
+        ("patches/net.toml", lambda text: text.replace("needed", "nedeed"), "'nedeed'"),
+        ("patches/net.toml", lambda text: text.replace("needed", "carried"), "carries whole"),
+        ("patches/net.toml", lambda text: text.replace("change =", "what ="), "given together"),
+        ("patches/net.toml", lambda text: text.replace("symbols =", "names ="), "given together"),
+        ("patches/net.toml", lambda text: text + NAMES_ALONE, "no `names` can change"),
+        ("patches/net.toml", lambda text: f"{text}[releases.'{VERSION}']\n", "net.toml"),
+        (f"{VERSION}/release.toml", lambda text: text.replace('["sglang"]', '"a"'), "$.trees"),
+        (f"{VERSION}/release.toml", lambda text: text.replace("]", ""), "release.toml"),
+        (f"{VERSION}/fingerprints.json", lambda text: text.replace("null", "7"), "got `int`"),
+        (f"{VERSION}/fingerprints.json", lambda text: text[:-3], "truncated"),
     ],
 )
 def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change, words):
-    file = toy.releases / VERSION / path
+    file = toy.releases / path
     file.write_text(change(file.read_text()))
     with pytest.raises(Refusal) as refusal:
         toy.release()
     assert refusal.value.code == Code.PATCH_SET
     assert str(file) in str(refusal.value) and words in str(refusal.value)
+
+
+def test_a_record_owns_symbols_of_its_releases_alone(toy, make):
+    file = toy.releases / "patches" / "net.toml"
+    file.write_text(file.read_text().replace(f'"{VERSION}"', '"1.0"'))
+    code, text = make()
+    assert (code, "srt/net/conn.py::send belongs to no patch record" in text) == (
+        Code.PATCH_SET,
+        True,
+    )
 
 
 def test_fingerprints_want_an_unmodified_engine(toy, make):

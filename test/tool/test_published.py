@@ -8,10 +8,12 @@ import sys
 import pytest
 from toy import PUBLISHED, ROOT, snapshot
 
+from sglang_pd.cli import locate
+from sglang_pd.errors import Code, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import find_engine
 from sglang_pd.patchset import fingerprints, patches
-from sglang_pd.patchset.records import markdown
+from sglang_pd.patchset.records import page
 
 pytestmark = pytest.mark.engine
 
@@ -68,29 +70,69 @@ def test_fingerprints_are_those_of_the_tree_as_it_is(published, release):
     assert release.fingerprints == fingerprints.make_fingerprints(find_engine(published), release)
 
 
-def test_every_record_is_whole(release):
-    for patch in release.patches:
-        assert patch.upstream == "none" or patch.upstream.startswith("https://github.com/")
-        texts = [
-            patch.id,
-            patch.title,
-            patch.symptom,
-            patch.cause,
-            patch.change,
-            patch.carried_by,
-            patch.drop_when,
-        ]
-        assert all(text.strip() for text in texts), patch.id
-    names = [patch.id for patch in release.patches]
+def test_every_record_is_whole():
+    records = patches.read_records()
+    for record in records:
+        assert record.upstream == "none" or record.upstream.startswith("https://github.com/")
+        texts = [record.title, record.symptom, record.cause, record.drop_when]
+        assert all(text.strip() for text in texts), record.id
+    names = [record.id for record in records]
     assert names == sorted(set(names))
-    assert names == [path.stem for path in sorted((release.folder / "patches").glob("*.toml"))]
+    assert names == [file.stem for file in sorted((patches.RELEASES / "patches").glob("*"))]
+
+
+@pytest.mark.parametrize("name", patches.supported())
+def test_what_a_release_needs_less_of_is_explained(name):
+    release = patches.load(name, with_fingerprints=False)
+    for patch in [*release.patches, *release.carried, *release.missing]:
+        assert patch.need == "needed" or patch.what.strip(), patch.id
 
 
 def test_the_page_of_patches_is_made_from_the_records():
-    page = markdown([patches.load(name) for name in patches.supported()])
-    assert (ROOT / "docs" / "patches.md").read_text() == page, (
+    assert (ROOT / "docs" / "patches.md").read_text() == page(), (
         "run python -m sglang_pd.patchset.records"
     )
+
+
+# An engine whose version is none that the tool knows
+
+
+@pytest.fixture
+def patch_level(engine_copy):
+    """The published engine as a later patch level: by its version file, and by its metadata."""
+    version = engine_copy / "sglang" / "_version.py"
+    metadata = next(engine_copy.glob("sglang-*.dist-info")) / "METADATA"
+    for file in (version, metadata):
+        text = file.read_text()
+        assert PUBLISHED in text, file
+        file.write_text(text.replace(PUBLISHED, f"{PUBLISHED}.post9"))
+    return engine_copy
+
+
+def test_a_patch_level_whose_symbols_are_the_release_s(patch_level):
+    before = snapshot(patch_level)
+    engine, release = locate(patch_level, None)
+    assert (engine.version, release.name) == (f"{PUBLISHED}.post9", PUBLISHED)
+    operations.apply(engine, release)
+    engine, release = locate(patch_level, None)
+    assert (release.name, operations.status(engine, release).state) == (PUBLISHED, "applied")
+    assert operations.revert(engine)
+    assert snapshot(patch_level) == before
+
+
+def test_a_patch_level_with_a_symbol_of_its_own(patch_level, release):
+    conn = patch_level / "sglang" / "srt/disaggregation/common/conn.py"
+    text = conn.read_text()
+    assert text.count("def get_mha_kv_ptrs_with_pp(") == 1
+    conn.write_text(text.replace("get_mha_kv_ptrs_with_pp(", "get_mha_kv_ptrs_with_pp(  # theirs"))
+    before = snapshot(patch_level)
+    with pytest.raises(Refusal) as refusal:
+        locate(patch_level, None)
+    count = len(patches.symbol_ids(release.fingerprints))
+    assert refusal.value.code == Code.UNSUPPORTED
+    assert f"The nearest is {PUBLISHED}: 1 of {count} symbols" in str(refusal.value)
+    assert "common/conn.py::CommonKVManager.get_mha_kv_ptrs_with_pp: " in str(refusal.value)
+    assert snapshot(patch_level) == before
 
 
 def test_the_tree_never_shadows_the_engine(published):

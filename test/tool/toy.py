@@ -100,10 +100,11 @@ class Toy:
             write(toy.trees / "sglang" / path, text)
         write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\n')
         for name, symbols in RECORDS.items():
-            fields = ("title", "symptom", "cause", "change", "carried_by", "drop_when")
-            text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
-            text += f'id = "{name}"\nupstream = "none"\nsymbols = {json.dumps(symbols)}\n'
-            write(toy.releases / VERSION / "patches" / f"{name}.toml", text)
+            toy.write_patch(
+                name,
+                f'[releases."{VERSION}"]\nstate = "needed"\nchange = "change of {name}"\n'
+                f"symbols = {json.dumps(symbols)}\n",
+            )
         toy.make_fingerprints()
         return toy
 
@@ -131,6 +132,20 @@ class Toy:
         rows = [record.entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files]
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
         write(self.record, "\n".join(rows) + "\n")
+
+    def write_patch(self, name: str, releases: str) -> None:
+        """Writes a patch record; `releases` is what it says of releases."""
+        fields = ("title", "symptom", "cause", "drop_when")
+        text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
+        text += f'id = "{name}"\nupstream = "none"\n{releases}'
+        write(self.releases / "patches" / f"{name}.toml", text)
+
+    def pin(self, release: Path, path: str, symbol: str, digest: str | None) -> None:
+        """Makes a release want another text of a symbol; None: that the engine has none."""
+        file = release / "fingerprints.json"
+        fingerprints = json.loads(file.read_text())
+        fingerprints[path][symbol] = digest
+        file.write_text(json.dumps(fingerprints))
 
     def make_fingerprints(self) -> None:
         release = patches.load(VERSION, self.releases, self.trees, with_fingerprints=False)

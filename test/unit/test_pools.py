@@ -53,6 +53,77 @@ def test_mla_on_npu(index, names):
     assert set(heads) == {None}
 
 
+def npu(layers=2, start=0, **more):
+    return mla(layers, start, **{"index_k_buffer": [], **more})
+
+
+def test_index_keys_of_some_layers():
+    what, _ = described(npu(3, 4, indexer_layer_ids=(4, 6)), count=8)
+    assert what[:6] == [(name, False, layer) for name in "kv" for layer in (4, 5, 6)]
+    assert what[6:] == [("index_k", False, 4), ("index_k", False, 6)]
+
+
+def test_records_of_fp8_have_no_rope_part_and_their_index_keys_have_scales():
+    pool = npu(2, 4, indexer_layer_ids=(5,), dsa_kv_cache_store_fp8=True, index_k_scale_buffer=[])
+    what, _ = described(pool, count=4)
+    names = [("k", 4), ("k", 5), ("index_k", 5), ("index_k_scale", 5)]
+    assert what == [(name, False, layer) for name, layer in names]
+
+
+def test_index_keys_within_a_hybrid():
+    """The pool inside numbers its layers from 0."""
+    inner = npu(3, indexer_layer_ids=(0, 2))
+    pool = SimpleNamespace(full_kv_pool=inner, full_attention_layer_id_mapping={3: 0, 7: 1, 11: 2})
+    what, _ = described(pool, count=8)
+    assert what[6:] == [("index_k", False, 3), ("index_k", False, 11)]
+
+
+def test_windows_of_latents():
+    pool = SimpleNamespace(
+        full_kv_pool=mla(1, kv_buffer=[]),
+        swa_kv_pool=mla(2, kv_buffer=[]),
+        layers_mapping={0: (0, False), 1: (0, True), 2: (1, True)},
+    )
+    assert described(pool, count=1)[0] == [("kv", False, 0)]
+    assert described(pool, count=2, state=True)[0] == [("swa_kv", False, 1), ("swa_kv", False, 2)]
+
+
+def test_recurrent_state_of_layers_that_the_pool_can_number():
+    """A stage registers its own; a state that some layers have beside theirs comes last."""
+    mamba = SimpleNamespace(get_state_layer_ids=lambda: [4, 6, 4, 6, 6])
+    what, _ = described(SimpleNamespace(mamba_pool=mamba), count=5, state=True)
+    parts = [("mamba_0", 4), ("mamba_0", 6), ("mamba_1", 4), ("mamba_1", 6), ("mamba_2", 6)]
+    assert what == [(name, False, layer) for name, layer in parts]
+
+
+@pytest.mark.parametrize(
+    "unlike, reason",
+    [
+        ({"kv_cache_layout": "vectorized_5d"}, "heads lie in layout vectorized_5d"),
+        ({"requires_physical_write_loc": True}, "layers share one buffer"),
+        ({"layer_shard_enabled": True}, "layers are dealt out to ranks"),
+        ({"shard_spec": None}, "pages are dealt out to ranks"),
+        ({"translate_loc_to_hisparse_device": None}, "on the host as well"),
+    ],
+)
+@pytest.mark.parametrize("where", ["target", "draft", "full_kv_pool", "swa_kv_pool"])
+def test_a_pool_that_looks_like_a_known_one_is_refused(unlike, reason, where):
+    pools = {name: mha() for name in ("target", "draft", "full_kv_pool", "swa_kv_pool")}
+    vars(pools[where]).update(unlike)
+    target = pools["target"]
+    if "_kv_" in where:
+        inner = {name: pools[name] for name in ("full_kv_pool", "swa_kv_pool")}
+        target = SimpleNamespace(layers_mapping={0: (0, False), 1: (0, True)}, **inner)
+    state = where == "swa_kv_pool"
+    with pytest.raises(LayoutError, match=f"{reason}; this pool is not known"):
+        describe_pools(target, pools["draft"], [1] * 8, [1] * 8, state, (0, 1), 2, 2)
+
+
+def test_a_pool_without_what_the_others_have_is_refused():
+    with pytest.raises(LayoutError, match="no attribute 'head_num'; this pool is not known"):
+        described(SimpleNamespace(start_layer=0, layer_num=2))
+
+
 def test_sliding_window_hybrid():
     pool = SimpleNamespace(
         full_kv_pool=mha(2),

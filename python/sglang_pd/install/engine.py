@@ -18,16 +18,6 @@ class Engine:
     version: str | None
     record: Path | None
 
-    def release(self) -> str:
-        """Raises Refusal UNSUPPORTED where the version is unknown."""
-        if self.version is None:
-            raise Refusal(
-                Code.UNSUPPORTED,
-                f"the engine at {self.root} does not say which release it is (no _version.py, no "
-                "metadata); say it with --release, its symbols are checked in any case",
-            )
-        return self.version
-
     def prefix(self) -> str:
         """The engine's folder as seen from where a diff of it applies, with a trailing slash."""
         is_checkout = (

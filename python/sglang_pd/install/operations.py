@@ -10,9 +10,10 @@ from sglang_pd import __version__
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.install import record, transaction
 from sglang_pd.install.engine import Engine
+from sglang_pd.install.matching import remarks
 from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
 from sglang_pd.patchset.patches import Patch, Release
-from sglang_pd.patchset.plan import Drift, Edit, plan, survey
+from sglang_pd.patchset.plan import Drift, Edit, plan, stands, survey
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,20 @@ class Status:
     notes: list[str]
 
 
-def apply(engine: Engine, release: Release, dry_run: bool = False) -> list[Edit]:
+def apply(
+    engine: Engine, release: Release, dry_run: bool = False, preview: bool = False
+) -> list[Edit]:
     """Applies the patch set; returns the files changed, none if it was applied already.
 
-    A half-applied or outdated engine is first taken back to its originals. Raises Refusal.
+    A half-applied or outdated engine is first taken back to its originals. Raises Refusal;
+    PREVIEW for a release that is one, unless `preview` is given.
     """
+    if release.preview and not preview:
+        raise Refusal(
+            Code.PREVIEW,
+            f"SGLang {release.name} is a preview: {release.preview}\nNothing was written. "
+            "--preview applies it all the same.",
+        )
     root = engine.root
     with transaction.locked(root):
         journal = read_journal(root)
@@ -85,8 +95,9 @@ def status(engine: Engine, release: Release) -> Status:
         (patch, _overall([at for symbol, at in symbols.items() if patch.owns(symbol)]))
         for patch in release.patches
     ]
+    notes = [*remarks(engine, release), *_notes(engine, journal, state)]
     edited = [path for path, at in files.items() if at == "edited"]
-    return Status(state, patches, symbols, edited, drifts, _notes(engine, journal, state))
+    return Status(state, patches, symbols, edited, drifts, notes)
 
 
 def diff(engine: Engine, release: Release) -> Iterator[bytes]:
@@ -109,7 +120,7 @@ def _edits(engine: Engine, release: Release, journal: Journal | None) -> list[Ed
     """All edits, RECORD's last; none if they stand without a journal. Refusal for a drift."""
     read = originals(engine.root, journal)
     edits, drifts = plan(release, read)
-    if drifts and not journal and set(survey(release, read).values()) == {"applied"}:
+    if drifts and not journal and stands(release, read):
         return []
     if drifts:
         raise _refuse_drifts(engine, release, drifts)

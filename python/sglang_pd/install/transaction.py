@@ -33,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What was changed. folders: those made for new files, parents first."""
+    """What was changed, for which release. folders: those made for new files, parents first."""
 
     tool: str
     release: str

@@ -1,11 +1,12 @@
 """The patch set as data: releases, patch records, fingerprints, and the trees of sources."""
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,25 +24,58 @@ RELEASES = TREES / "engines"
 
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
 Fingerprints = dict[str, dict[str, str | None] | None]
+State = Literal["needed", "in part", "carried"]
 
 
-class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The record of one patch.
+class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a patch stands to one engine release.
 
-    symbols: patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
+    what: of the defect, what is left, or what the release carries itself.
+    change, symbols: what we do about it, where we have an edit for that release; the symbols are
+    patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
     names: what others may call and is gone, is elsewhere or is called in another way.
     """
+
+    state: State
+    what: str = ""
+    change: str = ""
+    symbols: list[str] = []
+    names: list[str] = []
+
+    def __post_init__(self) -> None:
+        if bool(self.change) != bool(self.symbols):
+            raise ValueError("`change` and `symbols` are given together, or neither")
+        if self.names and not self.symbols:
+            raise ValueError("without `symbols` no `names` can change")
+        if self.symbols and self.state == "carried":
+            raise ValueError("what the engine carries whole has no `symbols` of ours")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The record of one patch, for all releases; one that is not in `releases` was not examined."""
 
     id: str
     title: str
     upstream: str
     symptom: str
     cause: str
-    change: str
-    carried_by: str
     drop_when: str
+    releases: dict[str, State | Stand]
+
+    def at(self, release: str) -> Stand | None:
+        found = self.releases.get(release)
+        return Stand(found) if isinstance(found, str) else found
+
+
+class Patch(msgspec.Struct, frozen=True):
+    """A record as one release has it. need: the state in Stand; what, symbols: as there."""
+
+    id: str
+    title: str
+    upstream: str
+    need: State
+    what: str
     symbols: list[str]
-    names: list[str] = []
 
     def owns(self, symbol: str) -> bool:
         return any(fnmatchcase(symbol, pattern) for pattern in self.symbols)
@@ -52,13 +86,18 @@ class Release:
     """What the patch set is for one engine release.
 
     tree: our files by their path below `sglang/`. fingerprints: what the engine must hold for them.
+    carried: patches that this engine has itself. missing: those that it needs, and we have not.
+    preview: why it is none to rely on yet; empty for a supported one.
     """
 
     name: str
     folder: Path
     tree: dict[str, bytes]
     patches: list[Patch]
+    carried: list[Patch]
+    missing: list[Patch]
     fingerprints: Fingerprints
+    preview: str
 
 
 def symbol_ids(fingerprints: Fingerprints) -> list[str]:
@@ -70,7 +109,25 @@ def symbol_ids(fingerprints: Fingerprints) -> list[str]:
 
 
 def supported(releases: Path | None = None) -> list[str]:
-    return sorted(folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
+    """The releases that there are seams for, oldest first, previews among them."""
+    found = (folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
+    return sorted(found, key=age)
+
+
+def age(release: str) -> list[int]:
+    """Sorts releases: 0.5.9 before 0.5.12.post1."""
+    return [int(number) for number in re.findall(r"\d+", release)]
+
+
+def public(version: str) -> str:
+    """A local version (`0.5.9+vendor`) is its public release."""
+    return version.split("+")[0]
+
+
+def read_records(releases: Path | None = None) -> list[Record]:
+    """All patch records, by name. Raises Refusal PATCH_SET where one is not as it must be."""
+    folder = (releases or RELEASES) / "patches"
+    return [_read(path, Record) for path in sorted(folder.glob("*.toml"))]
 
 
 def load(
@@ -79,37 +136,51 @@ def load(
     trees: Path | None = None,
     with_fingerprints: bool = True,
 ) -> Release:
-    """Reads a release; a local version (`0.5.9+vendor`) is its public release.
+    """Reads a release, given by its name or a local version of it.
 
     with_fingerprints: also read the fingerprints (False only while they are being made).
     Raises Refusal UNSUPPORTED for an unknown release, PATCH_SET if it does not fit its tree.
     """
     releases, trees = releases or RELEASES, trees or TREES
-    public = name.split("+")[0]
-    if public not in supported(releases):
+    name = public(name)
+    if name not in supported(releases):
         raise Refusal(
             Code.UNSUPPORTED,
             f"SGLang {name} is not supported; this patch set knows "
             f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
         )
-    folder = releases / public
-    names = _read(folder / "release.toml", _Trees).trees
-    tree = read_tree(trees / part for part in names)
-    patches = [_read(path, Patch) for path in sorted((folder / "patches").glob("*.toml"))]
+    folder = releases / name
+    about = _read(folder / "release.toml", _About)
+    tree = read_tree(trees / part for part in about.trees)
     fingerprints = _read(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
     if with_fingerprints and set(fingerprints) != set(tree):
         differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
             Code.PATCH_SET,
-            f"fingerprints of {public} do not fit the patch set's files ({differ}): "
-            f"run `python -m sglang_pd.patchset.fingerprints --release {public}` on an unmodified "
+            f"fingerprints of {name} do not fit the patch set's files ({differ}): "
+            f"run `python -m sglang_pd.patchset.fingerprints --release {name}` on an unmodified "
             "engine",
         )
-    return Release(public, folder, tree, patches, fingerprints)
+    every = _patches(name, read_records(releases))
+    ours = [patch for patch in every if patch.symbols]
+    carried = [patch for patch in every if patch.need == "carried"]
+    missing = [patch for patch in every if patch.need != "carried" and not patch.symbols]
+    return Release(name, folder, tree, ours, carried, missing, fingerprints, about.preview)
 
 
-class _Trees(msgspec.Struct, forbid_unknown_fields=True):
+def _patches(release: str, records: list[Record]) -> list[Patch]:
+    """The records that speak of a release."""
+    stands = [(record, record.at(release)) for record in records]
+    return [
+        Patch(record.id, record.title, record.upstream, stand.state, stand.what, stand.symbols)
+        for record, stand in stands
+        if stand
+    ]
+
+
+class _About(msgspec.Struct, forbid_unknown_fields=True):
     trees: list[str]
+    preview: str = ""
 
 
 def _read(path: Path, kind: Any) -> Any:

@@ -24,11 +24,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Drift:
-    """A place where the engine is not the one we know."""
+    """A place where the engine is not the one we know. count: of the symbols that this concerns."""
 
     path: str
     symbol: str
     why: str
+    count: int = 1
 
     def __str__(self) -> str:
         return f"{self.path}{f'::{self.symbol}' if self.symbol else ''}: {self.why}"
@@ -49,7 +50,7 @@ def plan(release: Release, read: Read) -> tuple[list[Edit], list[Drift]]:
                 drifts.append(Drift(path, "", "the engine has this file, which the patch set adds"))
             edits.append(Edit(path, None, ours))
         elif engine is None:
-            drifts.append(Drift(path, "", "the engine has no such file"))
+            drifts.append(Drift(path, "", "the engine has no such file", len(known)))
         elif found := _drifted(path, known, engine):
             drifts += found
         else:
@@ -75,7 +76,7 @@ def _drifted(path: str, known: dict[str, str | None], engine: bytes) -> list[Dri
     try:
         module = parse(engine, f"the engine's {path}")
     except GraftError as error:
-        return [Drift(path, "", str(error))]
+        return [Drift(path, "", str(error), len(known))]
     drifts = []
     for symbol, want in known.items():
         try:
@@ -131,6 +132,11 @@ def survey(release: Release, read: Read) -> dict[str, str]:
                 "applied" if got == own else "absent" if got == want else "drifted"
             )
     return states
+
+
+def stands(release: Release, read: Read) -> bool:
+    """Whether the engine's present files hold all of the patch set."""
+    return set(survey(release, read).values()) == {"applied"}
 
 
 def _fingerprints(where: str, symbols: Iterable[str], text: bytes | None) -> list[str | None]:

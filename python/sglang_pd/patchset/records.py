@@ -1,37 +1,78 @@
 """`python -m sglang_pd.patchset.records`: for developers, prints docs/patches.md."""
 
-from sglang_pd.patchset.patches import Patch, Release, load, supported
+from itertools import groupby
 
+from sglang_pd.patchset.patches import Record, Stand, age, load, read_records, supported
+
+HEAD = """\
+# The patches
+
+Made by `python -m sglang_pd.patchset.records` from the patch records, `python/engines/patches/`.
+
+How much of each patch a release of SGLang needs: all (needed), some (in part: below is what it
+has, or what is left), or nothing, for it has the like itself (carried). Bold: this patch set has an
+edit for it. Empty: not examined.
+"""
 FIELDS = {
     "upstream": "Upstream",
     "symptom": "Symptom",
     "cause": "Cause",
-    "change": "Change",
-    "carried_by": "Carried by",
     "drop_when": "Drop when",
 }
 
 
-def markdown(releases: list[Release]) -> str:
-    """The patch records of all releases as one page."""
-    lines = [
-        "# The patches",
-        "",
-        "Made by `python -m sglang_pd.patchset.records` from the patch records.",
-    ]
-    for release in releases:
-        lines += ["", f"## For SGLang {release.name}"]
-        for patch in release.patches:
-            lines += ["", f"### {patch.id}: {patch.title}", "", *_rows(patch)]
+def markdown(records: list[Record], previews: dict[str, str]) -> str:
+    """The patch records as one page. previews: what the releases that are previews say."""
+    columns = sorted({name for record in records for name in record.releases}, key=age)
+    lines = [HEAD, *(f"SGLang {name} is a preview: {why}\n" for name, why in previews.items())]
+    lines += [_row(["patch", *columns]), _row(["---"] * (len(columns) + 1))]
+    for record in records:
+        cells = (_cell(record.at(name)) for name in columns)
+        lines.append(_row([f"[{record.id}](#{record.id})", *cells]))
+    for record in records:
+        lines += ["", f"## {record.id}", "", f"{record.title}.", "", *_fields(record)]
+        lines += _stands(record, columns)
     return "\n".join(lines) + "\n"
 
 
-def _rows(patch: Patch) -> list[str]:
-    rows = [f"- **{label}:** {getattr(patch, field)}" for field, label in FIELDS.items()]
-    if patch.names:
-        rows.append(f"- **Names:** {'; '.join(patch.names)}")
-    return [*rows, "- **Edits:** " + ", ".join(f"`{symbol}`" for symbol in patch.symbols)]
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(stand: Stand | None) -> str:
+    if stand is None:
+        return ""
+    return f"**{stand.state}**" if stand.symbols else stand.state
+
+
+def _fields(record: Record) -> list[str]:
+    return [f"- **{label}:** {getattr(record, field)}" for field, label in FIELDS.items()]
+
+
+def _stands(record: Record, columns: list[str]) -> list[str]:
+    """What there is to say of releases; neighbours of which the same is said stand together."""
+    said = ((name, record.at(name)) for name in columns)
+    rows = []
+    for stand, group in groupby(said, key=lambda one: one[1]):
+        if stand and (stand.what or stand.symbols):
+            names = ", ".join(name for name, _ in group)
+            state = stand.state + (f": {stand.what}" if stand.what else "")
+            rows += [f"- **{names}:** {state}", *(f"  - {line}" for line in _edit(stand))]
+    return rows
+
+
+def _edit(stand: Stand) -> list[str]:
+    rows = [f"**Change:** {stand.change}"] if stand.change else []
+    rows += [f"**Names:** {'; '.join(stand.names)}"] if stand.names else []
+    edits = ", ".join(f"`{symbol}`" for symbol in stand.symbols)
+    return [*rows, f"**Edits:** {edits}"] if edits else rows
+
+
+def page() -> str:
+    """docs/patches.md as it must be today."""
+    said = {name: load(name, with_fingerprints=False).preview for name in supported()}
+    return markdown(read_records(), {name: why for name, why in said.items() if why})
 
 
 if __name__ == "__main__":
-    print(markdown([load(name) for name in supported()]), end="")
+    print(page(), end="")

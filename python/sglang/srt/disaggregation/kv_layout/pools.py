@@ -9,10 +9,15 @@ A pool is known by what it has, not by its class, so that this module needs no e
     kv_lora_rank             MLA on NPU: latent (k), RoPE part (v) and, with an indexer, index_k
     index_k_with_scale_buffer   the indexer's keys on an accelerator other than NPU, sent as state
     head_num                 MHA or GQA: k and v, split by KV heads
+
+Later releases keep index keys of some layers only (indexer_layer_ids), and on NPU store both parts
+of a latent as one record of fp8 (dsa_kv_cache_store_fp8) beside the scales of the index keys
+(index_k_scale_buffer). A pool with what `_refuse_unlike` names is not one of these.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -50,11 +55,15 @@ def describe_pools(
         computed: Layers of the target that this rank's stage computes; None for all of the pool's.
 
     Raises:
-        LayoutError: The pools have other buffers than `item_lens` says.
+        LayoutError: The pools have other buffers than `item_lens` says, or are of a kind that is
+            not known here.
     """
-    parts = [(False, *part) for part in _parts(target, state, tp, total_kv_heads, computed)]
-    if draft is not None and (not state or keeps_own_state(target, draft)):
-        parts += [(True, *part) for part in _parts(draft, state, tp, draft_kv_heads)]
+    try:
+        parts = [(False, *part) for part in _parts(target, state, tp, total_kv_heads, computed)]
+        if draft is not None and (not state or keeps_own_state(target, draft)):
+            parts += [(True, *part) for part in _parts(draft, state, tp, draft_kv_heads)]
+    except AttributeError as error:
+        raise LayoutError(f"{error}; this pool is not known to the patch set") from error
     if len(parts) != len(item_lens):
         raise LayoutError(
             f"{type(target).__name__} with draft {type(draft).__name__} should register "
@@ -87,27 +96,66 @@ def _parts(
 
 def _kv(pool: Any) -> Components:
     inner = getattr(pool, "full_kv_pool", pool)
-    layers = _full_attention_layers(pool) or _stage(inner)
-    if not hasattr(inner, "kv_lora_rank"):
-        return [("k", layers, inner.head_num), ("v", layers, inner.head_num)]
-    if hasattr(inner, "kv_buffer"):
+    return _components(inner, _full_attention_layers(pool) or _stage(inner))
+
+
+def _components(pool: Any, layers: list[int]) -> Components:
+    """What a pool of one kind of attention holds of these layers of the model."""
+    _refuse_unlike(pool)
+    if not hasattr(pool, "kv_lora_rank"):
+        return [("k", layers, pool.head_num), ("v", layers, pool.head_num)]
+    if hasattr(pool, "kv_buffer"):
         return [("kv", layers, None)]
-    names = ["k", "v"] + (["index_k"] if inner.index_k_buffer is not None else [])
-    return [(name, layers, None) for name in names]
+    names = ["k"] if getattr(pool, "dsa_kv_cache_store_fp8", False) else ["k", "v"]
+    parts: Components = [(name, layers, None) for name in names]
+    if pool.index_k_buffer is not None:
+        local = getattr(pool, "indexer_layer_ids", _stage(pool))
+        indexed = [layers[number - pool.start_layer] for number in local]
+        scaled = getattr(pool, "index_k_scale_buffer", None) is not None
+        parts += [(name, indexed, None) for name in ["index_k", "index_k_scale"][: 1 + scaled]]
+    return parts
+
+
+def _refuse_unlike(pool: Any) -> None:
+    """Raise LayoutError where a pool has the attributes of a known one, but other buffers."""
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    unlike = {
+        f"a page's heads lie in layout {layout}": layout != "nhd",
+        "layers share one buffer": getattr(pool, "requires_physical_write_loc", False),
+        "layers are dealt out to ranks": getattr(pool, "layer_shard_enabled", False),
+        "pages are dealt out to ranks": hasattr(pool, "shard_spec"),
+        "pages are on the host as well": hasattr(pool, "translate_loc_to_hisparse_device"),
+    }
+    if reasons := [reason for reason, is_so in unlike.items() if is_so]:
+        raise LayoutError(
+            f"{type(pool).__name__}: {', '.join(reasons)}; this pool is not known to the patch set"
+        )
 
 
 def _state(pool: Any) -> Components:
     if hasattr(pool, "swa_kv_pool"):
         layers = [layer for layer, (_, is_swa) in pool.layers_mapping.items() if is_swa]
-        held = pool.swa_kv_pool.head_num
-        return [("swa_k", layers, held), ("swa_v", layers, held)]
+        inner = _components(pool.swa_kv_pool, layers)
+        return [(f"swa_{component}", *held) for component, *held in inner]
     if hasattr(pool, "mamba_pool"):
-        layers = list(range(pool.mamba_pool.num_mamba_layers))
-        count = len(pool.mamba_pool.get_contiguous_buf_infos()[0]) // max(1, len(layers))
-        return [(f"mamba_{i}", layers, None) for i in range(count)]
+        return _recurrent(pool.mamba_pool)
     if hasattr(pool, "index_k_with_scale_buffer"):
         return [("index_k", _stage(pool), None)]
     return []
+
+
+def _recurrent(pool: Any) -> Components:
+    """Tensor after tensor; layers by their number in the model where the pool knows it."""
+    if not hasattr(pool, "get_state_layer_ids"):
+        layers = list(range(pool.num_mamba_layers))
+        count = len(pool.get_contiguous_buf_infos()[0]) // max(1, len(layers))
+        return [(f"mamba_{i}", layers, None) for i in range(count)]
+    parts: Components = []
+    seen: Counter[int] = Counter()
+    for layer in pool.get_state_layer_ids():
+        parts.append((f"mamba_{seen[layer]}", [layer], None))
+        seen[layer] += 1
+    return parts
 
 
 def keeps_own_state(target: Any, draft: Any) -> bool:
@@ -117,7 +165,7 @@ def keeps_own_state(target: Any, draft: Any) -> bool:
     """
     if draft is None or getattr(draft, "mamba_pool", None) is getattr(target, "mamba_pool", draft):
         return False
-    return [name for name, *_ in _state(target)] == [name for name, *_ in _state(draft)]
+    return {name for name, *_ in _state(target)} == {name for name, *_ in _state(draft)}
 
 
 def _stage(pool: Any) -> list[int]:

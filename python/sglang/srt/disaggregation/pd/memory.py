@@ -21,14 +21,14 @@ def regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
     """KV and state; aux. A range that is there twice, as the engine may have it, is named once."""
     layout = getattr(args, "layout", None)
     described = ((), ()) if layout is None else (layout.kv, layout.state)
-    state = (_flat(args.state_data_ptrs), _flat(args.state_data_lens))
+    state = (flat(args.state_data_ptrs), flat(args.state_data_lens))
     kv = _named("KV", described[0], args.kv_data_ptrs, args.kv_data_lens)
     held = [*kv, *_named("state", described[1], *state)]
     once = {region[1:]: region for region in reversed(held)}
     return list(reversed(once.values())), _named("aux", (), args.aux_data_ptrs, args.aux_data_lens)
 
 
-def _flat(numbers: Sequence) -> List[int]:
+def flat(numbers: Sequence) -> List[int]:
     """Later releases have a list for each kind of state."""
     parts = (one if isinstance(one, (list, tuple)) else [one] for one in numbers or ())
     return [number for part in parts for number in part]

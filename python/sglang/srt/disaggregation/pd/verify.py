@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.kv_layout import (
     sent_parts,
     unsent,
 )
+from sglang.srt.disaggregation.pd.memory import flat
 from sglang.srt.disaggregation.pd.page_digests import PageMemory
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE, verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
@@ -238,6 +239,7 @@ def make_verifier(args: KVArgs, owners: Sequence[Any]) -> Optional[Verifier]:
         return None
     layout = args.layout
     kv = PageMemory(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
-    state = PageMemory(layout, layout.state, owners, args.state_data_ptrs, args.state_data_lens)
+    registered = (flat(args.state_data_ptrs), flat(args.state_data_lens))
+    state = PageMemory(layout, layout.state, owners, *registered)
     logger.info(f"{VARIABLE}: KV is compared after each transfer ({mode})")
     return Verifier(args, kv, state, mode)

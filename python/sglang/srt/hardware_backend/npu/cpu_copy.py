@@ -76,6 +76,54 @@ def _chunks(
     return rows.split(at_once) if len(rows) else ()
 
 
+def copy_layers_to_host(
+    layers: Sequence[Sequence[torch.Tensor]], rows: torch.Tensor, chunk: int
+) -> List[List[List[torch.Tensor]]]:
+    """The given rows of every layer as [layer][chunk][buffer], which others may read and cut.
+
+    Args:
+        layers: Buffers of each layer, each [rows, ...], all on one device.
+        rows: [n], any integer type, on any device; may be empty.
+        chunk: Rows that may move at a time.
+    """
+    device = layers[0][0].device
+    parts = _chunks(layers[0], rows, chunk)
+    _wait_for(device)
+    copied = [
+        [[buffer[part].to("cpu", non_blocking=True) for buffer in layer] for part in parts]
+        for layer in layers
+    ]
+    _wait_for(device)
+    return copied
+
+
+def copy_layers_from_host(
+    copied: Sequence[Sequence[Sequence[torch.Tensor]]],
+    layers: Sequence[Sequence[torch.Tensor]],
+    rows: torch.Tensor,
+    chunk: int,
+) -> None:
+    """Write [layer][chunk][buffer] into other rows of these layers, or of some like them.
+
+    Raises:
+        ValueError: The copy does not fit; nothing has been written.
+    """
+    device = layers[0][0].device
+    parts = _chunks(layers[0], rows, chunk)
+    found = [[_said(hosts) for hosts in layer] for layer in copied]
+    fits = [
+        [[((len(part), *buffer.shape[1:]), buffer.dtype) for buffer in layer] for part in parts]
+        for layer in layers
+    ]
+    _refuse_misfit(found, fits)
+    _wait_for(device)
+    for hosts_of_layer, layer in zip(copied, layers):
+        for hosts, part in zip(hosts_of_layer, parts):
+            for host, buffer in zip(hosts, layer):
+                buffer[part] = host.to(device, non_blocking=True)
+    _wait_for(device)
+
+
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     """Pages that hold these tokens of a request, where a page can only be copied as a whole.
 
@@ -138,14 +186,18 @@ def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch
 
 
 def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequence) -> None:
-    def said(tensors) -> List[tuple]:
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-
     fits = [
         [((buffer.shape[0], len(part), *buffer.shape[2:]), buffer.dtype) for buffer in buffers]
         for part in parts
     ]
-    found = [said(host) for host in copied]
+    _refuse_misfit([_said(host) for host in copied], fits)
+
+
+def _said(tensors: Sequence[torch.Tensor]) -> List[tuple]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def _refuse_misfit(found: list, fits: list) -> None:
     if found != fits:
         raise ValueError(
             f"This copy of KV holds {found}, the pool's slots for it take {fits}; a request can "

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, List, Literal
 
 from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import encode_layout, layout_frame
+from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
 from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
+from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
@@ -26,7 +29,7 @@ RENAMED = (
 )
 
 
-class CommonKVManager(Fitting, EngineCommonKVManager):
+class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
     @staticmethod
     def unknown_prefill() -> PrefillServerInfo:
         """A server of one rank, of which nothing else is known."""
@@ -53,7 +56,7 @@ class CommonKVManager(Fitting, EngineCommonKVManager):
             sock.send_multipart(told)
 
 
-class CommonKVReceiver(EngineCommonKVReceiver):
+class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
     def init(self, prefill_dp_rank: int):
         """As the engine's; a prefill server that does not fit fails the request, and is told."""
         why = self.kv_mgr.why_unfit(self.bootstrap_addr)
@@ -79,7 +82,7 @@ class CommonKVReceiver(EngineCommonKVReceiver):
         )
 
 
-class CommonKVBootstrapServer(EngineCommonKVBootstrapServer):
+class CommonKVBootstrapServer(GathersReports, EngineCommonKVBootstrapServer):
     async def _handle_route_get(self, request: web.Request):
         """As the engine's; each rank's address comes with what it reads."""
         response = await super()._handle_route_get(request)
@@ -88,5 +91,5 @@ class CommonKVBootstrapServer(EngineCommonKVBootstrapServer):
         known = json.loads(response.text)
         # Not in the server's own answer, in which stock decode servers bear nothing new.
         if "rank_port" in known:
-            known["reads_layouts"] = True
+            known.update(reads_layouts=True, verifies=bool(verify_mode()))
         return web.json_response(known)

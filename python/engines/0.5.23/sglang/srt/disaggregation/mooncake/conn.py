@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.batches import write_copies
+from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.memory import register_apart
 from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import check_room, check_session, checked
@@ -39,7 +40,7 @@ class KVArgsRegisterInfo:
     refusal = ""
 
 
-class MooncakeKVManager(Plans, EngineMooncakeKVManager):
+class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
     # A transfer worker's last room of which it is not known that nothing is written any more.
     unsettled = threading.local()
 
@@ -80,11 +81,12 @@ class MooncakeKVManager(Plans, EngineMooncakeKVManager):
             else:
                 check_room(TransferInfo.from_zmq(frames))
 
-    def _check_decode_message(self, frames: List[bytes]) -> None:
+    def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:
             self._check_aux_data(frames)
         elif frames[0] == b"STAGING_REQ" and self._staging_handler is None:
             raise ValueError("staging is off")
+        return self.takes_digests(frames)
 
     def _check_aux_data(self, frames: List[bytes]) -> None:
         """Raises ValueError for a metadata row that has no place here."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.kv_layout import Copies, PeerPlan, PreparedPlan, RankLayout, prepare
+from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import CheckedSocket, check_name, check_room
@@ -37,7 +38,7 @@ class KVArgsRegisterInfo:
     refusal = ""
 
 
-class NixlKVManager(Plans, EngineNixlKVManager):
+class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
     # Whether the transfer that this thread began last found its connection lost.
     connection = threading.local()
 
@@ -85,9 +86,10 @@ class NixlKVManager(Plans, EngineNixlKVManager):
             else:
                 check_room(TransferInfo.from_zmq(frames[1:]))
 
-    def _check_decode_message(self, frames: List[bytes]) -> None:
+    def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == b"STAGING_REQ" and self.enable_staging:
             [int(frames[i]) for i in (1, 2, 3)]
+        return self.takes_digests(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """As the engine's, with a plan for this decode rank. One that is refused is known, too."""

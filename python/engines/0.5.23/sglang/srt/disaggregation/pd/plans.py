@@ -32,7 +32,8 @@ class Plans:
     """A prefill rank's KV manager.
 
     `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None where
-    the engine's own way is taken, and `refusal`, empty where there is none.
+    the engine's own way is taken, and `refusal`, empty where there is none. `note_chunk` is of
+    `comparing`.
     """
 
     # Of the message that is being read: a description, or nothing.
@@ -136,6 +137,9 @@ class Plans:
         try:
             reason = self._why_unsent(bootstrap_room, index_slice)
             if not reason:
+                self.note_chunk(
+                    bootstrap_room, index_slice, kv_indices, options.get("state_indices")
+                )
                 chunk = (bootstrap_room, kv_indices, index_slice, is_last_chunk)
                 super().add_transfer_request(*chunk, *more, **options)
                 return

@@ -17,9 +17,12 @@ Frames = List[bytes]
 
 
 def checked(
-    recv: Callable[[], Optional[Frames]], check: Callable[[Frames], None]
+    recv: Callable[[], Optional[Frames]], check: Callable[[Frames], Optional[bool]]
 ) -> Callable[[], Optional[Frames]]:
-    """As `recv`, which gives a message or None, without messages for which `check` raises."""
+    """As `recv`, which gives a message or None, without messages that `check` takes or drops.
+
+    check: gives True for a message that was ours, and raises for one that cannot be read.
+    """
 
     def recv_checked() -> Optional[Frames]:
         while True:
@@ -29,7 +32,8 @@ def checked(
             try:
                 if len(frames) > MAX_FRAMES:
                     raise ValueError(f"at most {MAX_FRAMES} frames are read")
-                check(frames)
+                if check(frames):
+                    continue
                 return frames
             except Exception as error:
                 # Some errors hold the whole frame.
@@ -42,7 +46,7 @@ def checked(
 class CheckedSocket:
     """A socket whose messages are checked; all else is the socket's."""
 
-    def __init__(self, sock: zmq.Socket, check: Callable[[Frames], None]):
+    def __init__(self, sock: zmq.Socket, check: Callable[[Frames], Optional[bool]]):
         self.sock = sock
         self.recv_multipart = checked(sock.recv_multipart, check)
 

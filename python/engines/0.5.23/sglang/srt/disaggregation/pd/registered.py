@@ -16,6 +16,8 @@ from sglang.srt.disaggregation.kv_layout import (
     describe_pools,
     memory_kind,
 )
+from sglang.srt.disaggregation.pd.comparing import check_comparable
+from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.runtime_context import get_memory, get_parallel
 
@@ -52,18 +54,24 @@ def describe(
     """Set `kv_args.layout`: what each buffer that is now registered holds.
 
     None where the core does not know the pools, or how they are shared out; all is the engine's
-    then.
+    then. With `SGLANG_PD_VERIFY` also `kv_args.verifier`.
+
+    Raises:
+        ValueError: KV is to be compared, and cannot be.
     """
     kv_args.layout = None
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
     why = _why_not(kv_args, token_to_kv_pool)
     if not why:
         try:
-            pools = (token_to_kv_pool, draft_token_to_kv_pool)
             kv_args.layout = _layout(kv_args, *pools, total_layers)
-            return
         except (AttributeError, LayoutError) as error:
             why = str(error)
-    logger.info(f"{type(token_to_kv_pool).__name__} is left to the engine alone: {why}")
+    if why:
+        logger.info(f"{type(token_to_kv_pool).__name__} is left to the engine alone: {why}")
+    if verify_mode():
+        check_comparable(kv_args.layout, why)
+        kv_args.verifier = make_verifier(kv_args, pools)
 
 
 def _why_not(kv_args: KVArgs, pool: KVCache) -> str:

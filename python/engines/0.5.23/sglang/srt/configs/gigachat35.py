@@ -1,0 +1,18 @@
+"""GigaChat's linear attention, whose convolutions are not Mamba 2's."""
+
+from dataclasses import replace
+
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams
+
+
+class GigaChat35Config:
+    RENAMED = (("mamba2_cache_params", "_params_without_parts"),)
+
+    @property
+    def mamba2_cache_params(self) -> Mamba2CacheParams:
+        """The engine's, with the channels of the convolutions of q, k and v in the whole model."""
+        params = self._params_without_parts
+        keys = self.linear_key_head_dim * self.linear_num_key_heads
+        values = self.linear_value_head_dim * self.linear_num_value_heads
+        parts = [keys, keys, values]
+        return replace(params, shape=replace(params.shape, conv_shard_groups=parts))

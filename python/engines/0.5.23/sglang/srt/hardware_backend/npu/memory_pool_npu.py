@@ -1,0 +1,109 @@
+"""The NPU pools: their copy to the host and back, where the engine's does not fit the buffers."""
+
+from collections.abc import Iterator
+from typing import Any, List, Tuple
+
+import torch
+from sglang.srt.hardware_backend.npu.cpu_copy import (
+    HostCopy,
+    by_token,
+    copy_from_host,
+    copy_layers_from_host,
+    copy_layers_to_host,
+    copy_to_host,
+    whole_pages,
+)
+
+
+class NPUMHATokenToKVPool:
+    RENAMED = (
+        ("get_cpu_copy", "_copy_equally_wide"),
+        ("load_cpu_copy", "_load_equally_wide"),
+    )
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> List[List[List[torch.Tensor]]]:
+        """What these token slots, of shape [tokens], hold: [layer][chunk][k, v] on the host.
+
+        The engine's own copy views V with the width of K.
+        """
+        if self.v_head_dim == self.head_dim:
+            return self._copy_equally_wide(indices, mamba_indices, req_pool_index)
+        return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: List[List[List[torch.Tensor]]],
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> None:
+        """Write what `get_cpu_copy` returned into these token slots.
+
+        Raises:
+            ValueError: K and V differ in width, and the copy does not fit the slots or this pool;
+                nothing has been written.
+        """
+        if self.v_head_dim == self.head_dim:
+            return self._load_equally_wide(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+        copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
+
+    def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of each layer as [tokens, heads, width]."""
+        return [
+            (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
+            for k, v in zip(self.k_buffer, self.v_buffer)
+        ]
+
+
+class NPUMLATokenToKVPool:
+    RENAMED = (
+        ("get_cpu_copy", "_copy_by_token"),
+        ("load_cpu_copy", "_load_by_token"),
+    )
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> List[Any]:
+        """What these token slots, of shape [tokens], hold, on the host; for `load_cpu_copy` alone.
+
+        Raises:
+            ValueError: With `SGLANG_USE_FIA_NZ`, they are not page after page.
+        """
+        if not self._in_tiles():
+            return self._copy_by_token(indices, mamba_indices, req_pool_index)
+        return [copy_to_host(*part) for part in self._parts(indices)]
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: List[HostCopy],
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> None:
+        """Write what `get_cpu_copy` returned into these token slots.
+
+        Raises:
+            ValueError: With `SGLANG_USE_FIA_NZ`, the slots are not page after page, or the copy
+                does not fit them or this pool.
+        """
+        if not self._in_tiles():
+            return self._load_by_token(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+        for copied, part in zip(kv_cache_cpu, list(self._parts(indices)), strict=True):
+            copy_from_host(copied, *part)
+
+    def _in_tiles(self) -> bool:
+        """Latents and RoPE parts lie tile after tile in a page; packed records never do."""
+        return self.use_fia_nz and not self.dsa_kv_cache_store_fp8
+
+    def _parts(self, indices: torch.Tensor) -> Iterator[Tuple[List[torch.Tensor], Any, int]]:
+        """Buffers, their rows, and how many at a time: whole pages, and index keys by token.
+
+        With decode context parallelism a rank has every so-manieth page, but all index keys.
+        """
+        own = self._copy_indices_for_buffer(indices, self.is_draft_worker)
+        pages_at_once = max(1, self.cpu_offloading_chunk_size // self.page_size)
+        yield [self.k_buffer, self.v_buffer], whole_pages(own, self.page_size), pages_at_once
+        if self.num_indexer_layers:
+            yield [by_token(self.index_k_buffer)], indices, self.cpu_offloading_chunk_size
