@@ -12,6 +12,7 @@ from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_fo
 from stray import send_stray
 
 from pd_harness import cluster
+from pd_harness.cpu_host.newer import STAGED
 from pd_harness.device import await_peers
 from pd_harness.releases import release
 
@@ -57,8 +58,11 @@ def serve(
 
 def check_done(topology: cluster.Topology, decode: cluster.Server, answers) -> None:
     """That decode has done what the scenario is about."""
+    log = decode.log.read_text(errors="replace")
     if topology.retracts:
-        assert retractions(decode.log.read_text(errors="replace")), "decode retracted none"
+        assert retractions(log), "decode retracted none"
+    if topology.staging:
+        assert STAGED in log, "nothing was staged"
     if topology.decode_prefixes:
         assert all(answer.cached for answer in answers), "decode had no prefix"
 

@@ -1,10 +1,13 @@
 """What releases after 0.5.9, and their packages, need besides `adaptations`."""
 
 import functools
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 
 from pd_harness.cpu_host.streams import NoStream
+
+STAGED = "KV comes through a staging buffer"  # in decode's log
 
 
 def no_torchvision(import_utils: ModuleType) -> None:
@@ -41,6 +44,12 @@ def _without_streams(module: ModuleType) -> None:
     module.device_stream_context = lambda stream: stream
 
 
+def _first_scatter(device) -> NoStream:
+    """The stream for it; the engine says nothing of what it stages."""
+    logging.getLogger(__name__).info(STAGED)
+    return NoStream()
+
+
 def scatter_on_host(staging_handler: ModuleType) -> None:
     """Let decode take host memory, which has no index, out of a staging buffer."""
     import torch
@@ -56,6 +65,7 @@ def scatter_on_host(staging_handler: ModuleType) -> None:
 
     handler.__init__ = made
     _without_streams(staging_handler)
+    staging_handler.create_device_stream = _first_scatter
 
 
 SLOT_MODULES = (
