@@ -61,6 +61,10 @@ def activate() -> None:
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
     after_import(f"{engine}.disaggregation.mooncake.conn", newer.page_indices_unpinned)
+    after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
+    after_import(f"{engine}.disaggregation.common.staging_handler", newer.scatter_on_host)
+    for name in newer.SLOT_MODULES:
+        after_import(name, newer.slots_without_kernels)
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(
         f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
@@ -72,6 +76,7 @@ def activate() -> None:
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
     )
     after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
+    after_import("sglang.kernels.ops.speculative.spec_tree", newer.chains_of_drafts)
     after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
     after_import(f"{engine}.managers.scheduler", _schedulers)
     after_import(f"{engine}.managers.data_parallel_controller", idle.rested_controllers)
