@@ -12,7 +12,6 @@ from serving_scenarios import SCENARIOS, Scenario, model_folder, nightly_but_in
 
 from pd_harness import cluster
 from pd_harness.device import await_peers
-from pd_harness.releases import release
 from sglang_pd.errors import Code
 
 pytestmark = [
@@ -87,9 +86,6 @@ def test_all_is_compared_and_right(scenario):
 WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"}
 
 
-@pytest.mark.skipif(
-    release() != "0.5.9", reason="stock's transfer code is put into 0.5.9's patched engine alone"
-)
 @pytest.mark.parametrize("scenario", on(WRONG, "ascend-fia_pp2_odd_layers"))
 def test_what_stock_sends_wrongly_is_found(scenario):
     """By the check alone: prefill sends by the stock engine's code, and no answer is known."""
