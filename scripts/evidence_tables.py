@@ -6,8 +6,10 @@ import os
 import platform
 from pathlib import Path
 
+from pd_harness.cluster import OF_RELEASE
+
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / ".pd-env" / "evidence"
+KEPT = OF_RELEASE / "evidence"
 MEASURES = KEPT / "measures.json"
 SERVING = KEPT / "serving.jsonl"
 ACCURACY = KEPT / "accuracy.jsonl"

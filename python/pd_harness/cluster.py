@@ -39,6 +39,8 @@ DRAFTING = (
     *("--speculative-num-draft-tokens", "4"),
     "--disable-cuda-graph",  # of the draft model; there are others on accelerators only
 )
+# Its own size, 4 GiB for each rank, is for larger models.
+STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64"}
 NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
 
 
@@ -51,9 +53,13 @@ class Topology:
     """Sizes of the two sides, and how KV travels between them.
 
     With a ``dp`` above 1 attention is data parallel over the TP ranks, in so many groups.
-    ``page_size`` is in tokens; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
+    ``page_size`` is in tokens, of both sides or of prefill alone, if there is a
+    ``decode_page_size``; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
     ``retract`` makes decode take a request's KV away from it and give it back later, every third
     step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
+    With ``decode_prefixes`` decode, and not prefill, keeps prefixes for reuse, which prefill then
+    does not send; with ``staging`` heads that go to other ranks are first copied together. 0.5.9
+    knows neither.
     """
 
     backend: str = "nixl"
@@ -64,9 +70,12 @@ class Topology:
     decode_pp: int = 1
     decode_dp: int = 1
     page_size: int = 1
+    decode_page_size: int | None = None
     fia: bool = False
     retract: bool = False
     decode_tokens: int = MAX_TOKENS
+    decode_prefixes: bool = False
+    staging: bool = False
 
     @property
     def attention(self) -> str:
@@ -90,17 +99,19 @@ class Topology:
 
     def environment(self, store_port: int) -> dict[str, str]:
         """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
+        staging = STAGING if self.staging else {}
         if self.backend != "ascend":
-            return {}
+            return staging
         store = f"tcp://{HOST}:{store_port}"
-        return {"ASCEND_MF_STORE_URL": store, "ASCEND_USE_FIA": str(int(self.fia))}
+        return {"ASCEND_MF_STORE_URL": store, "ASCEND_USE_FIA": str(int(self.fia)), **staging}
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """Generated token ids and the log-probability of each, or why there are none.
 
-    ``rounds`` is how often the target has verified what a draft model proposed.
+    ``rounds`` is how often the target has verified what a draft model proposed, ``cached`` how many
+    tokens of the prompt a server had from before.
     """
 
     ids: tuple[int, ...] = ()
@@ -108,6 +119,7 @@ class Answer:
     failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
     seconds: float = 0.0
     rounds: int = 0
+    cached: int = 0
 
 
 def interpreter(environment: str) -> Path:
@@ -336,6 +348,7 @@ def prefill_server(
             *("--disaggregation-mode", "prefill"),
             *("--disaggregation-transfer-backend", topology.backend),
             *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+            *(["--disable-radix-cache"] if topology.decode_prefixes else []),
         ],
         environment={**topology.environment(store_port), **environment},
         **more,
@@ -364,7 +377,7 @@ def decode_server(
         tp=topology.decode_tp,
         pp=topology.decode_pp,
         dp=topology.decode_dp,
-        page_size=topology.page_size,
+        page_size=topology.decode_page_size or topology.page_size,
         attention=topology.attention,
         first_npu=topology.ranks[0],
         max_tokens=topology.decode_tokens,
@@ -379,6 +392,7 @@ def decode_server(
                 if release() == "0.5.9"
                 else ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
             ),
+            *(["--disaggregation-decode-enable-radix-cache"] if topology.decode_prefixes else []),
         ],
         environment={**topology.decode_environment(store_port), **environment},
         **more,
@@ -528,4 +542,5 @@ async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
         logprobs=tuple(row[0] for row in rows),
         seconds=time.monotonic() - start,
         rounds=about.get("spec_verify_ct", 0),
+        cached=about["cached_tokens"],
     )

@@ -4,16 +4,23 @@ Whatever a draft proposes, token ids are those of one server without it; how man
 accepted says whether what it needs has come with the KV.
 """
 
-import dataclasses
-
 import pytest
 from serving_checks import Lost, outcome, record
-from serving_scenarios import model_folder, prompts
+from serving_scenarios import (
+    DECODE,
+    DRAFTED,
+    DRAFTED_EVERY_RUN,
+    SIDES,
+    Drafted,
+    marks,
+    model_folder,
+    prompts,
+)
 
 from pd_harness import cluster
-from pd_harness.cluster import OF_RELEASE, PD_ENV, Topology
+from pd_harness.cluster import OF_RELEASE, PD_ENV
 from pd_harness.cpu_host.drafts import make_draft
-from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel
+from pd_harness.cpu_host.models import TinyModel
 from pd_harness.device import device
 from pd_harness.ports import free_ports
 
@@ -25,43 +32,6 @@ pytestmark = [
 
 PATIENCE = 120  # seconds
 NEW_TOKENS = 40
-LLAMA = TinyLlama(layers=4, later=0.1)
-MLA = TinyMLA(layers=4, later=0.1)
-PREFILL, DECODE = ("prefill",), ("decode",)
-BOTH = PREFILL + DECODE
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafted:
-    """A fleet with a draft on the named ``sides``; ``stock`` is as of a `Scenario`."""
-
-    name: str
-    topology: Topology
-    model: TinyModel
-    sides: tuple[str, ...]
-    stock: str
-    nightly: bool = False
-
-
-def nixl(name, sides, stock, nightly=False, **sizes) -> Drafted:
-    return Drafted(f"nixl-{name}", Topology("nixl", **sizes), LLAMA, sides, stock, nightly)
-
-
-def ascend(name, sides, stock, nightly=False, **sizes) -> Drafted:
-    topology = Topology("ascend", page_size=16, **sizes)
-    return Drafted(f"ascend-mla_{name}", topology, MLA, sides, stock, nightly)
-
-
-SCENARIOS = [
-    nixl("both", BOTH, "right", True, page_size=16),
-    nixl("both_tp2_to_1", BOTH, "hang", True, prefill_tp=2),
-    nixl("decode_alone", DECODE, "right", True),
-    nixl("decode_alone_pp2", DECODE, "right", True, prefill_pp=2, page_size=16),
-    nixl("prefill_alone", PREFILL, "http 500", True),
-    ascend("both", BOTH, "right", True),
-    ascend("decode_alone", DECODE, "right", True),
-    ascend("decode_alone_pp2", DECODE, "wrong", prefill_pp=2),
-]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +84,7 @@ def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
             store_port,
             draft=draft_folder(drafted.model) if side in drafted.sides else None,
         )
-        for side, start in (("prefill", cluster.prefill_server), ("decode", cluster.decode_server))
+        for side, start in zip(SIDES, (cluster.prefill_server, cluster.decode_server))
     ]
     return (*servers, cluster.router(servers[:1], servers[1:], logs))
 
@@ -159,10 +129,7 @@ def tokens_a_round(rounds: list[int]) -> float:
 
 
 def parameters() -> list:
-    return [
-        pytest.param(one, id=one.name, marks=[pytest.mark.nightly] if one.nightly else [])
-        for one in SCENARIOS
-    ]
+    return [pytest.param(one, id=one.name, marks=marks(one, DRAFTED_EVERY_RUN)) for one in DRAFTED]
 
 
 @pytest.mark.parametrize("drafted", parameters())
@@ -171,7 +138,7 @@ def test_patched(drafted, serves, drafted_alone):
     assert result == "right", detail
     rounds, alone = [answer.rounds for answer in answers], drafted_alone(drafted)
     assert tokens_a_round(alone) > 1.1, f"this draft foresees nothing: {alone}"
-    if drafted.sides == BOTH:
+    if drafted.sides == SIDES:
         assert rounds == alone, "the draft lacks what it had in one server"
     elif drafted.sides == DECODE:
         assert sum(alone) < sum(rounds), "the draft has what nobody gave it"

@@ -1,17 +1,20 @@
 """Real prefill and decode servers behind the real router, against one server's answers.
 
-Each scenario runs on the stock engine, where it must do what the table says, and on the patched
-one, where token ids and logprobs must be right.
+Each scenario runs on the stock engine and on the patched one, and both must do what the table
+says: on the patched one token ids and logprobs are right, or what cannot be is refused.
 """
 
 import time
 
 import pytest
 from serving_checks import Lost, outcome, record, retractions
-from serving_scenarios import MIXED, SCENARIOS, Scenario, model_folder, prompts
+from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
+from stray import send_stray
 
 from pd_harness import cluster
+from pd_harness.cpu_host.newer import STAGED
 from pd_harness.device import await_peers
+from pd_harness.releases import release
 
 # Starting servers may take START_SECONDS, for the reference once more.
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -23,7 +26,10 @@ STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
 def serve(
     scenario: Scenario, prefill_engine: str, decode_engine: str, seconds: float
 ) -> tuple[list[cluster.Answer], list[str]]:
-    """Answers of a fleet made for the scenario and stopped again; names of servers that ended."""
+    """Answers of a fleet made for the scenario and stopped again; names of servers that ended.
+
+    Where prompts are sent again, those of the last time, or of the first that failed.
+    """
     label = f"{scenario.name}-{prefill_engine}-{decode_engine}"
     servers = cluster.pd_servers(
         scenario.topology,
@@ -36,24 +42,35 @@ def serve(
     with cluster.running(servers):
         if scenario.topology.backend == "ascend":
             await_peers()
-        answers = cluster.ask(
-            router.url, prompts(), scenario.new_tokens, seconds, is_lost=Lost(*servers[:2])
-        )
-        if scenario.topology.retracts and not any(answer.failure for answer in answers):
-            assert retractions(servers[1].log.read_text(errors="replace")), "decode retracted none"
+        if scenario.stray is not None:
+            send_stray(servers[0], scenario.topology, scenario.stray)
+        for _ in range(scenario.times):
+            lost = Lost(*servers[:2])
+            answers = cluster.ask(
+                router.url, scenario.asked(), scenario.new_tokens, seconds, is_lost=lost
+            )
+            if any(answer.failure for answer in answers):
+                break
+        else:
+            check_done(scenario.topology, servers[1], answers)
         return answers, [server.name for server in servers if server.has_ended()]
 
 
+def check_done(topology: cluster.Topology, decode: cluster.Server, answers) -> None:
+    """That decode has done what the scenario is about."""
+    log = decode.log.read_text(errors="replace")
+    if topology.retracts:
+        assert retractions(log), "decode retracted none"
+    if topology.staging:
+        assert STAGED in log, "nothing was staged"
+    if topology.decode_prefixes:
+        assert all(answer.cached for answer in answers), "decode had no prefix"
+
+
 def on(test: str, scenarios: list[Scenario]) -> list:
-    """Parameters for the scenarios, those that are not always in ``test`` marked nightly."""
-    return [
-        pytest.param(
-            scenario,
-            id=scenario.name,
-            marks=[] if test in scenario.always else [pytest.mark.nightly],
-        )
-        for scenario in scenarios
-    ]
+    """Parameters for the scenarios; what not every run has in ``test`` is marked nightly."""
+    always = EVERY_RUN[release()][test]
+    return [pytest.param(one, id=one.name, marks=marks(one, always)) for one in scenarios]
 
 
 @pytest.fixture
@@ -67,7 +84,7 @@ def serves(reference):
         topology, engines = scenario.topology, (prefill_engine, decode_engine)
         if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), engines):
             pytest.skip(reason)
-        expected = reference(scenario.model, scenario.new_tokens)
+        expected = reference(scenario.model, scenario.new_tokens, scenario.asked())
         start = time.monotonic()
         answers, ended = serve(scenario, prefill_engine, decode_engine, seconds)
         result, detail = outcome(answers, ended, expected)
@@ -84,13 +101,14 @@ def serves(reference):
     return served
 
 
-@pytest.mark.parametrize("scenario", on("patched", SCENARIOS))
+@pytest.mark.parametrize("scenario", on("patched", TABLE))
 def test_patched(scenario, serves):
     result, detail = serves(scenario, "patched", "patched", PATIENCE)
-    assert result == "right", detail
+    assert result == scenario.patched, detail
+    assert "server ended" not in detail
 
 
-@pytest.mark.parametrize("scenario", on("stock", SCENARIOS))
+@pytest.mark.parametrize("scenario", on("stock", TABLE))
 def test_stock(scenario, serves):
     """Keeps the table honest: were the stock engine right, the patch would not be needed."""
     result, detail = serves(scenario, "stock", "stock", STOCK_PATIENCE)

@@ -5,7 +5,6 @@ Scheduling overlaps where there are no pipeline stages, and prefixes are kept fo
 
 import dataclasses
 import json
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,15 @@ import httpx
 import pytest
 import torch
 from serving_checks import LOGPROB_TOLERANCE, holds_nothing, outcome, record, seconds_until
-from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
+from serving_scenarios import (
+    FIVE_LAYERS,
+    NEW_TOKENS,
+    SEVEN_LAYERS_MLA,
+    branching,
+    model_folder,
+    nightly_but_in,
+    prompts,
+)
 from transformers import AutoModelForCausalLM
 
 from pd_harness import cluster
@@ -25,6 +32,7 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
+    *nightly_but_in("0.5.9"),
 ]
 
 LOGS = cluster.PD_ENV / "logs" / "serving"
@@ -144,17 +152,6 @@ def test_all_pairs_at_once(nixl, reference):
     with ThreadPoolExecutor(len(PAIRS)) as pool:
         for done in [pool.submit(nixl.check, pair, expected) for pair in PAIRS]:
             done.result()
-
-
-def branching() -> list[list[int]]:
-    """Prompts that share a prefix in part: up to a page's edge, and into a page."""
-    source = random.Random(7)
-    trunk = [source.randrange(256) for _ in range(300)]
-    lengths = (300, 16, 17, 150, 256, 299)
-    return [
-        [*trunk[:length], *(source.randrange(256) for _ in range(20 * turn))]
-        for turn, length in enumerate(lengths)
-    ]
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 import pytest
 from fleet import stock_engine
 from serving_checks import record
-from serving_scenarios import SCENARIOS, Scenario, model_folder
+from serving_scenarios import SCENARIOS, Scenario, model_folder, nightly_but_in
 
 from pd_harness import cluster
 from pd_harness.device import await_peers
 from sglang_pd.errors import Code
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(900),
+]
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_tp2_to_1", "nixl-pp2_to_pp2"}
@@ -53,7 +56,11 @@ def verify(*options: str) -> tuple[int, dict]:
 
 def on(names: set[str], always: str) -> list:
     return [
-        pytest.param(scenario, id=scenario.name, marks=[] if scenario.name == always else NIGHTLY)
+        pytest.param(
+            scenario,
+            id=scenario.name,
+            marks=nightly_but_in("0.5.9") if scenario.name == always else NIGHTLY,
+        )
         for scenario in SCENARIOS
         if scenario.name in names
     ]

@@ -22,12 +22,16 @@ TOKENS_MUST_AGREE = {"float32": True, "float16": False}
 def outcome(
     answers: list[cluster.Answer], ended: list[str], expected: list[cluster.Answer]
 ) -> tuple[str, str]:
-    """What became of the prompts: "right", "wrong", or how the first failed; and the details."""
+    """What became of the prompts: "right", "wrong", or how the first failed; and the details.
+
+    "dead" is a failure where a server has ended, or where the router, 502, lost one that is ending.
+    """
     failures = [answer.failure for answer in answers if answer.failure]
     if failures:
         of_servers = "".join(f"; the {name} server ended" for name in ended)
         detail = f"{len(failures)} of {len(answers)} prompts: {failures[0]}{of_servers}"
-        return failures[0].partition(":")[0], detail
+        kind = failures[0].partition(":")[0]
+        return "dead" if ended or kind == "http 502" else kind, detail
     return _compare(answers, expected)
 
 
@@ -80,7 +84,8 @@ def holds_nothing(server: cluster.Server) -> bool:
 class Lost:
     """Whether no answer is to be expected: for long nothing has been computed.
 
-    Prefill has done its part, or has raised, and decode runs nothing.
+    Prefill has done its part, or has raised, and decode runs nothing; or one of them has died, and
+    the router, which waits for both, does not say so.
     """
 
     def __init__(self, prefill: cluster.Server, decode: cluster.Server):
@@ -94,7 +99,7 @@ class Lost:
 
     def _is_idle(self) -> bool:
         if any(server.has_ended() for server in (self.prefill, self.decode)):
-            return False  # the router will say so
+            return True
         raised = "Traceback (most recent call last)" in self.prefill.log.read_text(errors="replace")
         try:
             return held(self.decode)["num_running_reqs"] == 0 and (
@@ -129,8 +134,8 @@ def _processes(server: cluster.Server) -> list[psutil.Process]:
 
 
 def record(kind: str, **row) -> None:
-    """Append a row to .pd-env/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
-    file = cluster.PD_ENV / "evidence" / f"{kind}.jsonl"
+    """Append a row to .pd-env/RELEASE/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
+    file = cluster.OF_RELEASE / "evidence" / f"{kind}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")

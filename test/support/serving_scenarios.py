@@ -1,12 +1,16 @@
-"""What the serving tests run: topologies, tiny models, and what the stock engine makes of them."""
+"""What the serving tests run: topologies, tiny models, and what each stock engine makes of them."""
 
 import dataclasses
 import random
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import pytest
+
 from pd_harness.cluster import OF_RELEASE, Topology
-from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.cpu_host.models import TinyGQA, TinyLlama, TinyMLA, TinyModel
 from pd_harness.device import device
+from pd_harness.releases import release
 
 
 class Mild:
@@ -41,6 +45,8 @@ class MildMLA(Mild, TinyMLA):
 GQA, MLA = (MildGQA, MildMLA) if device() == "npu" else (TinyGQA, TinyMLA)
 FOUR_HEADS = GQA(layers=4, kv_heads=4)
 TWO_HEADS = GQA(layers=4, kv_heads=2)
+ONE_HEAD = GQA(layers=4, kv_heads=1)
+SIX_HEADS = GQA(heads=6, kv_heads=6, hidden=192)
 FIVE_LAYERS = GQA(layers=5, kv_heads=4)
 SEVEN_LAYERS = GQA(layers=7, kv_heads=4)
 SEVEN_LAYERS_MLA = MLA(layers=7)
@@ -61,103 +67,169 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
+def branching() -> list[list[int]]:
+    """Prompts that share a prefix in part: up to a page's edge, and into a page."""
+    source = random.Random(7)
+    trunk = [source.randrange(256) for _ in range(300)]
+    lengths = (300, 16, 17, 150, 256, 299)
+    return [
+        [*trunk[:length], *(source.randrange(256) for _ in range(20 * turn))]
+        for turn, length in enumerate(lengths)
+    ]
+
+
 def model_folder(model: TinyModel) -> Path:
     """The model's checkpoint, made on first use."""
     return model.make(OF_RELEASE / "models")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
-    """``stock`` is what the stock engine does: "right", "wrong", "hang" or "http 500"."""
+class Lacks:
+    """In place of an outcome: why a release cannot run a scenario."""
+
+    reason: str
+
+
+RELEASES = ("0.5.9", "0.5.23")
+NO_STAGING = Lacks("0.5.9 has no staging buffers")
+NO_PREFIXES = Lacks("0.5.9's decode keeps no prefixes")
+
+
+class OfReleases:
+    """What has ``outcomes``: what the stock engines of `RELEASES` do, or lack."""
+
+    @property
+    def stock(self) -> str | Lacks:
+        """What this release's does."""
+        return self.outcomes[RELEASES.index(release())]
+
+    @property
+    def lacks(self) -> str | None:
+        """Why this release cannot run it."""
+        return self.stock.reason if isinstance(self.stock, Lacks) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario(OfReleases):
+    """``outcomes`` are what the stock engines of `RELEASES` do, and ``patched`` what ours do.
+
+    Each is "right", "wrong", "hang", "http NUMBER", or "dead" where a server has died.
+    Before the prompts are sent, ``times`` over, each prefill rank has the ``stray`` message.
+    """
 
     name: str
     topology: Topology
     model: TinyModel
-    stock: str
-    always: tuple[str, ...] = ()  # the tests that it is in without --nightly
+    outcomes: tuple[str | Lacks, ...]
+    patched: str = "right"
     new_tokens: int = NEW_TOKENS
+    asked: Callable[[], list[list[int]]] = prompts
+    times: int = 1
+    stray: bytes | None = None
 
 
-def nixl(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
-    return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, stock, always)
+def nixl(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+    return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, outcomes)
 
 
-def mooncake(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
-    return Scenario(f"mooncake-{name}", Topology("mooncake", **sizes), model, stock, always)
+def mooncake(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+    return Scenario(f"mooncake-{name}", Topology("mooncake", **sizes), model, outcomes)
 
 
-def ascend(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
-    return Scenario(
-        f"ascend-{name}", Topology("ascend", page_size=16, **sizes), model, stock, always
-    )
+def ascend(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+    topology = Topology("ascend", page_size=16, **sizes)
+    return Scenario(f"ascend-{name}", topology, model, outcomes)
 
 
-def full_pool(name: str, model: TinyModel, stock: str, always=(), **sizes) -> Scenario:
-    fleet = ascend(f"{name}_full_pool", model, stock, always, decode_tokens=FULL, **sizes)
+def full_pool(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+    fleet = ascend(f"{name}_full_pool", model, *outcomes, decode_tokens=FULL, **sizes)
     return dataclasses.replace(fleet, new_tokens=LONG)
+
+
+def unfit(scenario: Scenario) -> Scenario:
+    """Of a pair that can never serve: each request is refused, and both servers live on."""
+    return dataclasses.replace(scenario, patched="http 500")
+
+
+def disturbed(scenario: Scenario, stray: bytes) -> Scenario:
+    return dataclasses.replace(scenario, stray=stray)
+
+
+def with_prefixes(scenario: Scenario) -> Scenario:
+    """Decode has the prompts' prefixes from the first time, and prefill sends the rest."""
+    return dataclasses.replace(scenario, asked=branching, times=2)
 
 
 # DP attention: TP ranks in two groups, each with requests of its own.
 DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
+RETRACT_PP_2 = {"prefill_pp": 2, "decode_pp": 2, "retract": True}
+PAGES_16_TO_32 = {"page_size": 16, "decode_page_size": 32}
+TP_2_TO_2 = {"prefill_tp": 2, "decode_tp": 2}
+TP_2_TO_4 = {"prefill_tp": 2, "decode_tp": 4}
+PREFIXES = {"decode_prefixes": True}
 
-# What every run leaves out of "patched" is in test_shared_fleet.py, or differs in one thing alone.
-SCENARIOS = [
-    nixl("tp2_to_1", FOUR_HEADS, "hang", ("stock",), prefill_tp=2, page_size=16),
-    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", ("patched",), prefill_tp=4),
-    nixl("tp1_to_4_replicated", TWO_HEADS, "http 500", decode_tp=4),
-    nixl("tp2_to_4_replicated", TWO_HEADS, "http 500", prefill_tp=2, decode_tp=4, page_size=16),
-    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", prefill_tp=2, prefill_pp=2),
-    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock",), prefill_pp=2),
-    nixl("tp1_to_1", FOUR_HEADS, "right", page_size=16),
-    nixl("tp2_to_2", FOUR_HEADS, "right", prefill_tp=2, decode_tp=2),
-    nixl("tp1_to_2", FOUR_HEADS, "right", ("mixed",), decode_tp=2, page_size=128),
-    nixl("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
+TABLE = [
+    nixl("tp2_to_1", FOUR_HEADS, "hang", "right", prefill_tp=2, page_size=16),
+    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", "right", prefill_tp=4),
+    nixl("tp1_to_4_replicated", TWO_HEADS, "http 500", "right", decode_tp=4),
+    nixl("tp2_to_4_replicated", TWO_HEADS, "http 500", "right", **TP_2_TO_4, page_size=16),
+    nixl("tp2_to_4_one_head", ONE_HEAD, "http 500", "hang", **TP_2_TO_4),
+    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", "hang", prefill_tp=2, prefill_pp=2),
+    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", "hang", prefill_pp=2),
+    nixl("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
+    nixl("tp2_to_2", FOUR_HEADS, "right", "right", **TP_2_TO_2),
+    nixl("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=128),
+    nixl("pp2_even_layers", FOUR_HEADS, "right", "hang", prefill_pp=2, page_size=16),
     # Clients ask for logprobs, of which decode's last stage has none at first.
-    nixl("dp2_to_dp2", FIVE_LAYERS, "right", **DP_2, **TO_DP_2),
-    nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", prefill_tp=4, prefill_dp=2),
-    nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", prefill_pp=2, **TO_DP_2),
-    nixl("pp2_to_pp2", FIVE_LAYERS, "http 502", ("stock", "patched"), prefill_pp=2, decode_pp=2),
-    mooncake("tp1_to_1", FOUR_HEADS, "right", page_size=16),
-    mooncake("tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
-    mooncake("tp1_to_2", FOUR_HEADS, "right", decode_tp=2, page_size=16),
-    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", prefill_tp=4),
-    mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", decode_tp=4),
-    mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", prefill_tp=2, decode_tp=4),
-    mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", prefill_tp=2, prefill_pp=2),
-    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", ("stock", "patched"), prefill_pp=2),
-    mooncake("pp2_even_layers", FOUR_HEADS, "right", prefill_pp=2, page_size=16),
-    ascend("mla_pp1", SEVEN_LAYERS_MLA, "right"),
-    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", ("stock",), prefill_pp=2),
-    ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", prefill_pp=3),
-    ascend("mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2, decode_tp=2),
-    ascend("mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", prefill_tp=2, prefill_pp=2),
-    ascend("mla_dp2_to_dp2", SEVEN_LAYERS_MLA, "right", **DP_2, **TO_DP_2),
-    ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", **TO_DP_2),
-    ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", **DP_2),
-    ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", ("patched",), prefill_pp=2, **TO_DP_2),
-    ascend("gqa_tp2_to_1", FOUR_HEADS, "right", prefill_tp=2),
-    ascend("fia", FOUR_HEADS, "wrong", ("stock",), fia=True),
-    ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", ("patched",), fia=True, prefill_pp=2),
-    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", fia=True, prefill_tp=2),
-    # 502 is the router's answer when decode has died.
-    ascend("mla_retract", SEVEN_LAYERS_MLA, "http 502", ("stock",), retract=True),
-    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "http 502", retract=True, prefill_pp=2),
-    ascend("gqa_retract", FOUR_HEADS, "http 502", retract=True),
-    ascend("fia_retract", FOUR_HEADS, "wrong", ("patched",), fia=True, retract=True),
-    ascend(
-        "mla_pp2_to_pp2_retract",
-        SEVEN_LAYERS_MLA,
-        "http 502",
-        (),
-        prefill_pp=2,
-        decode_pp=2,
-        retract=True,
-    ),
-    full_pool("mla", SEVEN_LAYERS_MLA, "http 502"),
-    full_pool("gqa", FOUR_HEADS, "http 502"),
-    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "http 502", prefill_pp=2),
+    nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", **DP_2, **TO_DP_2),
+    nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", prefill_tp=4, prefill_dp=2),
+    nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", prefill_pp=2, **TO_DP_2),
+    nixl("pp2_to_pp2", FIVE_LAYERS, "dead", "right", prefill_pp=2, decode_pp=2),
+    mooncake("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
+    mooncake("tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
+    mooncake("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=16),
+    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", "right", prefill_tp=4),
+    mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", "right", decode_tp=4),
+    mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", "right", **TP_2_TO_4),
+    mooncake("tp2_to_4_one_head", ONE_HEAD, "hang", "right", **TP_2_TO_4),
+    mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", "wrong", prefill_tp=2, prefill_pp=2),
+    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", "wrong", prefill_pp=2),
+    mooncake("pp2_even_layers", FOUR_HEADS, "right", "right", prefill_pp=2, page_size=16),
+    ascend("mla_pp1", SEVEN_LAYERS_MLA, "right", "right"),
+    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2),
+    ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=3),
+    ascend("mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TP_2_TO_2),
+    ascend("mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", "right", prefill_tp=2, prefill_pp=2),
+    ascend("mla_dp2_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **DP_2, **TO_DP_2),
+    ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **TO_DP_2),
+    ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", "right", **DP_2),
+    ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TO_DP_2),
+    ascend("gqa_tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
+    ascend("gqa_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", prefill_pp=2),
+    ascend("fia", FOUR_HEADS, "wrong", "right", fia=True),
+    ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", fia=True, prefill_pp=2),
+    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", "right", fia=True, prefill_tp=2),
+    ascend("mla_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True),
+    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True, prefill_pp=2),
+    ascend("gqa_retract", FOUR_HEADS, "dead", "right", retract=True),
+    ascend("fia_retract", FOUR_HEADS, "wrong", "right", fia=True, retract=True),
+    ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", **RETRACT_PP_2),
+    full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right"),
+    full_pool("gqa", FOUR_HEADS, "dead", "right"),
+    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", prefill_pp=2),
+    unfit(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
+    unfit(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
+    unfit(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", prefill_tp=3, decode_tp=2)),
+    disturbed(nixl("stray_hello", FOUR_HEADS, "hang", "hang"), b"hello"),
+    disturbed(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
+    mooncake("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
+    nixl("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
+    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
+    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
+    with_prefixes(ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", **PREFIXES)),
 ]
+SCENARIOS = [scenario for scenario in TABLE if not scenario.lacks]
 
 # Where the stock engine serves alone, a fleet half of which is patched must serve too.
 MIXED = [
@@ -165,3 +237,94 @@ MIXED = [
     for scenario in SCENARIOS
     if scenario.stock == "right" and scenario.topology.backend in ("nixl", "ascend")
 ]
+
+# What is tried without --nightly, by release and test. What 0.5.9's "patched" leaves out is in
+# test_shared_fleet.py, or differs in one thing alone.
+EVERY_RUN = {
+    "0.5.9": {
+        "stock": {
+            "nixl-tp2_to_1",
+            "nixl-pp2_odd_layers",
+            "nixl-pp2_to_pp2",
+            "mooncake-pp2_odd_layers",
+            "ascend-mla_pp2",
+            "ascend-fia",
+            "ascend-mla_retract",
+        },
+        "patched": {
+            "nixl-tp4_to_1_replicated",
+            "nixl-pp2_to_pp2",
+            "mooncake-pp2_odd_layers",
+            "ascend-mla_pp2_to_dp2",
+            "ascend-fia_pp2_odd_layers",
+            "ascend-fia_retract",
+        },
+        "mixed": {"nixl-tp1_to_2"},
+    },
+    "0.5.23": {
+        "stock": {"nixl-pp2_even_layers", "mooncake-pp2_odd_layers"},
+        "patched": {
+            "ascend-mla_pp2",
+            "ascend-fia_pp2_odd_layers",
+            "ascend-fia_retract",
+            "nixl-tp2_to_4_one_head",
+            "nixl-pp2_odd_layers",
+            "mooncake-pp2_odd_layers",
+        },
+        "mixed": set(),
+    },
+}
+
+
+def nightly_but_in(*releases: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test that every run has in these releases alone."""
+    return [] if release() in releases else [pytest.mark.nightly]
+
+
+def marks(one: OfReleases, always: Collection[str]) -> list[pytest.MarkDecorator]:
+    """Of its test, which every run has if its name is in ``always``."""
+    if one.lacks:
+        return [pytest.mark.skip(reason=one.lacks)]
+    return [] if one.name in always else [pytest.mark.nightly]
+
+
+LLAMA = TinyLlama(layers=4, later=0.1)
+DRAFTED_MLA = TinyMLA(layers=4, later=0.1)
+PREFILL, DECODE = ("prefill",), ("decode",)
+SIDES = PREFILL + DECODE
+NO_STAGES = Lacks("0.5.9 does not speculate in pipeline stages")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted(OfReleases):
+    """A fleet with a draft on the named ``sides``; ``outcomes`` are as of a `Scenario`."""
+
+    name: str
+    topology: Topology
+    model: TinyModel
+    sides: tuple[str, ...]
+    outcomes: tuple[str | Lacks, ...]
+
+
+def llama(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
+    return Drafted(f"nixl-{name}", Topology("nixl", **sizes), LLAMA, sides, outcomes)
+
+
+def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
+    topology = Topology("ascend", page_size=16, **sizes)
+    return Drafted(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
+
+
+DRAFTED = [
+    llama("both", SIDES, "right", "right", page_size=16),
+    llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
+    llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
+    llama("decode_alone", DECODE, "right", "right"),
+    llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
+    llama("prefill_alone", PREFILL, "http 500", "hang"),
+    deepseek("both", SIDES, "right", "right"),
+    deepseek("both_pp2", SIDES, NO_STAGES, "right", prefill_pp=2),
+    deepseek("decode_alone", DECODE, "right", "right"),
+    deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),
+]
+DRAFTED_EVERY_RUN = {"ascend-mla_decode_alone_pp2"} if release() == "0.5.9" else set()

@@ -6,7 +6,7 @@ import os
 import fleet as fleets
 import pytest
 
-from pd_harness.cluster import PD_ENV, why_not_here
+from pd_harness.cluster import OF_RELEASE, why_not_here
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def note():
 
     def keep(case: str, backend: str, answer: dict) -> None:
         said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
-        file = PD_ENV / "evidence" / "faults.jsonl"
+        file = OF_RELEASE / "evidence" / "faults.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as out:
             row = {"case": case, "backend": backend, **said, "after": "right"}

@@ -10,53 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 from pd_harness.cpu_host.newer import TorchOfPools
+from pd_harness.cpu_host.streams import NoEvent, NoStream
 from pd_harness.cpu_host.turns import Turn
+from pd_harness.releases import release
 
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
 PROGRESS_DELAY_US = 10_000
-
-
-class NoEvent:
-    """``torch.cuda.Event`` where everything is synchronous: always recorded, always reached."""
-
-    def __init__(self, *args, **kwargs):
-        self.recorded_on = None
-
-    def record(self, stream=None) -> None:
-        self.recorded_on = stream
-
-    def wait(self, stream=None) -> None:
-        """Nothing is ever outstanding."""
-
-    def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
-
-    def query(self) -> bool:
-        return True
-
-
-class NoStream:
-    """``torch.cuda.Stream`` where everything is synchronous."""
-
-    def __init__(self, *args, **kwargs):
-        """Priority and device make no difference."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        return False
-
-    def wait_stream(self, stream) -> None:
-        """Nothing is ever outstanding."""
-
-    def wait_event(self, event) -> None:
-        """Nothing is ever outstanding."""
-
-    def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
 
 
 def torch_streams(torch: ModuleType) -> None:
@@ -158,13 +119,15 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
 
 
 def gathers(parallel_state: ModuleType) -> None:
-    """Let DP attention's ranks gather and scatter through torch, as the engine does on an NPU.
+    """Let DP attention's ranks exchange tensors through torch, as the engine does on an NPU.
 
     Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
     """
     group = parallel_state.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
+    if hasattr(group, "_all_to_all_single"):  # after 0.5.9
+        group.all_to_all_single = group._all_to_all_single
 
 
 def copies_between_ranks(dp_attention: ModuleType) -> None:
@@ -228,6 +191,8 @@ def chains_of_drafts(eagle_utils: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
     from pd_harness.cpu_host import speculation
 
+    if release() != "0.5.9":  # which has another module for that, see `newer`
+        return
     eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
 

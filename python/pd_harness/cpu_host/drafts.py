@@ -96,6 +96,7 @@ def nextn(weights: dict, config: dict) -> tuple[dict, dict]:
         "n_group": 1,
         "topk_group": 1,
         "topk_method": "greedy",
+        "scoring_func": "softmax",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     }

@@ -64,16 +64,16 @@ def probed_schedulers(module: ModuleType) -> None:
 
 def _probe(scheduler, folder: Path) -> None:
     """A process's main thread runs the loop and takes the signal."""
-    receiver = getattr(scheduler, "request_receiver", scheduler)  # 0.5.9's does it itself
-    receive = receiver.recv_requests
+    name = "ingest_requests" if hasattr(scheduler, "ingest_requests") else "recv_requests"  # 0.5.9
+    take = getattr(scheduler, name)
 
-    def recv_requests(*args, **kwargs):
+    def take_requests(*args, **kwargs):
         if not hasattr(scheduler, "probe"):
             scheduler.probe = Probe(scheduler, folder)
         scheduler.probe.turn()
-        return receive(*args, **kwargs)
+        return take(*args, **kwargs)
 
-    receiver.recv_requests = recv_requests
+    setattr(scheduler, name, take_requests)
 
 
 class Probe:

@@ -21,6 +21,7 @@ from pd_harness.cpu_host import (
     slices,
     thread_binding,
 )
+from pd_harness.cpu_host.engines_sends import engines_sends
 from pd_harness.cpu_host.import_hooks import after_import, around_import
 from pd_harness.cpu_host.stock_transfer import stock_transfer
 
@@ -60,7 +61,11 @@ def activate() -> None:
     if os.environ.get("MC_FORCE_TCP"):
         after_import("mooncake.engine", adaptations.few_copies_at_once)
     engine = "sglang.srt"
-    after_import(f"{engine}.disaggregation.mooncake.conn", newer.page_indices_unpinned)
+    after_import(f"{engine}.disaggregation.mooncake.conn", _mooncake)
+    after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
+    after_import(f"{engine}.disaggregation.common.staging_handler", newer.scatter_on_host)
+    for name in newer.SLOT_MODULES:
+        after_import(name, newer.slots_without_kernels)
     around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
     after_import(
         f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
@@ -72,10 +77,18 @@ def activate() -> None:
         f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
     )
     after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
+    after_import("sglang.kernels.ops.speculative.spec_tree", newer.chains_of_drafts)
     after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
     after_import(f"{engine}.managers.scheduler", _schedulers)
     after_import(f"{engine}.managers.data_parallel_controller", idle.rested_controllers)
     after_import(f"{engine}.disaggregation.pd.describe", stock_transfer)
+    after_import(f"{engine}.disaggregation.nixl.conn", engines_sends)
+    after_import(f"{engine}.disaggregation.ascend.conn", engines_sends)
+
+
+def _mooncake(module: ModuleType) -> None:
+    newer.page_indices_unpinned(module)
+    engines_sends(module)
 
 
 def _schedulers(module: ModuleType) -> None:
