@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fleet import Fleet, Outcome, Rank, Servers
 from of_release import IS_LATER
+from reasons import decode_hears
 
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
@@ -15,6 +16,9 @@ BACKENDS = ["nixl", "mooncake"]
 PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
 AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
 SETTLED = 5  # seconds, after which nothing is kept of a request that is over
+# How often later ones of Mooncake look after a peer to which a write has failed.
+PROBE_SECONDS = 0.1
+PROBING = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
 JOINS = 50
 JOIN_SECONDS = 120
@@ -49,9 +53,17 @@ def eventually(measure, wanted) -> None:
     assert awaited(settled, SETTLED, pause=0.05), (seen, wanted)
 
 
-def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
+def assert_served_again(servers: Servers, pages=PAGES) -> None:
+    """The next request is; later ones of Mooncake first look whether the peer is alive."""
+    if servers.fleet.backend == "mooncake" and IS_LATER:
+        served = awaited(lambda: servers.request(*pages).state == "right", SETTLED, PROBE_SECONDS)
+        assert served
+    assert_right(servers, pages)
+
+
+def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE, backend: str = "") -> None:
     """On every rank, in time, with this in the reason on each side."""
-    for side in (outcome.prefill, outcome.decode):
+    for side, said in ((outcome.prefill, said), (outcome.decode, decode_hears(backend, said))):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
         assert in_time(max(answer["seconds"] for answer in side), within), outcome
         assert any(said in answer["reason"] for answer in side), outcome
