@@ -56,17 +56,17 @@ def eventually(measure, wanted) -> None:
 def assert_served_again(servers: Servers, pages=PAGES) -> None:
     """The next request is; later ones of Mooncake first look whether the peer is alive."""
     if servers.fleet.backend == "mooncake" and IS_LATER:
-        served = awaited(lambda: servers.request(*pages).state == "right", SETTLED, PROBE_SECONDS)
-        assert served
+        assert awaited(lambda: servers.request(*pages).state == "right", SETTLED, PROBE_SECONDS)
     assert_right(servers, pages)
 
 
 def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE, backend: str = "") -> None:
     """On every rank, in time, with this in the reason on each side."""
-    for side, said in ((outcome.prefill, said), (outcome.decode, decode_hears(backend, said))):
+    heard = decode_hears(backend, said)
+    for side, says in ((outcome.prefill, said), (outcome.decode, heard)):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
         assert in_time(max(answer["seconds"] for answer in side), within), outcome
-        assert any(said in answer["reason"] for answer in side), outcome
+        assert any(says in answer["reason"] for answer in side), outcome
 
 
 def vote(ranks: list[Rank]) -> None:

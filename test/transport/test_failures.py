@@ -106,8 +106,7 @@ TABLES = {
     ),
 }
 if IS_LATER:
-    ALL_HAVE = {"request_status", "failure_records", "arrived_digests"}
-    ALL_HAVE |= {"_deferred_ack_targets", "_deferred_ack_poisoned_rooms"}
+    ALL_HAVE = {"request_status", "failure_records", "arrived_digests", "_deferred_ack_targets"}
     LATER_TABLES = (
         {"transfer_infos", "req_to_decode_prefix_len"},
         {
