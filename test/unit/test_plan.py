@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_layout import Buffer, LayoutError, Pair, make_plan
+from kv_layout import Buffer, LayoutError, Pair, make_plan, prepare
 
 PAGE_SIZE = 3
 # Buffers on either side, by the bytes of a page; a slice is 10 bytes of a row.
@@ -77,6 +77,37 @@ def test_all_forms_are_the_same_copies(pairs, pages):
     here, there = copies.descriptors(5, 7)
     assert here.tolist() == [[src, size, 5] for src, _, size in found]
     assert there.tolist() == [[dst, size, 7] for _, dst, size in found]
+
+
+def bytes_of(copies):
+    """Where each byte comes from and goes to."""
+    return sorted((src + i, dst + i) for src, dst, size in copies for i in range(size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs=some_pairs(), pages=pages(), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
+def test_prepared_blocks_are_the_same_copies(pairs, pages, more):
+    """The two sides have other numbers of pages, and buffers without a slice in them."""
+    prepared = prepare(plan_of(pairs), *(10 + count for count in more))
+    src, dst = prepared.blocks([src for src, _ in pages], [dst for _, dst in pages])
+    assert src.dtype == dst.dtype == np.int32 and src.shape == dst.shape
+    ours, theirs = (
+        [(at + i * stride, size) for at, size, stride, count in runs for i in range(count)]
+        for runs in (prepared.src, prepared.dst)
+    )
+    moved = [(ours[i], theirs[j]) for i, j in zip(src.tolist(), dst.tolist())]
+    assert all(here[1] == there[1] for here, there in moved)
+    found = [(here[0], there[0], here[1]) for here, there in moved]
+    assert bytes_of(found) == bytes_of(in_loops(pairs, pages))
+
+
+def test_prepared_are_the_pages_that_both_sides_have():
+    buffers = [[Buffer("k", False, 0, 90, None, count)] for count in (5, 4)]
+    plan = make_plan([Pair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
+    prepared = prepare(plan, 8, 8)  # which those who describe themselves know better
+    assert (prepared.src, prepared.dst) == ([(1000, 90, 90, 5)], [(9000, 90, 90, 4)])
+    with pytest.raises(LayoutError, match="prefill sends pages 1 to 3 of 5"):
+        prepared.blocks([1, 3], [4, 2])
 
 
 def test_buffers_alike_keep_their_order():

@@ -84,16 +84,21 @@ def counted_layout(
 
 
 def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
+    ours = [buffer for buffer in own.kv if not buffer.draft]
+    if own.pp_size == 1:  # so has the peer, and the same layers in the same order
+        held = [_as_held_by(peer, buffer, False, buffer.layer) for buffer in ours]
+        return (*held, *_infer_drafts(own, peer, len(held)))
     target = _first_layers(own.kv, draft=False)
-    layers = [buffer.layer for buffer in own.kv if target and buffer.key[:2] == target[0].key[:2]]
+    layers = [buffer.layer for buffer in ours if buffer.key[:2] == target[0].key[:2]]
     same_stage = peer.kv_pointers == len(own.kv)
-    if own.pp_size > 1 and not same_stage and (_is_hybrid(own) or not target):
+    uneven = len(ours) != len(target) * len(layers)
+    if uneven or not same_stage and (_is_hybrid(own) or not target):
         raise LayoutError(
             f"decode registered {peer.kv_pointers} KV buffers and does not say for which layers; "
             f"prefill ({own.name}) holds {len(own.kv)} of a model whose layers differ in kind; "
             "apply the patch set to decode, too, or use PP 1"
         )
-    if own.pp_size > 1 and peer.kv_pointers >= len(target) * own.total_layers:
+    if peer.kv_pointers >= len(target) * own.total_layers:
         layers = list(range(own.total_layers))
     held = [_as_held_by(peer, one, False, layer) for one in target for layer in layers]
     return (*held, *_infer_drafts(own, peer, len(held)))
@@ -102,8 +107,11 @@ def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
 def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer]:
     """What follows the target's buffers; of no interest where we have no draft to send."""
     left = peer.kv_pointers - targets
+    ours = [buffer for buffer in own.kv if buffer.draft]
+    if left == len(ours):
+        return [_as_held_by(peer, buffer, True, buffer.layer) for buffer in ours]
     draft = _first_layers(own.kv, draft=True)
-    if left < 0 or (draft and left % len(draft)):
+    if left < 0 or (draft and (left % len(draft) or len(ours) % len(draft))):
         raise LayoutError(
             f"decode registered {peer.kv_pointers} KV buffers where prefill ({own.name}) expects "
             f"{targets} for the target model and {len(draft)} for each draft layer; "
@@ -111,11 +119,7 @@ def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer
         )
     if not draft:
         return [Buffer("undescribed", True, n, 0) for n in range(left)]
-    each = left // len(draft)
-    # As ours are numbered: a sliding-window draft's full-attention layers do not begin at 0.
-    ours = [buffer.layer for buffer in own.kv if buffer.key[:2] == draft[0].key[:2]]
-    layers = ours if each == len(ours) else range(each)
-    return [_as_held_by(peer, one, True, layer) for one in draft for layer in layers]
+    return [_as_held_by(peer, one, True, n) for one in draft for n in range(left // len(draft))]
 
 
 def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:

@@ -21,52 +21,29 @@ RENAMED = (
 
 
 def compute_mamba_state_slice_blocks(
-    src_dim: int,
-    dst_dim: int,
-    src_attn_tp_size: int,
-    dst_attn_tp_size: int,
-    dst_tp_rank_in_group: int,
-    local_tp_rank_in_group: int,
-    conv_shard_groups: Optional[List[int]] = None,
+    *, conv_shard_groups: Optional[List[int]] = None, **given: int
 ) -> List[Tuple[int, int, int]]:
     """Channels to copy of one state between TP sizes: (from, to, how many); the engine's, but for
     a Mamba 2 model with a single group, whose B and C every rank has whole.
+
+    given: each side's TP rank and size, and channels (`src_dim`, `dst_dim`), by the engine's names.
     """
-    sides = (src_attn_tp_size, src_dim), (dst_attn_tp_size, dst_dim)
+    prefill = given["local_tp_rank_in_group"], given["src_attn_tp_size"]
+    decode = given["dst_tp_rank_in_group"], given["dst_attn_tp_size"]
+    sides = (prefill[1], given["src_dim"]), (decode[1], given["dst_dim"])
     if conv_shard_groups and all(shares_group(conv_shard_groups, *side) for side in sides):
-        return blocks_of_shared_group(
-            conv_shard_groups,
-            (local_tp_rank_in_group, src_attn_tp_size),
-            (dst_tp_rank_in_group, dst_attn_tp_size),
-        )
-    return blocks_of_parts_cut_alike(
-        src_dim,
-        dst_dim,
-        src_attn_tp_size,
-        dst_attn_tp_size,
-        dst_tp_rank_in_group,
-        local_tp_rank_in_group,
-        conv_shard_groups,
-    )
+        return blocks_of_shared_group(conv_shard_groups, prefill, decode)
+    return blocks_of_parts_cut_alike(conv_shard_groups=conv_shard_groups, **given)
 
 
 def setup_state_kv_args(
-    kv_args: KVArgs,
-    token_to_kv_pool,
-    draft_token_to_kv_pool=None,
-    total_kv_layers: Optional[int] = None,
-    req_to_token_pool=None,
+    kv_args: KVArgs, token_to_kv_pool, draft_token_to_kv_pool=None, total_kv_layers=None, **more
 ) -> None:
     """Register state, as the engine does; KV is registered by now, and all of it is described.
 
     Args:
         total_kv_layers: Layers of the whole target model.
     """
-    engine_setup_state_kv_args(
-        kv_args,
-        token_to_kv_pool,
-        draft_token_to_kv_pool,
-        total_kv_layers,
-        req_to_token_pool=req_to_token_pool,
-    )
-    describe(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers)
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    engine_setup_state_kv_args(kv_args, *pools, total_kv_layers, **more)
+    describe(kv_args, *pools, total_kv_layers)

@@ -1,11 +1,8 @@
 """Ascend sends as Mooncake does, by the peer's plan; only the transfer engine is another."""
 
-import concurrent.futures
 import logging
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.pd.memory import is_registered, regions
 
 if TYPE_CHECKING:
@@ -31,30 +28,8 @@ class AscendKVManager(EngineAscendKVManager):
         logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")
         super(EngineAscendKVManager, self).register_buffer_to_engine()
 
-    def send_kvcache(
-        self,
-        mooncake_session_id: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
-        dst_layer_ids: Optional[List[int]] = None,
-        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
-        dst_kv_item_len: Optional[int] = None,
-        dst_attn_tp_size: Optional[int] = None,
-    ):
+    def send_kvcache(self, session: str, *sent, **more) -> int:
         """Write these pages of all layers to the peer. Returns the transfer engine's status."""
-        sent = (
-            mooncake_session_id,
-            prefill_kv_indices,
-            dst_kv_ptrs,
-            dst_kv_indices,
-            executor,
-            dst_layer_ids,
-            dst_device_kv_indices,
-            dst_kv_item_len,
-            dst_attn_tp_size,
-        )
-        if self.plan_of(mooncake_session_id) is None:
-            return super().send_kvcache(*sent)
-        return super(EngineAscendKVManager, self).send_kvcache(*sent)
+        if self.plan_of(session) is None:
+            return super().send_kvcache(session, *sent, **more)
+        return super(EngineAscendKVManager, self).send_kvcache(session, *sent, **more)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         AuxDataCodec,
         DisaggregationMode,
         EngineMooncakeKVManager,
-        FastQueue,
         TransferInfo,
     )
 
@@ -128,63 +127,21 @@ class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
 
     # What is sent
 
-    def send_kvcache(
-        self,
-        mooncake_session_id: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
-        dst_layer_ids: Optional[List[int]] = None,
-        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
-        dst_kv_item_len: Optional[int] = None,
-        dst_attn_tp_size: Optional[int] = None,
-    ):
+    def send_kvcache(self, session: str, src_pages, dst_ptrs, dst_pages, executor, **more) -> int:
         """Write these pages of all layers to the peer. Returns the transfer engine's status."""
-        plan = self.plan_of(mooncake_session_id)
-        if plan is None or dst_device_kv_indices is not None:
-            return super().send_kvcache(
-                mooncake_session_id,
-                prefill_kv_indices,
-                dst_kv_ptrs,
-                dst_kv_indices,
-                executor,
-                dst_layer_ids,
-                dst_device_kv_indices,
-                dst_kv_item_len,
-                dst_attn_tp_size,
-            )
-        pages = (prefill_kv_indices, dst_kv_indices)
-        return self.write_planned(mooncake_session_id, plan.kv, *pages, executor)
+        plan = self.plan_of(session)
+        if plan is None or more.get("dst_device_kv_indices") is not None:
+            sent = (session, src_pages, dst_ptrs, dst_pages, executor)
+            return super().send_kvcache(*sent, **more)
+        return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
 
-    def send_kvcache_slice(
-        self,
-        mooncake_session_id: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_tp_rank: int,
-        dst_attn_tp_size: int,
-        dst_kv_item_len: int,
-        executor: concurrent.futures.ThreadPoolExecutor,
-        dst_layer_ids: Optional[List[int]] = None,
-    ):
+    def send_kvcache_slice(self, session: str, src_pages, dst_ptrs, dst_pages, *more) -> int:
         """The same between TP sizes: the heads that both sides hold."""
-        plan = self.plan_of(mooncake_session_id)
+        plan = self.plan_of(session)
         if plan is None:
-            return super().send_kvcache_slice(
-                mooncake_session_id,
-                prefill_kv_indices,
-                dst_kv_ptrs,
-                dst_kv_indices,
-                dst_tp_rank,
-                dst_attn_tp_size,
-                dst_kv_item_len,
-                executor,
-                dst_layer_ids,
-            )
-        pages = (prefill_kv_indices, dst_kv_indices)
-        return self.write_planned(mooncake_session_id, plan.kv, *pages, executor)
+            return super().send_kvcache_slice(session, src_pages, dst_ptrs, dst_pages, *more)
+        _, _, _, executor, *_ = more  # behind the peer's TP rank and size, and its bytes a page
+        return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
 
     def write_planned(
         self,
@@ -253,18 +210,12 @@ class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
         pages = self.planned_state_pages(prefill_state_indices, req.dst_state_indices)
         return self.write_planned(req.mooncake_session_id, plan.state, *pages, executor)
 
-    def transfer_worker(
-        self,
-        queue: FastQueue,
-        executor: concurrent.futures.ThreadPoolExecutor,
-        staging_buffer=None,
-        worker_index=0,
-    ):
+    def transfer_worker(self, *own):
         """Send chunk after chunk. What goes wrong fails its room, never this thread."""
         while True:
             self.unsettled.room = None
             try:
-                return super().transfer_worker(queue, executor, staging_buffer, worker_index)
+                return super().transfer_worker(*own)
             except Exception as error:
                 self._fail_unsettled(error.__context__ or error)
 

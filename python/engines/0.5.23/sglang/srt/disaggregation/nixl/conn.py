@@ -8,9 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import StateType
-from sglang.srt.disaggregation.kv_layout import Copies, PeerPlan, PreparedPlan, RankLayout, prepare
+from sglang.srt.disaggregation.kv_layout import PeerPlan, PreparedPlan, RankLayout, prepare
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
@@ -146,37 +145,17 @@ class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
         rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
         return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
 
-    def send_kvcache(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_gpu_id: int,
-        dst_mem_kind: str = "VRAM",
-    ):
+    def send_kvcache(self, peer: str, src_pages, dst_ptrs, dst_pages, *more, **options):
         """Begin to write these pages of all layers. Returns NIXL's handle, None for nothing."""
-        if self.plan_of(peer_name) is None:
-            return super().send_kvcache(
-                peer_name,
-                prefill_kv_indices,
-                dst_kv_ptrs,
-                dst_kv_indices,
-                dst_gpu_id,
-                dst_mem_kind,
-            )
-        return self._write_prepared(peer_name, prefill_kv_indices, dst_kv_indices)
+        if self.plan_of(peer) is None:
+            return super().send_kvcache(peer, src_pages, dst_ptrs, dst_pages, *more, **options)
+        return self._write_prepared(peer, src_pages, dst_pages)
 
-    def send_kvcache_slice(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_indices: npt.NDArray[np.int32],
-    ):
+    def send_kvcache_slice(self, peer: str, src_pages, dst_pages):
         """The same between TP sizes: the heads that both sides hold."""
-        if self.plan_of(peer_name) is None:
-            return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
-        return self._write_prepared(peer_name, prefill_kv_indices, dst_kv_indices)
+        if self.plan_of(peer) is None:
+            return super().send_kvcache_slice(peer, src_pages, dst_pages)
+        return self._write_prepared(peer, src_pages, dst_pages)
 
     def _write_prepared(self, peer: str, src_pages, dst_pages) -> Optional[Any]:
         if peer not in self.prepared:  # this rank has nothing for that one
@@ -191,48 +170,32 @@ class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def send_aux(
-        self,
-        peer_name: str,
-        prefill_aux_index: int,
-        dst_aux_ptrs: list[int],
-        dst_aux_index: int,
-    ):
+    def send_aux(self, peer: str, own_slot: int, dst_ptrs: List[int], dst_slot: int):
         """Begin to write the request's metadata. Returns NIXL's handle."""
-        plan = self.aux_plan_of(peer_name)
+        plan = self.aux_plan_of(peer)
         if plan is None:
-            return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+            return super().send_aux(peer, own_slot, dst_ptrs, dst_slot)
         own = self.kv_args.aux_data_ptrs
-        src, dst, length = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+        src, dst, length = plan.copies(own, own_slot, dst_ptrs, dst_slot)
         device = np.zeros_like(length)
         sides = [np.stack((side, length, device), axis=1) for side in (src, dst)]
-        return self._write(peer_name, *sides, "DRAM", "DRAM")
+        return self._write(peer, *sides, "DRAM", "DRAM")
 
     def maybe_send_extra(
-        self,
-        peer_name: str,
-        prefill_state_indices: List[List[int]],
-        dst_state_data_ptrs: List[List[int]],
-        dst_state_indices: List[List[int]],
-        dst_gpu_id: int,
-        decode_tp_size: int,
-        *more,
-        **options,
+        self, peer: str, src_state: list, dst_ptrs: list, dst_state: list, gpu_id: int, *more, **by
     ):
         """Begin to write state. Gives NIXL's handles."""
-        plan = self.plan_of(peer_name)
+        plan = self.plan_of(peer)
         if plan is None or plan.state is None:
-            sent = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
-            rest = (dst_gpu_id, decode_tp_size, *more)
-            yield from super().maybe_send_extra(peer_name, *sent, *rest, **options)
+            sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
+            yield from super().maybe_send_extra(peer, *sent, **by)
             return
         strict = self.kv_args.state_types[0] == StateType.DSA
-        pages = self.planned_state_pages(prefill_state_indices, dst_state_indices, strict)
-        copies: Copies = plan.state.copies(*pages)
+        copies = plan.state.copies(*self.planned_state_pages(src_state, dst_state, strict))
         if len(copies):
-            sides = copies.descriptors(self.kv_args.gpu_id, dst_gpu_id)
             memory = kind_of_peer(self.kv_args.layout, plan.layout)
-            yield self._write(peer_name, *sides, "VRAM", memory)
+            sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
+            yield self._write(peer, *sides, "VRAM", memory)
 
     def _write(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
         """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
