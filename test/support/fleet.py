@@ -1,4 +1,4 @@
-"""Prefill and decode servers made of `rank.py` processes, and requests between them."""
+"""Prefill and decode servers made of rank processes, and requests between them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from of_release import IS_LATER
 
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
@@ -25,6 +26,7 @@ from pd_harness.ports import HOST, free_ports
 from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
+RANK = "rank_later.py" if IS_LATER else "rank.py"
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
@@ -83,6 +85,7 @@ class Fleet:
             sizes = [side.model_layers]
         starts = np.cumsum([0, *sizes]).tolist()
         drafts = {one: getattr(self, one).draft_layers > 0 for one in ("prefill", "decode")}
+        stages_ports = free_ports(side.tp) if side.pp > 1 else [0] * side.tp
         first = 0 if role == "prefill" else self.prefill.tp * self.prefill.pp
         common = {
             key: value
@@ -101,6 +104,7 @@ class Fleet:
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
                 "pp_size": side.pp,
+                "stages_port": stages_ports[tp_rank],
                 "prefill_pp_size": self.prefill.pp,
                 "decode_tp_size": self.decode.tp,
                 "layers": sizes[pp_rank],
@@ -194,7 +198,7 @@ class ForkServer(SocketServer):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
         super().__init__(
-            [str(interpreter(engine)), str(HERE / "rank.py"), "fresh" if fresh else "fork"],
+            [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
             {**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
         )
 
@@ -360,6 +364,11 @@ def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[S
             store = store_url(store_port)
             server.start_bootstrap(
                 {
+                    "role": "prefill",
+                    "device": device(),
+                    "tp_size": fleet.prefill.tp,
+                    "pp_size": fleet.prefill.pp,
+                    "page_size": fleet.prefill.page_size or fleet.page_size,
                     "backend": fleet.backend,
                     "bootstrap_port": port,
                     "store": store,

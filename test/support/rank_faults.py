@@ -1,6 +1,7 @@
 """Faults inside a rank process: transfers that fail, that come late, and deaths in the middle."""
 
 import contextlib
+import inspect
 import os
 import signal
 import socket
@@ -70,9 +71,24 @@ class Faults:
         return self._how
 
     def _note_state(self, *args, **kwargs):
+        with self._sending_state():
+            sent = self._send_state(*args, **kwargs)
+        return self._each_noted(sent) if inspect.isgenerator(sent) else sent
+
+    def _each_noted(self, transfers):
+        """Later releases begin one after the other, as they are asked for."""
+        while True:
+            with self._sending_state():
+                handle = next(transfers, None)
+            if handle is None:
+                return
+            yield handle
+
+    @contextlib.contextmanager
+    def _sending_state(self):
         self._sends_state = True
         try:
-            return self._send_state(*args, **kwargs)
+            yield
         finally:
             self._sends_state = False
 

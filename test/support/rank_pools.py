@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from of_release import IS_LATER
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
@@ -18,9 +19,13 @@ from sglang.srt.mem_cache.memory_pool import (
     MambaPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
-    NSATokenToKVPool,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+if IS_LATER:
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool as SparseKVPool
+else:
+    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool as SparseKVPool
 
 UNTOUCHED = -1
 WINDOW_PAGES = 2
@@ -30,9 +35,10 @@ STATE_SIZE = {"mamba": 4, "conv": 0}
 
 
 def pool_layers(c: SimpleNamespace) -> range:
-    """The stage's layers; with sliding windows the engine adds the next stage's first."""
+    """The stage's layers; with sliding windows 0.5.9 adds the next stage's first."""
     stop = c.start_layer + c.layers
-    return range(c.start_layer, min(stop + (c.hybrid == "swa"), c.model_layers))
+    more = c.hybrid == "swa" and not IS_LATER
+    return range(c.start_layer, min(stop + more, c.model_layers))
 
 
 def make_pool(c: SimpleNamespace, layers: range, heads: int):
@@ -63,7 +69,7 @@ def _plain_pool(c: SimpleNamespace, heads: int, common: dict):
     latent = {"kv_lora_rank": c.k_width, "qk_rope_head_dim": c.v_width}
     if c.index_keys:
         width = c.k_width + c.v_width
-        return NSATokenToKVPool(index_head_dim=128, kv_cache_dim=width, **latent, **common)
+        return SparseKVPool(index_head_dim=128, kv_cache_dim=width, **latent, **common)
     if c.mla:
         return MLATokenToKVPool(**latent, **common)
     return MHATokenToKVPool(head_num=heads, head_dim=c.k_width, v_head_dim=c.v_width, **common)
@@ -86,8 +92,9 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
         "head_num": heads,
         "head_dim": c.k_width,
         "full_attention_layer_ids": full,
-        "enable_kvcache_transpose": False,
     }
+    if not IS_LATER:
+        common["enable_kvcache_transpose"] = False
     if c.hybrid == "swa":
         size = common["size"]
         return SWAKVPool(size_swa=size, swa_attention_layer_ids=special, **common)
@@ -101,8 +108,11 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
         conv_kernel=4,
     )
     params = Mamba2CacheParams(shape=shape, layers=special)
-    slots = MambaPool(size=MAMBA_SLOTS, spec_state_size=0, cache_params=params, device=c.device)
-    return HybridLinearKVPool(mamba_pool=slots, **common)
+    slots = {"size": MAMBA_SLOTS, "spec_state_size": 0, "cache_params": params, "device": c.device}
+    if IS_LATER:
+        slots["mamba_layer_ids"] = special
+        common["start_layer"] = layers.start
+    return HybridLinearKVPool(mamba_pool=MambaPool(**slots), **common)
 
 
 def pool_buffers(pool):

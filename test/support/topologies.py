@@ -3,6 +3,7 @@
 import dataclasses
 
 from fleet import Fleet, Side
+from of_release import IS_LATER
 
 
 def tp(prefill, decode, heads=4, **more):
@@ -101,8 +102,9 @@ ASCEND = {
         Side(pp=2, tp=2, draft_layers=1), Side(draft_layers=1), layers=3, fia=True
     ),
 }
+ONE_HEAD = tp(2, 4, heads=1)
 # What the same requests do on the stock engine, where K and V are of one width.
-STOCK = {
+FIRST_STOCK = {
     "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
     "nixl-tp1_to_2": (HEADS["tp1_to_2"], "right"),
     "nixl-pp2": (STAGES["pp2"], "right"),
@@ -131,3 +133,41 @@ STOCK = {
         }.items()
     },
 }
+# Over NIXL stages of GQA, and more ranks than heads on both sides, end prefill's registration
+# thread. A draft model on prefill alone, too.
+LATER_STOCK = {
+    "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
+    "nixl-tp2_to_1": (HEADS["tp2_to_1"], "right"),
+    "nixl-tp1_to_4_replicated_on_decode": (HEADS["tp1_to_4_replicated_on_decode"], "right"),
+    "nixl-tp2_to_8_replicated_on_decode": (HEADS["tp2_to_8_replicated_on_decode"], "right"),
+    "nixl-tp2_to_4_one_head": (ONE_HEAD, "hang"),
+    "nixl-pp2": (STAGES["pp2"], "hang"),
+    "nixl-pp2_odd": (STAGES["pp2_odd"], "hang"),
+    "nixl-pp2_tp2_to_1": (STAGES["pp2_tp2_to_1"], "wrong"),
+    "nixl-mla_pp2_odd": (STAGES["mla_pp2_odd"], "right"),
+    "nixl-draft_on_prefill": (Fleet(Side(draft_layers=1)), "hang"),
+    "mooncake-tp2_to_1": (tp(2, 1, backend="mooncake"), "right"),
+    "mooncake-tp2_to_4_one_head": (changed(ONE_HEAD, backend="mooncake"), "right"),
+    "mooncake-pp2": (changed(STAGES["pp2"], backend="mooncake"), "right"),
+    "mooncake-pp2_odd": (Fleet(Side(pp=2), layers=7, backend="mooncake"), "wrong"),
+    **{
+        f"ascend-{name}": (ASCEND[name], state)
+        for name, state in {
+            "mla": "right",
+            "mla_index_keys": "right",
+            "tp2_to_1": "right",
+            "mla_30_31": "right",
+            "mla_index_keys_2_2_3": "right",
+            "mla_draft_on_both": "right",
+            "mla_draft_on_prefill": "failed",
+            "mla_draft_unequal": "wrong",
+            "pp2_odd": "wrong",
+            "fia": "right",
+            "fia_pp2_odd": "wrong",
+            "fia_tp2_to_1": "right",
+        }.items()
+    },
+}
+STOCK = LATER_STOCK if IS_LATER else FIRST_STOCK
+# Where it takes V to be as wide as K, and what comes of it where memory ends behind V.
+STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if IS_LATER else (HEADS["tp1_to_1"], "raised")

@@ -1,0 +1,5 @@
+"""What differs between the releases of the engine under test."""
+
+from pd_harness.releases import release
+
+IS_LATER = release() != "0.5.9"  # from 0.5.20 on

@@ -1,0 +1,479 @@
+"""What ranks of all releases have: the engine's pools, what is in them, and a request's life."""
+
+import os
+import resource
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_faults import AgentCalls, Faults, cut_connections
+from rank_pools import (
+    MAMBA_SLOTS,
+    STATE_SIZE,
+    WINDOW_PAGES,
+    SparseKVPool,
+    make_pool,
+    pool_buffers,
+    pool_layers,
+    state_rows,
+)
+from rank_writes import Writes
+from sglang.srt.disaggregation import prefill  # before decode
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.utils import (
+    KVClassType,
+    MetadataBuffers,
+    TransferBackend,
+    get_kv_class,
+    is_mla_backend,
+    poll_and_all_reduce,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from pd_harness.waiting import awaited
+
+HOST = "127.0.0.1"
+PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
+AUX_SLOTS = 8
+HIDDEN_STATES = 8  # the row's number
+UNWRITTEN = 0xA5
+LATE_SECONDS = 3.0
+NO_LAYER = 64
+COMPONENTS = (
+    *("k", "v", "kv", "index_k", "state", "state_k", "state_v"),
+    *("state_conv", "state_temporal"),
+)
+
+
+def deal_heads(total: int, ranks: int) -> list[list[int]]:
+    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+    if total >= ranks:
+        return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
+    return [[head] for head in range(total) for _ in range(ranks // total)]
+
+
+class RankBase(ABC):
+    """`config` is one element of `fleet.Fleet.ranks`."""
+
+    # Tables of the manager by room; a backend has some on prefill, others on decode.
+    TABLES: tuple[str, ...]
+    METADATA: dict = {}  # what this release's metadata buffers take besides
+
+    def __init__(self, config: dict):
+        self.config = SimpleNamespace(**config)
+        c = self.config
+        os.environ.update(c.environment)
+        os.environ.update(ASCEND_USE_FIA=str(c.fia), ASCEND_MF_STORE_URL=c.store)
+        if c.device == "npu":
+            torch.npu.set_device(c.gpu_id)
+        self.is_prefill = c.role == "prefill"
+        self.is_recurrent = c.hybrid in STATE_SIZE
+        self._enter_engine()
+        self.heads = {
+            False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
+            True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
+        }
+        self.pool = make_pool(c, pool_layers(c), len(self.heads[False]))
+        drafts = range(c.draft_layers)
+        self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
+        hidden = (c.hidden_size, torch.bfloat16) if c.speculates else (16, torch.float32)
+        self.aux = MetadataBuffers(AUX_SLOTS, *hidden, **self.METADATA)
+        if not self.is_prefill:
+            for row in self._aux_rows():
+                row.fill_(UNWRITTEN)
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        self.manager = self._manager()
+        self.faults = None
+        self.agent_calls = None
+        self.asked = {}
+        self.group = None
+
+    @abstractmethod
+    def _enter_engine(self) -> None:
+        """Tell the engine where this rank is among the others."""
+
+    @abstractmethod
+    def _queue(self) -> dict:
+        """What the engine's queue has in this release alone when it makes its manager."""
+
+    @abstractmethod
+    def _scheduler(self) -> dict:
+        """The same of the queue's scheduler."""
+
+    @abstractmethod
+    def _sender(self, room: int):
+        """Prefill's end of a room."""
+
+    @abstractmethod
+    def _receiver(self, room: int):
+        """Decode's end of a room, which knows where prefill is."""
+
+    @abstractmethod
+    def _set_aside(self, receiver, pages: list[int], slot: int, state) -> None:
+        """Tell prefill which pages and which slot of metadata are this room's."""
+
+    @abstractmethod
+    def _state(self, room: int, pages: list[int]):
+        """Where the request's state is, as senders and receivers take it; None if it has none."""
+
+    @abstractmethod
+    def _state_buffers(self) -> tuple[list[int], list[int]]:
+        """Addresses and bytes of the buffers of state."""
+
+    def _peer_sockets(self) -> int:
+        """Open ones to other ranks, where they are counted."""
+        return 0
+
+    def _manager(self):
+        """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
+        c = self.config
+        decode_queue = DecodePreallocQueue
+        queue = object.__new__(prefill.PrefillBootstrapQueue if self.is_prefill else decode_queue)
+        queue.__dict__.update(
+            token_to_kv_pool=self.pool,
+            draft_token_to_kv_pool=self.draft,
+            is_mla_backend=is_mla_backend(self.pool),
+            metadata_buffers=self.aux,
+            tp_rank=c.tp_rank,
+            pp_rank=c.pp_rank,
+            pp_size=c.pp_size,
+            gpu_id=c.gpu_id,
+            transfer_backend=TransferBackend(c.backend),
+            scheduler=SimpleNamespace(
+                gpu_id=c.gpu_id,
+                model_config=SimpleNamespace(
+                    num_hidden_layers=c.model_layers,
+                    get_total_num_kv_heads=lambda: c.kv_heads,
+                    hf_text_config=SimpleNamespace(
+                        full_attention_layer_ids=range(1, c.model_layers, 2)
+                    ),
+                ),
+                draft_worker=SimpleNamespace(
+                    model_config=SimpleNamespace(get_total_num_kv_heads=lambda: c.draft_heads)
+                ),
+                tp_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(
+                        start_layer=c.start_layer,
+                        end_layer=c.start_layer + c.layers,
+                        kv_cache_dtype_str=c.dtype,
+                    )
+                ),
+                spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
+                **self._scheduler(),
+            ),
+            **self._queue(),
+        )
+        if c.backend == "mooncake":
+            from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
+
+            mooncake_transfer_engine.init_mooncake_transfer_engine(HOST, 0, None)
+        return queue._init_kv_manager()
+
+    def _buffers(self):
+        """((component, is draft, layer), tensor) of each buffer, see `rank_pools.pool_buffers`."""
+        for is_draft, pool in ((False, self.pool), (True, self.draft)):
+            if pool is not None:
+                for (component, layer), buffer in pool_buffers(pool):
+                    yield (component, is_draft, layer), buffer
+
+    def _aux_rows(self) -> list[torch.Tensor]:
+        """Each metadata buffer as `[slots, bytes]`."""
+        names = (
+            *("output_ids", "cached_tokens"),
+            *("output_token_logprobs_val", "output_token_logprobs_idx"),
+            *("output_top_logprobs_val", "output_top_logprobs_idx"),
+            *("output_topk_p", "output_topk_index", "output_hidden_states", "bootstrap_room"),
+        )
+        return [getattr(self.aux, name).view(torch.uint8) for name in names]
+
+    def _write_metadata(self, rows: list[torch.Tensor], room: int, slot: int) -> None:
+        """Each byte says what it is: room, row, place; first token and room are the room."""
+        number = torch.tensor([room])
+        for i, row in enumerate(rows):
+            if i == HIDDEN_STATES and not self.is_prefill and not self.config.sends_hidden_states:
+                continue
+            said = ((torch.arange(row.shape[1]) + room * 7 + i * 31) % 251).to(torch.uint8)
+            if i in (0, len(rows) - 1):
+                kind = torch.int64 if i else torch.int32
+                said[: kind.itemsize] = number.to(kind).view(torch.uint8)
+            row[slot] = said.to(row.device)
+
+    def _class(self, kind: KVClassType):
+        return get_kv_class(TransferBackend(self.config.backend), kind)
+
+    def fill(self, room: int, pages: list[int]) -> None:
+        """Prefill's result: this rank's heads of every token of the request's pages.
+
+        In a layer that its stage does not compute lies what no layer has.
+        """
+        c = self.config
+        for (component, is_draft, layer), buffer in self._buffers():
+            array = buffer.cpu().numpy()
+            computed = is_draft or 0 <= layer - c.start_layer < c.layers or c.hybrid != "swa"
+            says = layer if computed else layer + NO_LAYER
+            self._write(array, (component, is_draft, says), room, pages)
+            buffer.copy_(torch.from_numpy(array))
+
+    def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
+        """Each element says what it is: room, component, model, layer, head, token, element."""
+        component, is_draft, layer = key
+        if component.startswith("state"):
+            pages = self._state_slots(room, pages)
+        number = COMPONENTS.index(component) * 2 + is_draft
+        if buffer.dtype == np.uint8:
+            rows = np.zeros(1, int)
+            if self.is_recurrent:
+                rows = state_rows(self.config, component, buffer.shape[1])
+            for i, page in enumerate(pages):
+                start = room * 7 + layer * 31 + i * 13 + number * 59 + rows[:, None] * 101
+                says = (start + np.arange(buffer.shape[-1])) % 251
+                buffer[page] = says if self.is_recurrent else says[0]
+            return
+        heads = [0] if self.config.mla else self.heads[is_draft]
+        size = self.config.page_size
+        number += room * 32
+        for i, page in enumerate(pages):
+            token = np.arange(i * size, (i + 1) * size)[:, None, None]
+            head = np.array(heads)[None, :, None]
+            element = np.arange(buffer.shape[-1])[None, None, :]
+            number_of = (((number * 128 + layer) * 64 + head) * 65536 + token) * 64 + element
+            buffer[page * size : (page + 1) * size] = number_of
+
+    def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
+        """A request's life on prefill: wait for decode, then send its pages in these chunks."""
+        self.fill(room, pages)
+        sender = self.asked.pop(room, None) or self._sender(room)
+        end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
+        if end["state"] != "waiting":
+            return end
+        slot = room % AUX_SLOTS
+        self._write_metadata(self._aux_rows(), room, slot)
+        sender.init(len(pages), slot)
+        at = 0
+        for chunk in chunks:
+            part, at = pages[at : at + chunk], at + chunk
+            state = self._state(room, pages) if at == len(pages) else None  # with the last chunk
+            sender.send(np.array(part, dtype=np.int32), state)
+        return self._await(sender, seconds)
+
+    def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
+        """Where the request's state is: its pages' index keys, its last pages' places among those
+        of the window, or one slot."""
+        if self.config.hybrid == "swa":
+            return [self.config.pages - page for page in pages[-WINDOW_PAGES:]]
+        if self.is_recurrent:
+            return [1 + (room if self.is_prefill else room + 3) % MAMBA_SLOTS]
+        return pages if isinstance(self.pool, SparseKVPool) else None
+
+    def receive(
+        self, room: int, pages: list[int], arrives: list, leave_out: int, seconds: float
+    ) -> dict:
+        """A request's life on decode, and a look at every byte of every buffer afterwards.
+
+        `arrives` lists [is draft, layer] of what prefill sends. The last `leave_out` pages are not
+        asked for, which no engine does.
+        """
+        receiver = self._receiver(room)
+        slot = (room + 3) % AUX_SLOTS
+        metadata = [row.cpu().clone() for row in self._aux_rows()]
+        first = receiver.poll()
+        if first != KVPoll.Failed:
+            asked = pages[: len(pages) - leave_out]
+            self._set_aside(receiver, asked, slot, self._state(room, asked))
+        end = self._await(receiver, seconds)
+        if end["state"] != "success":
+            return end
+        for key, array in self.expected.items():
+            if list(key[1:]) in arrives:
+                self._write(array, key, room, pages)
+        arrived = {key: buffer.cpu().numpy() for key, buffer in self._buffers()}
+        wrong = [
+            f"{key}: {int((array != self.expected[key]).sum())} of {array.size} elements"
+            for key, array in arrived.items()
+            if not np.array_equal(array, self.expected[key])
+        ]
+        self._write_metadata(metadata, room, slot)
+        wrong += self._wrong_metadata(metadata)
+        receiver.clear()
+        return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
+
+    def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
+        """Rows that are not as expected, but of slots that rooms have which are still open."""
+        closed = [
+            slot
+            for slot in range(AUX_SLOTS)
+            if slot not in {(room + 3) % AUX_SLOTS for room in self.asked}
+        ]
+        rows = zip(expected, self._aux_rows())
+        wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
+        return [
+            f"metadata row {i}: slots {[closed[at] for at in slots.flatten().tolist()]}"
+            for i, slots in enumerate(wrong)
+            if len(slots)
+        ]
+
+    def ask(self, room: int, pages: list[int]) -> dict:
+        """Open a room on prefill and leave it to `end`, so that several can be open."""
+        self.asked[room] = self._receiver(room)
+        self._set_aside(self.asked[room], pages, (room + 3) % AUX_SLOTS, None)
+        return {"state": "asked"}
+
+    def begin(self, room: int) -> dict:
+        """A request comes: prefill waits for decode; decode has not opened the room yet."""
+        self.asked[room] = (self._sender if self.is_prefill else self._receiver)(room)
+        return {"state": "begun"}
+
+    def abort(self, room: int) -> dict:
+        """The client of a request that was begun or asked for is gone; `end` says what comes."""
+        self.asked[room].abort()
+        return {"state": "aborted"}
+
+    def end(self, room: int, seconds: float) -> dict:
+        """Wait for such a room; what has arrived is not looked at."""
+        receiver = self.asked.pop(room)
+        end = self._await(receiver, seconds)
+        if end["state"] == "success":
+            receiver.clear()
+        return end
+
+    def vote(self, port: int) -> dict:
+        """From now on the TP ranks of this side poll together, as schedulers do."""
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{HOST}:{port}",
+            rank=self.config.tp_rank,
+            world_size=self.config.tp_size,
+        )
+        self.group = dist.group.WORLD
+        return {"state": "joined"}
+
+    def drop(self, room: int, seconds: float) -> dict:
+        """Abort a room that was asked for, and wait for its end."""
+        receiver = self.asked.pop(room)
+        receiver.abort()
+        return self._await(receiver, seconds)
+
+    def give_up(
+        self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
+    ) -> dict:
+        """Abort a room some seconds after it was opened, or before, if that is below 0.
+
+        If this rank does not abort, another one does, with which it votes. `changed` are the
+        buffers that prefill still writes to when the room is over, and its pages belong to others.
+        """
+        receiver = self._receiver(room)
+        first = receiver.poll()
+        if after < 0:
+            receiver.abort()
+        if first != KVPoll.Failed:
+            self._set_aside(receiver, pages, room % AUX_SLOTS, None)
+        if after >= 0:
+            time.sleep(after)
+            if aborts:
+                receiver.abort()
+        begun = time.monotonic()
+        end = self._await(receiver, seconds)
+        waited = time.monotonic() - begun
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        time.sleep(LATE_SECONDS)
+        now = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        before, self.expected = self.expected, now
+        changed = [str(key) for key in now if not np.array_equal(now[key], before[key])]
+        return {**end, "changed": changed, "waited": waited}
+
+    def _await(self, poller, seconds: float, leave_at=None) -> dict:
+        ends = {leave_at, KVPoll.Success, KVPoll.Failed}
+        reached = awaited(lambda: {self._poll(poller)} & ends, seconds, PAUSE)
+        if KVPoll.Failed in reached:
+            return failure(poller)
+        if KVPoll.Success in reached:
+            if self.is_prefill and hasattr(poller, "clear"):
+                poller.clear()
+            return {"state": "success"}
+        return {"state": "waiting" if reached else "hang"}
+
+    def _poll(self, poller) -> int:
+        if self.group is None:
+            return poller.poll()
+        (state,) = poll_and_all_reduce([poller], self.group)
+        return state
+
+    def _table(self, name: str):
+        """The manager's of this name; None if it has none."""
+        return getattr(self.manager, name, None)
+
+    def kept(self) -> dict:
+        """How many rooms are in each table that the manager has of them; see `TABLES`."""
+        tables = {name: self._table(name) for name in self.TABLES}
+        kept = {name: len(table) for name, table in tables.items() if table is not None}
+        if "addr_to_rooms_tracker" in kept:
+            kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
+        return kept
+
+    def plan_faults(self, **plan) -> dict:
+        """See `rank_faults.Faults.plan`."""
+        self.faults = self.faults or Faults(self.manager)
+        self.faults.plan(**plan)
+        return {"state": "planned"}
+
+    def note_writes(self) -> dict:
+        """See `rank_writes.Writes`."""
+        self.writes = Writes(self.manager)
+        return {"state": "noted"}
+
+    def written_outside(self, ranges: list[list[int]]) -> dict:
+        """How many writes were done since, and those that left these ranges."""
+        return {"done": len(self.writes), "outside": self.writes.outside(ranges)}
+
+    def registered(self) -> list[list[int]]:
+        """Address and bytes of each buffer that prefill may write to."""
+        args = self.manager.kv_args
+        state_ptrs, state_lens = self._state_buffers()
+        ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *state_ptrs]
+        lens = [*args.kv_data_lens, *args.aux_data_lens, *state_lens]
+        return [[int(ptr), int(size)] for ptr, size in zip(ptrs, lens)]
+
+    def accept(self) -> dict:
+        """Take what the buffers hold now as right, after a request that went wrong."""
+        self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        return {"state": "accepted"}
+
+    def cut_connections(self) -> dict:
+        """See `rank_faults.cut_connections`."""
+        return {"cut": cut_connections()}
+
+    def count_agent_calls(self) -> dict:
+        """See `rank_faults.AgentCalls`; the counts since this was asked first."""
+        if self.agent_calls is None:
+            self.agent_calls = AgentCalls(sys.modules["nixl._api"])
+        return {"count": self.agent_calls.count, "at_once": self.agent_calls.at_once}
+
+    def nixl(self) -> dict:
+        """Where this rank's NIXL was found."""
+        return {"file": sys.modules["nixl._api"].__file__}
+
+    def health(self) -> dict:
+        """What faults and foreign messages must not change, and memory at its highest."""
+        return {
+            "port": self.manager.rank_port,
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "files": len(os.listdir("/proc/self/fd")),
+            "sockets": self._peer_sockets(),
+            "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        }
+
+
+def failure(poller) -> dict:
+    """What the scheduler asks for when a room has failed."""
+    try:
+        poller.failure_exception()
+    except Exception as error:
+        return {"state": "failed", "reason": str(error)}
+    return {"state": "failed", "reason": ""}

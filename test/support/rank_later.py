@@ -1,0 +1,131 @@
+"""One prefill or decode rank of a release from 0.5.20 on; `rank` is that of 0.5.9.
+
+There a rank knows its place, and how it was started, from the engine's runtime context.
+"""
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import rank_process
+import torch.distributed as dist
+from rank_base import HOST, PAUSE, RankBase
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.utils import KVClassType
+from sglang.srt.managers.disagg_service import start_disagg_service
+from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+from sglang.srt.server_args import ServerArgs
+
+from pd_harness.waiting import awaited
+
+PREFILL_SECONDS = 15  # so long the engine asks for prefill's server
+
+
+class Rank(RankBase):
+    """A rank of a later release."""
+
+    TABLES = (
+        *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
+        *("required_prefill_response_num_table", "prefill_response_tracker"),
+        *("addr_to_rooms_tracker", "arrived_digests"),
+        *("_deferred_ack_targets", "_deferred_ack_poisoned_rooms", "_deferred_abort_ack_tracker"),
+    )
+    METADATA = {"max_sampling_mask_tokens": 16}
+
+    def _enter_engine(self) -> None:
+        c = self.config
+        world_rank = c.pp_rank * c.tp_size + c.tp_rank
+        self.server_args = published(vars(c), SpawnRanks(world_rank=world_rank, gpu_id=c.gpu_id))
+        self.slots: dict[int, int] = {}
+        get_parallel().override_permanently(pp_group=Stages(c))
+
+    def _queue(self) -> dict:
+        return {"enable_staging": False}
+
+    def _scheduler(self) -> dict:
+        return {"server_args": self.server_args, "rust_server": None, "enable_hisparse": False}
+
+    def _sender(self, room: int):
+        address = f"{HOST}:{self.config.bootstrap_port}"
+        return self._class(KVClassType.SENDER)(self.manager, address, room)
+
+    def _receiver(self, room: int):
+        address = f"{HOST}:{self.config.bootstrap_port}"
+        known = self.manager.try_ensure_parallel_info
+        receiver = self._class(KVClassType.RECEIVER)(self.manager, address, room)
+        if awaited(lambda: known(address), PREFILL_SECONDS, PAUSE):
+            receiver.init(0)
+        else:
+            receiver.abort()
+        return receiver
+
+    def _set_aside(self, receiver, pages, slot, state) -> None:
+        if receiver.poll() != KVPoll.WaitingForInput:
+            return  # the engine sets nothing aside for it
+        self.slots[receiver.bootstrap_room] = slot
+        self.aux.clear_slot(slot)
+        receiver.send_metadata(np.array(pages, dtype=np.int32), slot, state)
+
+    def _poll(self, poller) -> int:
+        """Success on decode is when the metadata has come, too."""
+        state = super()._poll(poller)
+        slot = self.slots.get(poller.bootstrap_room)
+        if state == KVPoll.Success and slot is not None and not self.aux.bootstrap_room[slot, 0]:
+            return KVPoll.Transferring
+        return state
+
+    def _table(self, name):
+        table = super()._table(name)
+        return getattr(table, "_local_map", table)  # stages tell each other of it
+
+    def _state(self, room, pages):
+        slots = self._state_slots(room, pages)
+        return None if slots is None else [np.array(slots, dtype=np.int32)]
+
+    def _state_buffers(self):
+        args = self.manager.kv_args
+        return sum(args.state_data_ptrs, []), sum(args.state_data_lens, [])
+
+
+class Stages:
+    """The ranks of a server with this TP rank, as the engine's group of pipeline stages."""
+
+    def __init__(self, c: SimpleNamespace):
+        self.world_size, self.rank_in_group = c.pp_size, c.pp_rank
+        self.is_last_rank = c.pp_rank == c.pp_size - 1
+        self.store = c.stages_port and dist.TCPStore(HOST, c.stages_port, is_master=c.pp_rank == 0)
+
+    def broadcast_object(self, thing, src: int):
+        """Of the engine's, host and port of the first stage."""
+        if self.rank_in_group == src:
+            self.store.set("thing", json.dumps(thing))
+        return json.loads(self.store.get("thing"))
+
+
+def published(config: dict, ranks: SpawnRanks | None = None) -> ServerArgs:
+    """The configuration of this process, as a server publishes it."""
+    args = ServerArgs(
+        model_path="dummy",
+        host=HOST,
+        device=config["device"],
+        tp_size=config["tp_size"],
+        pp_size=config["pp_size"],
+        page_size=config["page_size"],
+        disaggregation_mode=config["role"],
+        disaggregation_transfer_backend=config["backend"],
+        disaggregation_bootstrap_port=config["bootstrap_port"],
+    )
+    publish(args, role="scheduler", ranks=ranks)
+    return args
+
+
+def bootstrap(config: dict):
+    """What a prefill server starts: the bootstrap server, and for MemFabric its store."""
+    os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
+    published(config)
+    return start_disagg_service()
+
+
+if __name__ == "__main__":
+    rank_process.main({"start": Rank, "bootstrap": bootstrap})

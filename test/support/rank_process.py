@@ -1,0 +1,73 @@
+"""The process of a rank: it answers commands, as JSON lines, `{"do": NAME, ...}`.
+
+`python FILE fork SOCKET` imports the engine once and then forks a process for every connection
+to the Unix socket; `fresh` instead of `fork` starts the process anew, `on FD` is such a process.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from pd_harness.cpu_host.nixl_plugin import load_nixl
+
+Kinds = dict[str, Callable[[dict], object]]
+
+
+def serve(connection: socket.socket, kinds: Kinds) -> None:
+    """Answer commands until the driver hangs up; the first one says what this process is."""
+    rank = None
+    with connection.makefile("rw") as lines:
+        for line in lines:
+            command = json.loads(line)
+            name = command.pop("do")
+            try:
+                if name in kinds:
+                    rank = kinds[name](command)
+                    answer = {"state": "started", "pid": os.getpid()}
+                else:
+                    answer = getattr(rank, name)(**command)
+            except Exception as error:
+                answer = {"state": "raised", "reason": f"{type(error).__name__}: {error}"}
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main(kinds: Kinds) -> None:
+    """Do what the command line says; `kinds` make what a connection's first command asks for."""
+    how, path = sys.argv[1:]
+    if how == "on":
+        live(socket.socket(fileno=int(path)), kinds)
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if how == "fork":
+        load_nixl()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{path}.new")
+        listener.listen(64)
+        os.rename(f"{path}.new", path)  # whoever sees it can connect
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                die_with_parent()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                if how == "fresh":
+                    os.set_inheritable(connection.fileno(), True)
+                    this = [sys.executable, sys.argv[0], "on", str(connection.fileno())]
+                    os.execv(sys.executable, this)
+                live(connection, kinds)
+            connection.close()
+
+
+def live(connection: socket.socket, kinds: Kinds) -> None:
+    serve(connection, kinds)
+    # Transfer threads of the engine never end by themselves.
+    os._exit(0)

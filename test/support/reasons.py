@@ -1,0 +1,31 @@
+"""What the end of a request says, by release."""
+
+from of_release import IS_LATER
+from rank_faults import ERROR
+
+# Of a transfer that fails, by backend and how it does.
+FIRST_FAILING = {
+    ("mooncake", "status"): "the transfer engine returned -1",
+    ("mooncake", "exception"): f"Prefill could not send KV: {ERROR}",
+    ("nixl", "status"): "NIXL did not start the transfer",
+    ("nixl", "exception"): f"Prefill could not send KV: {ERROR}",
+    ("nixl", "late status"): "Prefill's write to decode failed: NIXL reports an error",
+    ("nixl", "late exception"): f"Prefill's write to decode failed: {ERROR}",
+}
+LATER_FAILING = {
+    ("mooncake", "status"): "Failed to send",
+    ("mooncake", "exception"): f"Prefill could not send KV: {ERROR}",
+    ("nixl", "status"): "NIXL did not start a transfer",
+    ("nixl", "exception"): ERROR,
+    ("nixl", "late status"): "NIXL transfer encountered ERR",
+}
+FAILING = LATER_FAILING if IS_LATER else FIRST_FAILING
+# Later ones of Mooncake have no place for a reason in what they tell decode.
+UNTOLD = "Failed to get kvcache from prefill instance" if IS_LATER else ""
+LOST_PREFILL = "Lost connection with prefill" if IS_LATER else "does not answer any more"
+LOST_DECODE = ("Failed to send", "NIXL transfer") if IS_LATER else ("Prefill",)
+
+
+def decode_hears(backend: str, said: str) -> str:
+    """What decode says of what prefill said."""
+    return UNTOLD if UNTOLD and backend == "mooncake" else said
