@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Set up, lint, and run the tests; further arguments go to pytest.
 #
-# usage: scripts/test.sh [--release RELEASE] [--nightly] [PYTEST ARGUMENT...]
+# usage: scripts/test.sh [--release RELEASE]... [--nightly] [PYTEST ARGUMENT...]
 #
-#   scripts/test.sh                      everything that fits into an ordinary CI run
+#   scripts/test.sh                      everything that fits into an ordinary CI run, all releases
+#   scripts/test.sh --release 0.5.9      the same for one release of the engine
 #   scripts/test.sh --nightly            everything, one test at a time
-#   scripts/test.sh test/unit -k wire    a part, likewise
+#   scripts/test.sh test/unit -k wire    a part, likewise, for the default release
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
@@ -13,6 +14,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/release.sh"
+given="$* ${SGLANG_PD_RELEASE:+--release}"
 choose_release "$@"
 set -- "${words[@]}"
 cd "$root"
@@ -24,11 +26,27 @@ if [[ ${1:-} == --nightly ]]; then
     select=() workers=()
     shift
 fi
+releases=("$SGLANG_PD_RELEASE")
 for argument in "$@"; do
-    [[ $argument == test* ]] && workers=()
+    [[ $argument == test* ]] && workers=() given=--release
 done
+if [[ $given != *--release* ]]; then
+    for file in scripts/requirements/[0-9]*.txt; do
+        name=$(basename "$file" .txt)
+        [[ $name == "$SGLANG_PD_RELEASE" ]] || releases+=("$name")
+    done
+fi
 
-scripts/setup.sh
+scripts/setup.sh "${releases[@]/#/--release=}"
 .pd-env/base/bin/ruff check .
 .pd-env/base/bin/ruff format --check .
-exec scripts/cpu_host.sh --engine patched pytest "${select[@]}" "${workers[@]}" "$@"
+
+# What concerns no engine is run once.
+rings=() failed=0
+for release in "${releases[@]}"; do
+    echo "test: SGLang $release"
+    scripts/cpu_host.sh --release "$release" --engine patched pytest \
+        "${select[@]}" "${workers[@]}" "$@" "${rings[@]}" || failed=$?
+    rings=(test/engine test/transport test/serving)
+done
+exit "$failed"

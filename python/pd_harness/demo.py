@@ -1,9 +1,9 @@
-"""Show disaggregated serving beside a single server: TP 2 and TP 1 over NIXL, or MLA with PP 2.
+"""Show disaggregated serving beside a single server: a fleet that the stock engine gets wrong.
 
 Run by `scripts/demo.sh`.  On the patched engine both give the same tokens; on the stock engine no
-answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  In the end the tool has the
-KV of more requests compared.  Exit status 0 if every prompt was answered with equal tokens and all
-KV is equal, 1 if not, 2 if the servers did not start.
+answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  Which fleet shows that is by
+release.  In the end the tool has the KV of more requests compared.  Exit status 0 if every prompt
+was answered with equal tokens and all KV is equal, 1 if not, 2 if the servers did not start.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from rich.text import Text
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.releases import release
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16
@@ -55,7 +56,7 @@ class Backend(str, enum.Enum):
     ascend = "ascend"
 
 
-SHOWS = {
+OLDER_SHOWS = {
     Backend.nixl: Show(
         cluster.Topology("nixl", prefill_tp=2, page_size=16),
         TinyGQA(),
@@ -65,6 +66,18 @@ SHOWS = {
         cluster.Topology("ascend", prefill_pp=2, page_size=16),
         TinyMLA(layers=7),
         "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
+    ),
+}
+SHOWS = {
+    Backend.nixl: Show(
+        cluster.Topology("nixl", prefill_pp=2, page_size=16),
+        TinyGQA(layers=5),
+        "GQA, prefill PP 2 (5 layers), decode PP 1 over NIXL",
+    ),
+    Backend.ascend: Show(
+        cluster.Topology("ascend", prefill_pp=2, page_size=16, fia=True),
+        TinyGQA(layers=5),
+        "GQA with FIA, prefill PP 2 (5 layers), decode PP 1 with the ascend backend",
     ),
 }
 
@@ -185,7 +198,7 @@ def run(show: Show, stock: bool) -> int:
 
 def main(
     backend: Annotated[
-        Backend, typer.Argument(help="Carry KV over NIXL from TP 2 to TP 1, or MLA's from PP 2.")
+        Backend, typer.Argument(help="What carries the KV; which fleet is by release.")
     ] = Backend.nixl,
     stock: Annotated[
         bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")
@@ -193,7 +206,8 @@ def main(
 ) -> None:
     """Serve with a prefill and a decode server, and compare with a single server."""
     try:
-        sys.exit(run(SHOWS[backend], stock))
+        shows = OLDER_SHOWS if release() == "0.5.9" else SHOWS
+        sys.exit(run(shows[backend], stock))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -17,6 +17,7 @@ if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
 
 import torch
+from probes import one_rank
 from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -123,6 +124,7 @@ def layer_of(kind: str) -> SimpleNamespace:
         scaling=key**-0.5,
         is_cross_attention=False,
         attn_type=None,
+        sliding_window_size=None,
         k_scale=None,
         v_scale=None,
     )
@@ -140,23 +142,23 @@ def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
     return (q, k, k), {"q_rope": q_rope, "k_rope": k_rope}, joined
 
 
-def batches():
+def batches(table: SimpleNamespace):
     """Four steps of two requests: a prefill, its next chunk, and two tokens decoded."""
     slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere but in page 0
-    table = torch.zeros(4, 64, dtype=torch.int32)
     rows = torch.tensor([1, 3])
-    table[rows, :40] = slots.int()
+    table.req_to_token[rows, :40] = slots.int()
     before = torch.tensor([0, 0])
     for new in torch.tensor([[20, 5], [9, 4], [1, 1], [1, 1]]):
         after = before + new
         places = [row[start:end] for row, start, end in zip(slots, before, after, strict=True)]
         yield {
             "out_cache_loc": torch.cat(places),
-            "req_to_token_pool": SimpleNamespace(req_to_token=table),
+            "req_to_token_pool": table,
             "req_pool_indices": rows,
             "seq_lens": after,
             "extend_prefix_lens": before,
             "extend_seq_lens": new,
+            "encoder_lens": None,
         }
         before = after
 
@@ -164,11 +166,22 @@ def batches():
 @pytest.mark.parametrize("kind", ["paged", "fia", "mla"])
 def test_attention_equals_the_torch_native_one(kind, monkeypatch):
     torch.manual_seed(0)
-    npu_pool, plain_pool = pools(kind, monkeypatch)
-    runner = SimpleNamespace(device="cpu")
-    ascend, native = (ATTENTION_BACKENDS[name](runner) for name in ("ascend", "torch_native"))
+    with one_rank(dcp_enabled=False):
+        npu_pool, plain_pool = pools(kind, monkeypatch)
+    table = SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32))
+    ascend, native = (
+        ATTENTION_BACKENDS[name](
+            SimpleNamespace(device="cpu", token_to_kv_pool=pool, req_to_token_pool=table)
+        )
+        for name, pool in (("ascend", npu_pool), ("torch_native", plain_pool))
+    )
+    with one_rank(dcp_enabled=False):
+        check_steps(kind, ascend, native, npu_pool, plain_pool, table)
+
+
+def check_steps(kind: str, ascend, native, npu_pool, plain_pool, table) -> None:
     layer = layer_of(kind)
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(table)):
         given, rope, joined = arguments(kind, tokens=len(batch["out_cache_loc"]))
         step = "forward_extend" if number < 2 else "forward_decode"
         batch["forward_mode"] = ForwardMode.EXTEND if number < 2 else ForwardMode.DECODE
@@ -186,7 +199,10 @@ def test_attention_equals_the_torch_native_one(kind, monkeypatch):
 RECEIVER = """
 import ctypes, hashlib, json, sys
 from memfabric_hybrid import TransferEngine
-from sglang.srt.utils import get_local_ip_auto
+try:
+    from sglang.srt.utils.network import get_local_ip_auto
+except ImportError:  # 0.5.9
+    from sglang.srt.utils import get_local_ip_auto
 size = int(sys.argv[1])
 registered, other = (ctypes.create_string_buffer(size) for _ in range(2))
 engine = TransferEngine()

@@ -32,7 +32,8 @@ def test_mla_config_is_what_the_engine_asks_for(tmp_path):
     assert config["architectures"] == ["DeepseekV2ForCausalLM"]
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (16, 8)
     assert config["q_lora_rank"] is None
-    assert config["rope_scaling"]["rope_type"] == "yarn"
+    rope = config["rope_parameters"] if "rope_parameters" in config else config["rope_scaling"]
+    assert rope["rope_type"] == "yarn"
     assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 1
     assert config["moe_layer_freq"] == 1
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pd_harness.cpu_host import SWITCH
+from pd_harness.releases import release
 
 if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
@@ -21,6 +22,7 @@ HEADS, WIDTH = 2, 8
 TOKENS = 4  # of a request that are verified at once
 LENGTHS = (5, 9)  # before them
 SLOTS = 64
+RETRIEVE = "retrive" if release() == "0.5.9" else "retrieve"  # as the engine spells it
 
 
 def built(topk: int = 1):
@@ -67,9 +69,11 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets(says, accep
         accept_index=torch.full((2, TOKENS), -1, dtype=torch.int32),
         accept_token_num=torch.zeros(2, dtype=torch.int32),
         candidates=tokens.view(2, TOKENS),
-        retrive_index=places,
-        retrive_next_token=next_tokens,
-        retrive_next_sibling=siblings,
+        **{
+            f"{RETRIEVE}_index": places,
+            f"{RETRIEVE}_next_token": next_tokens,
+            f"{RETRIEVE}_next_sibling": siblings,
+        },
         target_predict=torch.tensor([says, [20, 99, 99, 99]]),
         topk=1,
     )
@@ -87,6 +91,7 @@ class Batch:
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.normal_()
         self.rows = torch.randperm(SLOTS).view(2, SLOTS // 2)
+        self.table = SimpleNamespace(req_to_token=self.rows)
         self.layer = SimpleNamespace(
             layer_id=0,
             tp_q_head_num=HEADS,
@@ -96,6 +101,7 @@ class Batch:
             scaling=WIDTH**-0.5,
             is_cross_attention=False,
             attn_type=None,
+            sliding_window_size=None,
         )
 
     def slots(self, starts, ends) -> torch.Tensor:
@@ -105,9 +111,10 @@ class Batch:
         batch = SimpleNamespace(
             forward_mode=mode,
             token_to_kv_pool=self.pool,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.rows),
+            req_to_token_pool=self.table,
             req_pool_indices=torch.arange(2),
             out_cache_loc=slots,
+            encoder_lens=None,
             **more,
         )
         k, v = (buffer[slots].clone() for buffer in (self.pool.k_buffer[0], self.pool.v_buffer[0]))
@@ -128,16 +135,17 @@ class Batch:
         return torch.stack(out)
 
 
-@pytest.fixture
-def attention():
-    return TorchNativeAttnBackend(SimpleNamespace(device="cpu"))
+def attention(batch: Batch) -> TorchNativeAttnBackend:
+    """After 0.5.9 it takes the pools when it is made, else with each batch."""
+    pools = {"token_to_kv_pool": batch.pool, "req_to_token_pool": batch.table}
+    return TorchNativeAttnBackend(SimpleNamespace(device="cpu", **pools))
 
 
-def test_the_target_verifies_tokens_after_those_that_it_has(attention):
+def test_the_target_verifies_tokens_after_those_that_it_has():
     batch, ends = Batch(), [length + TOKENS for length in LENGTHS]
     q = torch.randn(2 * TOKENS, HEADS, WIDTH)
     got = batch.attend(
-        attention,
+        attention(batch),
         ForwardMode.TARGET_VERIFY,
         q,
         batch.slots(LENGTHS, ends),
@@ -149,14 +157,14 @@ def test_the_target_verifies_tokens_after_those_that_it_has(attention):
     torch.testing.assert_close(got, batch.expected(q, LENGTHS, ends))
 
 
-def test_the_draft_takes_in_what_was_accepted(attention):
+def test_the_draft_takes_in_what_was_accepted():
     """The engine leaves lengths of an earlier batch, of other requests, beside the new ones."""
     batch, accepted = Batch(), (1, 3)
     starts = [length - new for length, new in zip(LENGTHS, accepted, strict=True)]
     q = torch.randn(sum(accepted), HEADS, WIDTH)
     got = batch.attend(
-        attention,
-        ForwardMode.DRAFT_EXTEND,
+        attention(batch),
+        ForwardMode.DRAFT_EXTEND if release() == "0.5.9" else ForwardMode.DRAFT_EXTEND_V2,
         q,
         batch.slots(starts, LENGTHS),
         seq_lens=torch.tensor(LENGTHS),
@@ -166,16 +174,14 @@ def test_the_draft_takes_in_what_was_accepted(attention):
     torch.testing.assert_close(got, batch.expected(q, starts, LENGTHS))
 
 
-def test_each_step_of_a_draft_sees_those_before_it(attention):
-    factory = DraftBackendFactory(
-        SimpleNamespace(speculative_draft_attention_backend=None),
-        SimpleNamespace(attn_backend=attention),
-        1,
-        3,
-    )
+def test_each_step_of_a_draft_sees_those_before_it():
+    batch, q = Batch(), torch.randn(2, HEADS, WIDTH)
+    own = attention(batch)
+    runner = SimpleNamespace(attn_backend=own, draft_attention_backend=None)
+    arguments = [SimpleNamespace(speculative_draft_attention_backend=None)]
+    factory = DraftBackendFactory(*(arguments if release() == "0.5.9" else []), runner, 1, 3)
     steps = factory.create_decode_backend()
     assert len(steps.attn_backends) == 2
-    batch, q = Batch(), torch.randn(2, HEADS, WIDTH)
     for number, step in enumerate(steps.attn_backends):
         starts = [length + number for length in LENGTHS]
         ends = [length + 1 for length in starts]
@@ -187,4 +193,4 @@ def test_each_step_of_a_draft_sees_those_before_it(attention):
             seq_lens=torch.tensor(LENGTHS),
         )
         torch.testing.assert_close(got, batch.expected(q, starts, ends))
-    assert factory.create_draft_extend_backend() is attention
+    assert factory.create_draft_extend_backend() is own

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+from of_release import IS_LATER
 from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
@@ -189,6 +190,11 @@ class PickyEngine:
         return 0
 
 
+def by_kind(numbers: list[int]) -> list:
+    """Later releases have a list for each kind of state."""
+    return [numbers] if IS_LATER else numbers
+
+
 def registration(
     backend: str,
     refused: list[int],
@@ -211,8 +217,8 @@ def registration(
         kv_data_lens=[10, 20],
         aux_data_ptrs=[3],
         aux_data_lens=[30],
-        state_data_ptrs=[4],
-        state_data_lens=[state_bytes],
+        state_data_ptrs=by_kind([4]),
+        state_data_lens=by_kind([state_bytes]),
         layout=SimpleNamespace(kv=named, state=state),
     )
     picky = PickyEngine(refused, not_together)
