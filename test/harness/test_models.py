@@ -5,9 +5,16 @@ import threading
 
 import pytest
 
-from pd_harness.cpu_host.models import VOCABULARY, TinyGQA, TinyLlama, TinyMLA, byte_tokenizer
+from pd_harness.cpu_host.models import (
+    VOCABULARY,
+    TinyGQA,
+    TinyLlama,
+    TinyMLA,
+    byte_tokenizer,
+    loaded,
+)
 
-transformers = pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
+pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
 
 SMALL = TinyGQA(layers=1, heads=2, kv_heads=1, head_dim=16, hidden=32)
 SMALL_MLA = TinyMLA(layers=1, heads=2, latent=16, rope=8, head_dim=16, hidden=32)
@@ -58,7 +65,7 @@ def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
     """A page of 16 tokens in one layer that is not what it must be can be seen in one token."""
     import torch
 
-    network = transformers.AutoModelForCausalLM.from_pretrained(model.make(tmp_path)).eval()
+    network = loaded(model.make(tmp_path))
     tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
     right = logprobs_after(network, tokens, lambda cache: None)
     for layer in range(model.layers):

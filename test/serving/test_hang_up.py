@@ -75,6 +75,7 @@ STOCK = {
     "0.5.23": [
         (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of PATIENT
         (fleet("nixl", **TP_2), "right"),
+        (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
         (fleet("mooncake", **PP_2), "wrong"),
         (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
         (fleet("ascend", **PP_2), "right"),

@@ -21,12 +21,12 @@ from serving_scenarios import (
     nightly_but_in,
     prompts,
 )
-from transformers import AutoModelForCausalLM
 
 from pd_harness import cluster
-from pd_harness.cpu_host.models import TinyModel
+from pd_harness.cpu_host.models import TinyModel, loaded
 from pd_harness.device import device
 from pd_harness.ports import free_ports
+from pd_harness.releases import release
 
 pytestmark = [
     pytest.mark.serving,
@@ -223,12 +223,14 @@ def test_logprobs_of_the_prompt(pair, nixl):
 
 def logprobs(model: TinyModel, prompt: list[int]) -> list[float]:
     """Of each token but the first, by the model alone."""
-    network = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype="float32")
     with torch.no_grad():
-        scores = network(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        scores = loaded(model_folder(model))(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
 
 
+@pytest.mark.skipif(
+    release() != "0.5.9", reason="0.5.23, stock too, lets them wait until a time-out of 300 s"
+)
 def test_several_samples_of_a_prompt(nixl, reference):
     """0.5.9 gives them all one room, so they cannot be served: the client hears so."""
     asked = body(prompts()[3])

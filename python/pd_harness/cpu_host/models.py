@@ -157,6 +157,20 @@ class TinyMLA(TinyModel):
         return DeepseekV2ForCausalLM(config)
 
 
+def loaded(folder: Path):
+    """The transformers model of a checkpoint, to be compared with.
+
+    Not by ``from_pretrained``: in a process with the CPU host that of transformers 5 leaves RoPE's
+    frequencies as they were in memory.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    return network.eval()
+
+
 def plain_yarn() -> dict[str, dict]:
     """RoPE of the only kind that the engine knows for MLA on a CPU; a factor of 1 makes it plain.
 
