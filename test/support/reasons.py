@@ -20,16 +20,9 @@ LATER_FAILING = {
     ("nixl", "late status"): "NIXL transfer encountered ERR",
 }
 FAILING = LATER_FAILING if IS_LATER else FIRST_FAILING
-# Later ones of Mooncake have no place for a reason in what they tell decode.
-UNTOLD = "Failed to get kvcache from prefill instance" if IS_LATER else ""
 LOST_PREFILL = "Lost connection with prefill" if IS_LATER else "does not answer any more"
 LOST_DECODE = (
     {"mooncake": "Failed to send", "nixl": "NIXL"}
     if IS_LATER
     else {"mooncake": "Prefill", "nixl": "Prefill"}
 )
-
-
-def decode_hears(backend: str, said: str) -> str:
-    """What decode says of what prefill said."""
-    return UNTOLD if UNTOLD and backend == "mooncake" else said

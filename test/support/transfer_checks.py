@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fleet import Fleet, Outcome, Rank, Servers
 from of_release import IS_LATER
-from reasons import decode_hears
 
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
@@ -60,13 +59,12 @@ def assert_served_again(servers: Servers, pages=PAGES) -> None:
     assert_right(servers, pages)
 
 
-def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE, backend: str = "") -> None:
+def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
     """On every rank, in time, with this in the reason on each side."""
-    heard = decode_hears(backend, said)
-    for side, says in ((outcome.prefill, said), (outcome.decode, heard)):
+    for side in (outcome.prefill, outcome.decode):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
         assert in_time(max(answer["seconds"] for answer in side), within), outcome
-        assert any(says in answer["reason"] for answer in side), outcome
+        assert any(said in answer["reason"] for answer in side), outcome
 
 
 def vote(ranks: list[Rank]) -> None:

@@ -40,6 +40,8 @@ class KVArgsRegisterInfo:
 
 
 class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
+    # One frame more, which stock decode ranks of this release read, too.
+    kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
     unsettled = threading.local()
 
