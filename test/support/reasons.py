@@ -26,3 +26,4 @@ LOST_DECODE = (
     if IS_LATER
     else {"mooncake": "Prefill", "nixl": "Prefill"}
 )
+CUT = LOST_DECODE if IS_LATER else {"mooncake": FAILING["mooncake", "status"]}

@@ -6,7 +6,7 @@ import pytest
 from fleet import Fleet, Rank, Servers, Side
 from of_release import IS_LATER
 from rank_faults import ERROR
-from reasons import FAILING, LOST_DECODE, LOST_PREFILL
+from reasons import CUT, FAILING, LOST_DECODE, LOST_PREFILL
 from transfer_checks import (
     AT_ONCE,
     BACKENDS,
@@ -256,14 +256,19 @@ def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
             servers.prefill[0].call("plan_faults", how=how, at=[2], pids=dying, seconds=1)
             outcome = servers.request(*MANY_PAGES, seconds=90)
             (prefill,), (decode,) = outcome.prefill, outcome.decode
-            assert (prefill["state"], decode["state"]) == ("failed", "died"), outcome
-            assert LOST_DECODE[backend] in prefill["reason"], outcome
+            assert decode["state"] == "died", outcome
+            # Later ones of NIXL ask decode for no answer, and may be done before it dies.
+            if not (IS_LATER and how == "freeze" and prefill["state"] == "success"):
+                assert prefill["state"] == "failed", outcome
+                assert LOST_DECODE[backend] in prefill["reason"], outcome
             assert in_time(prefill["seconds"], 60), outcome
             time.sleep(IDLE_SECONDS)
             servers.start("decode")
-            assert_right(servers, MANY_PAGES)
-        note(f"decode rank killed in mid-transfer ({how})", backend, prefill)
-        assert_held_no_more(servers.prefill, before, lambda: assert_right(servers, MANY_PAGES))
+            assert_served_again(servers, MANY_PAGES)
+        said = prefill.get("reason", "nothing: all was written")
+        note(f"decode rank killed in mid-transfer ({how})", backend, {**prefill, "reason": said})
+        if not IS_LATER:  # later ones keep their sockets to ranks that are dead
+            assert_held_no_more(servers.prefill, before, lambda: assert_right(servers, MANY_PAGES))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -274,7 +279,7 @@ def test_a_live_peer_is_connected_again(serve, backend, note):
             assert cutting.call("cut_connections")["cut"]
             may_fail = IS_LATER or backend == "mooncake"
             if may_fail and (outcome := servers.request(*PAGES)).state != "right":
-                assert_failed(outcome, FAILING[backend, "status"])
+                assert_failed(outcome, CUT[backend])
             assert_served_again(servers)
         servers.prefill[0].call("plan_faults", how="cut", at=[2])
         outcome = servers.request(*PAGES)
