@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import heads_to_send
-from .match import match_buffers
+from .match import is_elided, match_buffers
 
 Words = npt.NDArray[np.uint64]
 
@@ -217,7 +217,7 @@ def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
         heads = buffer.heads
         wanted = {-1} if heads is None else set(range(heads.start, heads.stop))
         left = wanted - held.get(buffer.key, set())
-        if left and not (buffer.draft or buffer.idle):
+        if left and not (buffer.draft or buffer.idle or is_elided(buffer)):
             missing.append(
                 buffer.name if heads is None else f"{buffer.name}, KV heads {sorted(left)}"
             )

@@ -97,8 +97,14 @@ def match_buffers(
     pairs = (
         _pair(src, dst, i, j, src_buffers[i], dst_buffers[j])
         for i, j in same_layers(src, dst, src_buffers, dst_buffers)
+        if not (is_elided(src_buffers[i]) or is_elided(dst_buffers[j]))
     )
     return tuple(pair for pair in pairs if pair.row_bytes)
+
+
+def is_elided(buffer: Buffer) -> bool:
+    """Index keys of a layer that has none of its own, which each server decides by its options."""
+    return buffer.component == "index_k" and not buffer.page_bytes
 
 
 def same_layers(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import List, Tuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, List, Tuple
 
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_layout import Buffer
@@ -62,6 +63,21 @@ def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region
         f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,}); one by one it "
         f"fails for: {failed or 'none'}"
     )
+
+
+@contextlib.contextmanager
+def only_logged_later(manager: Any) -> Iterator[None]:
+    """Around a manager's registration of its buffers: a failure is raised when the server starts.
+
+    Where memory is registered again at run time, as after a pause, it ends no server.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not getattr(manager, "has_registered", False):
+            raise
+        logger.error(str(error))
+    manager.has_registered = True
 
 
 def register_apart(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:

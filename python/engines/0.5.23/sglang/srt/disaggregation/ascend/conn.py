@@ -24,6 +24,7 @@ class AscendKVManager(EngineAscendKVManager):
         """
         kv, aux = regions(self.kv_args)
         if is_registered(self.engine.batch_register, [*kv, *aux]):
+            self.has_registered = True
             return
         logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")
         super(EngineAscendKVManager, self).register_buffer_to_engine()

@@ -15,9 +15,15 @@ from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_p
 from sglang.srt.disaggregation.pd.batches import write_copies
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
-from sglang.srt.disaggregation.pd.memory import register_apart
+from sglang.srt.disaggregation.pd.memory import only_logged_later, register_apart
 from sglang.srt.disaggregation.pd.plans import Plans
-from sglang.srt.disaggregation.pd.readers import check_room, check_session, checked
+from sglang.srt.disaggregation.pd.readers import (
+    STAGING,
+    check_room,
+    check_session,
+    check_staging,
+    checked,
+)
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -54,7 +60,8 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         """
         has_pool, pool = check_mooncake_custom_mem_pool_enabled()
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
-        register_apart(self.kv_args, self.engine.batch_register, aux_over_tcp)
+        with only_logged_later(self):
+            register_apart(self.kv_args, self.engine.batch_register, aux_over_tcp)
 
     # What peers say
 
@@ -70,18 +77,17 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
 
         True for a room that has ended here, of which the decode rank is told.
         """
-        if frames[0] == b"WATERMARK":
-            [int(frame) for frame in frames[1:3]]
-            if self._staging_ctx is None:
-                raise ValueError("staging is off")
-        elif frames[0] == b"STAGING_RSP":
-            [int(frames[i]) for i in range(1, 6)]
-            frames[6].decode("ascii")
+        if frames[0] in STAGING:
+            check_staging(frames, self._staging_ctx)
         elif frames[0] != ABORT_TAG:
             check_session(frames[3])
             if frames[0] == b"None":
                 info = KVArgsRegisterInfo.from_zmq(frames)
-                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
+                if self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank):
+                    drafts = self.kv_args.num_draft_entries
+                    targets = [info.dst_kv_item_len] * (len(self.kv_args.kv_item_lens) - drafts)
+                    lengths = [*targets, *[None] * drafts]
+                    self.prepare_dcp_token_item_lens(lengths, info.dst_dcp_size)
                 self.read_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames)
@@ -92,8 +98,8 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:
             self._check_aux_data(frames)
-        elif frames[0] == b"STAGING_REQ" and self._staging_handler is None:
-            raise ValueError("staging is off")
+        elif frames[0] in STAGING:
+            check_staging(frames, self._staging_handler)
         return self.takes_digests(frames)
 
     def _check_aux_data(self, frames: List[bytes]) -> None:

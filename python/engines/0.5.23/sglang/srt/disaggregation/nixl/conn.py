@@ -8,13 +8,18 @@ import threading
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import numpy as np
-from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.kv_layout import PeerPlan, PreparedPlan, RankLayout, prepare
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
-from sglang.srt.disaggregation.pd.readers import CheckedSocket, check_name, check_room
+from sglang.srt.disaggregation.pd.readers import (
+    STAGING,
+    CheckedSocket,
+    check_name,
+    check_room,
+    check_staging,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -44,8 +49,9 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's.
-        self.prepared: Dict[str, tuple[PreparedPlan, Any, Any]] = {}
+        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's; None where we
+        # have nothing for it.
+        self.prepared: Dict[str, Optional[tuple[PreparedPlan, Any, Any]]] = {}
         self.own_blocks: Dict[tuple, Any] = {}
         return self
 
@@ -73,11 +79,8 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
         True for a room that has ended here, of which the decode rank is told.
         """
-        if frames[0] == b"WATERMARK":
-            [int(frame) for frame in frames[1:3]]
-        elif frames[0] == b"STAGING_RSP":
-            [int(frames[i]) for i in range(1, 6)]
-            frames[6].decode("ascii")
+        if frames[0] in STAGING:
+            check_staging(frames)
         elif frames[0] != ABORT_TAG:
             if frames[0] != GUARD:
                 raise ValueError("this is no decode rank's message")
@@ -93,8 +96,8 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         return False
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
-        if frames[0] == b"STAGING_REQ" and self.enable_staging:
-            [int(frames[i]) for i in (1, 2, 3)]
+        if frames[0] in STAGING and self.enable_staging:
+            check_staging(frames, self._staging_handler)
         return self.takes_digests(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
@@ -105,8 +108,11 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             del self.decode_kv_args_table[name]  # it may do better now
         elif known is not None:
             return super()._add_remote_peer(info)
-        self.plan_peer(name, info, (info.decode_tp_rank, info.decode_tp_size), info.dst_kv_item_len)
+        tp = (info.decode_tp_rank, info.decode_tp_size)
         try:
+            dcp = (info.dst_dcp_size, info.dst_dcp_rank)
+            info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
+            self.plan_peer(name, info, tp, info.dst_kv_item_len)
             if not info.refusal:
                 super()._add_remote_peer(info)
         except Exception as error:
@@ -116,7 +122,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         self.decode_kv_args_table[name] = info
 
     def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
-        return len(set(info.dst_kv_mem_kinds)) == 1 and super().is_usual(info, layout)
+        return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)
 
     def build_receiver_registration_message(self) -> List[bytes]:
         """As the engine's, and what each buffer holds."""
@@ -136,6 +142,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
         peer_info.dst_homogeneous_mem_kind = memory
         if not prepared.src:
+            self.prepared[peer_info.agent_name] = None
             return
         ours = tuple(prepared.src)
         if ours not in self.own_blocks:
@@ -165,7 +172,9 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         return self._write_prepared(peer, src_pages, dst_pages)
 
     def _write_prepared(self, peer: str, src_pages, dst_pages) -> Optional[Any]:
-        if peer not in self.prepared:  # this rank has nothing for that one
+        if peer not in self.prepared:
+            raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
+        if self.prepared[peer] is None:
             return None
         prepared, ours, theirs = self.prepared[peer]
         src, dst = prepared.blocks(src_pages, dst_pages)
@@ -197,8 +206,8 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
             yield from super().maybe_send_extra(peer, *sent, **by)
             return
-        strict = self.kv_args.state_types[0] == StateType.DSA
-        copies = plan.state.copies(*self.planned_state_pages(src_state, dst_state, strict))
+        pages = self.planned_state_pages(src_state, dst_state, strict=True)
+        copies = plan.state.copies(*pages)
         if len(copies):
             memory = kind_of_peer(self.kv_args.layout, plan.layout)
             sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)

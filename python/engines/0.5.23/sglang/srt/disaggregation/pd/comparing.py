@@ -146,5 +146,6 @@ class ComparesDigests:
         return reason
 
     def clear(self) -> None:
-        self.kv_mgr.arrived_digests.pop(self.bootstrap_room, None)
         super().clear()
+        if self.bootstrap_room not in self.kv_mgr.request_status:  # else it is another's
+            self.kv_mgr.arrived_digests.pop(self.bootstrap_room, None)

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = (2, 5)
 # How long a server is known as unfit before it is asked again: it may have been started anew.
 UNFIT_SECONDS = 10.0
-# A request may come to prefill after decode has refused it: its ranks are told once more.
-TELL_AGAIN_SECONDS = 3.0
+# A request may come to prefill a little later than to decode, which refuses it at once.
+TELL_AFTER_SECONDS = 0.5
 MAX_UNTOLD = 4096
 
 
@@ -40,9 +40,14 @@ class Fitting:
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As the engine's; a server that does not fit is known too, and `why_unfit` says why."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
         try:
-            return super().try_ensure_parallel_info(bootstrap_addr)
-        except (RuntimeError, AssertionError) as error:
+            is_known = super().try_ensure_parallel_info(bootstrap_addr)
+            if is_known:
+                self.unfit.pop(bootstrap_addr, None)
+            return is_known
+        except Exception as error:  # also of an answer that is none
             why = str(error) or repr(error)
         logger.error(f"Prefill {bootstrap_addr} cannot serve this decode server: {why}")
         self.unfit[bootstrap_addr] = (why, time.monotonic() + UNFIT_SECONDS)
@@ -63,7 +68,8 @@ class Fitting:
             return None
         why, until = known
         if time.monotonic() > until:
-            del self.unfit[bootstrap_addr], self.prefill_info_table[bootstrap_addr]
+            self.unfit.pop(bootstrap_addr, None)
+            self.prefill_info_table.pop(bootstrap_addr, None)
         return why
 
 
@@ -82,11 +88,9 @@ class Untold:
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def add(self, bootstrap_addr: str, room: int) -> None:
-        """A room has failed, of which this server must know: at once, and a little later again."""
-        now = time.monotonic()
-        for when in (now, now + TELL_AGAIN_SECONDS):
-            self.rooms.append((when, bootstrap_addr, room))
-            self.arrived.release()
+        """A room has failed, of which this server must know."""
+        self.rooms.append((time.monotonic() + TELL_AFTER_SECONDS, bootstrap_addr, room))
+        self.arrived.release()
         if not self.thread.is_alive():
             self.thread.start()
 
@@ -97,11 +101,7 @@ class Untold:
                 when, address, room = self.rooms.popleft()
             except IndexError:  # the oldest have been dropped
                 continue
-            if when > time.monotonic():
-                self.rooms.append((when, address, room))
-                self.arrived.release()
-                time.sleep(min(0.1, max(0.0, when - time.monotonic())))
-                continue
+            time.sleep(max(0.0, when - time.monotonic()))
             try:
                 for rank in _ranks(address):
                     self.tell(rank, room)

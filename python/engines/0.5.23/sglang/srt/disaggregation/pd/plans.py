@@ -61,6 +61,10 @@ class Plans:
             why = "its buffers are not those that a stock rank of this model has"
         except LayoutError as error:
             why = str(error)
+        except Exception as error:
+            # Such as addresses that are no signed numbers; the engine may know what to do.
+            logger.warning(f"Decode {name} cannot be planned for, and is left to stock: {error!r}")
+            return
         if frame:
             info.refusal = why
             logger.error(f"Decode {name} is refused: {why}")
@@ -97,6 +101,8 @@ class Plans:
     def is_usual(self, info: Any, layout: RankLayout) -> bool:
         """Whether a peer that does not describe its buffers may have those that are inferred."""
         known = list(zip(layout.kv, info.dst_kv_item_lens))
+        if len(info.dst_state_item_lens) == 1:
+            known += zip(layout.state, info.dst_state_item_lens[0])
         return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)
 
     def read_layout(self, frames: list[bytes]) -> None:

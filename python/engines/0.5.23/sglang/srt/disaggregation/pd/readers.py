@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
 MAX_NAME = 256
+MAX_CHUNKS = 1 << 16
+# Messages about staging buffers, and at which frame their numbers end.
+STAGING = {b"WATERMARK": 3, b"STAGING_RSP": 6, b"STAGING_REQ": 4}
 
 Frames = List[bytes]
 
@@ -52,6 +55,28 @@ class CheckedSocket:
 
     def __getattr__(self, name: str):
         return getattr(self.sock, name)
+
+
+def check_staging(frames: Frames, handler: object = True) -> None:
+    """Raises ValueError or IndexError for a message about staging buffers that has no place.
+
+    handler: of decode's staging; there is none before its scheduler has made it.
+    """
+    numbers = [int(frame) for frame in frames[1 : STAGING[frames[0]]]]
+    if len(numbers) != STAGING[frames[0]] - 1:
+        raise IndexError(f"{len(frames)} frames, and {STAGING[frames[0]]} are read")
+    if frames[0] == b"STAGING_REQ":
+        numbers += [int(frame) for frame in frames[5:6]]
+        frames = frames[:5]
+    if frames[0] != b"WATERMARK" and not 0 <= numbers[1] < MAX_CHUNKS:
+        raise ValueError(f"chunk {numbers[1]} of at most {MAX_CHUNKS}")
+    if handler is None:
+        raise ValueError("nobody here has staging buffers yet")
+    names = frames[STAGING[frames[0]] :]
+    if frames[0] != b"WATERMARK" and not names:
+        raise IndexError("no session")
+    for name in names:
+        check_name(name)
 
 
 def check_name(name: bytes) -> None:

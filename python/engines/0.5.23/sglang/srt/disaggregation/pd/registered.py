@@ -158,10 +158,7 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 def _draft_kv_heads(scheduler: Scheduler) -> Optional[int]:
     """KV heads of the whole draft model; None where its worker does not tell."""
     worker: Any = scheduler.draft_worker
-    runners = getattr(worker, "draft_runners", None) or getattr(
-        getattr(worker, "draft_worker", None), "draft_runners", ()
-    )
-    configs = [getattr(runner, "model_config", None) for runner in runners]
-    configs.append(getattr(worker, "model_config", None))
-    known = [config for config in configs if config is not None]
-    return known[0].get_total_num_kv_heads() if known else None
+    if not hasattr(worker, "_draft_model_runners"):
+        return None
+    runners = worker._draft_model_runners()
+    return runners[0].model_config.get_total_num_kv_heads() if runners else None
