@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, List, Literal
 from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import encode_layout, layout_frame
 from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
+from sglang.srt.disaggregation.pd.ended import EndingSender
 from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import GathersReports
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
         EngineCommonKVBootstrapServer,
         EngineCommonKVManager,
         EngineCommonKVReceiver,
+        EngineCommonKVSender,
         KVPoll,
         PrefillServerInfo,
     )
 
 RENAMED = (
     ("CommonKVManager", "EngineCommonKVManager"),
+    ("CommonKVSender", "EngineCommonKVSender"),
     ("CommonKVReceiver", "EngineCommonKVReceiver"),
     ("CommonKVBootstrapServer", "EngineCommonKVBootstrapServer"),
 )
@@ -54,6 +57,10 @@ class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
         told = AbortNotification(room, self.local_ip, self.rank_port, None).to_zmq()
         with lock:
             sock.send_multipart(told)
+
+
+class CommonKVSender(EndingSender, EngineCommonKVSender):
+    """Decode hears of requests that have ended here."""
 
 
 class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.batches import write_copies
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
+from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.memory import register_apart
 from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import check_room, check_session, checked
@@ -39,7 +40,7 @@ class KVArgsRegisterInfo:
     refusal = ""
 
 
-class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
+class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
     # One frame more, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
@@ -64,8 +65,11 @@ class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
             return checked(recv, self._check_decode_message)
         return checked(recv, self._check_prefill_message)
 
-    def _check_prefill_message(self, frames: List[bytes]) -> None:
-        """Raises what the engine's thread would on its way through these frames."""
+    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+        """Raises what the engine's thread would on its way through these frames.
+
+        True for a room that has ended here, of which the decode rank is told.
+        """
         if frames[0] == b"WATERMARK":
             [int(frame) for frame in frames[1:3]]
             if self._staging_ctx is None:
@@ -80,7 +84,10 @@ class MooncakeKVManager(SendsDigests, Plans, EngineMooncakeKVManager):
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
                 self.read_layout(frames)
             else:
-                check_room(TransferInfo.from_zmq(frames))
+                info = TransferInfo.from_zmq(frames)
+                check_room(info)
+                return self.tells_ended(info)
+        return False
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:

@@ -11,6 +11,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.kv_layout import PeerPlan, PreparedPlan, RankLayout, prepare
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
+from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import CheckedSocket, check_name, check_room
@@ -37,7 +38,7 @@ class KVArgsRegisterInfo:
     refusal = ""
 
 
-class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
+class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
     # Whether the transfer that this thread began last found its connection lost.
     connection = threading.local()
 
@@ -67,8 +68,11 @@ class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
         self.server_socket = CheckedSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
 
-    def _check_prefill_message(self, frames: List[bytes]) -> None:
-        """Raises what the engine's thread would on its way through these frames."""
+    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+        """Raises what the engine's thread would on its way through these frames.
+
+        True for a room that has ended here, of which the decode rank is told.
+        """
         if frames[0] == b"WATERMARK":
             [int(frame) for frame in frames[1:3]]
         elif frames[0] == b"STAGING_RSP":
@@ -83,7 +87,10 @@ class NixlKVManager(SendsDigests, Plans, EngineNixlKVManager):
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
                 self.read_layout(frames)
             else:
-                check_room(TransferInfo.from_zmq(frames[1:]))
+                info = TransferInfo.from_zmq(frames[1:])
+                check_room(info)
+                return self.tells_ended(info)
+        return False
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == b"STAGING_REQ" and self.enable_staging:

@@ -1,0 +1,134 @@
+"""Prefill: decode hears of requests that have ended here, also if it asks for them only then.
+
+decode asks, prefill's client leaves     the engine tells nobody: decode is told
+prefill's client leaves, decode asks     nobody would answer: decode is told when it asks
+decode asks and gives up, no request     its room stays in the engine's tables: so many at most
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, List, Optional, Set, Tuple
+from weakref import WeakValueDictionary
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+# Rooms that are remembered: of requests that failed here, and given up before a request came.
+MAX_ENDED = 4096
+
+Endpoint = Tuple[str, int]
+
+
+@dataclass
+class EndedRoom:
+    """Why a request failed here, and the decode ranks that know."""
+
+    reason: str
+    told: Set[Endpoint]
+
+
+class Ended:
+    """A prefill rank's KV manager, over the engine's. Decode's never fills it."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.ended_lock = threading.Lock()  # the scheduler, and the thread that reads messages
+        self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
+        self.unrequested: OrderedDict[int, None] = OrderedDict()
+        return self
+
+    def note_requested(self, room: int, sender: Any) -> None:
+        """A request has come; what is known of its room was another's."""
+        with self.ended_lock:
+            self.requested[room] = sender
+            self.ended.pop(room, None)
+            self.unrequested.pop(room, None)
+
+    def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
+        """A request has failed; these decode ranks know, or are being told."""
+        with self.ended_lock:
+            self.requested.pop(room, None)
+            self.ended[room] = EndedRoom(reason, told)
+            if len(self.ended) > MAX_ENDED:
+                self.ended.popitem(last=False)
+
+    def tells_ended(self, info: Any) -> bool:
+        """Whether the room that a decode rank asks for has failed here; it is told then.
+
+        One that asks again after it was told so has a new request of that number.
+        """
+        if info.is_dummy:
+            return False
+        endpoint = (info.endpoint, info.dst_port)
+        with self.ended_lock:
+            known = self.ended.get(info.room)
+            if known is None or endpoint in known.told:
+                self.ended.pop(info.room, None)
+                return False
+            known.told.add(endpoint)
+        self.send_kv_status_message(
+            targets=[endpoint],
+            bootstrap_room=info.room,
+            status=KVPoll.Failed,
+            failure_reason=known.reason,
+        )
+        return True
+
+    def _handle_abort_notification(self, msg: List[bytes]) -> bool:
+        """As the engine's; of rooms without a request it keeps what it needs for the last ones."""
+        is_taken = super()._handle_abort_notification(msg)
+        if is_taken and len(msg) > 1 and msg[1].isdigit():
+            self._note_unrequested(int(msg[1]))
+        return is_taken
+
+    def _note_unrequested(self, room: int) -> None:
+        with self.ended_lock:
+            if room in self.requested or room not in self.request_status:
+                return
+            self.unrequested[room] = None
+            if len(self.unrequested) <= MAX_ENDED:
+                return
+            oldest, _ = self.unrequested.popitem(last=False)
+            for table in (self.request_status, self.transfer_infos, self.failure_records):
+                table.pop(oldest, None)
+            self.req_to_decode_prefix_len.pop(oldest, None)
+
+
+class EndingSender:
+    """A prefill rank's KV sender, over the engine's."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
+        if hasattr(mgr, "note_requested"):  # Mori's has not
+            mgr.note_requested(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *more, **options)
+
+    def abort(self):
+        """As the engine's; decode ranks that have asked are told."""
+        super().abort()
+        self._tell_failed()
+
+    def _check_bootstrap_timeout(self) -> Optional[KVPoll]:
+        """As the engine's; decode ranks that have asked are told."""
+        status = super()._check_bootstrap_timeout()
+        if status is not None:
+            self._tell_failed()
+        return status
+
+    def _tell_failed(self) -> None:
+        """Decode keeps its pages until we say that nothing is written any more; not before that."""
+        if self.kv_mgr.enable_deferred_decode_kv_release:
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
+            self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
+
+    def clear(self) -> None:
+        """As the engine's; decode ranks that ask for a room that failed are told when they do."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
+            asked = list(manager.transfer_infos.get(room, {}).values())
+            told = {(info.endpoint, info.dst_port) for info in asked}
+            reason = manager.failure_records.get(room, "another prefill rank failed")
+            manager.note_ended(room, reason, told)
+        super().clear()
