@@ -134,6 +134,8 @@ class RankBase(ABC):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
         c = self.config
         decode_queue = DecodePreallocQueue
+        draft = SimpleNamespace(get_total_num_kv_heads=lambda: c.draft_heads)
+        draft_runner = SimpleNamespace(model_config=draft)
         queue = object.__new__(prefill.PrefillBootstrapQueue if self.is_prefill else decode_queue)
         queue.__dict__.update(
             token_to_kv_pool=self.pool,
@@ -155,7 +157,7 @@ class RankBase(ABC):
                     ),
                 ),
                 draft_worker=SimpleNamespace(
-                    model_config=SimpleNamespace(get_total_num_kv_heads=lambda: c.draft_heads)
+                    model_config=draft, _draft_model_runners=lambda: (draft_runner,)
                 ),
                 tp_worker=SimpleNamespace(
                     model_runner=SimpleNamespace(
