@@ -1,9 +1,10 @@
 """Stock's planning against ours, in one process that has the stock engine: `scripts/bench.sh`.
 
 Both sides are asked for the same transfer by the engine's own call, on managers without a network:
-a stand-in takes what a transport takes, three lists (MemFabric, Mooncake) or two arrays `[n, 3]`
-(NIXL). Ours is that of the patched engine, imported after the stock one. That both copy the same
-bytes is checked before anything is timed.
+a stand-in takes what a transport takes, three lists (MemFabric, Mooncake), two arrays `[n, 3]`
+(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_later`). Ours is that of
+the patched engine, imported after the stock one. That both copy the same bytes is checked before
+anything is timed.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated
 
+import bench_later
 import numpy as np
 import typer
 from rich.console import Console
@@ -36,6 +38,11 @@ ELEMENT = 2  # bytes, bfloat16
 CHECKED = [1, 2, 5, 16]
 SWEEP = [1, 2, 4, 16, 64, 256]
 LARGE = [1024, 8192]
+HELD = 2 * max(LARGE)  # pages of each buffer, for fragmented ones are apart
+# Elements of a token of each component: as NPU pools hold them, and as others do.
+NPU_MLA = {"k": 512, "v": 64}
+NPU_INDEXED_MLA = {**NPU_MLA, "index_k": 128}
+MLA = {"kv": 576}
 # Pages that follow one another on both sides, in pages a run; None: all of them.
 FRAGMENTS = {"contiguous": None, "half": 2, "full": 1}
 SECONDS = 0.6  # of timing a row, but within this many repeats of each side
@@ -65,7 +72,17 @@ class Transport:
     def get_xfer_descs(self, rows, kind):
         return rows
 
-    def initialize_xfer(self, operation, src, dst, peer, notif) -> int:
+    def prep_xfer_dlist(self, peer, runs, kind):
+        return runs
+
+    def make_prepped_xfer(self, operation, src, src_blocks, dst, dst_blocks) -> int:
+        if self.keep:
+            sides = ((src, src_blocks), (dst, dst_blocks))
+            descriptors = (bench_later.descriptors(*side) for side in sides)
+            self.initialize_xfer(operation, *descriptors, PEER)
+        return 1
+
+    def initialize_xfer(self, operation, src, dst, peer, notif=b"") -> int:
         if self.keep:
             if not np.array_equal(src[:, 1:], dst[:, 1:]):  # bytes, and device 0 on both sides
                 raise ValueError("source and destination descriptors differ in length or device")
@@ -78,7 +95,7 @@ class Transport:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A pool, a backend, and both sides' manager classes."""
+    """A pool, a backend, and both sides' manager classes; `later` ones are `bench_later`'s."""
 
     name: str
     stock: type
@@ -87,6 +104,7 @@ class Kind:
     peer: object  # and of the decode rank
     sliced: bool
     lists: bool
+    later: bool = False
 
     def caller(self, manager_class: type, transport: Transport) -> Callable:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
@@ -97,10 +115,14 @@ class Kind:
             executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
             tail = (self.peer.tp_rank, self.peer.tp_size, page_bytes) if sliced else ()
             tail = (*tail, executor)
+        elif self.later:
+            tail = (0,)
         else:
             sizes = (self.own.tp_size, self.peer.tp_size, self.peer.tp_rank, page_bytes)
             tail = (0, NOTICE, *(sizes if sliced else ()))
         send = manager.send_kvcache_slice if sliced else manager.send_kvcache
+        if self.later and sliced and not self.lists:
+            return lambda src_pages, dst_pages: send(PEER, src_pages, dst_pages)
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
     def _manager(self, manager_class: type, transport: Transport):
@@ -123,9 +145,12 @@ class Kind:
             layout=own,
         )
         dst = pointers(self.peer, 2)
-        manager.decode_kv_args_table = {
-            PEER: SimpleNamespace(plan=self.plan(), refusal="", gpu_id=0, dst_kv_ptrs=dst)
-        }
+        info = SimpleNamespace(
+            plan=self.plan(), refusal="", agent_name=PEER, gpu_id=0, dst_kv_ptrs=dst
+        )
+        manager.decode_kv_args_table = {PEER: info}
+        if self.later:
+            bench_later.complete(manager, info, own, self.peer, HELD)
         return manager
 
     def plan(self):
@@ -149,12 +174,14 @@ def managers() -> dict[str, dict[str, type]]:
     Raises:
         FileNotFoundError: There is no patched engine.
     """
+    if bench_later.is_later():
+        bench_later.publish_defaults()
     found = {name: {"stock": manager(name)} for name in BACKENDS}
     patched = next(PATCHED.glob("lib/python*/site-packages/sglang/srt/disaggregation"), None)
     if patched is None:
         raise FileNotFoundError(f"no engine in {PATCHED}: run scripts/setup.sh")
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{ENGINE}.")]:
-        del sys.modules[name]
+        bench_later.forget_metrics(sys.modules.pop(name))
     sys.modules[ENGINE] = package = ModuleType(ENGINE)
     package.__path__ = [str(patched)]
     for name in BACKENDS:
@@ -168,19 +195,35 @@ def manager(backend: str) -> type:
 
 def kinds() -> list[Kind]:
     """What is compared."""
-    found = managers()
-    ascend, mooncake = ({**found[name], "lists": True} for name in ("ascend", "mooncake"))
-    nixl = {**found["nixl"], "lists": False}
-    plain = {"own": mla(index=False), "peer": mla(index=False), "sliced": False}
-    indexed = {"own": mla(index=True), "peer": mla(index=True), "sliced": False}
-    slices = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
+    found, later = managers(), bench_later.is_later()
+    ascend, mooncake, nixl = (
+        {**found[name], "lists": name != "nixl", "later": later} for name in BACKENDS
+    )
+    plain, indexed, mla_kv = (whole(mla(widths)) for widths in (NPU_MLA, NPU_INDEXED_MLA, MLA))
+    gathered = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
+    spread = {"own": gqa(0, 1), "peer": gqa(1, 2), "sliced": True}
+    if later:
+        return [
+            Kind("MLA k v index_k, Ascend", **ascend, **indexed),
+            Kind("MLA, Mooncake", **mooncake, **mla_kv),
+            Kind("GQA, Mooncake", **mooncake, **whole(gqa(0, 1))),
+            Kind("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
+            Kind("MLA, NIXL", **nixl, **mla_kv),
+            Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
+            Kind("GQA TP 1 to 2, NIXL", **nixl, **spread),
+        ]
     return [
         Kind("MLA k v, Ascend", **ascend, **plain),
         Kind("MLA k v index_k, Ascend", **ascend, **indexed),
         Kind("MLA k v index_k, NIXL", **nixl, **indexed),
-        Kind("GQA TP 2 to 1, Mooncake", **mooncake, **slices),
-        Kind("GQA TP 2 to 1, NIXL", **nixl, **slices),
+        Kind("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
+        Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
     ]
+
+
+def whole(pool) -> dict:
+    """Between two ranks that hold the same."""
+    return {"own": pool, "peer": pool, "sliced": False}
 
 
 def rank(tp: tuple[int, int], layers: int, buffers: list):
@@ -188,10 +231,9 @@ def rank(tp: tuple[int, int], layers: int, buffers: list):
     return layout.RankLayout(*tp, 0, 1, PAGE_SIZE, "bfloat16", "VRAM", layers, tuple(buffers))
 
 
-def mla(index: bool):
-    """DeepSeek V3's 61 layers as NPU pools hold them, V3.2's with index keys."""
+def mla(widths: dict[str, int]):
+    """DeepSeek V3's 61 layers, V3.2's with index keys."""
     layout = sys.modules[f"{ENGINE}.kv_layout"]
-    widths = {"k": 512, "v": 64, **({"index_k": 128} if index else {})}
     return rank(
         (0, 1),
         61,

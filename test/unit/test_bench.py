@@ -19,7 +19,9 @@ BENCH = ROOT / "scripts" / "bench.sh"
 def bench():
     spec = importlib.util.spec_from_file_location("bench", ROOT / "scripts" / "bench.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        spec.loader.exec_module(module)
     return module
 
 
@@ -56,11 +58,39 @@ class OneByteLate(ByPlan):
     late = 1
 
 
+class ByBlocks:
+    """The same as a later release's NIXL: by numbers of blocks that the agent knows."""
+
+    late = 0
+
+    def _prepare_payload_xfer(self, info):
+        self.prepared = kv_layout.prepare(info.plan.kv, self._num_slots_src, info.dst_num_slots)
+        self.lists = [
+            self.agent.prep_xfer_dlist("", self.packed(side), "VRAM")
+            for side in (self.prepared.src, self.prepared.dst)
+        ]
+
+    def packed(self, runs):
+        return np.array([(at, size, 0, step, n) for at, size, step, n in runs], dtype=np.uint64)
+
+    def send_kvcache(self, peer, src, dst_pointers, dst, gpu_id):
+        return self.send_kvcache_slice(peer, src, dst)
+
+    def send_kvcache_slice(self, peer, src, dst):
+        src, dst = self.prepared.blocks(src, dst)
+        ours, theirs = self.lists
+        return self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst + self.late)
+
+
+class OneBlockLate(ByBlocks):
+    late = 1
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("fragments", ["contiguous", "half", "full"])
 def test_other_bytes_are_found(bench, monkeypatch, count, fragments):
     monkeypatch.setitem(sys.modules, f"{bench.ENGINE}.kv_layout", kv_layout)
-    pool = bench.mla(index=True)
+    pool = bench.mla(bench.NPU_INDEXED_MLA)
     pages = [bench.pages_of(count, fragments, seed) for seed in (1, 2)]
     equal = bench.Kind("k", ByPlan, ByPlan, pool, pool, sliced=False, lists=True)
     runs = -(-count // (bench.FRAGMENTS[fragments] or count))
@@ -68,6 +98,27 @@ def test_other_bytes_are_found(bench, monkeypatch, count, fragments):
     unequal = bench.Kind("k", ByPlan, OneByteLate, pool, pool, sliced=False, lists=True)
     with pytest.raises(ValueError, match="copy different bytes"):
         bench.check(unequal, *pages)
+
+
+@pytest.mark.parametrize("tp", [((0, 1), (0, 1)), ((1, 2), (0, 1)), ((0, 1), (1, 2))])
+def test_other_blocks_are_found(bench, monkeypatch, tp):
+    monkeypatch.setitem(sys.modules, f"{bench.ENGINE}.kv_layout", kv_layout)
+    own, peer = (bench.gqa(*side) for side in tp)
+    pages = [bench.pages_of(3, "half", seed) for seed in (1, 2)]
+    how = {"own": own, "peer": peer, "sliced": own != peer, "lists": False, "later": True}
+    blocks = 3 * 128 * (bench.PAGE_SIZE if own != peer else 1)
+    assert bench.check(bench.Kind("k", ByBlocks, ByBlocks, **how), *pages) == blocks
+    with pytest.raises(ValueError, match="copy different bytes"):
+        bench.check(bench.Kind("k", ByBlocks, OneBlockLate, **how), *pages)
+
+
+def test_blocks_are_looked_up_in_their_runs(bench):
+    runs = np.array([(100, 8, 0, 10, 2), (500, 4, 1, 4, 3)], dtype=np.uint64)
+    found = bench.bench_later.descriptors(runs, np.array([4, 0, 2, 1], dtype=np.int32))
+    assert found.tolist() == [[508, 4, 1], [100, 8, 0], [500, 4, 1], [110, 8, 0]]
+    for outside in (5, -1):
+        with pytest.raises(IndexError, match="of 5"):
+            bench.bench_later.descriptors(runs, np.array([0, outside], dtype=np.int32))
 
 
 def test_what_is_too_slow_is_named(bench):

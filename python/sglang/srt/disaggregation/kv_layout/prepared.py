@@ -14,9 +14,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .plan import CopyGroup, Ints, TransferPlan
+from .plan import TransferPlan
 
 Runs = list[tuple[int, int, int, int]]  # address, length and stride in bytes, blocks
+Numbers = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """The blocks of a plan's group, of both sides at once, which have equally many of a page.
+
+    `first` is where each run begins, `[2, runs, 1]`; `rows` are the blocks of page 0 in a run.
+    """
+
+    first: Numbers
+    rows: Numbers
+
+    def of_runs(self, pages: Numbers) -> Numbers:
+        """Of these pages, `[2, 1, pages]`, counted from where a run begins."""
+        if self.rows.size == 1:
+            return pages
+        return (pages[..., None] * self.rows.size + self.rows).reshape(2, 1, -1)
 
 
 @dataclass(frozen=True)
@@ -26,26 +44,29 @@ class PreparedPlan:
     Attributes:
         plan: What they were made from.
         src, dst: Runs of each side, which belong together in this order.
-        pages: Pages that are prepared, of each side.
+        numbered: Numbers of the blocks, an entry for each of the plan's groups.
+        of_page: How many blocks a page has, of all runs.
     """
 
     plan: TransferPlan
     src: Runs
     dst: Runs
-    pages: tuple[int, int]
+    numbered: tuple[_Numbered, ...]
+    of_page: int
 
-    def blocks(
-        self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def blocks(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> tuple[Numbers, Numbers]:
         """Numbers of the blocks that a request copies, from and to, `[blocks]`.
 
         Raises:
             LayoutError: As `TransferPlan.copies`.
         """
-        src, dst = self.plan.checked(src_pages, dst_pages)
-        numbers = tuple(
-            _numbers(self.plan.groups, pages, held) for pages, held in zip((src, dst), self.pages)
-        )
+        pages = np.array(self.plan.checked(src_pages, dst_pages), dtype=np.int32)
+        numbers, end = np.empty((2, self.of_page * pages.shape[1]), dtype=np.int32), 0
+        for group in self.numbered:  # each number is written once
+            of_runs = group.of_runs(pages[:, None])
+            shape = (2, group.first.shape[1], of_runs.shape[2])
+            start, end = end, end + shape[1] * shape[2]
+            np.add(group.first, of_runs, out=numbers[:, start:end].reshape(shape))
         return numbers[0], numbers[1]
 
 
@@ -65,15 +86,11 @@ def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
         for group in plan.groups
         for address in group.dst.tolist()
     ]
-    return PreparedPlan(plan, src, dst, pages)
-
-
-def _numbers(groups: tuple[CopyGroup, ...], pages: Ints, held: int) -> npt.NDArray[np.int32]:
-    """Of the blocks of these pages, of all runs of one side, where each has `held` pages."""
-    parts, first = [np.empty(0, np.int32)], 0
-    for group in groups:
-        of_run = (pages[:, None] * group.rows + np.arange(group.rows)).reshape(-1)
-        starts = first + np.arange(group.src.size) * (held * group.rows)
-        parts.append((starts[:, None] + of_run).reshape(-1).astype(np.int32))
-        first += group.src.size * held * group.rows
-    return np.concatenate(parts)
+    numbered, of_page = [], 0
+    for group in plan.groups:
+        starts = of_page + np.arange(group.src.size) * group.rows  # if both sides had one page
+        first = np.array(pages)[:, None, None] * starts[:, None]
+        rows = np.arange(group.rows, dtype=np.int32)
+        numbered.append(_Numbered(first.astype(np.int32), rows))
+        of_page += starts.size * group.rows
+    return PreparedPlan(plan, src, dst, tuple(numbered), of_page)
