@@ -110,6 +110,18 @@ def test_prepared_are_the_pages_that_both_sides_have():
         prepared.blocks([1, 3], [4, 2])
 
 
+def test_no_more_blocks_than_can_be_numbered():
+    plan = plan_of([WHOLE])
+    assert prepare(plan, 2**31 - 1, 5).src[0][3] == 2**31 - 1
+    with pytest.raises(LayoutError, match="2147483648 blocks of KV on one side"):
+        prepare(plan, 2**31, 5)
+
+
+def test_prepared_blocks_are_of_pages_that_a_stock_peer_has():
+    with pytest.raises(LayoutError, match="nothing is written outside"):
+        prepare(plan_of([WHOLE]), 5, 5).blocks([1], [5])
+
+
 def test_buffers_alike_keep_their_order():
     """Buffer after buffer, pages in order: whole ones first."""
     pairs = [Pair(0, 0, False, 5, 0, 10), WHOLE, Pair(0, 0, False, 0, 3, 10)]

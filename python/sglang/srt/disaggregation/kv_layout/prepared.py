@@ -9,15 +9,18 @@ A block is what a plan copies at a time: a whole page, or some heads of one toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from .describe import LayoutError
 from .plan import TransferPlan
 
 Runs = list[tuple[int, int, int, int]]  # address, length and stride in bytes, blocks
 Numbers = npt.NDArray[np.int32]
+
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,16 @@ class PreparedPlan:
 def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
     """For a transfer plan; how many pages each side has, where the plan does not know.
 
-    Blocks are numbered in 32 bits.
+    Raises:
+        LayoutError: More blocks than 32 bits can number.
     """
     pages = (plan.src_pages or src_pages, plan.dst_pages or dst_pages)
+    plan = replace(plan, src_pages=pages[0], dst_pages=pages[1])
+    blocks = max(pages) * sum(group.src.size * group.rows for group in plan.groups)
+    if blocks > MAX_BLOCKS:
+        raise LayoutError(
+            f"{blocks} blocks of KV on one side, and at most {MAX_BLOCKS} can be named"
+        )
     src = [
         (address, group.length, group.src_page // group.rows, pages[0] * group.rows)
         for group in plan.groups

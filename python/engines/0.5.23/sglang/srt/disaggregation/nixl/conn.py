@@ -8,7 +8,14 @@ import threading
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import numpy as np
-from sglang.srt.disaggregation.kv_layout import PeerPlan, PreparedPlan, RankLayout, prepare
+from sglang.srt.disaggregation.kv_layout import (
+    Copies,
+    LayoutError,
+    PeerPlan,
+    PreparedPlan,
+    RankLayout,
+    prepare,
+)
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
@@ -49,8 +56,8 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's; None where we
-        # have nothing for it.
+        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's; None where
+        # each transfer names its copies.
         self.prepared: Dict[str, Optional[tuple[PreparedPlan, Any, Any]]] = {}
         self.own_blocks: Dict[tuple, Any] = {}
         return self
@@ -139,9 +146,13 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         own = self.kv_args.layout
         memory = kind_of_peer(own, plan.layout)
         slots = self._num_slots_src
-        prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
         peer_info.dst_homogeneous_mem_kind = memory
-        if not prepared.src:
+        try:
+            prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
+        except LayoutError as error:
+            logger.info(f"Decode {peer_info.agent_name}: {error}; each transfer names its own")
+            prepared = None
+        if prepared is None or not prepared.src:
             self.prepared[peer_info.agent_name] = None
             return
         ours = tuple(prepared.src)
@@ -175,7 +186,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         if peer not in self.prepared:
             raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
         if self.prepared[peer] is None:
-            return None
+            return self._write_copies(peer, self.plan_of(peer).kv.copies(src_pages, dst_pages))
         prepared, ours, theirs = self.prepared[peer]
         src, dst = prepared.blocks(src_pages, dst_pages)
         if not src.size:
@@ -207,11 +218,17 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             yield from super().maybe_send_extra(peer, *sent, **by)
             return
         pages = self.planned_state_pages(src_state, dst_state, strict=True)
-        copies = plan.state.copies(*pages)
-        if len(copies):
-            memory = kind_of_peer(self.kv_args.layout, plan.layout)
-            sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
-            yield self._write(peer, *sides, "VRAM", memory)
+        handle = self._write_copies(peer, plan.state.copies(*pages))
+        if handle is not None:
+            yield handle
+
+    def _write_copies(self, peer: str, copies: Copies) -> Optional[Any]:
+        if not len(copies):
+            return None
+        gpu_id = self.decode_kv_args_table[peer].gpu_id
+        sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
+        memory = kind_of_peer(self.kv_args.layout, self.plan_of(peer).layout)
+        return self._write(peer, *sides, "VRAM", memory)
 
     def _write(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
         """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
