@@ -13,21 +13,9 @@ from serving_checks import seconds_until
 
 from pd_harness import cluster
 from pd_harness.cpu_host.probe import FOLDER, HOLD
-from pd_harness.releases import release
 
 # What a manager keeps of rooms that are over, for requests that may still come; bounded.
-REMEMBERED = ("aborted", "aborted_early")
-# What a release's own engine keeps, by room, of requests that were aborted: no KV.
-KEPT_BY_ENGINE = {
-    "0.5.9": (),
-    "0.5.23": (
-        "_staging_outstanding",
-        "failure_records",
-        "req_to_decode_prefix_len",
-        "request_status",
-        "transfer_infos",
-    ),
-}
+REMEMBERED = ("aborted", "aborted_early", "ended", "unrequested")
 PATIENCE = 30  # seconds; a process takes the signal between two steps
 
 
@@ -86,7 +74,7 @@ def still_held(server: cluster.Server) -> dict[str, dict]:
         tables = {
             name: len(set(rooms) - over)
             for name, rooms in seen["rooms"].items()
-            if name not in (*REMEMBERED, *KEPT_BY_ENGINE[release()])
+            if name not in REMEMBERED
         }
         held = {name: count for name, count in {**seen["queues"], **tables}.items() if count}
         if held:

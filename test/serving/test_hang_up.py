@@ -112,10 +112,7 @@ def test_hang_ups(fleet, seeds, reference):
     shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
     assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
     assert not row["held"], row
-    if fleet.way != "either" or release() == "0.5.9":
-        # 0.5.23 lets the other half of each such request wait for its time-out, stock too, and new
-        # ones wait for its place: many end after a client's patience.
-        assert row["never_ended"] == 0, row
+    assert row["never_ended"] == 0, row
 
 
 def beside_it() -> list:

@@ -136,6 +136,13 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
             self.decode_kv_args_table[mooncake_session_id] = info
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
 
+    def _validate_peer_state_layout(self, registration_info: KVArgsRegisterInfo):
+        """As the engine's, of state that goes its way: by position, and all of it."""
+        plan = registration_info.plan
+        if plan is not None and plan.state is not None:
+            return True, None
+        return super()._validate_peer_state_layout(registration_info)
+
     def build_receiver_registration_message(self) -> List[bytes]:
         """As the engine's, and what each buffer holds."""
         return self.with_layout(super().build_receiver_registration_message())

@@ -64,8 +64,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
     def register_buffer_to_engine(self):
         """As the engine's, also of a pool in host memory."""
-        layout = self.kv_args.layout
-        if layout is not None and layout.memory == "DRAM":
+        if self.kv_args.memory == "DRAM":
             use_host_memory(self.agent)
         super().register_buffer_to_engine()
 

@@ -3,11 +3,13 @@
 decode asks, prefill's client leaves     the engine tells nobody: decode is told
 prefill's client leaves, decode asks     nobody would answer: decode is told when it asks
 decode asks and gives up, no request     its room stays in the engine's tables: so many at most
+a request is aborted before it is sent   the same, for ever: until its sender is collected
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, List, Optional, Set, Tuple
@@ -17,6 +19,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 # Rooms that are remembered: of requests that failed here, and given up before a request came.
 MAX_ENDED = 4096
+ABORTED = "Aborted on prefill"
 
 Endpoint = Tuple[str, int]
 
@@ -34,7 +37,8 @@ class Ended:
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        self.ended_lock = threading.Lock()  # the scheduler, and the thread that reads messages
+        # Of the scheduler and the thread that reads messages; a sender may be collected within it.
+        self.ended_lock = threading.RLock()
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
         self.unrequested: OrderedDict[int, None] = OrderedDict()
@@ -46,6 +50,7 @@ class Ended:
             self.requested[room] = sender
             self.ended.pop(room, None)
             self.unrequested.pop(room, None)
+        weakref.finalize(sender, _left, weakref.ref(self), room).atexit = False
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
@@ -54,6 +59,25 @@ class Ended:
             self.ended[room] = EndedRoom(reason, told)
             if len(self.ended) > MAX_ENDED:
                 self.ended.popitem(last=False)
+
+    def note_left(self, room: int) -> None:
+        """A request is gone, maybe without having been cleared."""
+        with self.ended_lock:
+            if room in self.requested:  # another of that number
+                return
+            if self.request_status.get(room) == KVPoll.Failed:
+                asked = list(self.transfer_infos.get(room, {}).values())
+                told = {(info.endpoint, info.dst_port) for info in asked}
+                self.note_ended(room, self.failure_records.get(room, ABORTED), told)
+            self._drop_room(room)
+            for other, chunks in list(self._staging_outstanding.items()):
+                if chunks <= 0 and other not in self.request_status:
+                    self._staging_outstanding.pop(other, None)
+
+    def _drop_room(self, room: int) -> None:
+        for table in (self.request_status, self.transfer_infos, self.failure_records):
+            table.pop(room, None)
+        self.req_to_decode_prefix_len.pop(room, None)
 
     def tells_ended(self, info: Any) -> bool:
         """Whether the room that a decode rank asks for has failed here; it is told then.
@@ -92,9 +116,12 @@ class Ended:
             if len(self.unrequested) <= MAX_ENDED:
                 return
             oldest, _ = self.unrequested.popitem(last=False)
-            for table in (self.request_status, self.transfer_infos, self.failure_records):
-                table.pop(oldest, None)
-            self.req_to_decode_prefix_len.pop(oldest, None)
+            self._drop_room(oldest)
+
+
+def _left(manager: weakref.ref, room: int) -> None:
+    if manager() is not None:
+        manager().note_left(room)
 
 
 class EndingSender:

@@ -59,7 +59,7 @@ def describe(
     Raises:
         ValueError: KV is to be compared, and cannot be.
     """
-    kv_args.layout = None
+    kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     why = _why_not(kv_args, token_to_kv_pool)
     if not why:
