@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import tomllib
 import typer
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE = "0.5.9"
-TREES = ("python/sglang/srt", f"python/engines/{RELEASE}/sglang/srt")
+RELEASE_FILE = ROOT / "python" / "engines" / RELEASE / "release.toml"
+TREES = [f"python/{tree}/srt" for tree in tomllib.loads(RELEASE_FILE.read_text())["trees"]]
 LAYOUT = "disaggregation/kv_layout"
 TESTS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
 NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
