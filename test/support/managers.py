@@ -15,7 +15,7 @@ import numpy as np
 import sglang.srt.disaggregation.common.conn as common
 import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
-from sglang.srt.disaggregation.base.conn import KVPoll, StateType
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, layout_frame
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -360,7 +360,7 @@ def writes(prefill) -> list[tuple[int, int, int]]:
     return (prefill.agent if backend_of(prefill) == "nixl" else prefill.engine).writes
 
 
-def statuses(manager) -> list[tuple[int, KVPoll, str]]:
+def statuses(manager) -> list[tuple[int, int, str]]:
     """Of each status that decode was told: room, status, reason."""
     parsed = (manager.parse_kv_status_message(frames) for _, frames in manager.told)
-    return [(room, KVPoll(status), reason) for room, status, _, reason in parsed]
+    return [(room, status, reason) for room, status, _, reason in parsed]
