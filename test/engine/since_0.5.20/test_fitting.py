@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import managers
@@ -12,6 +13,7 @@ import zmq
 from managers import BACKENDS, DECODE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification, KVTransferError
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
@@ -42,7 +44,7 @@ class Bootstrap(http.server.ThreadingHTTPServer):
         self.address = f"{HOST}:{port}"
         self.server: object = FITS
         self.asked: list[tuple[int, ...]] = []
-        self.rank_port = 1
+        self.rank_port, self.rank = 1, ...
         self.thread = threading.Thread(target=self.serve_forever, args=[0.01])
         self.thread.start()
 
@@ -61,6 +63,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         rank = tuple(int(query[name][0]) for name in RANK)
         self.server.asked.append(rank)
         answer = {"rank_ip": HOST, "rank_port": self.server.rank_port, "rank": rank}
+        if self.server.rank is not ...:
+            answer = self.server.rank
         body = json.dumps(self.server.server if rank == (-1,) * 4 else answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -115,7 +119,6 @@ UNFIT = {
     "AssertionError": ({"pp_size": 3}, {"pp_size": 2}, "Decode pp size (2) should be equal to"),
     "AssertionError of CP": ({}, {"attn_cp_size": 2}, "Decode cp size (2) should be equal to 1"),
     "ZeroDivisionError": ({"attn_tp_size": 0}, {}, ""),
-    "negative": ({"attn_tp_size": -2}, {}, ""),
     "AttributeError": ({"dsv41_spec_layout": [1]}, {}, "object has no attribute 'keys'"),
     "TP 3 to 2": ({"attn_tp_size": 3}, {"layout": TP2}, "3"),
     "TP 2 to 3": ({"attn_tp_size": 2}, {"attn_tp_size": 3}, "3"),
@@ -253,6 +256,63 @@ def test_a_request_that_has_failed_before_is_told_nothing_new(backend, bootstrap
     receiver.init(0)
     assert reason_of(receiver) == "given up"
     assert not decode.untold_rooms
+
+
+# What a client's bootstrap server may say; the client names it
+
+
+@pytest.fixture
+def listening(bootstrap):
+    """The bootstrap server's ranks read messages, and do nothing."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
+        bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
+        yield bootstrap
+
+
+def scheduled(decode, bootstrap, room: int = 7):
+    """A request's receiver, as decode's scheduler takes it up, down to each prefill rank."""
+    receiver = RECEIVERS[managers.backend_of(decode)](decode, bootstrap.address, room)
+    if decode.try_ensure_parallel_info(bootstrap.address):
+        req = SimpleNamespace(
+            bootstrap_host=HOST,
+            bootstrap_port=int(bootstrap.address.split(":")[1]),
+            bootstrap_room=room,
+            disagg_prefill_dp_rank=None,
+        )
+        queue = SimpleNamespace(kv_manager=decode)
+        receiver.init(DecodePreallocQueue._resolve_prefill_dp_rank(queue, req))
+    else:
+        receiver.abort()
+    return receiver
+
+
+@backends
+def test_a_server_that_fits_is_asked_for_its_rank(backend, listening):
+    decode = decode_rank(backend)
+    assert scheduled(decode, listening).poll() == KVPoll.WaitingForInput
+    assert listening.asked == [(-1,) * 4, (0,) * 4]
+
+
+@backends
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_server_without_ranks_fails_its_requests(name, size, backend, listening):
+    """In every other way the scheduler would end, or the request wait for nobody."""
+    listening.server = {**FITS, name: size}
+    assert reason_of(scheduled(decode_rank(backend), listening))
+
+
+RANKS = [
+    *([], None, "x", {}, {"rank_ip": HOST}, {"rank_ip": HOST, "rank_port": None}),
+    *({"rank_ip": HOST, "rank_port": "x"}, {"rank_ip": 7, "rank_port": 1}),
+]
+
+
+@backends
+@pytest.mark.parametrize("answer", RANKS, ids=repr)
+def test_a_rank_that_is_nowhere_fails_its_requests(answer, backend, listening):
+    listening.rank = answer
+    assert reason_of(scheduled(decode_rank(backend), listening))
 
 
 # What prefill is told
