@@ -15,6 +15,7 @@ from kv_layout import (
     decode_digests,
     difference,
     encode_digests,
+    sent_parts,
     slices_of,
     sum_up,
     unsent,
@@ -126,6 +127,22 @@ def test_what_nobody_sent():
     assert unsent(buffers, sent) == ["k, layer 0, KV heads [2]", "kv, layer 1"]
     rest = [Part("k", False, 0, Heads(2, 3, 4)), Part("kv", False, 1)]
     assert unsent(buffers, sent + rest) == []
+
+
+@pytest.mark.parametrize("elides", ["decode", "both"])
+def test_index_keys_that_decode_elides_are_not_missed(elides):
+    """Only those: of a layer that has some, decode misses them."""
+
+    def keys(side: str) -> RankLayout:
+        sizes = (40, 0) if elides in (side, "both") else (40, 40)
+        state = [Buffer("index_k", False, n, size, None, 8) for n, size in enumerate(sizes)]
+        return RankLayout(0, 1, 0, 1, 4, "bfloat16", "DRAM", 2, (), tuple(state))
+
+    src, dst = keys("prefill"), keys("decode")
+    parts = sent_parts(src, dst, src.state, dst.state)
+    assert parts == (Part("index_k", False, 0),)
+    assert unsent(dst.state, parts) == []
+    assert unsent(dst.state, ()) == ["index_k, layer 0"]
 
 
 def test_they_travel():

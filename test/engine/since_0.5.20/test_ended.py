@@ -1,0 +1,265 @@
+"""Decode hears of requests that have ended on prefill, also if it asks for them only then."""
+
+import gc
+
+import managers
+import pytest
+from managers import BACKENDS, DECODE, PATCHED
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+from sglang.srt.disaggregation.nixl.conn import NixlKVSender
+from sglang.srt.disaggregation.pd import ended
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+SENDERS = {"mooncake": MooncakeKVSender, "nixl": NixlKVSender}
+ROOM, ABORTED = 7, "Aborted by AbortReq."
+
+
+class StockSender(common.EngineCommonKVSender):
+    def send(self, *_):
+        raise NotImplementedError
+
+
+def prefill_rank(backend, kinds=PATCHED, **more):
+    return managers.rank(backend, managers.latents(), kinds=kinds, **more)
+
+
+def decode_rank(backend, number: int = 0):
+    decode = managers.rank(backend, managers.latents(), DECODE)
+    decode.rank_port += number
+    return decode
+
+
+def ask(prefill, decode, room: int = ROOM) -> None:
+    managers.read(prefill, managers.request(decode, room, range(4)))
+
+
+def abort_by_decode(prefill, room: int) -> None:
+    managers.read(prefill, [common.ABORT_TAG, b"%d" % room])
+
+
+def new(prefill, room: int = ROOM):
+    return SENDERS[managers.backend_of(prefill)](prefill, "127.0.0.1:8998", room)
+
+
+def end(sender) -> None:
+    """As the scheduler does with a request that has failed."""
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(common.KVTransferError):
+        sender.failure_exception()
+
+
+def told(prefill) -> list[tuple[str, int, int, str]]:
+    """To where, which room, status and reason; it is forgotten then."""
+    ports = [endpoint.rsplit(":", 1)[1] for endpoint, _ in prefill.told]
+    found = [(port, *said) for port, said in zip(ports, managers.statuses(prefill))]
+    prefill.told.clear()
+    return found
+
+
+FAILED = ("5555", ROOM, KVPoll.Failed, ABORTED)
+
+
+@backends
+def test_decode_that_has_asked_hears_of_an_abort(backend):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    sender.abort()
+    assert told(prefill) == [FAILED]
+    end(sender)
+    assert told(prefill) == []
+    assert not prefill.request_status and not prefill.failure_records
+
+
+@backends
+def test_it_hears_nothing_while_a_write_may_run_on(backend):
+    """Without deferred release it would free its pages at once."""
+    prefill = prefill_rank(backend, enable_deferred_decode_kv_release=False)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    sender.abort()
+    assert told(prefill) == []
+
+
+@backends
+def test_what_the_engine_says_of_an_abort(backend):
+    prefill = prefill_rank(backend, managers.ENGINES)
+    sender = StockSender(prefill, "127.0.0.1:8998", ROOM)
+    ask(prefill, decode_rank(backend))
+    sender.abort()
+    assert told(prefill) == []
+
+
+@backends
+def test_decode_that_has_asked_hears_of_a_timeout(backend):
+    """Only one of two decode ranks has."""
+    prefill = prefill_rank(backend, bootstrap_timeout=0)
+    sender = new(prefill)
+    request = managers.request(decode_rank(backend), ROOM, range(4), required_dst_info_num=2)
+    managers.read(prefill, request)
+    assert sender.poll() == KVPoll.Failed
+    ((port, room, status, reason),) = told(prefill)
+    assert (port, room, status) == ("5555", ROOM, KVPoll.Failed)
+    assert "timed out" in reason
+
+
+@backends
+def test_decode_that_asks_afterwards_is_told_once(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    sender.abort()
+    end(sender)
+    assert told(prefill) == []
+    ask(prefill, decode)
+    assert told(prefill) == [FAILED]
+    assert ROOM not in prefill.transfer_infos
+    # Asked again, it is a new request, which prefill's part has not come of yet.
+    ask(prefill, decode)
+    assert told(prefill) == []
+    assert list(prefill.transfer_infos[ROOM]) == [managers.PEER[backend]]
+    assert new(prefill).poll() in (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+
+
+@backends
+def test_each_decode_rank_is_told(backend):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    sender.abort()
+    end(sender)
+    assert [port for port, *_ in told(prefill)] == ["5555"]
+    ask(prefill, decode_rank(backend, 1))
+    assert [port for port, *_ in told(prefill)] == ["5556"]
+
+
+@backends
+def test_what_the_engine_says_to_decode_that_asks_afterwards(backend):
+    """Nothing, and the room waits for a prefill request that will not come."""
+    prefill = prefill_rank(backend, managers.ENGINES)
+    sender = StockSender(prefill, "127.0.0.1:8998", ROOM)
+    sender.abort()
+    end(sender)
+    ask(prefill, decode_rank(backend))
+    assert told(prefill) == []
+    assert ROOM in prefill.transfer_infos
+
+
+@backends
+def test_decode_that_was_told_while_it_waited_has_a_new_request(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode)
+    sender.abort()
+    end(sender)
+    told(prefill)
+    ask(prefill, decode)
+    assert told(prefill) == []
+    assert ROOM in prefill.transfer_infos
+
+
+@backends
+def test_a_new_request_of_the_room_clears_what_was_remembered(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    sender.abort()
+    end(sender)
+    sender = new(prefill)
+    ask(prefill, decode)
+    assert told(prefill) == []
+    assert sender.poll() == KVPoll.WaitingForInput
+
+
+@backends
+def test_a_request_that_succeeded_is_not_remembered(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode)
+    prefill.update_status(ROOM, KVPoll.Success)
+    assert sender.poll() == KVPoll.Success
+    sender.clear()
+    ask(prefill, decode)
+    assert told(prefill) == []
+    assert ROOM in prefill.transfer_infos
+
+
+@backends
+def test_so_many_are_remembered(backend, monkeypatch):
+    monkeypatch.setattr(ended, "MAX_ENDED", 3)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    for room in range(5):
+        sender = new(prefill, room)
+        sender.abort()
+        end(sender)
+    for room in range(5):
+        ask(prefill, decode, room)
+    assert [room for _, room, *_ in told(prefill)] == [2, 3, 4]
+
+
+def kept(prefill) -> list[set[int]]:
+    tables = ("request_status", "transfer_infos", "req_to_decode_prefix_len")
+    return [set(getattr(prefill, name)) for name in tables]
+
+
+@backends
+def test_rooms_that_decode_gave_up_unrequested_are_kept_for_a_while(backend, monkeypatch):
+    """A request may come to prefill later than its abort, which it must find."""
+    monkeypatch.setattr(ended, "MAX_ENDED", 3)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    requested = new(prefill, 0)
+    for room in range(6):
+        ask(prefill, decode, room)
+        abort_by_decode(prefill, room)
+    assert kept(prefill) == [{0, 3, 4, 5}] * 3
+    assert prefill.failure_records.keys() <= {0, 3, 4, 5}
+    assert requested.poll() == KVPoll.Failed
+    late = new(prefill, 4)
+    assert late.poll() == KVPoll.Failed
+
+
+@backends
+def test_not_that_of_a_request_that_came(backend, monkeypatch):
+    monkeypatch.setattr(ended, "MAX_ENDED", 2)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    for room in range(2):
+        ask(prefill, decode, room)
+        abort_by_decode(prefill, room)
+    came = new(prefill, 0)
+    for room in range(2, 6):
+        ask(prefill, decode, room)
+        abort_by_decode(prefill, room)
+    assert kept(prefill) == [{0, 4, 5}] * 3
+    assert came.poll() == KVPoll.Failed
+
+
+@backends
+def test_that_of_a_request_that_is_gone_may_be_dropped(backend, monkeypatch):
+    """A sender that is dropped without being cleared holds nothing."""
+    monkeypatch.setattr(ended, "MAX_ENDED", 2)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    new(prefill, 0)
+    gc.collect()
+    for room in range(4):
+        ask(prefill, decode, room)
+        abort_by_decode(prefill, room)
+    assert kept(prefill) == [{2, 3}] * 3
+
+
+@backends
+def test_the_engine_keeps_them_all(backend):
+    prefill, decode = prefill_rank(backend, managers.ENGINES), decode_rank(backend)
+    for room in range(6):
+        ask(prefill, decode, room)
+        abort_by_decode(prefill, room)
+    assert set(prefill.transfer_infos) == set(range(6))
+
+
+@backends
+def test_aborts_of_rooms_that_nobody_asked_for_are_not_kept(backend):
+    prefill = prefill_rank(backend)
+    for room in (b"8", b"-1", b"x", b"\xff", b"99999999999999999999"):
+        managers.read(prefill, [common.ABORT_TAG, room])
+    assert not prefill.unrequested and not prefill.request_status

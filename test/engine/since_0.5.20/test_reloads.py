@@ -1,0 +1,107 @@
+"""NIXL: a peer whose connection was lost, and its memory with it, until both are known again."""
+
+import managers
+import numpy as np
+import pytest
+from managers import BASE, BUFFER, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, PREFILL
+from sglang.srt.disaggregation.kv_layout import Heads
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
+
+NAME = PEER["nixl"]
+PAGES = np.array([4, 5], np.int32), np.array([8, 9], np.int32)
+
+
+def met(own, peer, kinds=PATCHED):
+    prefill = managers.rank("nixl", own, kinds=kinds)
+    managers.read(prefill, managers.registration(managers.rank("nixl", peer, DECODE)))
+    return prefill
+
+
+def send(prefill):
+    """A chunk; it is written or raises, or there is nothing to write."""
+    prefill.agent.writes.clear()
+    handle = prefill.send_kvcache(NAME, PAGES[0], managers.known(prefill).dst_kv_ptrs, PAGES[1], 0)
+    assert (handle is None) == (not prefill.agent.writes)
+    return sorted(prefill.agent.writes)
+
+
+def lose(prefill) -> None:
+    """NIXL drops a peer's memory with its connection; another room's failure loads it again."""
+    prefill.agent.peers.discard(NAME)
+    prefill._peer_reload_times.clear()
+    prefill._reload_invalidated_peers({NAME: None})
+
+
+ALL = sorted(
+    (
+        BASE[PREFILL] + layer * BUFFER + int(src) * PAGE_BYTES,
+        BASE[DECODE] + layer * BUFFER + int(dst) * PAGE_BYTES,
+        PAGE_BYTES,
+    )
+    for layer in range(4)
+    for src, dst in zip(*PAGES)
+)
+
+
+def test_pages_are_written_before_and_after_a_reload():
+    prefill = met(managers.latents(), managers.latents())
+    assert send(prefill) == ALL
+    lose(prefill)
+    assert prefill.agent.peers == {NAME}
+    assert send(prefill) == ALL
+
+
+def test_a_chunk_raises_after_a_reload_that_failed():
+    """Else decode would be told that it has come."""
+    prefill = met(managers.latents(), managers.latents())
+    prefill.agent.is_failing = True
+    lose(prefill)
+    assert not prefill.agent.peers
+    with pytest.raises(RuntimeError, match="NIXL knows no blocks of decode peer"):
+        send(prefill)
+    prefill.agent.is_failing = False
+    lose(prefill)
+    assert send(prefill) == ALL
+
+
+def test_what_the_engine_does_after_a_reload_that_failed():
+    """It lists the pages one by one, by a peer that NIXL does not know, which refuses it."""
+    prefill = met(managers.latents(), managers.latents(), ENGINES)
+    prefill.agent.is_failing = True
+    lose(prefill)
+    assert NAME not in prefill.prep_handles
+    assert [length for *_, length in send(prefill)] == [2 * PAGE_BYTES] * 4
+
+
+def replicas() -> tuple:
+    """Four prefill ranks have two heads twice; the second of each pair has nothing to send."""
+    own, peer = managers.heads(Heads(0, 1, 2), (1, 4)), managers.heads(Heads(0, 2, 2), (0, 1))
+    return own, peer
+
+
+def test_a_rank_that_has_nothing_for_a_peer_sends_nothing():
+    prefill = met(*replicas())
+    assert managers.known(prefill).plan is not None
+    assert send(prefill) == []
+    assert prefill.send_kvcache_slice(NAME, *PAGES) is None
+    lose(prefill)
+    assert send(prefill) == []
+
+
+def test_the_first_of_its_pair_sends_its_head():
+    own = managers.heads(Heads(0, 1, 2), (0, 4))
+    prefill = met(own, replicas()[1])
+    assert len(send(prefill)) == 2 * 2 * len(PAGES[0]) * managers.PAGE
+
+
+def test_connections_that_are_lost_again_within_a_second_are_not_sent_over():
+    """The engine loads a peer once a second."""
+    prefill = met(managers.latents(), managers.latents())
+    lose(prefill)
+    prefill.connection.is_lost = True
+    prefill._reload_invalidated_peers({NAME: None})
+    assert not prefill.agent.peers
+    prefill._peer_reload_times.clear()
+    prefill._reload_invalidated_peers({NAME: None})
+    assert send(prefill) == ALL
