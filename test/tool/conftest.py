@@ -12,7 +12,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 
-from toy import PUBLISHED, ROOT, Toy  # noqa: E402
+from toy import ROOT, Toy  # noqa: E402
+
+from sglang_pd.patchset import patches  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -26,18 +28,24 @@ def toy(toy_template, tmp_path):
     return toy_template.copy(tmp_path / "toy")
 
 
+@pytest.fixture(scope="session", params=patches.supported())
+def version(request):
+    """Of the published engine, each that the tool knows."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def published(tmp_path_factory):
+def published(tmp_path_factory, version):
     """Site-packages folder with the unmodified published engine; do not write to it."""
-    prepared = ROOT / ".pd-env" / PUBLISHED / "stock" / "lib" / "python3.11" / "site-packages"
+    prepared = ROOT / ".pd-env" / version / "stock" / "lib" / "python3.11" / "site-packages"
     if (prepared / "sglang" / "srt").is_dir():
         return prepared
     folder = tmp_path_factory.mktemp("published")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", folder]
-    got = subprocess.run([*pip, f"sglang=={PUBLISHED}"], capture_output=True, text=True)
+    got = subprocess.run([*pip, f"sglang=={version}"], capture_output=True, text=True)
     if got.returncode:
         pytest.skip(
-            f"no engine in .pd-env/{PUBLISHED}/stock, and none to download: {got.stderr[-300:]}"
+            f"no engine in .pd-env/{version}/stock, and none to download: {got.stderr[-300:]}"
         )
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from toy import PUBLISHED, ROOT, snapshot
+from toy import ROOT, snapshot
 
 from sglang_pd.cli import locate
 from sglang_pd.errors import Code, Refusal
@@ -18,9 +18,9 @@ from sglang_pd.patchset.records import page
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def release():
-    return patches.load(PUBLISHED)
+@pytest.fixture
+def release(version):
+    return patches.load(version)
 
 
 def undefined_names(site, paths) -> set[str]:
@@ -44,17 +44,17 @@ def undefined_names(site, paths) -> set[str]:
     }
 
 
-def test_apply_status_and_revert(engine_copy, release):
+def test_apply_status_and_revert(engine_copy, release, version):
     before = snapshot(engine_copy)
     engine = find_engine(engine_copy)
-    assert engine.version == PUBLISHED
+    assert engine.version == version
     assert operations.status(engine, release).state == "absent"
     changed = [f"sglang/{path}" for path in release.tree]
     known = undefined_names(
         engine_copy, [path for path in changed if (engine_copy / path).exists()]
     )
 
-    operations.apply(engine, release)
+    operations.apply(engine, release, preview=True)
     told = operations.status(engine, release)
     assert told.state == "applied"
     assert {state for _, state in told.patches} == {"applied"}
@@ -97,41 +97,46 @@ def test_the_page_of_patches_is_made_from_the_records():
 # An engine whose version is none that the tool knows
 
 
+def _text(file) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 @pytest.fixture
-def patch_level(engine_copy):
+def patch_level(engine_copy, version):
     """The published engine as a later patch level: by its version file, and by its metadata."""
-    version = engine_copy / "sglang" / "_version.py"
+    names = ("_version.py", "version.py")
+    (said,) = [path for name in names if version in _text(path := engine_copy / "sglang" / name)]
     metadata = next(engine_copy.glob("sglang-*.dist-info")) / "METADATA"
-    for file in (version, metadata):
+    for file in (said, metadata):
         text = file.read_text()
-        assert PUBLISHED in text, file
-        file.write_text(text.replace(PUBLISHED, f"{PUBLISHED}.post9"))
+        assert version in text, file
+        file.write_text(text.replace(version, f"{version}.post9"))
     return engine_copy
 
 
-def test_a_patch_level_whose_symbols_are_the_release_s(patch_level):
+def test_a_patch_level_whose_symbols_are_the_release_s(patch_level, version):
     before = snapshot(patch_level)
     engine, release = locate(patch_level, None)
-    assert (engine.version, release.name) == (f"{PUBLISHED}.post9", PUBLISHED)
-    operations.apply(engine, release)
+    assert (engine.version, release.name) == (f"{version}.post9", version)
+    operations.apply(engine, release, preview=True)
     engine, release = locate(patch_level, None)
-    assert (release.name, operations.status(engine, release).state) == (PUBLISHED, "applied")
+    assert (release.name, operations.status(engine, release).state) == (version, "applied")
     assert operations.revert(engine)
     assert snapshot(patch_level) == before
 
 
-def test_a_patch_level_with_a_symbol_of_its_own(patch_level, release):
-    conn = patch_level / "sglang" / "srt/disaggregation/common/conn.py"
+def test_a_patch_level_with_a_symbol_of_its_own(patch_level, release, version):
+    conn = patch_level / "sglang" / "srt/disaggregation/mooncake/conn.py"
     text = conn.read_text()
-    assert text.count("def get_mha_kv_ptrs_with_pp(") == 1
-    conn.write_text(text.replace("get_mha_kv_ptrs_with_pp(", "get_mha_kv_ptrs_with_pp(  # theirs"))
+    assert text.count("def maybe_send_extra(") == 1
+    conn.write_text(text.replace("def maybe_send_extra(", "def maybe_send_extra(  # theirs"))
     before = snapshot(patch_level)
     with pytest.raises(Refusal) as refusal:
         locate(patch_level, None)
     count = len(patches.symbol_ids(release.fingerprints))
     assert refusal.value.code == Code.UNSUPPORTED
-    assert f"The nearest is {PUBLISHED}: 1 of {count} symbols" in str(refusal.value)
-    assert "common/conn.py::CommonKVManager.get_mha_kv_ptrs_with_pp: " in str(refusal.value)
+    assert f"The nearest is {version}: 1 of {count} symbols" in str(refusal.value)
+    assert "mooncake/conn.py::MooncakeKVManager.maybe_send_extra: " in str(refusal.value)
     assert snapshot(patch_level) == before
 
 

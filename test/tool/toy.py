@@ -13,7 +13,7 @@ from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.patchset import fingerprints, patches
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = "0.5.9"
+
 VERSION = "9.9"
 
 ENGINE = {

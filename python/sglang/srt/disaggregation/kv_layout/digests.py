@@ -71,11 +71,15 @@ class Digests(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoomDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What one prefill rank (`sender`, such as `TP 0/2 PP 1/2`) sent to one decode rank."""
+    """What one prefill rank (`sender`, such as `TP 0/2 PP 1/2`) sent to one decode rank.
+
+    `left_out` are index keys that it has none of, which decode may have.
+    """
 
     sender: str
     kv: Digests
     state: Optional[Digests] = None
+    left_out: tuple[Part, ...] = ()
 
 
 _decoder = msgspec.msgpack.Decoder(RoomDigests)
@@ -131,6 +135,11 @@ def sent_parts(
             heads = heads_to_send(heads, theirs.heads, *sizes)
         parts.append(Part(*ours.key, heads))
     return tuple(parts)
+
+
+def elided_parts(layout: RankLayout) -> tuple[Part, ...]:
+    """Index keys of layers that have none of their own on this rank."""
+    return tuple(Part(*one.key) for one in (*layout.kv, *layout.state) if is_elided(one))
 
 
 def slices_of(parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]) -> list[Slice]:

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.kv_layout import (
     RoomDigests,
     decode_digests,
     difference,
+    elided_parts,
     encode_digests,
     sent_parts,
     unsent,
@@ -92,7 +93,7 @@ class Verifier:
             if state_pages is not None and is_alike:
                 parts = sent_parts(own, peer, own.state, peer.state)
                 state = self.state.digests(parts, state_pages)
-            return encode_digests(RoomDigests(self.name, kv, state))
+            return encode_digests(RoomDigests(self.name, kv, state, elided_parts(own)))
         except Exception:
             logger.exception(f"Room {room}: no digests for decode {peer.name}")
             return b""
@@ -132,11 +133,12 @@ class Verifier:
 
     def _missing(self, sent: List[RoomDigests]) -> List[str]:
         own = self.layout
-        kv = unsent(own.kv, _parts(one.kv for one in sent))
+        left_out = [part for one in sent for part in one.left_out]
+        kv = unsent(own.kv, [*_parts(one.kv for one in sent), *left_out])
         if any(one.state is None for one in sent):
             state = []
         else:
-            state = unsent(own.state, _parts(one.state for one in sent))
+            state = unsent(own.state, [*_parts(one.state for one in sent), *left_out])
         missing = [*kv, *state]
         return [f"no prefill rank sent {missing[0]} ({len(missing)} in all)"] if missing else []
 

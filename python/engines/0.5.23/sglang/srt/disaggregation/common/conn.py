@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, List, Literal
 
 from aiohttp import web
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         KVPoll,
         PrefillServerInfo,
     )
+
+logger = logging.getLogger(__name__)
 
 RENAMED = (
     ("CommonKVManager", "EngineCommonKVManager"),
@@ -73,6 +76,18 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room)
+
+    def _get_bootstrap_info_from_server(self, *rank):
+        """As the engine's; None also for an answer that says no address."""
+        info = super()._get_bootstrap_info_from_server(*rank)
+        if (
+            info is None
+            or isinstance(info.get("rank_ip"), str)
+            and type(info.get("rank_port")) is int
+        ):
+            return info
+        logger.error(f"Bootstrap server {self.bootstrap_addr} says of rank {rank}: {info}")
+        return None
 
     def _send_bootstrap_message(
         self,

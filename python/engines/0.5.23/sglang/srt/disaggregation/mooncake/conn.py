@@ -104,8 +104,8 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
 
     def _check_aux_data(self, frames: List[bytes]) -> None:
         """Raises ValueError for a metadata row that has no place here."""
-        _, _, buffer, slot, length, data = frames
-        args, number, row = self.kv_args, int(buffer), int(slot)
+        _, room, buffer, slot, length, data = frames
+        args, _, number, row = self.kv_args, int(room), int(buffer), int(slot)
         (announced,) = struct.unpack(">I", length)
         if not 0 <= number < len(args.aux_data_ptrs):
             raise ValueError(f"metadata buffer {number} of {len(args.aux_data_ptrs)}")

@@ -55,7 +55,11 @@ class Fitting:
         return True
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """As the engine's. Raises RuntimeError for TP sizes that leave a rank unasked."""
+        """As the engine's. Raises RuntimeError for sizes that are none, or leave a rank unasked."""
+        names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
+        sizes = {name: getattr(info, name) for name in names}
+        if min(sizes.values()) < 1:
+            raise RuntimeError(f"prefill's bootstrap server says {sizes}")
         conflict = tp_size_conflict(info.attn_tp_size, self.attn_tp_size)
         if conflict:
             raise RuntimeError(conflict)
