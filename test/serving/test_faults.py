@@ -42,8 +42,8 @@ MORE_FILES = 20
 @pytest.mark.parametrize(
     "backend, victim",
     [
-        pytest.param("nixl", "prefill", marks=nightly_but_in("0.5.9")),
-        pytest.param("nixl", "decode", marks=nightly_but_in("0.5.9")),
+        pytest.param("nixl", "prefill", marks=nightly_but_in("0.5.23")),
+        pytest.param("nixl", "decode", marks=nightly_but_in("0.5.23")),
         pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
         pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
     ],

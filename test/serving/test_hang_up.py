@@ -37,8 +37,8 @@ PATIENT = {
 FREE_SECONDS = 10
 SEEDS = range(5)
 ALWAYS = {
-    "0.5.9": ("nixl-tp1_pp2_to_tp1-both", "ascend-tp1_pp2_to_tp1-both"),
-    "0.5.23": (),
+    "0.5.9": ("ascend-tp1_pp2_to_tp1-both",),
+    "0.5.23": ("nixl-tp1_pp2_to_tp1-both",),
 }
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}

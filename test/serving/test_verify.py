@@ -59,7 +59,7 @@ def on(names: set[str], always: str) -> list:
         pytest.param(
             scenario,
             id=scenario.name,
-            marks=nightly_but_in("0.5.9") if scenario.name == always else NIGHTLY,
+            marks=nightly_but_in("0.5.23") if scenario.name == always else NIGHTLY,
         )
         for scenario in SCENARIOS
         if scenario.name in names

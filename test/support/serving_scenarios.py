@@ -244,17 +244,14 @@ EVERY_RUN = {
     "0.5.9": {
         "stock": {
             "nixl-tp2_to_1",
-            "nixl-pp2_odd_layers",
             "nixl-pp2_to_pp2",
             "mooncake-pp2_odd_layers",
             "ascend-mla_pp2",
-            "ascend-fia",
             "ascend-mla_retract",
         },
         "patched": {
             "nixl-tp4_to_1_replicated",
             "nixl-pp2_to_pp2",
-            "mooncake-pp2_odd_layers",
             "ascend-mla_pp2_to_dp2",
             "ascend-fia_pp2_odd_layers",
             "ascend-fia_retract",
@@ -327,4 +324,4 @@ DRAFTED = [
     deepseek("decode_alone", DECODE, "right", "right"),
     deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),
 ]
-DRAFTED_EVERY_RUN = {"ascend-mla_decode_alone_pp2"} if release() == "0.5.9" else set()
+DRAFTED_EVERY_RUN = set() if release() == "0.5.9" else {"nixl-decode_alone_pp2"}
