@@ -108,6 +108,12 @@ class Ended:
             self._note_unrequested(int(msg[1]))
         return is_taken
 
+    def _maybe_ack_drained_abort(self, room: int) -> None:
+        """As the engine's; what counts a room's chunks goes with the last one."""
+        super()._maybe_ack_drained_abort(room)
+        if room not in self.request_status and self._staging_outstanding.get(room, 1) <= 0:
+            self._staging_outstanding.pop(room, None)
+
     def _note_unrequested(self, room: int) -> None:
         with self.ended_lock:
             if room in self.requested or room not in self.request_status:
@@ -127,15 +133,33 @@ def _left(manager: weakref.ref, room: int) -> None:
 class EndingSender:
     """A prefill rank's KV sender, over the engine's."""
 
+    is_cleared = False
+    reason: Optional[str] = None  # why it was aborted
+
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
         if hasattr(mgr, "note_requested"):  # Mori's has not
             mgr.note_requested(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *more, **options)
 
     def abort(self):
-        """As the engine's; decode ranks that have asked are told."""
+        """As the engine's; decode ranks that have asked are told, and the room is dropped.
+
+        The engine drops it where it polls the request again, which it may never do.
+        """
+        if self.is_cleared:
+            return
         super().abort()
         self._tell_failed()
+        manager = self.kv_mgr
+        if manager.deferred_bootstrap is None and hasattr(manager, "note_ended"):
+            self.clear()
+            self.reason = manager.failure_records.pop(self.bootstrap_room, None)
+
+    def failure_exception(self):
+        """As the engine's, with the reason that is kept here."""
+        if self.reason is not None:
+            self.kv_mgr.record_failure(self.bootstrap_room, self.reason)
+        super().failure_exception()
 
     def _check_bootstrap_timeout(self) -> Optional[KVPoll]:
         """As the engine's; decode ranks that have asked are told."""
@@ -151,7 +175,10 @@ class EndingSender:
             self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
     def clear(self) -> None:
-        """As the engine's; decode ranks that ask for a room that failed are told when they do."""
+        """As the engine's, once; decode ranks that ask for a room that failed are told then."""
+        if self.is_cleared:  # the room may be another request's
+            return
+        self.is_cleared = True
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
             asked = list(manager.transfer_infos.get(room, {}).values())
