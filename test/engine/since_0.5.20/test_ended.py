@@ -187,6 +187,27 @@ def test_a_request_that_succeeded_is_not_remembered(backend):
 
 
 @backends
+@pytest.mark.parametrize("how", ["success", "abort"])
+def test_a_room_that_is_asked_for_again_outlives_the_sender_before(backend, how):
+    """Pipeline stages keep a finished request until another batch takes its place."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode)
+    if how == "success":
+        prefill.request_status[ROOM] = KVPoll.Success
+        assert sender.poll() == KVPoll.Success
+        sender.clear()
+    else:
+        sender.abort()
+    ask(prefill, decode)
+    assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
+    del sender
+    gc.collect()
+    assert len(prefill.transfer_infos[ROOM]) == 1
+    assert new(prefill).poll() == KVPoll.WaitingForInput
+
+
+@backends
 def test_so_many_are_remembered(backend, monkeypatch):
     monkeypatch.setattr(ended, "MAX_ENDED", 3)
     prefill, decode = prefill_rank(backend), decode_rank(backend)

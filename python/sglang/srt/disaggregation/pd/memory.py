@@ -65,6 +65,18 @@ def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region
     )
 
 
+def registered_together(args: KVArgs, register: RegisterBatch) -> bool:
+    """Register all in one batch, in which MemFabric merges small ranges; whether that succeeded.
+
+    MemFabric also merges ranges that only touch, and then refuses what lies in two heaps.
+    """
+    kv, aux = regions(args)
+    if is_registered(register, [*kv, *aux]):
+        return True
+    logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")
+    return False
+
+
 @contextlib.contextmanager
 def only_logged_later(manager: Any) -> Iterator[None]:
     """Around a manager's registration of its buffers: a failure is raised when the server starts.

@@ -3,7 +3,7 @@
 decode asks, prefill's client leaves     the engine tells nobody: decode is told
 prefill's client leaves, decode asks     nobody would answer: decode is told when it asks
 decode asks and gives up, no request     its room stays in the engine's tables: so many at most
-a request is aborted before it is sent   the same, for ever: until its sender is collected
+a request is aborted before it is sent   the same, for ever: it is dropped with the abort
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Ended:
             self.requested[room] = sender
             self.ended.pop(room, None)
             self.unrequested.pop(room, None)
-        weakref.finalize(sender, _left, weakref.ref(self), room).atexit = False
+        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room)
+        sender.left.atexit = False
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
@@ -61,18 +62,20 @@ class Ended:
                 self.ended.popitem(last=False)
 
     def note_left(self, room: int) -> None:
-        """A request is gone, maybe without having been cleared."""
+        """A request is gone, and nobody has cleared it."""
         with self.ended_lock:
             if room in self.requested:  # another of that number
                 return
             if self.request_status.get(room) == KVPoll.Failed:
-                asked = list(self.transfer_infos.get(room, {}).values())
-                told = {(info.endpoint, info.dst_port) for info in asked}
+                told = set(self._room_notify_targets(room))
                 self.note_ended(room, self.failure_records.get(room, ABORTED), told)
             self._drop_room(room)
-            for other, chunks in list(self._staging_outstanding.items()):
-                if chunks <= 0 and other not in self.request_status:
-                    self._staging_outstanding.pop(other, None)
+            self._drop_count(room)
+
+    def _drop_count(self, room: int) -> None:
+        """Of chunks of a room that is over, once none is left."""
+        if room not in self.request_status and self._staging_outstanding.get(room, 1) <= 0:
+            self._staging_outstanding.pop(room, None)
 
     def _drop_room(self, room: int) -> None:
         for table in (self.request_status, self.transfer_infos, self.failure_records):
@@ -111,8 +114,7 @@ class Ended:
     def _maybe_ack_drained_abort(self, room: int) -> None:
         """As the engine's; what counts a room's chunks goes with the last one."""
         super()._maybe_ack_drained_abort(room)
-        if room not in self.request_status and self._staging_outstanding.get(room, 1) <= 0:
-            self._staging_outstanding.pop(room, None)
+        self._drop_count(room)
 
     def _note_unrequested(self, room: int) -> None:
         with self.ended_lock:
@@ -135,6 +137,7 @@ class EndingSender:
 
     is_cleared = False
     reason: Optional[str] = None  # why it was aborted
+    left: Optional[weakref.finalize] = None  # what is done when it is gone and was not cleared
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
         if hasattr(mgr, "note_requested"):  # Mori's has not
@@ -179,10 +182,11 @@ class EndingSender:
         if self.is_cleared:  # the room may be another request's
             return
         self.is_cleared = True
+        if self.left is not None:  # it may be gone much later, when the room is another request's
+            self.left.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
-            asked = list(manager.transfer_infos.get(room, {}).values())
-            told = {(info.endpoint, info.dst_port) for info in asked}
+            told = set(manager._room_notify_targets(room))
             reason = manager.failure_records.get(room, "another prefill rank failed")
             manager.note_ended(room, reason, told)
         super().clear()

@@ -95,8 +95,8 @@ def check_session(session: bytes) -> None:
 
 def check_room(info: object) -> None:
     """Raises ValueError for a room that is asked for with numbers that none has."""
-    indices = [*info.dst_kv_indices.tolist()] if info.dst_kv_indices.size else []
-    state = [n for part in info.dst_state_indices for n in part]
+    pages = info.dst_kv_indices.min(initial=0)
+    state = [min(part, default=0) for part in info.dst_state_indices]
     numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
-    if min(*numbers, *indices, *state) < 0:
+    if min(*numbers, pages, *state) < 0:
         raise ValueError(f"room {info.room} is asked for with negative numbers")

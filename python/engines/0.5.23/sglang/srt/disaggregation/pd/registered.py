@@ -61,7 +61,7 @@ def describe(
     """
     kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
-    why = _why_not(kv_args, token_to_kv_pool)
+    why = _why_not(kv_args)
     if not why:
         try:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
@@ -74,25 +74,19 @@ def describe(
         kv_args.verifier = make_verifier(kv_args, pools)
 
 
-def _why_not(kv_args: KVArgs, pool: KVCache) -> str:
-    """Why this rank's buffers are not described, for what is known without looking at them."""
+def _why_not(kv_args: KVArgs) -> str:
+    """Why this rank's buffers are not described, for what no look at its pools tells."""
     parallel = get_parallel()
     reasons = {
         "its scheduler is not known": _scheduler is None,
         "it says its layers itself": kv_args.kv_layer_ids,
-        "its layers are sharded": getattr(pool, "layer_shard_enabled", False),
         "its pages are sharded": parallel.enable_kv_cache_sharding,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "unified memory": get_memory().enable_unified_memory,
-        "heads before tokens": _kv_cache_layout(pool) != "nhd",
         "compressed MLA": kv_args.mla_compression_ratios is not None,
         "HiSparse": getattr(_scheduler, "enable_hisparse", False),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
-
-
-def _kv_cache_layout(pool: KVCache) -> str:
-    return getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", "nhd")
 
 
 def _layout(
@@ -114,7 +108,7 @@ def _layout(
         pp_size=parallel.pp_size,
         page_size=args.page_size,
         dtype=args.kv_cache_dtype_str,
-        memory=memory_kind(target),
+        memory=args.memory,
         total_layers=total_layers,
         kv=kv,
         state=_state(args, target, draft, tp, heads),
