@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pd_harness.cpu_host import SWITCH, thread_binding
@@ -155,6 +156,36 @@ print((time.process_time() - used) / (time.monotonic() - start))
     folders = Path(pytest.importorskip("nixl", reason="no NIXL here").__file__).parents[1]
     found = python(code, path=folders, **{SWITCH: "1"})
     assert float(found.stdout.splitlines()[-1]) < 0.2, found.stderr
+
+
+KEEP_ALIVE = """
+import http.client, socket, threading, time
+import uvicorn
+
+async def app(scope, receive, send):
+    start = {"status": 204, "headers": []}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body"})
+
+listening = socket.create_server(("127.0.0.1", 0))
+server = uvicorn.Server(uvicorn.Config(app, lifespan="off", timeout_keep_alive=1))
+threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+connection = http.client.HTTPConnection("127.0.0.1", listening.getsockname()[1])
+connection.request("GET", "/")
+connection.getresponse().read()
+time.sleep(2)
+connection.sock.settimeout(1)
+try:
+    print("closed" if connection.sock.recv(1) == b"" else "data")
+except TimeoutError:
+    print("open")
+"""
+
+
+@pytest.mark.parametrize(("switch", "state"), [({}, "closed"), ({SWITCH: "1"}, "open")])
+def test_idle_connections_are_kept(switch, state):
+    found = python(KEEP_ALIVE, path=Path(httpx.__file__).parents[1], **switch)
+    assert found.stdout.splitlines()[-1:] == [state], found.stderr
 
 
 def test_kv_heads_are_not_padded(tmp_path):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from serving_checks import LOGPROB_TOLERANCE, holds_nothing, outcome, record, seconds_until
+from serving_checks import LOGPROB_TOLERANCE, held, holds_nothing, outcome, record, seconds_until
 from serving_scenarios import (
     FIVE_LAYERS,
     NEW_TOKENS,
@@ -74,7 +74,8 @@ class SharedFleet:
             seconds=round(time.monotonic() - start, 1),
             detail=detail,
         )
-        assert result == "right", detail
+        engines = [*self.prefills.values(), *self.decodes.values()]
+        assert result == "right", f"{detail}; {[(one.name, held(one)) for one in engines]}"
 
 
 def shared(

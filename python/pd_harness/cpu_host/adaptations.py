@@ -17,6 +17,7 @@ from pd_harness.releases import release
 TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
+KEPT_SECONDS = 600
 PROGRESS_DELAY_US = 10_000
 
 
@@ -116,6 +117,23 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
             super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
 
     nixl_api.nixlBind.nixlAgentConfig = PatientConfig
+
+
+def kept_connections(uvicorn_config: ModuleType) -> None:
+    """Let HTTP servers keep idle connections for longer than the router does.
+
+    The engine closes one after 5 s. The router may be writing a request to it just then, more
+    often the busier the machine is: one server has the request, the other never hears of it, and
+    the client waits. 0.5.23 has SGLANG_TIMEOUT_KEEP_ALIVE for it.
+    """
+    make = uvicorn_config.Config.__init__
+
+    @functools.wraps(make)
+    def keeping(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.timeout_keep_alive = max(self.timeout_keep_alive, KEPT_SECONDS)
+
+    uvicorn_config.Config.__init__ = keeping
 
 
 def gathers(parallel_state: ModuleType) -> None:

@@ -60,6 +60,7 @@ def activate() -> None:
         after_import(f"{build}._api", adaptations.nixl_agents)
     if os.environ.get("MC_FORCE_TCP"):
         after_import("mooncake.engine", adaptations.few_copies_at_once)
+    after_import("uvicorn.config", adaptations.kept_connections)
     engine = "sglang.srt"
     after_import(f"{engine}.disaggregation.mooncake.conn", _mooncake)
     after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
