@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import httpx
 import typer
@@ -14,6 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
+from sglang_pd.doctor.examine import examine
+from sglang_pd.doctor.host import Host, Launch, import_error
+from sglang_pd.doctor.packages import choose_backend
+from sglang_pd.doctor.show import as_json as findings_as_json
+from sglang_pd.doctor.show import show as show_findings
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
@@ -189,6 +194,45 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
         sys.stdout.buffer.write(line)
+
+
+@app.command()
+@refusing
+def doctor(
+    engine: EnginePath = None,
+    release: ReleaseName = None,
+    role: Annotated[
+        Literal["prefill", "decode"] | None, typer.Option(help="Of the server that is meant.")
+    ] = None,
+    backend: Annotated[
+        Literal["nixl", "mooncake", "ascend"] | None,
+        typer.Option(help="Default: what the installed packages are for."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="The server's.")] = 30000,
+    bootstrap_port: Annotated[int, typer.Option(help="Prefill's.")] = 8998,
+    url: Annotated[
+        list[str] | None, typer.Option(help="A running server to ask, too; give several.")
+    ] = None,
+    image: Annotated[
+        bool, typer.Option("--image", help="Leave out what only a host has: for an image's build.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Looks at a host before servers are launched, and at running ones, and says what is wrong.
+
+    Exit code: 0 nothing is wrong (there may be warnings), 17 something is.
+    """
+    found, patch_set = locate(engine, release)
+    # Packages beside the engine are its own; another Python's cannot be imported by this one.
+    folders = [str(found.root.parent), *sys.path]
+    host = Host(folders=folders, import_error=None if engine else import_error)
+    launch = Launch(role or "", backend or choose_backend(host), port, bootstrap_port, image)
+    findings = list(examine(found, patch_set, host, launch, url or ()))
+    if as_json:
+        print(json.dumps(findings_as_json(findings, launch), indent=1))
+    else:
+        show_findings(findings, launch, out)
+    raise typer.Exit(int(Code.UNFIT_HOST) if any(f.level == "wrong" for f in findings) else 0)
 
 
 @app.command()

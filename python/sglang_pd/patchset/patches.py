@@ -97,6 +97,7 @@ class Release:
     tree: our files by their path below `sglang/`. fingerprints: what the engine must hold for them.
     every: all patches whose records speak of it, in the records' order, as the parts below are.
     preview: why it is none to rely on yet; empty for a supported one.
+    tested: by package, the versions that the tests have run with.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Release:
     every: list[Patch]
     fingerprints: Fingerprints
     preview: str
+    tested: dict[str, list[str]]
 
     @property
     def patches(self) -> list[Patch]:
@@ -186,7 +188,7 @@ def load(
             "engine",
         )
     every = _patches(name, read_records(releases))
-    return Release(name, folder, tree, every, fingerprints, about.preview)
+    return Release(name, folder, tree, every, fingerprints, about.preview, about.tested)
 
 
 def _patches(release: str, records: list[Record]) -> list[Patch]:
@@ -202,6 +204,7 @@ def _patches(release: str, records: list[Record]) -> list[Patch]:
 class _About(msgspec.Struct, forbid_unknown_fields=True):
     trees: list[str]
     preview: str = ""
+    tested: dict[str, list[str]] = {}
 
 
 def _read(path: Path, kind: Any) -> Any:
