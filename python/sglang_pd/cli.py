@@ -6,20 +6,27 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import httpx
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sglang_pd import __version__
+from sglang_pd.doctor.examine import examine
+from sglang_pd.doctor.host import Host, Launch, import_error
+from sglang_pd.doctor.packages import choose_backend
+from sglang_pd.doctor.show import as_json as findings_as_json
+from sglang_pd.doctor.show import show as show_findings
 from sglang_pd.errors import Code, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.install.matching import release_of, remarks
-from sglang_pd.patchset.patches import Patch, Release, load
+from sglang_pd.install.show import as_json as status_as_json
+from sglang_pd.install.show import patch_as_json, patch_state, show_patch
+from sglang_pd.install.show import show as show_status
+from sglang_pd.patchset.patches import Release, load, read_records
 from sglang_pd.verifying.check import Verdict, check
 from sglang_pd.verifying.fleet import Fleet
 from sglang_pd.verifying.show import as_json as verdict_as_json
@@ -51,19 +58,15 @@ ReleaseName = Annotated[
 ]
 
 LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
-COLOURS = {
-    "applied": "green",
-    "absent": "dim",
-    "half-applied": "yellow",
-    "outdated": "yellow",
-    "drifted": "red",
-}
 EXIT = {
     "applied": 0,
     "absent": Code.ABSENT,
     "half-applied": Code.HALF_APPLIED,
     "outdated": Code.OUTDATED,
     "drifted": Code.DRIFTED,
+    "carried": 0,
+    "missing": Code.ABSENT,
+    "unknown": Code.ABSENT,
 }
 
 
@@ -94,24 +97,53 @@ def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
     return engine, load(release) if release else release_of(engine)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sglang-pd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 @refusing
 def status(
+    patch: Annotated[
+        str | None, typer.Argument(help="Show this patch alone, with its whole record.")
+    ] = None,
     engine: EnginePath = None,
     release: ReleaseName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
 
-    Exit code: 0 applied, 10 absent, 11 half-applied, 12 outdated, 5 drifted.
+    Exit code, of the engine or of the one patch: 0 applied (of a patch: or carried by the engine),
+    10 absent, 11 half-applied, 12 outdated, 5 drifted.
     """
+    records = {record.id: record for record in read_records()}
+    if patch is not None and patch not in records:
+        known = ", ".join(records)
+        raise typer.BadParameter(f"there is no patch {patch!r}; there are {known}")
     found, patch_set = locate(engine, release)
     told = operations.status(found, patch_set)
+    what = (found, patch_set, told) if patch is None else (records[patch], found, patch_set, told)
     if as_json:
-        print(json.dumps(_as_json(found, patch_set, told), indent=1))
+        said = status_as_json(*what) if patch is None else patch_as_json(*what)
+        print(json.dumps(said, indent=1))
+    elif patch is None:
+        show_status(*what, out)
     else:
-        _show(found, patch_set, told)
-    raise typer.Exit(int(EXIT[told.state]))
+        show_patch(*what, out)
+    state = told.state if patch is None else patch_state(records[patch], patch_set, told)
+    raise typer.Exit(int(EXIT[state]))
 
 
 @app.command()
@@ -166,6 +198,45 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
 
 @app.command()
 @refusing
+def doctor(
+    engine: EnginePath = None,
+    release: ReleaseName = None,
+    role: Annotated[
+        Literal["prefill", "decode"] | None, typer.Option(help="Of the server that is meant.")
+    ] = None,
+    backend: Annotated[
+        Literal["nixl", "mooncake", "ascend"] | None,
+        typer.Option(help="Default: what the installed packages are for."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="The server's.")] = 30000,
+    bootstrap_port: Annotated[int, typer.Option(help="Prefill's.")] = 8998,
+    url: Annotated[
+        list[str] | None, typer.Option(help="A running server to ask, too; give several.")
+    ] = None,
+    image: Annotated[
+        bool, typer.Option("--image", help="Leave out what only a host has: for an image's build.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Looks at a host before servers are launched, and at running ones, and says what is wrong.
+
+    Exit code: 0 nothing is wrong (there may be warnings), 17 something is.
+    """
+    found, patch_set = locate(engine, release)
+    # Packages beside the engine are its own; another Python's cannot be imported by this one.
+    folders = [str(found.root.parent), *sys.path]
+    host = Host(folders=folders, import_error=None if engine else import_error)
+    launch = Launch(role or "", backend or choose_backend(host), port, bootstrap_port, image)
+    findings = list(examine(found, patch_set, host, launch, url or ()))
+    if as_json:
+        print(json.dumps(findings_as_json(findings, launch), indent=1))
+    else:
+        show_findings(findings, launch, out)
+    raise typer.Exit(int(Code.UNFIT_HOST) if any(f.level == "wrong" for f in findings) else 0)
+
+
+@app.command()
+@refusing
 def verify(
     router: Annotated[str, typer.Option(help="URL of the router.")] = "",
     prefill: Annotated[str, typer.Option(help="Without a router: of the prefill server.")] = "",
@@ -204,57 +275,6 @@ def verify(
     else:
         show_verdict(verdict, out)
     raise typer.Exit(0 if verdict.is_right else int(Code.WRONG))
-
-
-def _as_json(engine: Engine, release: Release, told: operations.Status) -> dict:
-    return {
-        "tool": __version__,
-        "engine": {"path": str(engine.root), "version": engine.version, "release": release.name},
-        "state": told.state,
-        "patches": [
-            {
-                **_record(patch),
-                "state": state,
-                "symbols": {
-                    symbol: at for symbol, at in told.symbols.items() if patch.owns(symbol)
-                },
-            }
-            for patch, state in told.patches
-        ],
-        "carried": [_record(patch) for patch in release.carried],
-        "missing": [_record(patch) for patch in release.missing],
-        "preview": release.preview or None,
-        "edited": told.edited,
-        "drifts": [str(drift) for drift in told.drifts],
-        "notes": told.notes,
-    }
-
-
-def _record(patch: Patch) -> dict:
-    said = {"id": patch.id, "title": patch.title, "upstream": patch.upstream}
-    return {**said, "need": patch.need, "what": patch.what}
-
-
-def _show(engine: Engine, release: Release, told: operations.Status) -> None:
-    name = f"SGLang {engine.version or release.name} at {engine.root}: "
-    out.print(Text(name).append(told.state, COLOURS[told.state]))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("patch", "state", "upstream", "title"):
-        table.add_column(heading)
-    carried = Text(f"carried by SGLang {release.name}", "blue")
-    rows = [(patch, Text(state, COLOURS[state])) for patch, state in told.patches]
-    rows += [(patch, carried) for patch in release.carried]
-    rows += [(patch, Text(f"{patch.need}, no edit yet", "yellow")) for patch in release.missing]
-    for patch, state in rows:
-        upstream = "#" + patch.upstream.rsplit("/")[-1] if "/" in patch.upstream else ""
-        table.add_row(patch.id, state, upstream, Text(patch.title))
-    out.print(table)
-    for path in told.edited:
-        out.print(Text(f"edited since it was applied: {path}", "red"))
-    for drift in told.drifts:
-        out.print(Text(f"drifted: {drift}", "red"))
-    for note in told.notes:
-        out.print(Text(note))
 
 
 def main() -> None:

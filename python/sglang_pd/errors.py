@@ -20,6 +20,7 @@ class Code(IntEnum):
     WRONG = 14
     NOT_VERIFYING = 15
     PREVIEW = 16
+    UNFIT_HOST = 17
 
 
 class Refusal(Exception):

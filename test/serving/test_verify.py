@@ -45,8 +45,21 @@ def running(scenario: Scenario, test: str, **environment: str) -> Iterator[list[
 
 
 def verify(*options: str) -> tuple[int, dict]:
+    return tool("verify", *options)
+
+
+def doctor(scenario: Scenario, *urls: str) -> list[dict]:
+    """What it says of running servers, with the engine that they run."""
+    site = cluster.interpreter("patched").parents[1] / "lib" / "python3.11" / "site-packages"
+    asked = [word for url in urls for word in ("--url", url)]
+    backend = scenario.topology.backend
+    _, found = tool("doctor", "--engine", str(site), "--backend", backend, *asked)
+    return [one for one in found["findings"] if one["group"] == "servers"]
+
+
+def tool(*words: str) -> tuple[int, dict]:
     """Exit status, and what it found."""
-    command = [str(cluster.interpreter("base")), "-m", "sglang_pd", "verify", "--json", *options]
+    command = [str(cluster.interpreter("base")), "-m", "sglang_pd", *words, "--json"]
     done = subprocess.run(
         command, cwd=cluster.CHECKOUT / "python", capture_output=True, text=True, timeout=600
     )
@@ -71,9 +84,13 @@ NIGHTLY = [pytest.mark.nightly]
 
 @pytest.mark.parametrize("scenario", on(RIGHT, "nixl-pp2_to_pp2"))
 def test_all_is_compared_and_right(scenario):
-    with running(scenario, "right") as (_, _, router):
+    with running(scenario, "right") as (prefill, decode, router):
         status, found = verify("--router", router.url, *FEW)
+        said = doctor(scenario, prefill.url, decode.url)
     assert (status, found["right"], found["mismatches"]) == (0, True, []), found
+    assert {one["level"] for one in said} == {"ok"}, said
+    told = " ".join(one["found"] for one in said)
+    assert "patched, and compares KV" in told and "fit together" in told, said
     assert found["compared"] == found["requests"] > 30
     size = scenario.topology
     senders = {pair["prefill"] for pair in found["pairs"]}

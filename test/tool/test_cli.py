@@ -59,6 +59,7 @@ def test_status_as_json(call, toy):
     assert net == {
         "id": "net",
         "title": "title of net",
+        "kind": "mission",
         "upstream": "none",
         "need": "needed",
         "what": "",
@@ -81,17 +82,72 @@ def test_status_says_what_a_release_has_itself_and_what_is_left(call, toy):
         toy.write_patch(name, releases)
     told = json.loads(call("status", "--json")[1])
     assert [patch["id"] for patch in told["patches"]] == ["net", "pools"]
-    rest = {"upstream": "none", "title": "title of own"}
+    rest = {"upstream": "none", "title": "title of own", "kind": "mission"}
     assert told["carried"] == [{"id": "own", "need": "carried", "what": "all", **rest}]
     rest["title"] = "title of left"
     assert told["missing"] == [{"id": "left", "need": "in part", "what": "half", **rest}]
     code, text, _ = call("status")
-    rows = {row.split()[0]: row for row in text.splitlines()[2:]}
-    assert (code, list(rows)) == (Code.ABSENT, ["net", "pools", "own", "left"])
+    rows = {row.split()[0]: row for row in text.splitlines()[3:]}
+    assert (code, list(rows)) == (Code.ABSENT, ["left", "net", "own", "pools"])
     assert f"carried by SGLang {VERSION}" in rows["own"] and "title of own" in rows["own"]
     assert "in part, no edit yet" in rows["left"]
     assert "2 patches applied" in call("apply")[1]
     assert call("status")[0] == 0
+
+
+def test_status_is_in_the_records_order_not_in_the_alphabets(call, toy):
+    needed = f'[releases."{VERSION}"]\nstate = "in part"\nwhat = "half"\n'
+    for name, kind, order in (("a", "hardening", 1), ("b", "mission", 9), ("c", "layouts", 5)):
+        toy.write_patch(name, needed, kind, order)
+    _, text, _ = call("status")
+    rows = [row.split("  ")[1].split()[0] for row in text.splitlines() if row.startswith("  ")]
+    assert rows == ["net", "pools", "b", "c", "a"]
+    headings = [row.strip() for row in text.splitlines() if row.rstrip().endswith(":")]
+    assert headings == ["mission:", "other layouts:", "hardening:"]
+    missing = json.loads(call("status", "--json")[1])["missing"]
+    assert [patch["id"] for patch in missing] == ["b", "c", "a"]
+
+
+def test_status_of_one_patch(call, toy):
+    code, text, _ = call("status", "net")
+    assert code == Code.ABSENT
+    for said in ("title of net", "symptom of net", "cause of net", "drop_when of net"):
+        assert said in text
+    assert "change of net" in text and "srt/net/conn.py::send" in text
+    assert "pools" not in text and "srt/pool.py" not in text
+    told = json.loads(call("status", "net", "--json")[1])
+    assert (told["id"], told["state"], told["cause"]) == ("net", "absent", "cause of net")
+    assert told["symbols"] == {"srt/net/conn.py::send": "absent", "srt/net/plan.py": "absent"}
+    assert told["releases"][VERSION]["change"] == "change of net"
+    call("apply")
+    assert (call("status", "net")[0], call("status", "pools")[0]) == (0, 0)
+
+
+def test_status_of_one_patch_that_has_no_edit_here(call, toy):
+    stands = {
+        "own": f'[releases]\n"{VERSION}" = "carried"\n',
+        "left": f'[releases]\n"{VERSION}" = "needed"\n',
+        "other": '[releases]\n"1.0" = "needed"\n',
+    }
+    for name, releases in stands.items():
+        toy.write_patch(name, releases)
+    call("apply")
+    said = {"own": (0, "carried"), "left": (Code.ABSENT, "missing")}
+    for name, (code, state) in {**said, "other": (Code.ABSENT, "unknown")}.items():
+        got, text, _ = call("status", name, "--json")
+        assert (got, json.loads(text)["state"], json.loads(text)["symbols"]) == (code, state, {})
+    code, text, _ = call("status", "other")
+    assert f"SGLang {VERSION}: not examined" in text and "other releases: 1.0 needed" in text
+
+
+def test_status_of_a_patch_that_there_is_not(call):
+    code, _, told = call("status", "nett")
+    assert (code, "'nett'" in told, "net, pools" in told) == (2, True, True)
+
+
+def test_the_version_is_said(toy):
+    got = runner.invoke(app, ["--version"])
+    assert (got.exit_code, got.stdout) == (0, f"sglang-pd {__version__}\n")
 
 
 def test_a_preview_is_applied_only_where_that_is_asked_for(call, toy):
@@ -172,7 +228,7 @@ def test_module_and_help_start(toy):
     )
     assert ran.returncode == 0, ran.stderr
     commands = [command.callback.__name__ for command in app.registered_commands]
-    assert commands == ["status", "apply", "revert", "diff", "verify"]
+    assert commands == ["status", "apply", "revert", "diff", "doctor", "verify"]
     for command in commands:
         assert command in ran.stdout
 

@@ -9,7 +9,8 @@ OURS = Stand("needed", change="the change", symbols=["a.py::*"], names=["a name"
 def record(name: str, **releases: str | Stand) -> Record:
     """A record; releases are given as v1_0="needed"."""
     named = {at[1:].replace("_", "."): stand for at, stand in releases.items()}
-    return Record(name, f"Title of {name}", "none", "symptom", "cause", "never", named)
+    title = f"Title of {name}"
+    return Record(name, title, "mission", 1, "none", "symptom", "cause", "never", named)
 
 
 def table(page: str) -> list[list[str]]:

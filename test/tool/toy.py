@@ -133,11 +133,11 @@ class Toy:
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
         write(self.record, "\n".join(rows) + "\n")
 
-    def write_patch(self, name: str, releases: str) -> None:
+    def write_patch(self, name: str, releases: str, kind: str = "mission", order: int = 0) -> None:
         """Writes a patch record; `releases` is what it says of releases."""
         fields = ("title", "symptom", "cause", "drop_when")
         text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
-        text += f'id = "{name}"\nupstream = "none"\n{releases}'
+        text += f'id = "{name}"\nkind = "{kind}"\norder = {order}\nupstream = "none"\n{releases}'
         write(self.releases / "patches" / f"{name}.toml", text)
 
     def pin(self, release: Path, path: str, symbol: str, digest: str | None) -> None:

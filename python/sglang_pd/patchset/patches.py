@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -25,6 +25,8 @@ RELEASES = TREES / "engines"
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
 Fingerprints = dict[str, dict[str, str | None] | None]
 State = Literal["needed", "in part", "carried"]
+# In the order in which a person reads them.
+Kind = Literal["mission", "layouts", "hardening"]
 
 
 class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,10 +54,16 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The record of one patch, for all releases; one that is not in `releases` was not examined."""
+    """The record of one patch, for all releases; one that is not in `releases` was not examined.
+
+    kind: `mission` is what the patch set is for, `layouts` what else keeps prefill's and decode's
+    layouts from fitting, `hardening` what goes wrong besides. order: of those of a kind.
+    """
 
     id: str
     title: str
+    kind: Kind
+    order: int
     upstream: str
     symptom: str
     cause: str
@@ -72,6 +80,7 @@ class Patch(msgspec.Struct, frozen=True):
 
     id: str
     title: str
+    kind: Kind
     upstream: str
     need: State
     what: str
@@ -86,18 +95,33 @@ class Release:
     """What the patch set is for one engine release.
 
     tree: our files by their path below `sglang/`. fingerprints: what the engine must hold for them.
-    carried: patches that this engine has itself. missing: those that it needs, and we have not.
+    every: all patches whose records speak of it, in the records' order, as the parts below are.
     preview: why it is none to rely on yet; empty for a supported one.
+    tested: by package, the versions that the tests have run with.
     """
 
     name: str
     folder: Path
     tree: dict[str, bytes]
-    patches: list[Patch]
-    carried: list[Patch]
-    missing: list[Patch]
+    every: list[Patch]
     fingerprints: Fingerprints
     preview: str
+    tested: dict[str, list[str]]
+
+    @property
+    def patches(self) -> list[Patch]:
+        """Those that we have an edit for."""
+        return [patch for patch in self.every if patch.symbols]
+
+    @property
+    def carried(self) -> list[Patch]:
+        """Those that this engine has itself."""
+        return [patch for patch in self.every if patch.need == "carried"]
+
+    @property
+    def missing(self) -> list[Patch]:
+        """Those that it needs, and we have not."""
+        return [patch for patch in self.every if patch.need != "carried" and not patch.symbols]
 
 
 def symbol_ids(fingerprints: Fingerprints) -> list[str]:
@@ -125,9 +149,11 @@ def public(version: str) -> str:
 
 
 def read_records(releases: Path | None = None) -> list[Record]:
-    """All patch records, by name. Raises Refusal PATCH_SET where one is not as it must be."""
+    """All patch records, in their order. Raises Refusal PATCH_SET where one is not right."""
     folder = (releases or RELEASES) / "patches"
-    return [_read(path, Record) for path in sorted(folder.glob("*.toml"))]
+    records = [_read(path, Record) for path in folder.glob("*.toml")]
+    kinds = get_args(Kind)
+    return sorted(records, key=lambda one: (kinds.index(one.kind), one.order, one.id))
 
 
 def load(
@@ -162,18 +188,15 @@ def load(
             "engine",
         )
     every = _patches(name, read_records(releases))
-    ours = [patch for patch in every if patch.symbols]
-    carried = [patch for patch in every if patch.need == "carried"]
-    missing = [patch for patch in every if patch.need != "carried" and not patch.symbols]
-    return Release(name, folder, tree, ours, carried, missing, fingerprints, about.preview)
+    return Release(name, folder, tree, every, fingerprints, about.preview, about.tested)
 
 
 def _patches(release: str, records: list[Record]) -> list[Patch]:
     """The records that speak of a release."""
     stands = [(record, record.at(release)) for record in records]
     return [
-        Patch(record.id, record.title, record.upstream, stand.state, stand.what, stand.symbols)
-        for record, stand in stands
+        Patch(one.id, one.title, one.kind, one.upstream, stand.state, stand.what, stand.symbols)
+        for one, stand in stands
         if stand
     ]
 
@@ -181,6 +204,7 @@ def _patches(release: str, records: list[Record]) -> list[Patch]:
 class _About(msgspec.Struct, forbid_unknown_fields=True):
     trees: list[str]
     preview: str = ""
+    tested: dict[str, list[str]] = {}
 
 
 def _read(path: Path, kind: Any) -> Any:

@@ -9,6 +9,9 @@ HEAD = """\
 
 Made by `python -m sglang_pd.patchset.records` from the patch records, `python/engines/patches/`.
 
+First what the patch set is for, then other layouts of prefill and decode that did not fit, then
+hardening.
+
 How much of each patch a release of SGLang needs: all (needed), some (in part: below is what it
 has, or what is left), or nothing, for it has the like itself (carried). Bold: this patch set has an
 edit for it. Empty: not examined.

@@ -1,0 +1,38 @@
+"""All checks, in the order in which a person mends things."""
+
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+from sglang_pd.doctor import engine as engines
+from sglang_pd.doctor import packages, ports, servers, system, variables
+from sglang_pd.doctor.findings import Finding
+from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.install import operations
+from sglang_pd.install.engine import Engine
+from sglang_pd.patchset.patches import Release
+
+
+def examine(
+    engine: Engine, release: Release, host: Host, launch: Launch, urls: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """What there is to say of an engine on a host, and of running servers."""
+    status = operations.status(engine, release)
+    yield from engines.check_engine(engine, release)
+    yield from engines.check_patches(status)
+    yield from packages.check_versions(host, launch, release)
+    yield from packages.check_library(host, launch)
+    if not launch.in_image:
+        yield from system.check_locked_memory(host, launch)
+        yield from system.check_open_files(host)
+        yield from system.check_shared_memory(host)
+        yield from system.check_rdma(host, launch)
+        yield from system.check_npus(host, launch)
+        yield from ports.check_ports(launch)
+        yield from ports.check_store(host, launch)
+        patched = status.state == "applied"
+        yield from variables.check_environment(host, launch, engine.root, patched)
+    if urls:
+        # Servers of a fleet are no proxy's business.
+        with httpx.Client(timeout=servers.SECONDS, trust_env=False) as client:
+            yield from servers.check_servers(client, list(urls), launch, release)

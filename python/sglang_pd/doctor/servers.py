@@ -1,0 +1,169 @@
+"""Running servers: each alone and against this host's engine, and two by two."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import PurePath
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from sglang_pd.doctor.findings import Finding, ok, warning, wrong
+from sglang_pd.doctor.host import Launch
+from sglang_pd.patchset.patches import Release, public
+
+GROUP = "servers"
+SECONDS = 10.0
+UNANSWERED = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
+# The numbers that a rank is asked by, of 0.5.9 for the whole server and of later ones for rank 0.
+SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
+RANK_QUERY = dict.fromkeys(
+    ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), 0
+)
+
+
+class Server(msgspec.Struct):
+    """What a server says of itself, as far as it matters here."""
+
+    disaggregation_mode: str = "null"
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int = 8998
+    version: str = ""
+    model_path: str = ""
+    page_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool = False
+    speculative_algorithm: str | None = None
+    url: str = ""
+
+    @property
+    def attn_tp(self) -> int:
+        """Ranks that share the KV heads."""
+        groups = self.dp_size if self.enable_dp_attention else 1
+        return max(1, self.tp_size // max(1, groups))
+
+    @property
+    def name(self) -> str:
+        return f"{self.disaggregation_mode} {self.url}"
+
+
+def check_servers(
+    client: httpx.Client, urls: list[str], launch: Launch, release: Release
+) -> Iterator[Finding]:
+    """Each that is named, and each prefill with each decode server."""
+    servers = []
+    for url in urls:
+        try:
+            servers.append(ask(client, url.rstrip("/")))
+        except UNANSWERED as error:
+            advice = "is it up, is its port open to this host, is it an SGLang server?"
+            yield wrong(GROUP, url, f"no answer: {error!r}", advice)
+    for server in servers:
+        yield from check_server(server, launch, release)
+        if server.disaggregation_mode == "prefill":
+            yield from check_bootstrap(client, server)
+    prefills = [one for one in servers if one.disaggregation_mode == "prefill"]
+    decodes = [one for one in servers if one.disaggregation_mode == "decode"]
+    for prefill, decode in product(prefills, decodes):
+        yield from check_pair(prefill, decode)
+
+
+def ask(client: httpx.Client, url: str) -> Server:
+    """Raises one of UNANSWERED, also for an answer that is no server's."""
+    response = client.get(f"{url}/server_info")
+    if response.status_code == 404:
+        response = client.get(f"{url}/get_server_info")
+    response.raise_for_status()
+    server = msgspec.convert(response.json(), Server)
+    server.url = url
+    return server
+
+
+def check_server(server: Server, launch: Launch, release: Release) -> Iterator[Finding]:
+    sizes = f"TP {server.tp_size}, PP {server.pp_size}, attention TP {server.attn_tp}"
+    said = f"SGLang {server.version}, {server.disaggregation_transfer_backend}, {sizes}"
+    if server.disaggregation_mode not in ("prefill", "decode"):
+        found = f"disaggregation mode {server.disaggregation_mode!r}"
+        advice = "start it with --disaggregation-mode prefill or decode"
+        yield wrong(GROUP, server.url, found, advice)
+        return
+    yield ok(GROUP, server.name, said)
+    if public(server.version) != release.name:
+        found = f"SGLang {server.version}, this host has {release.name}"
+        advice = "run one release on both sides; docs/upgrade.md has the order of an upgrade"
+        yield warning(GROUP, server.name, found, advice)
+    if server.disaggregation_transfer_backend != launch.backend:
+        found = f"backend {server.disaggregation_transfer_backend}, this host's {launch.backend}"
+        yield wrong(GROUP, server.name, found, "both sides need the same backend (--backend)")
+
+
+def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
+    """Whether decode ranks can ask a prefill server, and whether that is patched."""
+    host = urlsplit(server.url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    address = f"{host}:{server.disaggregation_bootstrap_port}"
+    try:
+        known = _route(client, address)
+    except UNANSWERED as error:
+        advice = "decode hosts must reach the bootstrap port: open it"
+        yield wrong(GROUP, f"bootstrap {address}", f"no answer: {error!r}", advice)
+        return
+    if "takes_aborts" in known or "reads_layouts" in known:
+        comparing = ", and compares KV" if known.get("verifies") else ""
+        yield ok(GROUP, f"bootstrap {address}", f"answers; patched{comparing}")
+    else:
+        advice = "run `sglang-pd apply` there, and start it again"
+        yield warning(GROUP, f"bootstrap {address}", "answers; a stock engine", advice)
+
+
+def _route(client: httpx.Client, address: str) -> dict:
+    """What the bootstrap server says of itself, or of its first rank. Raises as `ask` does."""
+    url = f"http://{address}/route"
+    response = client.get(url, params=SERVER_QUERY)
+    if response.status_code == 400:
+        response = client.get(url, params=RANK_QUERY)
+    response.raise_for_status()
+    return msgspec.convert(response.json(), dict)
+
+
+def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
+    """What the two must have in common."""
+    name = f"{prefill.url} and {decode.url}"
+    found = [*_unequal(prefill, decode), *_unfit_sizes(prefill, decode)]
+    for what, advice in found:
+        yield wrong(GROUP, name, what, advice)
+    for what, left, right in (
+        ("version", prefill.version, decode.version),
+        ("model", PurePath(prefill.model_path).name, PurePath(decode.model_path).name),
+        ("draft model", prefill.speculative_algorithm, decode.speculative_algorithm),
+    ):
+        if left != right:
+            advice = "intended? docs/upgrade.md and docs/recipes.md say what works"
+            yield warning(GROUP, name, f"{what}: {left} and {right}", advice)
+    if not found:
+        yield ok(GROUP, name, "fit together")
+
+
+def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+    flags = {
+        "disaggregation_transfer_backend": "--disaggregation-transfer-backend",
+        "page_size": "--page-size",
+        "kv_cache_dtype": "--kv-cache-dtype",
+    }
+    for field, flag in flags.items():
+        left, right = getattr(prefill, field), getattr(decode, field)
+        if left != right:
+            yield f"{flag}: {left} and {right}", "start both with the same"
+
+
+def _unfit_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+    small, large = sorted((prefill.attn_tp, decode.attn_tp))
+    if large % small:
+        what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"
+        yield what, "the larger must be a multiple of the smaller"
+    if decode.pp_size not in (1, prefill.pp_size):
+        what = f"PP: {prefill.pp_size} and {decode.pp_size}"
+        yield what, f"start decode with --pp-size 1 or {prefill.pp_size}"

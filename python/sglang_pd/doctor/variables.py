@@ -1,0 +1,197 @@
+"""Variables of the environment that matter to PD, and what is wrong with them."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_pd.doctor.findings import Finding, ok, warning, wrong
+from sglang_pd.doctor.host import Host, Launch
+
+GROUP = "environment"
+STORE = "ASCEND_MF_STORE_URL"
+PROTOCOL = "ASCEND_MF_TRANSFER_PROTOCOL"
+VERIFY = "SGLANG_PD_VERIFY"
+# Shown wherever they are set.
+SHOWN = (
+    r"ASCEND_|MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_(DISAGG|MOONCAKE|PD_|USE_FIA|NPU_USE|HOST_IP)|HOST_IP"
+)
+# Of these the engine's `environ.py` has all.
+ENGINES = re.compile(r"SGLANG_DISAGG|SGLANG_MOONCAKE_")
+LISTED = re.compile(rf"{ENGINES.pattern}|MOONCAKE_")  # and of these some
+WANTED = {"EnvInt": "a whole number", "EnvFloat": "a number", "EnvBool": "true or false"}
+# Read without `environ.py`: what is neither true, 1, false nor 0 counts as false.
+SWITCHES = ("ASCEND_USE_FIA", "SGLANG_USE_FIA_NZ", "SGLANG_NPU_USE_MLAPO")
+NUMBERS = ("MC_GID_INDEX", "MC_IB_PORT", "MC_MTU", "MC_NUM_QP_PER_EP", "MC_TRANSFER_TIMEOUT")
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+LOCAL = ("127.", "localhost", "0.0.0.0", "::")
+LOCAL_TRANSPORTS = {"self", "shm", "sm", "sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc"}
+
+
+def check_environment(host: Host, launch: Launch, engine: Path, patched: bool) -> list[Finding]:
+    """Every variable that matters and is set, and those that are not and should be."""
+    found = [
+        *check_engines(host, engine),
+        *check_switches(host),
+        *check_ascend(host, launch),
+        *check_mooncake(host, launch),
+        *check_ucx(host, launch),
+        *check_network(host),
+        *check_verify(host, patched),
+    ]
+    judged = {one.name for one in found}
+    others = sorted(name for name in host.environ if re.match(SHOWN, name) and name not in judged)
+    return [*found, *(ok(GROUP, name, host.environ[name]) for name in others)]
+
+
+def engine_variables(engine: Path) -> dict[str, str]:
+    """What the engine's `environ.py` reads: by name, `EnvInt` and the like; nothing without it."""
+    try:
+        module = ast.parse((engine / "srt" / "environ.py").read_bytes())
+    except (OSError, SyntaxError):
+        return {}
+    return {
+        node.targets[0].id: node.value.func.id
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id.startswith("Env")
+    }
+
+
+def check_engines(host: Host, engine: Path) -> Iterator[Finding]:
+    """The engine takes its default for what it cannot read, and does not look for other names."""
+    known = engine_variables(engine)
+    for name in sorted(host.environ) if known else ():
+        value = host.environ[name]
+        kind = known.get(name)
+        if kind is None and ENGINES.match(name):
+            advice = "this release does not read it: look for a typing error, or unset it"
+            yield warning(GROUP, name, value, advice)
+        elif kind and LISTED.match(name) and not _is_readable(kind, value):
+            advice = f"it takes {WANTED[kind]}; the engine would take its default"
+            yield wrong(GROUP, name, repr(value), advice)
+    backend = host.environ.get("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX")
+    if backend != "UCX":
+        name = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
+        yield warning(GROUP, name, backend, "the patches were tested with UCX alone")
+    name = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
+    if name in host.environ and not _is_object(host.environ[name]):
+        yield wrong(GROUP, name, repr(host.environ[name]), "it takes a JSON object, or nothing")
+
+
+def _is_readable(kind: str, value: str) -> bool:
+    if kind == "EnvBool":
+        return value.lower() in ("true", "1", "yes", "y", "false", "0", "no", "n")
+    if kind not in ("EnvInt", "EnvFloat"):
+        return True
+    try:
+        int(value) if kind == "EnvInt" else float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_object(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except ValueError:
+        return False
+
+
+def check_switches(host: Host) -> Iterator[Finding]:
+    for name in SWITCHES:
+        value = host.environ.get(name)
+        if value is not None and value.lower() not in ("true", "1", "false", "0"):
+            yield wrong(GROUP, name, repr(value), "it counts as false: give 1 or 0")
+
+
+def store_address(url: str) -> tuple[str, int] | None:
+    """Host and port of MemFabric's store; None for what is no `tcp://HOST:PORT`."""
+    try:
+        parts = urlsplit(url)
+        address = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return address if parts.scheme == "tcp" and all(address) else None
+
+
+def check_ascend(host: Host, launch: Launch) -> Iterator[Finding]:
+    if launch.backend != "ascend":
+        return
+    url = host.environ.get(STORE)
+    address = store_address(url or "")
+    if not url:
+        advice = "give prefill and decode the first prefill node's: tcp://ADDRESS:24667"
+        yield wrong(GROUP, STORE, "not set", advice)
+    elif address is None:
+        yield wrong(GROUP, STORE, repr(url), "it takes tcp://ADDRESS:PORT")
+    elif address[0].startswith(LOCAL):
+        advice = "other hosts cannot reach it: give the first prefill node's address"
+        yield warning(GROUP, STORE, url, advice)
+    protocol = host.environ.get(PROTOCOL, "sdma")
+    if protocol.strip().lower() not in ("sdma", "device_rdma"):
+        advice = "0.5.9 takes sdma for it, later releases for what MemFabric has not; give sdma "
+        advice += "(A3) or device_rdma (A2)"
+        yield warning(GROUP, PROTOCOL, protocol, advice)
+
+
+def check_mooncake(host: Host, launch: Launch) -> Iterator[Finding]:
+    if launch.backend != "mooncake":
+        return
+    if "MC_FORCE_TCP" in host.environ:
+        advice = "KV goes over TCP, which is slow; unset it (0 counts as set)"
+        yield warning(GROUP, "MC_FORCE_TCP", host.environ["MC_FORCE_TCP"], advice)
+    for name in NUMBERS:
+        value = host.environ.get(name, "0")
+        if not re.fullmatch(r"-?\d+", value):
+            yield wrong(GROUP, name, repr(value), "it takes a whole number")
+
+
+def check_ucx(host: Host, launch: Launch) -> Iterator[Finding]:
+    if launch.backend != "nixl":
+        return
+    devices = {*host.names("/sys/class/infiniband"), *host.names("/sys/class/net"), "all"}
+    named = host.environ.get("UCX_NET_DEVICES", "")
+    lacking = [one for one in named.split(",") if one and one.split(":")[0] not in devices]
+    if lacking:
+        advice = f"not here: {', '.join(lacking)}; here are {', '.join(sorted(devices))}"
+        yield wrong(GROUP, "UCX_NET_DEVICES", named, advice)
+    transports = host.environ.get("UCX_TLS", "")
+    if transports and {*transports.split(",")} <= LOCAL_TRANSPORTS:
+        advice = "none of them leaves this host: add rc or tcp, or unset it"
+        yield warning(GROUP, "UCX_TLS", transports, advice)
+    plugins = host.environ.get("NIXL_PLUGIN_DIR")
+    if plugins and not host.path(plugins).is_dir():
+        yield wrong(GROUP, "NIXL_PLUGIN_DIR", plugins, "there is no such folder; unset it")
+
+
+def check_network(host: Host) -> Iterator[Finding]:
+    for name in ("SGLANG_HOST_IP", "HOST_IP"):
+        value = host.environ.get(name, "")
+        if value.startswith(LOCAL):
+            advice = "ranks tell it to their peers, who cannot reach it: give this host's address"
+            yield warning(GROUP, name, value, advice)
+    proxy = next((name for name in PROXIES if host.environ.get(name)), None)
+    if proxy and not (host.environ.get("no_proxy") or host.environ.get("NO_PROXY")):
+        advice = "ranks ask the bootstrap server through it: unset it, or name prefill's hosts in "
+        advice += "no_proxy"
+        yield warning(GROUP, proxy, host.environ[proxy], advice)
+
+
+def check_verify(host: Host, patched: bool) -> Iterator[Finding]:
+    value = host.environ.get(VERIFY, "")
+    if value not in ("", "0", "1", "log"):
+        yield wrong(GROUP, VERIFY, repr(value), "it takes 1, log or 0; servers do not start")
+    elif value in ("1", "log") and not patched:
+        advice = "a stock engine compares nothing: run `sglang-pd apply`"
+        yield wrong(GROUP, VERIFY, value, advice)
+    elif value:
+        yield ok(GROUP, VERIFY, value)
+    if host.environ.get("SGLANG_PD_CPU_HOST") == "1":
+        advice = "it stands in for hardware in tests: unset it where real servers run"
+        yield wrong(GROUP, "SGLANG_PD_CPU_HOST", "1", advice)

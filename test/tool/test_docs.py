@@ -1,0 +1,150 @@
+"""What the docs say: commands that exist and do as told, links that lead somewhere, log lines."""
+
+import re
+
+import click
+import pytest
+import typer
+from documented import DOCKERFILES, PAGES, ROOT, commands, of_dockerfile, of_page
+from toy import VERSION, write
+from typer.testing import CliRunner
+
+from sglang_pd import __version__
+from sglang_pd.cli import app
+from sglang_pd.errors import Code
+from sglang_pd.patchset import patches
+
+OURS = commands("sglang-pd")
+ROUTERS = commands("python", "-m", "sglang_router.launch_router")
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_the_tool_takes_every_command(command):
+    """Parsed as if it were run; `...` stands for more of the same."""
+    words = [word for word in command.words[1:] if word != "..."]
+    if words[-1:] == ["--url"]:
+        words.append("http://host")
+    group = typer.main.get_command(app)
+    if words == ["--version"]:
+        return
+    name, found, rest = group.resolve_command(click.Context(group), words)
+    assert name == words[0]
+    found.make_context(name, rest)
+
+
+@pytest.mark.parametrize("command", ROUTERS, ids=str)
+def test_the_router_takes_every_command(command):
+    router = pytest.importorskip("sglang_router.launch_router", reason="no router here")
+    args = router.parse_router_args(list(command.words[3:]))
+    assert args.pd_disaggregation and len(args.prefill_urls) == 1 and args.decode_urls
+
+
+def test_there_are_commands_to_look_at():
+    assert len(OURS) > 30 and len(ROUTERS) >= 3
+    assert len(commands("python", "-m", "sglang.launch_server")) > 10
+
+
+# On a toy engine
+
+
+@pytest.fixture
+def call(toy, monkeypatch):
+    """Runs a documented command on the toy, with what NIXL and Ascend need; exit code, stdout."""
+    monkeypatch.setattr(patches, "RELEASES", toy.releases)
+    monkeypatch.setattr(patches, "TREES", toy.trees)
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))
+    write(toy.site / "cann/compiler/version.info", "Version=8.5.0\n")
+    for name in ("torch", "torch_npu", "nixl", "memfabric_hybrid"):
+        info = toy.site / f"{name}-1.0.dist-info"
+        write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+
+    def run(words):
+        where = [] if words[0] == "--version" else ["--engine", str(toy.site)]
+        got = CliRunner().invoke(app, [*words, *where])
+        return got.exit_code, got.stdout + got.stderr
+
+    return run
+
+
+def on_a_toy(command) -> bool:
+    """Whether it needs neither servers nor a host of its own."""
+    words = command.words
+    return (
+        words[0] == "sglang-pd"
+        and words[1] != "verify"
+        and (words[1] != "doctor" or "--image" in words)
+    )
+
+
+def test_installing_as_the_page_says(call, toy):
+    toy.write_patch("npu-cpu-copy", f'[releases]\n"{VERSION}" = "needed"\n')
+    before = toy.snapshot()
+    said = []
+    for command in filter(on_a_toy, of_page(ROOT / "docs/install.md")):
+        code, text = call(command.words[1:])
+        assert code == command.code, (str(command), text)
+        said.append(text)
+    assert said[0] == f"sglang-pd {__version__}\n"
+    assert any("would be applied" in text for text in said)
+    assert toy.snapshot() == before
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_is_built_only_with_the_patches_in_it(call, file):
+    """Its steps end well; without `apply` the last one would not."""
+    steps = [one for one in of_dockerfile(file) if one.words[0] == "sglang-pd"]
+    assert [one.words[1] for one in steps] == ["apply", "doctor"]
+    assert call(steps[1].words[1:])[0] == Code.UNFIT_HOST
+    assert [call(one.words[1:])[0] for one in steps] == [0, 0]
+
+
+def test_an_image_has_all_that_the_wheel_is_made_of():
+    for file in DOCKERFILES:
+        copied = re.findall(r"(?m)^COPY (.+) \S+$", file.read_text())
+        names = " ".join(copied).split()
+        assert {"pyproject.toml", "hatch_build.py", "README.md", "python"} == set(names)
+        assert all((ROOT / name).exists() for name in names)
+
+
+def test_going_back_as_the_page_says(call, toy):
+    before = toy.snapshot()
+    assert call(["apply"])[0] == 0
+    back = (ROOT / "docs/upgrade.md").read_text().split("## Back")[1]
+    assert call(["revert"])[0] == 0 and "sglang-pd revert" in back
+    assert call(["status"])[0] == Code.ABSENT and "exit code 10: absent" in back
+    assert toy.snapshot() == before
+
+
+# What else can be wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_log_lines_are_as_the_sources_have_them():
+    """Strings of one message may be cut anywhere in a source."""
+    table = (ROOT / "docs/trouble.md").read_text().split("## Log lines that are ours")[1]
+    lines = re.findall(r"(?m)^\| `([^`]+)` \|", table.split("## ")[0])
+    assert len(lines) > 15
+    sources = "".join(
+        path.read_text()
+        for tree in ("sglang", "engines")
+        for path in (ROOT / "python" / tree).rglob("*.py")
+    )
+    joined = re.sub(r'"\n\s+f?"', "", sources)
+    assert [line for line in lines if line not in joined] == []
+
+
+def test_exit_codes_are_documented():
+    said = "".join((ROOT / "docs" / name).read_text() for name in ("graft.md", "verify.md"))
+    rows = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", said)}
+    assert {int(code) for code in Code} <= rows
+
+
+def test_the_changelog_has_this_version():
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,579 @@
+"""What `sglang-pd doctor` says of hosts, images and servers; all of them made up here."""
+
+import errno
+import json
+import re
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from toy import ROOT, VERSION, write
+from typer.testing import CliRunner
+
+from sglang_pd.cli import app
+from sglang_pd.doctor import packages, ports, servers, system, variables
+from sglang_pd.doctor.engine import check_engine, check_patches
+from sglang_pd.doctor.examine import examine
+from sglang_pd.doctor.findings import ok
+from sglang_pd.doctor.host import Host, Launch, import_error
+from sglang_pd.errors import Code
+from sglang_pd.install import operations
+from sglang_pd.patchset import patches
+from sglang_pd.patchset.patches import supported
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max open files            {files}              {files}              files
+Max locked memory         {locked}             {locked}             bytes
+"""
+
+
+def levels(findings) -> dict[str, str]:
+    return {one.name: one.level for one in findings}
+
+
+def the(findings):
+    (one,) = findings
+    return one
+
+
+def launch(backend="nixl", role="", port=30000, bootstrap_port=8998, image=False) -> Launch:
+    return Launch(role, backend, port, bootstrap_port, image)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A host of which nothing is known but what a test writes."""
+
+    class Fake:
+        root = tmp_path / "root"
+
+        def host(self, failing=None, **environ) -> Host:
+            self.root.mkdir(exist_ok=True)
+            folders = [str(tmp_path / "site")]
+            return Host(environ, self.root, folders, lambda module: (failing or {}).get(module, ""))
+
+        def file(self, name, text="") -> None:
+            write(self.root / name.lstrip("/"), text)
+
+        def limits(self, locked="unlimited", files="1048576") -> None:
+            self.file("/proc/self/limits", LIMITS.format(locked=locked, files=files))
+
+        def install(self, name, version) -> None:
+            info = tmp_path / "site" / f"{name}-{version}.dist-info"
+            write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+        def rdma(self, name, state="4: ACTIVE", verbs=True) -> None:
+            self.file(f"/sys/class/infiniband/{name}/ports/1/state", state)
+            if verbs:
+                self.file("/dev/infiniband/uverbs0")
+
+    return Fake()
+
+
+# The engine
+
+
+def test_a_stock_engine_is_wrong_and_a_patched_one_is_right(toy):
+    status = operations.status(toy.engine(), toy.release())
+    found = the(check_patches(status))
+    assert (found.level, found.found) == ("wrong", "absent") and "sglang-pd apply" in found.advice
+    operations.apply(toy.engine(), toy.release())
+    found = the(check_patches(operations.status(toy.engine(), toy.release())))
+    assert (found.level, found.found) == ("ok", "2 applied")
+
+
+def test_an_edited_file_is_named(toy):
+    operations.apply(toy.engine(), toy.release())
+    write(toy.root / "srt/net/conn.py", "theirs = 1\n")
+    found = list(check_patches(operations.status(toy.engine(), toy.release())))
+    assert levels(found)["files"] == "wrong" and "srt/net/conn.py" in found[-1].found
+
+
+def test_a_preview_is_a_warning(toy):
+    assert the(check_engine(toy.engine(), toy.release())).level == "ok"
+    write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\npreview = "new"\n')
+    found = the(check_engine(toy.engine(), toy.release()))
+    assert (found.level, "new" in found.advice) == ("warning", True)
+
+
+# Packages
+
+
+@pytest.fixture
+def release(toy):
+    """One that was tested with NIXL 1.5.1."""
+    write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\ntested.nixl = ["1.5.1"]\n')
+    return toy.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level"),
+    [
+        ("nixl", "1.5.1", "ok"),
+        ("nixl-cu12", "1.5.1+vendor", "ok"),
+        ("nixl", "0.9.0", "warning"),
+        ("nothing", "1", "wrong"),
+    ],
+)
+def test_the_librarys_version(fake, release, name, version, level):
+    fake.install(name, version)
+    found = list(packages.check_versions(fake.host(), launch(), release))
+    assert levels(found)["nixl"] == level
+    assert level != "warning" or "1.5.1" in found[-1].advice
+
+
+def test_on_an_npu_cann_is_looked_for_where_the_environment_says(fake, release):
+    fake.install("torch_npu", "2.8.0")
+    fake.install("memfabric_hybrid", "1.0.5")
+    assert packages.choose_backend(fake.host()) == "ascend"
+    found = levels(packages.check_versions(fake.host(), launch("ascend"), release))
+    assert found == {
+        "torch": "wrong",
+        "torch_npu": "warning",
+        "memfabric": "warning",
+        "CANN": "wrong",
+    }
+    fake.file("/usr/local/Ascend/cann/compiler/version.info", "Version=8.3.RC2\n")
+    assert packages.cann_version(fake.host()) == "8.3.RC2"
+    fake.file("/opt/cann/aarch64-linux/ascend_toolkit_install.info", "x=1\nversion=8.5.0\n")
+    assert packages.cann_version(fake.host(ASCEND_TOOLKIT_HOME="/opt/cann")) == "8.5.0"
+
+
+def test_the_backend_is_the_one_that_is_installed(fake):
+    assert packages.choose_backend(fake.host()) == "mooncake"
+    fake.install("nixl", "1.5.1")
+    assert packages.choose_backend(fake.host()) == "nixl"
+    fake.install("mooncake-transfer-engine", "0.3.13")
+    assert packages.choose_backend(fake.host()) == "mooncake"
+
+
+def test_a_library_that_cannot_be_loaded_is_wrong_with_its_error(fake):
+    fake.install("mooncake-transfer-engine-non-cuda", "0.3.13")
+    missing = "ImportError: libibverbs.so.1: cannot open shared object file"
+    host = fake.host({"mooncake.engine": missing})
+    found = the(packages.check_library(host, launch("mooncake")))
+    assert (found.level, found.found) == ("wrong", missing)
+    assert the(packages.check_library(fake.host(), launch("mooncake"))).level == "ok"
+    assert not list(packages.check_library(host, launch("nixl")))  # it is not installed
+
+
+def test_an_image_has_no_driver_to_load_memfabric_with(fake):
+    fake.install("memfabric-hybrid", "1.0.5")
+    host = fake.host({"memfabric_hybrid": "ImportError: libascend_hal.so"})
+    assert the(packages.check_library(host, launch("ascend", image=True))).level == "warning"
+    assert the(packages.check_library(host, launch("ascend"))).level == "wrong"
+
+
+def test_imports_are_tried_in_another_process():
+    assert import_error("json") == ""
+    assert import_error("there_is_none").startswith("ModuleNotFoundError")
+
+
+@pytest.mark.parametrize("name", supported())
+def test_the_versions_that_are_called_tested_are_those_of_the_requirements(name):
+    tested = patches.load(name, with_fingerprints=False).tested
+    pins = (ROOT / "scripts/requirements/common.txt").read_text() + "\n"
+    setup = (ROOT / "scripts/setup_env.py").read_text()
+    pins += re.search(r'DEFAULT_TORCH = "(.+)"', setup)[1]
+    pinned = dict(line.split("==") for line in pins.splitlines() if "==" in line)
+    for package in ("torch", "nixl", "mooncake"):
+        (version,) = {pinned[one] for one in packages.PACKAGES[package] if one in pinned}
+        assert version in tested[package]
+
+
+# The system
+
+
+def test_locked_memory_is_wrong_only_where_it_is_locked(fake):
+    fake.limits()
+    assert the(system.check_locked_memory(fake.host(), launch())).level == "ok"
+    fake.limits(locked="8388608")
+    found = the(system.check_locked_memory(fake.host(), launch()))
+    assert (found.level, found.found) == ("warning", "8 MiB")
+    fake.rdma("mlx5_0")
+    assert the(system.check_locked_memory(fake.host(), launch())).level == "wrong"
+    assert the(system.check_locked_memory(fake.host(), launch("ascend"))).level == "warning"
+
+
+def test_open_files(fake):
+    assert not list(system.check_open_files(fake.host()))  # nothing is known
+    for files, level in (("1048576", "ok"), ("1024", "warning")):
+        fake.limits(files=files)
+        found = the(system.check_open_files(fake.host()))
+        assert (found.level, found.found) == (level, files)
+
+
+def test_shared_memory(fake, monkeypatch):
+    assert the(system.check_shared_memory(fake.host())).level == "wrong"
+    for blocks, level in ((1 << 22, "ok"), (1 << 14, "warning")):
+        stat = type("Stat", (), {"f_frsize": 4096, "f_blocks": blocks})
+        monkeypatch.setattr("os.statvfs", lambda path, stat=stat: stat)
+        assert the(system.check_shared_memory(fake.host())).level == level
+
+
+def test_rdma_devices(fake):
+    def found():
+        return the(system.check_rdma(fake.host(), launch()))
+
+    assert found().level == "warning"
+    fake.rdma("mlx5_0", verbs=False)
+    assert found().level == "wrong" and "--device /dev/infiniband" in found().advice
+    fake.rdma("mlx5_0")
+    assert (found().level, found().found) == ("ok", "mlx5_0")
+    fake.rdma("mlx5_1", "1: DOWN")
+    assert found().level == "warning"
+    assert "--disaggregation-ib-device mlx5_0`" in found().advice
+    fake.rdma("mlx5_0", "1: DOWN")
+    assert found().level == "wrong"
+    assert not list(system.check_rdma(fake.host(), launch("ascend")))
+
+
+def test_npus(fake):
+    def found():
+        return levels(system.check_npus(fake.host(), launch("ascend")))
+
+    assert not list(system.check_npus(fake.host(), launch()))
+    assert found() == {"NPUs": "wrong", "NPU driver": "wrong"}
+    fake.file("/usr/local/Ascend/driver/version.info")
+    for number in range(2):
+        fake.file(f"/dev/davinci{number}")
+    assert found() == {"NPUs": "wrong"}
+    for name in system.NPU_NODES:
+        fake.file(f"/dev/{name}")
+    assert the(system.check_npus(fake.host(), launch("ascend"))) == ok("system", "NPUs", "2")
+
+
+# Ports
+
+
+@contextmanager
+def listening():
+    """A port that someone has, on all addresses."""
+    with socket.create_server(("0.0.0.0", 0)) as one:
+        yield one.getsockname()[1]
+
+
+def free_port() -> int:
+    with listening() as port:
+        return port
+
+
+def test_ports_that_someone_has_are_wrong():
+    with listening() as taken:
+        found = list(ports.check_ports(launch(port=taken, bootstrap_port=free_port())))
+        assert levels(found) == {"server": "wrong", "bootstrap": "ok"}
+        assert str(taken) in found[0].found and "--port" in found[0].advice
+        found = levels(ports.check_ports(launch(port=free_port(), bootstrap_port=taken)))
+        assert found == {"server": "ok", "bootstrap": "wrong"}
+        found = ports.check_ports(launch(role="decode", port=free_port(), bootstrap_port=taken))
+        assert levels(found) == {"server": "ok"}
+
+
+def test_memfabrics_store_is_prefills_to_open_and_decodes_to_reach(fake):
+    def found(role, port, address="127.0.0.1"):
+        host = fake.host(ASCEND_MF_STORE_URL=f"tcp://{address}:{port}")
+        return the(ports.check_store(host, launch("ascend", role))).level
+
+    with listening() as port:
+        assert (found("prefill", port), found("decode", port)) == ("wrong", "ok")
+    assert (found("prefill", port), found("decode", port)) == ("ok", "warning")
+    assert found("prefill", port, "203.0.113.1") == "warning"
+    assert ports.bind_error("203.0.113.1", port).errno == errno.EADDRNOTAVAIL
+    assert not list(ports.check_store(fake.host(), launch("ascend", "prefill")))
+
+
+# The environment
+
+
+@pytest.fixture
+def engine(tmp_path) -> Path:
+    """One that reads three variables."""
+    write(
+        tmp_path / "engine/srt/environ.py",
+        "class Envs:\n"
+        "    SGLANG_DISAGGREGATION_QUEUE_SIZE = EnvInt(4)\n"
+        "    SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL = EnvFloat(5.0)\n"
+        "    SGLANG_MOONCAKE_SEND_AUX_TCP = EnvBool(False)\n"
+        "    SGLANG_DISAGGREGATION_NIXL_BACKEND = EnvStr('UCX')\n"
+        "OTHER = 1\n",
+    )
+    return tmp_path / "engine"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("SGLANG_DISAGGREGATION_QUEUE_SIZE", "8", "ok"),
+        ("SGLANG_DISAGGREGATION_QUEUE_SIZE", "8.5", "wrong"),
+        ("SGLANG_DISAGGREGATION_QUEUE_SIZES", "8", "warning"),
+        ("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "0.5", "ok"),
+        ("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "5s", "wrong"),
+        ("SGLANG_MOONCAKE_SEND_AUX_TCP", "yes", "ok"),
+        ("SGLANG_MOONCAKE_SEND_AUX_TCP", "on", "wrong"),
+        ("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX", "ok"),
+        ("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC", "warning"),
+        ("ASCEND_USE_FIA", "1", "ok"),
+        ("ASCEND_USE_FIA", "False", "ok"),
+        ("ASCEND_USE_FIA", "yes", "wrong"),
+        ("SGLANG_PD_VERIFY", "1", "ok"),
+        ("SGLANG_PD_VERIFY", "on", "wrong"),
+        ("SGLANG_PD_CPU_HOST", "1", "wrong"),
+        ("UCX_NET_DEVICES", "mlx5_0:1", "ok"),
+        ("UCX_NET_DEVICES", "mlx5_0:1,mlx5_7:1", "wrong"),
+        ("UCX_TLS", "rc,cuda_copy", "ok"),
+        ("UCX_TLS", "self,sm", "warning"),
+        ("NIXL_PLUGIN_DIR", "/nowhere", "wrong"),
+        ("SGLANG_HOST_IP", "10.0.0.1", "ok"),
+        ("SGLANG_HOST_IP", "127.0.0.1", "warning"),
+        ("http_proxy", "http://proxy:3128", "warning"),
+    ],
+)
+def test_variables(fake, engine, name, value, level):
+    fake.rdma("mlx5_0")
+    found = variables.check_environment(fake.host(**{name: value}), launch(), engine, True)
+    assert levels(found) == {name: level}
+    assert level == "ok" or the(found).advice
+
+
+@pytest.mark.parametrize(
+    ("environ", "level"),
+    [
+        ({}, "wrong"),
+        ({"ASCEND_MF_STORE_URL": "10.0.0.1:24667"}, "wrong"),
+        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1"}, "wrong"),
+        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:port"}, "wrong"),
+        ({"ASCEND_MF_STORE_URL": "tcp://127.0.0.1:24667"}, "warning"),
+        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:24667"}, "ok"),
+    ],
+)
+def test_ascend_needs_the_address_of_memfabrics_store(fake, engine, environ, level):
+    host = fake.host(**environ)
+    found = variables.check_environment(host, launch("ascend"), engine, True)
+    assert levels(found) == {"ASCEND_MF_STORE_URL": level}
+    found = levels(variables.check_environment(host, launch(), engine, True))
+    assert found == dict.fromkeys(environ, "ok")
+
+
+def test_a_protocol_that_memfabric_may_not_have_is_a_warning(fake):
+    for value, expected in (("DEVICE_RDMA", "ok"), ("rdma", "warning")):
+        environ = {"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:1", variables.PROTOCOL: value}
+        found = variables.check_environment(fake.host(**environ), launch("ascend"), Path(), True)
+        assert levels(found)[variables.PROTOCOL] == expected
+
+
+def test_mooncakes_variables_matter_over_mooncake(fake):
+    environ = {"MC_FORCE_TCP": "0", "MC_GID_INDEX": "three", "MC_IB_PORT": "1"}
+    host = fake.host(**environ)
+    found = levels(variables.check_environment(host, launch("mooncake"), Path(), True))
+    assert found == {"MC_FORCE_TCP": "warning", "MC_GID_INDEX": "wrong", "MC_IB_PORT": "ok"}
+    found = levels(variables.check_environment(host, launch(), Path(), True))
+    assert found == dict.fromkeys(environ, "ok")
+
+
+def test_a_proxy_is_no_matter_where_some_hosts_are_left_out(fake):
+    host = fake.host(http_proxy="http://proxy:3128", no_proxy="10.0.0.0/8")
+    assert not variables.check_environment(host, launch(), Path(), True)
+
+
+def test_a_stock_engine_compares_nothing(fake):
+    host = fake.host(SGLANG_PD_VERIFY="1")
+    found = the(variables.check_environment(host, launch(), Path(), False))
+    assert (found.level, "sglang-pd apply" in found.advice) == ("wrong", True)
+
+
+@pytest.mark.engine
+def test_the_published_engines_variables_are_read(published):
+    known = variables.engine_variables(published / "sglang")
+    assert known["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "EnvInt"
+    assert known["SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"] == "EnvFloat"
+    assert known["SGLANG_DISAGGREGATION_NIXL_BACKEND"] == "EnvStr"
+
+
+# Servers
+
+PREFILL = {
+    "disaggregation_mode": "prefill",
+    "disaggregation_transfer_backend": "nixl",
+    "version": VERSION,
+    "model_path": "/models/qwen",
+    "page_size": 16,
+    "kv_cache_dtype": "auto",
+    "tp_size": 4,
+    "internal_states": [{}],
+}
+DECODE = {**PREFILL, "disaggregation_mode": "decode", "tp_size": 2}
+
+
+@contextmanager
+def serving(answers):
+    """An HTTP server that answers paths (with their query) as told; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = answers.get(self.path, (404, None))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+OLD = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
+NEW = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+BOOTSTRAPS = {
+    "0.5.9, patched": ({OLD: (200, {"takes_aborts": True})}, "ok"),
+    "0.5.9, stock": ({OLD: (200, {"prefill_pp_size": 1})}, "warning"),
+    "0.5.23, patched": ({OLD: (400, ""), NEW: (200, {"reads_layouts": True})}, "ok"),
+    "0.5.23, stock": ({OLD: (400, ""), NEW: (200, {"rank_ip": ""})}, "warning"),
+    "another server": ({}, "wrong"),
+}
+
+
+def examined(release, backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
+    """What is said of a prefill and a decode server that differ from PREFILL and DECODE so."""
+    with serving(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
+        port = int(bootstrap_url.split(":")[-1])
+        first = {**PREFILL, "disaggregation_bootstrap_port": port, **(prefill or {})}
+        last = {**DECODE, **(decode or {})}
+        with (
+            serving({"/server_info": (200, first)}) as one,
+            serving({"/get_server_info": (200, last)}) as two,
+            httpx.Client(trust_env=False) as client,
+        ):
+            return list(servers.check_servers(client, [one, two + "/"], launch(backend), release))
+
+
+def test_two_servers_that_fit(toy):
+    found = examined(toy.release())
+    assert [one.level for one in found] == ["ok"] * 4
+    assert "TP 4, PP 1" in found[0].found
+    assert "patched" in found[1].found
+    assert found[3].found == "fit together"
+
+
+@pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
+def test_prefills_bootstrap_server(toy, bootstrap):
+    found = {one.name.split()[0]: one.level for one in examined(toy.release(), bootstrap=bootstrap)}
+    assert found["bootstrap"] == BOOTSTRAPS[bootstrap][1]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "level", "said"),
+    [
+        ({"page_size": 64}, {}, "wrong", "--page-size: 64 and 16"),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, "wrong", "--kv-cache-dtype: auto and fp8_e4m3"),
+        ({"tp_size": 3}, {}, "wrong", "attention TP: 3 and 2"),
+        ({"tp_size": 6, "dp_size": 2, "enable_dp_attention": True}, {}, "wrong", "3 and 2"),
+        ({"pp_size": 4}, {"pp_size": 2}, "wrong", "PP: 4 and 2"),
+        ({}, {"version": "1.0"}, "warning", f"version: {VERSION} and 1.0"),
+        ({}, {"model_path": "/other/llama"}, "warning", "model: qwen and llama"),
+        ({}, {"speculative_algorithm": "EAGLE"}, "warning", "draft model: None and EAGLE"),
+    ],
+)
+def test_two_servers_that_do_not_fit(toy, prefill, decode, level, said):
+    found = examined(toy.release(), prefill=prefill, decode=decode)
+    pair = [one for one in found if " and http" in one.name]
+    assert [(one.level, said in one.found) for one in pair if one.level != "ok"] == [(level, True)]
+    assert (level == "wrong") != any(one.found == "fit together" for one in pair)
+
+
+def test_sizes_that_differ_and_fit(toy):
+    sizes = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True, "pp_size": 4}
+    found = examined(toy.release(), prefill=sizes, decode={"model_path": "elsewhere/qwen"})
+    assert {one.level for one in found} == {"ok"}
+    assert "attention TP 4" in found[0].found
+
+
+def test_a_server_and_this_host(toy):
+    found = examined(toy.release(), backend="mooncake", prefill={"version": "1.0"})
+    assert [one.level for one in found if one.name.startswith("prefill")] == [
+        "ok",
+        "warning",
+        "wrong",
+    ]
+    null = examined(toy.release(), decode={"disaggregation_mode": "null"})
+    assert null[-1].level == "wrong" and "--disaggregation-mode" in null[-1].advice
+
+
+@pytest.mark.parametrize("answer", [(500, {}), (200, []), (200, {"tp_size": "two"})])
+def test_a_server_that_does_not_answer_as_one(toy, answer):
+    with serving({"/server_info": answer}) as url, httpx.Client(trust_env=False) as client:
+        found = the(servers.check_servers(client, [url], launch(), toy.release()))
+    assert (found.level, "no answer" in found.found) == ("wrong", True)
+    with httpx.Client(trust_env=False) as client:
+        for gone in (url, "no url"):
+            assert the(servers.check_servers(client, [gone], launch(), toy.release())).level == (
+                "wrong"
+            )
+
+
+# All of it
+
+
+def test_an_image_is_not_asked_for_what_only_a_host_has(toy, fake):
+    found = list(examine(toy.engine(), toy.release(), fake.host(), launch(image=True)))
+    assert {one.group for one in found} == {"engine", "packages"}
+    found = list(examine(toy.engine(), toy.release(), fake.host(), launch("ascend")))
+    assert {one.group for one in found} == {"engine", "packages", "system", "ports", "environment"}
+
+
+@pytest.fixture
+def call(toy, monkeypatch):
+    """Runs `doctor --image` on the toy, whose folder has what NIXL needs: exit code, stdout."""
+    monkeypatch.setattr(patches, "RELEASES", toy.releases)
+    monkeypatch.setattr(patches, "TREES", toy.trees)
+    for name, version in (("torch", "2.13.0"), ("nixl", "1.5.1")):
+        info = toy.site / f"{name}-{version}.dist-info"
+        write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def run(*words):
+        command = ["doctor", "--engine", str(toy.site), "--backend", "nixl", "--image", *words]
+        got = CliRunner().invoke(app, command)
+        return got.exit_code, got.stdout
+
+    return run
+
+
+def test_the_exit_code_says_whether_something_is_wrong(call, toy):
+    code, text = call()
+    assert (code, "wrong: patches: absent: run `sglang-pd apply`" in text) == (
+        Code.UNFIT_HOST,
+        True,
+    )
+    operations.apply(toy.engine(), toy.release())
+    code, text = call()
+    assert (code, "0 wrong" in text, "2 applied" in text) == (0, True, True)
+
+
+def test_findings_as_json(call):
+    code, text = call("--json", "--role", "decode")
+    told = json.loads(text)
+    assert (code, told["wrong"], told["warnings"]) == (Code.UNFIT_HOST, 1, 2)
+    assert told["launch"] == {"role": "decode", "backend": "nixl"}
+    assert told["findings"][1] == {
+        "group": "engine",
+        "name": "patches",
+        "level": "wrong",
+        "found": "absent",
+        "advice": "run `sglang-pd apply`",
+    }
+
+
+def test_running_servers_are_asked(call, toy):
+    operations.apply(toy.engine(), toy.release())
+    with serving({"/server_info": (200, DECODE)}) as url:
+        code, text = call("--url", url)
+    assert (code, f"decode {url}" in text.replace("\n", "")) == (0, True)
+    code, text = call("--url", url)
+    assert (code, "no answer" in text) == (Code.UNFIT_HOST, True)
