@@ -20,6 +20,8 @@ class Code(IntEnum):
     WRONG = 14
     NOT_VERIFYING = 15
     PREVIEW = 16
+    NO_MODEL = 17
+    UNFIT = 18
 
 
 class Refusal(Exception):

@@ -1,0 +1,12 @@
+"""`sglang-pd plan`: which prefill rank sends what to which decode rank, and whether that works.
+
+sizes     how a server splits a model, from text such as `tp=4,pp=2`
+model     what a model keeps of each token, from its config.json
+hybrids   which of its layers are of another kind
+pair      two servers of a model: what each of their ranks holds
+links     who sends what to whom, by the core that the engine runs
+limits    what stock engines are known to do
+verdict   whether the pair works, stock and patched
+show      all of it as tables and as JSON
+picture   ... and drawn
+"""
