@@ -133,7 +133,6 @@ LIMITS = [
         "decode has no index keys for prefill's draft: prefill's thread or scheduler ends",
         lambda pair: when.sends_index_keys(pair) and when.drafts_on(pair, True, False),
         first=over(DIES, HANGS),
-        later=over(HANGS, FAILS),
     ),
     Limit(
         "kv-layout",
