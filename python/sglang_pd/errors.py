@@ -22,6 +22,7 @@ class Code(IntEnum):
     PREVIEW = 16
     NO_MODEL = 17
     UNFIT = 18
+    NO_PICTURE = 19
 
 
 class Refusal(Exception):

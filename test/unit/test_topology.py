@@ -1,7 +1,6 @@
 """Who sends what: for any sizes, by the planner and by dealing heads and layers like cards."""
 
 from collections import Counter
-from itertools import product
 
 import pytest
 from configs import DEEPSEEK_V3, EVERY
@@ -74,17 +73,18 @@ def serves(pair) -> bool:
 
 
 def expected(pair, tp: int, stage: int) -> set:
-    """(component's group, is draft, layer, head) of all that a decode rank must be sent."""
-    model, total = pair.model, pair.model.kv_heads
-    layers = pair.stages[1][stage]
-    heads = [0] if total is None else deal_heads(total, pair.tp[1])[tp]
-    held = {(kind, False, n, head) for n in layers for kind in model.kinds[n] for head in heads}
+    """(kind of layer, is draft, layer, head) of all that a decode rank must be sent."""
+    model, windows = pair.model, pair.model.window_heads
+    totals = {"full": model.kv_heads, "window": windows and windows.total, RECURRENT: None}
+
+    def of(kind: str, draft: bool, layer: int) -> set:
+        heads = deal_heads(totals[kind], pair.tp[1])[tp] if totals[kind] else [0]
+        return {(kind, draft, layer, head) for head in heads}
+
+    held = [of(kind, False, n) for n in pair.stages[1][stage] for kind in model.kinds[n]]
     if stage == pair.decode.pp - 1:
-        both = min(pair.prefill.draft, pair.decode.draft)
-        held |= {("full", True, n, head) for n, head in product(range(both), heads)}
-    if model.recurrent:
-        held = {(kind, *rest, 0 if kind == RECURRENT else head) for kind, *rest, head in held}
-    return held
+        held += [of("full", True, n) for n in range(min(pair.prefill.draft, pair.decode.draft))]
+    return set().union(*held)
 
 
 GROUPS = {"swa": "window", "mamba": RECURRENT}

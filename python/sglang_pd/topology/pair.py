@@ -93,6 +93,13 @@ class Pair:
             state=buffers,
         )
 
+    def slot_bytes(self, side: str, stage: int) -> int:
+        """Recurrent state of a request on a rank of this stage."""
+        if self.model.recurrent is None:
+            return 0
+        layers = self.model.of_kind(RECURRENT, self.stages[side == "decode"][stage])
+        return sum(self.model.recurrent.slot(self.sides[side].attention_tp)) * len(layers)
+
     def _buffers(self, parts: list, sizes: Sizes, rank: tuple[int, int]) -> tuple:
         """A buffer for each layer of each (is draft, component, layers)."""
         buffers = []
