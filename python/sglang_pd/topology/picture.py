@@ -1,4 +1,4 @@
-"""A pair drawn: prefill's ranks at the left, decode's at the right, each a grid of layers and heads.
+"""A pair drawn: prefill's ranks at the left, decode's at the right, layers and heads as a grid.
 
     prefill   TP 0   TP 1        decode   TP 0
     layer 0  |P0.0| |P1.0|               |P0.0|P1.0|    what comes from prefill's TP rank 1,
@@ -119,13 +119,10 @@ class Panel:
 
     def foot(self, width: float) -> list[str]:
         """The lines below it."""
-        lines = [
-            "Px.y is prefill's attention TP rank x, stage y; at decode it names what comes from it. "
-            "Dashed: the rank is asked, and another one sends."
-            if self.summary.links
-            else "Nothing is sent."
-        ]
-        lines += [*totals(self.summary), *self.summary.notes]
+        known = "Px.y is prefill's attention TP rank x, stage y; at decode, what comes from it."
+        if any(not link.shares for link in self.summary.links):
+            known += " Dashed: asked, and another rank sends."
+        lines = [known, *totals(self.summary), *self.summary.notes]
         return [part for line in lines for part in _wrapped(line, width)]
 
     def height(self, width: float) -> float:
@@ -158,17 +155,22 @@ class Panel:
         each = self.tiles[name]
         drafts = side.draft
         axes.set_xlim(-0.1 * each, columns[-1].at + each + 0.1 * each)
-        axes.set_ylim(self.rows, 0)
+        axes.set_ylim(self.rows + 0.1, -0.1)
         for column in columns:
             for stage, layers in enumerate(self.pair.stages[name == "decode"]):
                 self._rank(axes, name, column, stage, layers)
             if drafts:
                 _box(axes, column.at, self.total, 0.94 * each, drafts, "white", linestyle="-")
-        for link in self.summary.links:
+        for link in self._drawn(name):
             for column in columns:
                 if column.tp == getattr(link, name).tp:
                     self._tiles(axes, name, column, link)
         self._axes(axes, name, columns, wide)
+
+    def _drawn(self, name: str) -> list[Link]:
+        """At decode all links, at prefill one of each rank that sends."""
+        links = [link for link in self.summary.links if link.shares]
+        return links if name == "decode" else list({one.prefill: one for one in links}.values())
 
     def _columns(self, name: str) -> list[Column]:
         side, each, total = self.pair.sides[name], self.tiles[name], self.pair.model.kv_heads
@@ -254,7 +256,7 @@ class Panel:
             x = first.at + side.attention_tp * each / 2
             axes.text(x, -0.01 * self.rows, f"group {group}", ha="center", va="bottom", fontsize=8)
         parts = f"{name}: {side}"
-        axes.set_title(parts, fontsize=9, pad=18 if side.dp > 1 else 6)
+        axes.set_title(parts, fontsize=9, pad=22 if side.dp > 1 else 6)
         axes.set_ylabel("layer", fontsize=8)
         axes.tick_params(length=0)
         for spine in axes.spines.values():
@@ -273,6 +275,8 @@ class Panel:
                 face, hatch = FACES[kind]
                 at = x + number * part
                 _box(axes, at, layer, part, 1, face, hatch=hatch, linestyle="-", clip_on=False)
+        if axes.figure.legends:
+            return
         used = [kind for kind in KINDS if any(kind in one for one in self.pair.model.kinds)]
         handles = [_box(None, 0, 0, 1, 1, FACES[one][0], hatch=FACES[one][1]) for one in used]
         names = [KINDS[one] for one in used]
@@ -301,7 +305,7 @@ def _colour(tp: int) -> tuple:
     """Light ones, of which neighbours differ; without colours they are greys."""
     from matplotlib import colormaps
 
-    return (*colormaps["tab20"](tp % 20)[:3], 0.55)
+    return tuple(0.45 + 0.55 * part for part in colormaps["tab20"](tp % 20)[:3])
 
 
 def _verdict(name: str, verdict: Verdict) -> str:
