@@ -54,11 +54,11 @@ def test_a_pair_that_stock_cannot_serve(plan):
     assert "256.0 MiB over 8 pairs of ranks, in 524,288 copies; 16 messages" in flat(text)
 
 
-SIZES = [("tp=16,pp=4", "tp=16"), ("tp=16", "tp=1"), ("tp=3", "tp=2"), ("tp=4,pp=2", "tp=4,pp=4")]
+SIZES = [("tp=16,pp=4", "tp=16"), ("tp=3", "tp=2"), ("tp=4,pp=2", "tp=4,pp=4")]
 
 
 @pytest.mark.parametrize("prefill, decode", SIZES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss", "qwen3_next", "nemotron_h"])
 def test_nothing_is_wider_than_the_terminal(plan, name, prefill, decode):
     for more in ((), ("--compare", "tp=8,pp=2:tp=4,dp=2"), ("--backend", "ascend")):
         code, text, err = plan(name, prefill, decode, "--draft-layers", "1", *more)
@@ -70,13 +70,11 @@ def test_nothing_is_wider_than_the_terminal(plan, name, prefill, decode):
         assert "…" not in text
 
 
-@pytest.mark.parametrize("line", ["prefill", "stock"])
-def test_wide_terminals_have_long_lines(plan, line):
-    """So what is wrapped at 80 columns is wrapped, not cut."""
+def test_what_is_too_long_is_wrapped_not_cut(plan):
     _, narrow, _ = plan("qwen3", "tp=4,pp=2", "tp=1")
     _, wide, _ = plan("qwen3", "tp=4,pp=2", "tp=1", columns=200)
-    (row,) = (row for row in wide.splitlines() if row.startswith(f"{line} ") and "rank" not in row)
-    assert all(word in narrow for word in row.split())
+    (row,) = (row for row in wide.splitlines() if row.startswith("stock "))
+    assert row not in narrow and all(word in narrow for word in row.split())
 
 
 def test_json(plan):

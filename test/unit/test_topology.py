@@ -104,7 +104,7 @@ def check(pair) -> None:
                 arrived[share.component, group, share.draft, share.layer, head] += 1
         check_bytes(pair, link, layouts)
     for rank, arrived in sent.items():
-        assert set(arrived.values()) == {1}, "something is sent twice"
+        assert set(arrived.values()) <= {1}, "something is sent twice"
         held = expected(pair, *rank)
         if pair.cuts_state:  # sent the engine's own way
             held = {one for one in held if one[0] != RECURRENT}

@@ -5,8 +5,10 @@ model     what a model keeps of each token, from its config.json
 hybrids   which of its layers are of another kind
 pair      two servers of a model: what each of their ranks holds
 links     who sends what to whom, by the core that the engine runs
-limits    what stock engines are known to do
+limits    what stock engines are known to do, under which conditions
 verdict   whether the pair works, stock and patched
-show      all of it as tables and as JSON
-picture   ... and drawn
+summary   all of it, as figures
+show      as tables and as JSON
+picture   drawn, each server as a grid
+asked     what the command line asks
 """
