@@ -117,8 +117,9 @@ def totals(summary: Summary) -> list[str]:
     copies = f"{some['copies_at_most']:,} copies"
     if some["copies_at_least"] < some["copies_at_most"]:
         copies = f"{some['copies_at_least']:,} copies (pages in a row) to {copies} (scattered)"
+    pairs = f"{some['links']} pair{'s' * (some['links'] != 1)} of ranks"
     return [
-        f"A request of {TOKENS} tokens: {size(some['bytes'])} over {some['links']} pairs of ranks, "
+        f"A request of {TOKENS} tokens: {size(some['bytes'])} over {pairs}, "
         f"in {copies}; {some['messages']} messages."
     ]
 
