@@ -166,7 +166,7 @@ def texts(figure) -> list:
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss"])
 @pytest.mark.parametrize("prefill, decode", [("tp=16,pp=4", "tp=16"), ("tp=8", "tp=4,dp=4")])
 def test_pictures_overlap_nowhere(tmp_path, name, prefill, decode, monkeypatch):
     """What is written lies inside of the picture, and nothing on something else."""
@@ -186,16 +186,17 @@ def test_pictures_overlap_nowhere(tmp_path, name, prefill, decode, monkeypatch):
     draw([Summary(pair)], tmp_path / "plan.png")
     (figure,) = drawn
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    figure.draw_without_rendering()
     written = [*texts(figure), *(axes.title for axes in figure.axes)]
     written += [tick for axes in figure.axes for tick in (*axes.get_xticklabels(),)]
-    boxes = [one.get_window_extent() for one in written if one.get_text()]
+    written = [one for one in written if one.get_text()]
+    boxes = [one.get_window_extent().padded(-1) for one in written]
     width, height = canvas.get_width_height()
     for box in boxes:
         assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
     for number, box in enumerate(boxes):
         for other in boxes[:number]:
-            assert not box.padded(-1).overlaps(other.padded(-1)), (written[number].get_text(), box)
+            assert not box.overlaps(other), (written[number].get_text(), box)
 
 
 @needs_matplotlib

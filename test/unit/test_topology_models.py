@@ -29,6 +29,17 @@ def test_bytes_a_token():
     assert bytes_a_token(EVERY["mimo"]) == (2 * 4 + 4 * 8) * (192 + 128) * 2
 
 
+def test_kv_heads():
+    said = {**EVERY["llama"], "num_key_value_heads": None}
+    for changed, total in (
+        ({}, 32),
+        ({"multi_query": True}, 1),
+        ({"num_attention_groups": 2}, 2),
+        ({"num_kv_heads": 4, "multi_query": True, "new_decoder_architecture": True}, 4),
+    ):
+        assert as_model({**said, **changed}, "", "0.5.23").kv_heads == total
+
+
 def test_recurrent_state_of_a_rank():
     """Falcon-H1's single group of B and C is on both ranks."""
     state = as_model(FALCON_H1, "", "0.5.23").recurrent

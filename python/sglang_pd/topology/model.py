@@ -13,7 +13,10 @@ from sglang_pd.topology.hybrids import FULL, RECURRENT, WINDOW, Recurrent
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INNER = ("text_config", "llm_config", "language_config", "thinker_config")
-HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+HEADS = (
+    *("n_head_kv", "num_kv_heads", "num_key_value_heads"),
+    *("multi_query_group_num", "num_attention_groups"),
+)
 INDEX_BLOCK = 128  # elements of an index key that share a scale of 4 bytes
 
 
@@ -158,6 +161,8 @@ def _latent(config: Mapping[str, Any]) -> Latent:
 def _heads(config: Mapping[str, Any]) -> Heads:
     queries = int(config["num_attention_heads"])
     total = next((config[key] for key in HEADS if config.get(key)), queries)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        total = 1
     width = config.get("head_dim") or config.get("attention_head_dim")
     width = int(width or int(config["hidden_size"]) // queries)
     return Heads(int(total), width, int(config.get("v_head_dim") or width))
