@@ -12,7 +12,7 @@ from sglang_pd.topology import hybrids
 from sglang_pd.topology.hybrids import FULL, RECURRENT, WINDOW, Recurrent
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 HEADS = (
     *("n_head_kv", "num_kv_heads", "num_key_value_heads"),
     *("multi_query_group_num", "num_attention_groups"),
