@@ -26,7 +26,7 @@ from sglang_pd.install.matching import release_of, remarks
 from sglang_pd.install.show import as_json as status_as_json
 from sglang_pd.install.show import patch_as_json, patch_state, show_patch
 from sglang_pd.install.show import show as show_status
-from sglang_pd.patchset.patches import Release, load, read_records
+from sglang_pd.patchset.patches import Release, load, read_records, supported
 from sglang_pd.verifying.check import Verdict, check
 from sglang_pd.verifying.fleet import Fleet
 from sglang_pd.verifying.show import as_json as verdict_as_json
@@ -57,6 +57,7 @@ ReleaseName = Annotated[
     ),
 ]
 
+BackendName = Literal["nixl", "mooncake", "ascend"]
 LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
 EXIT = {
     "applied": 0,
@@ -205,7 +206,7 @@ def doctor(
         Literal["prefill", "decode"] | None, typer.Option(help="Of the server that is meant.")
     ] = None,
     backend: Annotated[
-        Literal["nixl", "mooncake", "ascend"] | None,
+        BackendName | None,
         typer.Option(help="Default: what the installed packages are for."),
     ] = None,
     port: Annotated[int, typer.Option(help="The server's.")] = 30000,
@@ -275,6 +276,62 @@ def verify(
     else:
         show_verdict(verdict, out)
     raise typer.Exit(0 if verdict.is_right else int(Code.WRONG))
+
+
+@app.command()
+@refusing
+def plan(
+    model: Annotated[Path, typer.Option(help="Its config.json, or the folder that has it.")],
+    prefill: Annotated[str, typer.Option(help="Sizes, such as tp=4,pp=2 (or dp, layers=30+31).")],
+    decode: Annotated[str, typer.Option(help="The same; also draft and page, of one server.")],
+    backend: Annotated[BackendName, typer.Option(help="That sends KV.")] = "nixl",
+    release: Annotated[
+        str | None, typer.Option("--engine-release", help="Default: the newest that is known.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=0, help="0: as the engine chooses.")] = 0,
+    draft_layers: Annotated[int, typer.Option(min=0, help="Of both servers' drafts.")] = 0,
+    fia: Annotated[bool, typer.Option("--fia", help="NPU pools with ASCEND_USE_FIA.")] = False,
+    compare: Annotated[
+        str, typer.Option(help="Other sizes to set beside these, such as tp=8:tp=4,dp=2.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")] = None,
+) -> None:
+    """Says whether two servers of a model work together, who sends what to whom, and how much.
+
+    Exit code: 0 it works on the patched engine, 19 it does not, or is not known to; 18 the model
+    is not known.
+    """
+    # Only here: it needs NumPy, and an engine must be revertible without.
+    from sglang_pd.topology import show as shown
+    from sglang_pd.topology.asked import Asked
+    from sglang_pd.topology.picture import check_name, draw
+
+    asked = Asked(model, backend, release or supported()[-1], page_size, draft_layers, fia)
+    try:
+        pairs = [(prefill, decode), *([_two(compare)] if compare else [])]
+        summaries = [asked.summary(*sizes) for sizes in pairs]
+        if picture:
+            check_name(picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        told = [shown.as_json(one) for one in summaries]
+        print(json.dumps(told if compare else told[0], indent=1))
+    elif compare:
+        shown.compare(*summaries, out)
+    else:
+        shown.show(summaries[0], out)
+    if picture:
+        draw(summaries, picture)
+    raise typer.Exit(0 if summaries[0].works else int(Code.UNFIT))
+
+
+def _two(text: str) -> tuple[str, str]:
+    prefill, colon, decode = text.partition(":")
+    if not colon:
+        raise ValueError(f"--compare {text!r}: give prefill's and decode's sizes, as tp=8:tp=4")
+    return prefill, decode
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ class Code(IntEnum):
     NOT_VERIFYING = 15
     PREVIEW = 16
     UNFIT_HOST = 17
+    NO_MODEL = 18
+    UNFIT = 19
+    NO_PICTURE = 20
 
 
 class Refusal(Exception):

@@ -228,7 +228,7 @@ def test_module_and_help_start(toy):
     )
     assert ran.returncode == 0, ran.stderr
     commands = [command.callback.__name__ for command in app.registered_commands]
-    assert commands == ["status", "apply", "revert", "diff", "doctor", "verify"]
+    assert commands == ["status", "apply", "revert", "diff", "doctor", "verify", "plan"]
     for command in commands:
         assert command in ran.stdout
 

@@ -1,5 +1,6 @@
 """Wheels: ours carries the patch set and leaves the engine alone; the engine's uninstalls whole."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from configs import QWEN3
 from toy import ROOT, VERSION
 
 from sglang_pd.install import operations
@@ -96,16 +98,22 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
     pip("--python", python, "install", "--no-deps", "--no-index", wheel)
     assert not (site / "sglang").exists()
     others = [path for path in sys.path if path.endswith("site-packages")]
+    without_ours = {"PYTHONPATH": ":".join(others)}
     tool = python.with_name("sglang-pd")
     steps = (("status",), 10), (("apply", "--preview"), 0), (("status",), 0), (("revert",), 0)
     for command, code in steps:
         ran = subprocess.run(
             [tool, *command, "--engine", engine_copy],
-            env={"PYTHONPATH": ":".join(others)},
+            env=without_ours,
             capture_output=True,
             text=True,
         )
         assert ran.returncode == code, ran.stdout + ran.stderr
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3))
+    sizes = ("--model", config, "--prefill", "tp=2", "--decode", "tp=1")
+    ran = subprocess.run([tool, "plan", *sizes], env=without_ours, capture_output=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert patches.TREES == ROOT / "python"
 
 
