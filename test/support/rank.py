@@ -10,12 +10,10 @@ import uuid
 from functools import partial
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import rank_process
 from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, failure
 from rank_faults import fail_once
-from rank_mistakes import Mistakes
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import (
@@ -136,18 +134,6 @@ class Rank(RankBase):
             bootstrap_room=room,
             prefill_dp_rank=0,
         )
-
-    def mistake(self, what: str) -> dict:
-        """See `rank_mistakes.Mistakes`."""
-        self.mistakes = getattr(self, "mistakes", None) or Mistakes(self.manager)
-        self.mistakes.what = what
-        return {"state": "planned"}
-
-    def verified(self) -> dict:
-        """By prefill rank, what this decode rank has compared."""
-        (report,) = self.manager.verifier.reports.by_address.values()
-        pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
-        return {"pairs": pairs, "said": report.said}
 
     def fail_once(self, what: str) -> dict:
         """See `rank_faults.fail_once`."""

@@ -8,10 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from rank_faults import AgentCalls, Faults, cut_connections
+from rank_mistakes import Mistakes
 from rank_pools import (
     MAMBA_SLOTS,
     STATE_SIZE,
@@ -90,6 +92,7 @@ class RankBase(ABC):
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
+        self.mistakes = None
         self.agent_calls = None
         self.asked = {}
         self.group = None
@@ -423,6 +426,18 @@ class RankBase(ABC):
         self.faults = self.faults or Faults(self.manager)
         self.faults.plan(**plan)
         return {"state": "planned"}
+
+    def mistake(self, what: str) -> dict:
+        """See `rank_mistakes.Mistakes`."""
+        self.mistakes = self.mistakes or Mistakes(self.manager)
+        self.mistakes.what = what
+        return {"state": "planned"}
+
+    def verified(self) -> dict:
+        """By prefill rank, what this decode rank has compared."""
+        (report,) = self.manager.kv_args.verifier.reports.by_address.values()
+        pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
+        return {"pairs": pairs, "said": report.said}
 
     def note_writes(self) -> dict:
         """See `rank_writes.Writes`."""
