@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Servers, Side
 from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
+from of_release import OUR_FRAMES
 from transfer_checks import HANG_SECONDS
 
 from pd_harness.waiting import awaited
@@ -302,7 +303,7 @@ def as_stocks(servers: Servers, room: int, **changes: bytes) -> tuple[Message, M
     guard = int(servers.fleet.backend == "nixl")
     positions = {"session": 3 + guard, "metadata": 4 + guard, "pointers": 4 + 2 * guard}
     registration, opened, *_ = recorded(servers.decode[0], room)
-    registration = registration[:-2]
+    registration = registration[:-OUR_FRAMES]
     for name, frame in changes.items():
         registration[positions[name]] = frame
     opened[positions["session"]] = registration[positions["session"]]
