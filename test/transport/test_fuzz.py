@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Servers, Side
 from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
-from of_release import OUR_FRAMES
+from of_release import IS_LATER, OUR_FRAMES
 from transfer_checks import HANG_SECONDS
 
 from pd_harness.waiting import awaited
@@ -26,7 +26,12 @@ pytestmark = pytest.mark.transport
 BATCH = 100
 MET = 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
-MUTANTS = [1500, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])]
+# Over which prefill says how a room ended; 0.5.9's NIXL notifies.
+SAYING = BACKENDS if IS_LATER else BACKENDS[1:]
+MUTANTS = [
+    200 if IS_LATER else 1500,
+    pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)]),
+]
 SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.
 FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
@@ -211,6 +216,13 @@ def request_under_attack(servers: Servers, line: Line, room: int, mutants: list[
     assert states <= {"success", "right", "wrong", "failed"}, outcome
 
 
+def say_what_is_none(line: Line) -> None:
+    """Later releases set no limit on a frame."""
+    if not IS_LATER:
+        line.send_oversized()
+    line.send_foreign()
+
+
 @pytest.mark.parametrize("mutants", MUTANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mutants_of_decodes_messages(attacked, backend, mutants):
@@ -224,8 +236,7 @@ def test_mutants_of_decodes_messages(attacked, backend, mutants):
             await_read(line, decode, number, NOT_OPENED)
             decode.call("accept")
             assert_right(servers)
-        line.send_oversized()
-        line.send_foreign()
+        say_what_is_none(line)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -269,7 +280,7 @@ def test_mutants_of_another_requests_messages(attacked, backend):
 
 
 @pytest.mark.parametrize("mutants", MUTANTS)
-@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
+@pytest.mark.parametrize("backend", SAYING)
 def test_mutants_of_prefills_messages(attacked, backend, mutants):
     """How a room ended; then metadata, of whatever slot, between requests."""
     with attacked(backend, "decode") as (servers, line), unharmed(servers, line):
@@ -282,10 +293,9 @@ def test_mutants_of_prefills_messages(attacked, backend, mutants):
             assert_right(servers)
         metadata = recorded(prefill, FIRST_ROOM)[2:]
         rng = random.Random(3)
-        line.send([mutant(rng, metadata) for _ in range(mutants)])
+        line.send([mutant(rng, metadata) for _ in range(mutants) if metadata])
         await_read(line, prefill, mutants, SUCCESS)
-        line.send_oversized()
-        line.send_foreign()
+        say_what_is_none(line)
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])

@@ -70,11 +70,13 @@ def test_state_is_compared(serve, backend, hybrid):
 
 @pytest.mark.skipif(not IS_LATER, reason="0.5.9 compares it")
 def test_state_that_is_not_compared_is_refused(serve):
-    with pytest.raises(
-        RuntimeError, match="cannot compare KV with its pools are left to the engine"
+    with (
+        pytest.raises(
+            RuntimeError, match="cannot compare KV with its pools are left to the engine"
+        ),
+        serve(verifying(Fleet(hybrid="mamba", layers=4))),
     ):
-        with serve(verifying(Fleet(hybrid="mamba", layers=4))):
-            pass
+        pass
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
