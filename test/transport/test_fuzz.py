@@ -28,10 +28,8 @@ MET = 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
 # Over which prefill says how a room ended; 0.5.9's NIXL notifies.
 SAYING = BACKENDS if IS_LATER else BACKENDS[1:]
-MUTANTS = [
-    200 if IS_LATER else 1500,
-    pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)]),
-]
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+MUTANTS = [200 if IS_LATER else 1500, pytest.param(10_000, marks=NIGHTLY)]
 SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.
 FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
