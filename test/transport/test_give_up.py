@@ -9,7 +9,7 @@ import pytest
 from fleet import Fleet, Servers, Side
 from of_release import IS_LATER
 from reasons import ABORTED, ELSEWHERE, GIVEN_UP_BEFORE, TOO_LATE, TOO_LATE_ON_PREFILL
-from transfer_checks import BACKENDS, assert_right, eventually, of_first, vote
+from transfer_checks import BACKENDS, assert_right, eventually, few, of_first, vote
 
 from pd_harness.waiting import in_time
 
@@ -39,7 +39,7 @@ def give_up(servers: Servers, after: float) -> tuple[dict, dict]:
         return sending.result(), gave_up
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_an_aborted_request_keeps_its_pages_until_prefill_has_ended(serve, backend):
     with serve(Fleet(backend=backend)) as servers:
         assert_right(servers)
@@ -63,7 +63,7 @@ def test_stock_mooncake_writes_to_the_pages_of_others(serve):
         assert decode["changed"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_prefill_sends_nothing_of_an_aborted_request(serve, backend):
     """It is told before it has computed anything; 0.5.9 needs not wait for its own time-out."""
     with serve(Fleet(Side(environment=BOOTSTRAP), backend=backend)) as servers:
@@ -79,7 +79,7 @@ def test_prefill_sends_nothing_of_an_aborted_request(serve, backend):
         assert_right(servers)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS))
 def test_decode_ranks_wait_until_no_page_of_any_is_written_to(serve, backend):
     """One gives up the room, and nothing is written to it; the other hears of it by their vote."""
     with serve(Fleet(Side(tp=2), Side(tp=2), backend=backend)) as servers:
@@ -104,7 +104,7 @@ def test_decode_ranks_wait_until_no_page_of_any_is_written_to(serve, backend):
         eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_a_scheduler_never_waits_for_a_room_that_another_rank_fails(serve, backend):
     """It polls on, so that what runs is not held up."""
     with serve(Fleet(Side(tp=2), Side(tp=2), backend=backend)) as servers:
@@ -124,7 +124,7 @@ def test_a_scheduler_never_waits_for_a_room_that_another_rank_fails(serve, backe
         assert max(end["longest"] for end in ends) < STALL, ends
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
 def test_a_request_that_takes_too_long_keeps_its_pages(serve, backend):
     with serve(Fleet(decode=Side(environment=PATIENCE), backend=backend)) as servers:
         assert_right(servers)
@@ -141,7 +141,7 @@ def test_a_request_that_takes_too_long_keeps_its_pages(serve, backend):
         eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0, 0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 @pytest.mark.parametrize("state", ["waiting", "failed"])
 def test_a_request_that_leaves_prefill_unsent_is_over_on_both_sides(serve, backend, state):
     """Its client is gone, at first perhaps on prefill alone: decode must not wait for KV."""
@@ -161,7 +161,7 @@ def test_a_request_that_leaves_prefill_unsent_is_over_on_both_sides(serve, backe
         assert_right(servers)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
 def test_a_request_that_decode_never_asks_for_is_not_kept_for_ever(serve, backend):
     """Its client hung up on decode before decode had read it."""
     with serve(Fleet(Side(environment=BOOTSTRAP), backend=backend)) as servers:
@@ -181,7 +181,7 @@ def test_stock_nixl_keeps_it_for_ever(serve):
         assert servers.prefill[0].call("send", **request)["state"] == "hang"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS))
 def test_prefill_that_stays_silent_is_waited_for_in_vain(serve, backend):
     """For 5 s: a page cannot be kept for ever."""
     sides = Side(environment=SILENT), Side(environment=HOLDING)

@@ -12,7 +12,7 @@ from lines import DST, Line, await_read, recorded
 from of_release import IS_LATER, OUR_FRAMES
 from rank_faults import ERROR
 from reasons import ABORTED, GIVEN_UP
-from transfer_checks import BACKENDS, assert_failed, eventually
+from transfer_checks import BACKENDS, assert_failed, eventually, few
 
 from pd_harness.waiting import in_time
 
@@ -100,7 +100,7 @@ FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_it_asks, a_write
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
 @pytest.mark.parametrize("fail", FAILURES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_a_room_that_failed_comes_again(serve, backend, fail, again):
     with serve(Fleet(backend=backend)) as servers:
         assert served(servers, OTHER).state == "right"
@@ -112,7 +112,7 @@ def test_a_room_that_failed_comes_again(serve, backend, fail, again):
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
 def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve, backend, again):
     """Decode gave it up; whether prefill's is yet to come or never will, nobody can know."""
     with serve(Fleet(backend=backend)) as servers:
@@ -159,7 +159,7 @@ def registered_anew(servers: Servers, registration: list[bytes]) -> Line:
     [[], [b"1"], [b"a fork's own", b"\1\2\3"], [b"", b"", b"16"]],
     ids=["stock", "a_number", "two", "three"],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS))
 def test_a_server_without_our_description_takes_anothers_place(serve, backend, trailing):
     """At the same address, as stock or a fork of it: it is served as stock is."""
     with serve(Fleet(backend=backend, v_width=4)) as servers:
