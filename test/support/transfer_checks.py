@@ -36,7 +36,7 @@ def of_first(why: str):
 
 
 def few(cases, *always) -> list:
-    """Parameters; later releases, which run beside 0.5.9, try only these `always`, others nightly."""
+    """Parameters. Later releases, which run beside 0.5.9, try those not in `always` at night."""
     marks = {case: [pytest.mark.nightly] for case in cases if IS_LATER and case not in always}
     return [pytest.param(case, marks=marks.get(case, [])) for case in cases]
 

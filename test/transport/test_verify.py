@@ -229,12 +229,13 @@ def fleets(draw) -> Fleet:
     )
 
 
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+
 @pytest.mark.parametrize(
     "examples, requests",
-    [
-        (2 if IS_LATER else 5, 10),
-        pytest.param(100, 100, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
-    ],
+    [(2 if IS_LATER else 5, 10), pytest.param(100, 100, marks=NIGHTLY)],
+    ids=["few", "many"],
 )
 def test_nothing_is_said_where_nothing_is_wrong(serve, examples, requests):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
