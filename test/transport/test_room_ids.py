@@ -99,7 +99,7 @@ FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_it_asks, a_write
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("fail", FAILURES)
+@pytest.mark.parametrize("fail", few(FAILURES, decode_aborts_before_it_asks, a_write_fails))
 @pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_a_room_that_failed_comes_again(serve, backend, fail, again):
     with serve(Fleet(backend=backend)) as servers:
