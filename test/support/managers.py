@@ -6,6 +6,7 @@ read(prefill, registration(decode))        the engine's own thread, here, over t
 """
 
 import contextlib
+import struct
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -126,10 +127,11 @@ class Agent:
         self.writes: list = []
 
     def get_agent_metadata(self) -> bytes:
-        return self.name.encode()
+        name = self.name.encode()
+        return struct.pack("<Q", len(name)) + name
 
     def add_remote_agent(self, metadata: bytes) -> None:
-        self.peers.add(metadata.decode())
+        self.peers.add(metadata[8:].decode())
 
     def remove_remote_agent(self, name: str) -> None:
         self.peers.remove(name)

@@ -5,29 +5,23 @@ patched engine; `rank_process` says how.
 """
 
 import os
-import time
 import uuid
 from functools import partial
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import rank_process
-from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, failure
-from rank_faults import fail_once
-from rank_mistakes import Mistakes
+from rank_base import AUX_SLOTS, HOST, RankBase
+from rank_lines import Lines, Sent
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import (
     KVClassType,
     ReqToMetadataIdxAllocator,
-    poll_and_all_reduce,
 )
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
-
-from pd_harness.waiting import awaited
 
 try:
     from sglang.srt.disaggregation.pd import messages
@@ -35,7 +29,7 @@ except ImportError:  # stock has none
     messages = None
 
 
-class Rank(RankBase):
+class Rank(Lines, RankBase):
     """A rank of 0.5.9."""
 
     TABLES = (
@@ -90,44 +84,15 @@ class Rank(RankBase):
             pp_rank=self.config.pp_rank,
         )
 
-    def leave(self, room: int, state: str, seconds: float) -> dict:
-        """A request that leaves prefill's queue unsent, once it has this state.
-
-        The scheduler frees its metadata slot, and says nothing to its sender.
-        """
-        sender = self._sender(room)
-        wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
-        if not awaited(lambda: sender.poll() == wanted, seconds, PAUSE):
-            return {"state": "hang"}
+    def _leave(self, sender) -> str:
         allocator = ReqToMetadataIdxAllocator(0)
         req = SimpleNamespace(disagg_kv_sender=sender, metadata_buffer_index=3)
         prefill_module.release_req_to_metadata_buffer(req, allocator)
-        return {"state": "left", "slots": list(allocator.free_slots)}
+        return "left" if list(allocator.free_slots) == [3] else "left its slot behind"
 
     def _state(self, room: int, pages: list[int]) -> np.ndarray | None:
         slots = self._state_slots(room, pages)
         return None if slots is None else np.array(slots, dtype=np.int32)
-
-    def lose(self, rooms: list[int], knows: bool) -> dict:
-        """The prefill server of these rooms is lost, which another rank may know first.
-
-        Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
-        longest turn in seconds.
-        """
-        receivers = [self.asked.pop(room) for room in rooms]
-        if knows:
-            self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
-        longest, failed = 0.0, 0
-        while receivers:
-            begun = time.monotonic()
-            polls = poll_and_all_reduce(receivers, self.group)
-            ended = [one for one, poll in zip(receivers, polls) if poll == KVPoll.Failed]
-            for receiver in ended:
-                failed += failure(receiver)["state"] == "failed"
-                receivers.remove(receiver)
-            longest = max(longest, time.monotonic() - begun)
-            time.sleep(0.002)
-        return {"failed": failed, "longest": longest}
 
     def _receiver(self, room: int):
         return self._class(KVClassType.RECEIVER)(
@@ -136,23 +101,6 @@ class Rank(RankBase):
             bootstrap_room=room,
             prefill_dp_rank=0,
         )
-
-    def mistake(self, what: str) -> dict:
-        """See `rank_mistakes.Mistakes`."""
-        self.mistakes = getattr(self, "mistakes", None) or Mistakes(self.manager)
-        self.mistakes.what = what
-        return {"state": "planned"}
-
-    def verified(self) -> dict:
-        """By prefill rank, what this decode rank has compared."""
-        (report,) = self.manager.verifier.reports.by_address.values()
-        pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
-        return {"pairs": pairs, "said": report.said}
-
-    def fail_once(self, what: str) -> dict:
-        """See `rank_faults.fail_once`."""
-        fail_once(self.manager, what)
-        return {"state": "planned"}
 
     def knows_aborted(self, room: int) -> bool:
         """Whether decode gave up this room, of which no request has come to prefill."""
@@ -187,20 +135,8 @@ class Rank(RankBase):
         receiver.clear()
         return {"state": "joined"}
 
-    def messages(self, room: int, pages: list[int]) -> list[list[str]]:
-        """What this rank would send for a room, each frame in hexadecimal; nobody gets it."""
-        sent: list[list[str]] = []
-        sock = SimpleNamespace(
-            send_multipart=lambda frames, flags=0: sent.append([bytes(f).hex() for f in frames])
-        )
-        if self.is_prefill:
-            self._tell_decode(room, sock)
-        else:
-            self._tell_prefill(room, pages, sock)
-        return sent
-
-    def _tell_prefill(self, room: int, pages: list[int], sock) -> None:
-        """A registration, an open room, and ABORTs of a room that was opened and that was not."""
+    def _for_prefill(self, room: int, pages: list[int]) -> Sent:
+        sent, sock = kept_frames()
         receiver = self._receiver(room)
         receiver._socket = lambda info: sock
         not_opened = receiver._abort_frames("no time")
@@ -209,10 +145,10 @@ class Rank(RankBase):
         for frames in (receiver._abort_frames("no time"), not_opened):
             receiver._tell_prefill(receiver.bootstrap_infos[0], frames)
         receiver.clear()
+        return sent
 
-    def _tell_decode(self, room: int, sock) -> None:
-        """Mooncake: the room's end, good and bad, and its metadata."""
-        manager = self.manager
+    def _for_decode(self, room: int) -> Sent:
+        manager, (sent, sock) = self.manager, kept_frames()
         session = next(iter(manager.decode_kv_args_table))
         peer = SimpleNamespace(
             room=room,
@@ -227,22 +163,21 @@ class Rank(RankBase):
         pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
         manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect
+        return sent
+
+    def _forget(self, room: int) -> None:
+        self.manager.forget(room)
 
     def expect(self, room: int) -> dict:
-        """Open a room that a message is to end."""
-        self.manager.update_status(room, KVPoll.Bootstrapping)
         if not self.is_prefill:
-            self.manager.required_prefill_response_num_table[room] = 1
             self.manager.asked_rooms.add(room)
-        return {"state": "open"}
+        return super().expect(room)
 
-    def await_end(self, room: int, seconds: float) -> dict:
-        """Wait for that message, with which all that its sender sent before has been read."""
-        over = (KVPoll.Success, KVPoll.Failed)
-        if not awaited(lambda: self.manager.check_status(room) in over, seconds, PAUSE):
-            return {"state": "hang"}
-        self.manager.forget(room)
-        return {"state": "ended"}
+
+def kept_frames() -> tuple[Sent, SimpleNamespace]:
+    """A socket that sends nothing, and what it was to send."""
+    sent: Sent = []
+    return sent, SimpleNamespace(send_multipart=lambda frames, flags=0: sent.append(frames))
 
 
 def bootstrap(config: dict):

@@ -8,10 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_faults import AgentCalls, Faults, cut_connections
+from rank_faults import AgentCalls, Faults, cut_connections, fail_once
+from rank_mistakes import Mistakes
 from rank_pools import (
     MAMBA_SLOTS,
     STATE_SIZE,
@@ -90,6 +92,7 @@ class RankBase(ABC):
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         self.manager = self._manager()
         self.faults = None
+        self.mistakes = None
         self.agent_calls = None
         self.asked = {}
         self.group = None
@@ -125,6 +128,10 @@ class RankBase(ABC):
     @abstractmethod
     def _state_buffers(self) -> tuple[list[int], list[int]]:
         """Addresses and bytes of the buffers of state."""
+
+    @abstractmethod
+    def _leave(self, sender) -> str:
+        """What the scheduler does with a request that leaves unsent; `left` if all is freed."""
 
     def _peer_sockets(self) -> int:
         """Open ones to other ranks, where they are counted."""
@@ -361,6 +368,35 @@ class RankBase(ABC):
         receiver.abort()
         return self._await(receiver, seconds)
 
+    def leave(self, room: int, state: str, seconds: float) -> dict:
+        """A request that leaves prefill's queue unsent, once it has this state."""
+        sender = self._sender(room)
+        wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
+        if not awaited(lambda: sender.poll() == wanted, seconds, PAUSE):
+            return {"state": "hang"}
+        return {"state": self._leave(sender)}
+
+    def lose(self, rooms: list[int], knows: bool) -> dict:
+        """The prefill server of these rooms is lost, which another rank may know first.
+
+        Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
+        longest turn in seconds.
+        """
+        receivers = [self.asked.pop(room) for room in rooms]
+        if knows:
+            self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
+        longest, failed = 0.0, 0
+        while receivers:
+            begun = time.monotonic()
+            polls = poll_and_all_reduce(receivers, self.group)
+            ended = [one for one, poll in zip(receivers, polls) if poll == KVPoll.Failed]
+            for receiver in ended:
+                failed += failure(receiver)["state"] == "failed"
+                receivers.remove(receiver)
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.002)
+        return {"failed": failed, "longest": longest}
+
     def give_up(
         self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
     ) -> dict:
@@ -393,7 +429,7 @@ class RankBase(ABC):
         ends = {leave_at, KVPoll.Success, KVPoll.Failed}
         reached = awaited(lambda: {self._poll(poller)} & ends, seconds, PAUSE)
         if KVPoll.Failed in reached:
-            return failure(poller)
+            return self._failed(poller)
         if KVPoll.Success in reached:
             if self.is_prefill and hasattr(poller, "clear"):
                 poller.clear()
@@ -405,6 +441,10 @@ class RankBase(ABC):
             return poller.poll()
         (state,) = poll_and_all_reduce([poller], self.group)
         return state
+
+    def _failed(self, poller) -> dict:
+        """What the scheduler does with a room that has failed."""
+        return failure(poller)
 
     def _table(self, name: str):
         """The manager's of this name; None if it has none."""
@@ -422,6 +462,23 @@ class RankBase(ABC):
         """See `rank_faults.Faults.plan`."""
         self.faults = self.faults or Faults(self.manager)
         self.faults.plan(**plan)
+        return {"state": "planned"}
+
+    def mistake(self, what: str) -> dict:
+        """See `rank_mistakes.Mistakes`."""
+        self.mistakes = self.mistakes or Mistakes(self.manager)
+        self.mistakes.what = what
+        return {"state": "planned"}
+
+    def verified(self) -> dict:
+        """By prefill rank, what this decode rank has compared."""
+        (report,) = self.manager.kv_args.verifier.reports.by_address.values()
+        pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
+        return {"pairs": pairs, "said": report.said}
+
+    def fail_once(self, what: str) -> dict:
+        """See `rank_faults.fail_once`."""
+        fail_once(self.manager, what)
         return {"state": "planned"}
 
     def note_writes(self) -> dict:

@@ -113,10 +113,10 @@ class Faults:
 
 def fail_once(manager, what: str) -> None:
     """The next time a decode rank registers, prefill cannot `plan` for it, or `connect` to it."""
-    from sglang.srt.disaggregation.pd import registration
+    from sglang.srt.disaggregation.pd import peer_plans  # stock has none
 
     owner, name = {
-        "plan": (registration, "plan_for_peer"),
+        "plan": (peer_plans, "plan_for_peer"),
         "connect": (getattr(manager, "agent", None), "add_remote_agent"),
     }[what]
     right = getattr(owner, name)

@@ -3,6 +3,7 @@
 There a rank knows its place, and how it was started, from the engine's runtime context.
 """
 
+import contextlib
 import json
 import os
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import rank_process
 import torch.distributed as dist
-from rank_base import HOST, PAUSE, RankBase
+from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, failure
+from rank_held import HeldPages
+from rank_lines import Lines, Sent
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.managers.disagg_service import start_disagg_service
@@ -20,9 +23,10 @@ from sglang.srt.server_args import ServerArgs
 from pd_harness.waiting import awaited
 
 PREFILL_SECONDS = 15  # so long the engine asks for prefill's server
+HELD_SECONDS = 40  # more than the engine holds pages
 
 
-class Rank(RankBase):
+class Rank(Lines, RankBase):
     """A rank of a later release."""
 
     # Not among them, `_deferred_ack_poisoned_rooms`: of a room that failed in mid-transfer its
@@ -76,6 +80,60 @@ class Rank(RankBase):
         if state == KVPoll.Success and slot is not None and not self.aux.bootstrap_room[slot, 0]:
             return KVPoll.Transferring
         return state
+
+    def _failed(self, poller) -> dict:
+        """On decode it is over when its pages are others'."""
+        end = failure(poller)
+        if not self.is_prefill and hasattr(poller, "bootstrap_infos"):
+            held = HeldPages()
+            held.hold(poller, self.group)
+            awaited(lambda: held.is_empty(self.group), HELD_SECONDS, PAUSE)
+        return end
+
+    def _leave(self, sender) -> str:
+        sender.abort()
+        return "left"
+
+    def _for_prefill(self, room: int, pages: list[int]) -> Sent:
+        sent: Sent = []
+        sock = SimpleNamespace(send_multipart=sent.append)
+        receiver = self._receiver(room)
+        receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
+        receiver._send_abort_notification()
+        receiver._register_kv_args()
+        receiver.send_metadata(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        receiver._send_abort_notification()
+        self.manager.clear_deferred_abort_state(room)
+        receiver.clear()
+        not_opened, *others = sent
+        return [*others, not_opened]
+
+    def _for_decode(self, room: int) -> Sent:
+        manager, sent = self.manager, []
+        manager._send_multipart_locked = lambda endpoint, frames, **_: sent.append(frames)
+        for status, reason in ((KVPoll.Success, None), (KVPoll.Failed, "no memory")):
+            manager.send_kv_status_message(
+                targets=[(HOST, 0)], bootstrap_room=room, status=status, failure_reason=reason
+            )
+        if hasattr(manager, "send_aux_tcp"):
+            session, info = next(iter(manager.decode_kv_args_table.items()))
+            peer = SimpleNamespace(
+                room=room,
+                endpoint=HOST,
+                dst_port=0,
+                mooncake_session_id=session,
+                dst_aux_index=room % AUX_SLOTS,
+            )
+            manager.send_aux_tcp(peer, room % AUX_SLOTS, info.dst_aux_ptrs)
+        del manager._send_multipart_locked
+        return sent
+
+    def _forget(self, room: int) -> None:
+        for name in self.TABLES:
+            if (table := self._table(name)) is not None:
+                table.pop(room, None)
+        if self.is_prefill:
+            self.manager.unrequested.pop(room, None)
 
     def _table(self, name):
         table = super()._table(name)

@@ -26,40 +26,51 @@ class Mistakes:
     def __init__(self, manager):
         self.what = ""
         self._manager = manager
+        verifier = manager.kv_args.verifier
+        self._digests, verifier.digests = verifier.digests, self._room_digests
+        self._kv_digests, verifier.kv.digests = verifier.kv.digests, self._kv
+        self._check, verifier.check = verifier.check, self._flip
+        self._verifier = verifier
         if hasattr(manager, "transfer_infos"):
-            manager._plan_transfers = self._planned(manager._plan_transfers)
-            self._room_digests, manager.room_digests = manager.room_digests, self._digests
-            self._kv_digests = manager.verifier.kv.digests
-            manager.verifier.kv.digests = self._kv
             for info in manager.decode_kv_args_table.values():
                 info.plan = replace(info.plan, kv=_Plan(info.plan.kv, self))
-        else:
-            self._verify = manager.verify
-            manager.verify = self._flip
+        if hasattr(manager, "prepared"):
+            for peer, (prepared, *lists) in manager.prepared.items():
+                manager.prepared[peer] = (_Prepared(prepared, self), *lists)
+            self._write, manager._write_prepared = manager._write_prepared, self._write_blocks
 
-    def _planned(self, plan_transfers):
-        def planned(info):
-            plan_transfers(info)
-            info.plan = replace(info.plan, kv=_Plan(info.plan.kv, self))
-
-        return planned
-
-    def _digests(self, *args) -> bytes:
-        return b"junk!" if self.what == "junk digests" else self._room_digests(*args)
+    def _room_digests(self, *args) -> bytes:
+        return b"junk!" if self.what == "junk digests" else self._digests(*args)
 
     def _kv(self, *args):
         if self.what == "no digests":
             raise RuntimeError(self.what)
         return self._kv_digests(*args)
 
-    def _flip(self, room, address, pages, *rest):
+    def _flip(self, room, frames, pages, *rest):
         if self.what == "byte":
-            self._manager.verifier.kv.pages[-1][int(pages[0]), 0] += 1
-        return self._verify(room, address, pages, *rest)
+            self._verifier.kv.pages[-1][int(pages[0]), 0] += 1
+        return self._check(room, frames, pages, *rest)
+
+    def _write_blocks(self, peer, src_pages, dst_pages):
+        """No block is a part of a page: such copies are named one by one."""
+        if self.what in ("heads", "last token"):
+            plan = self._manager.plan_of(peer).kv
+            return self._manager._write_copies(peer, plan.copies(src_pages, dst_pages))
+        return self._write(peer, src_pages, dst_pages)
+
+    def pages(self, src_pages, dst_pages):
+        """From and to which pages a request is copied."""
+        src, dst = np.array(src_pages), np.array(dst_pages)
+        if self.what == "pages":
+            dst = np.roll(dst, 1)
+        if self.what == "another":
+            src[0] = next(page for page in range(12) if page not in src)
+        return src, dst
 
 
-class _Plan:
-    """A `TransferPlan` with a mistake in what it gives."""
+class _Mistaken:
+    """A plan with a mistake in what it gives."""
 
     def __init__(self, plan, mistakes: Mistakes):
         self._plan, self._mistakes = plan, mistakes
@@ -67,20 +78,27 @@ class _Plan:
     def __getattr__(self, name):
         return getattr(self._plan, name)
 
+
+class _Plan(_Mistaken):
+    """Of a `TransferPlan`."""
+
     def copies(self, src_pages, dst_pages):
-        src, dst, what = np.array(src_pages), np.array(dst_pages), self._mistakes.what
-        if what == "pages":
-            dst = np.roll(dst, 1)
-        if what == "another":
-            src[0] = next(page for page in range(12) if page not in src)
-        copies = self._plan.copies(src, dst)
-        if what == "layers":
-            return replace(copies, sets=tuple(map(_swapped, copies.sets)))
-        if what == "heads":
-            return replace(copies, sets=tuple(map(_shifted, copies.sets)))
-        if what == "last token":
-            return replace(copies, sets=tuple(map(_shortened, copies.sets)))
-        return copies
+        copies = self._plan.copies(*self._mistakes.pages(src_pages, dst_pages))
+        change = {"layers": _swapped, "heads": _shifted, "last token": _shortened}
+        if self._mistakes.what not in change:
+            return copies
+        return replace(copies, sets=tuple(map(change[self._mistakes.what], copies.sets)))
+
+
+class _Prepared(_Mistaken):
+    """Of a `PreparedPlan`, which knows whole blocks alone."""
+
+    def blocks(self, src_pages, dst_pages):
+        src, dst = self._plan.blocks(*self._mistakes.pages(src_pages, dst_pages))
+        if self._mistakes.what == "layers":
+            runs = dst.reshape(len(self._plan.dst), -1)
+            runs[:2] = runs[:2][::-1].copy()
+        return src, dst
 
 
 def _swapped(some):

@@ -35,6 +35,12 @@ def of_first(why: str):
     return pytest.mark.skipif(IS_LATER, reason=f"0.5.9 alone: {why}")
 
 
+def few(cases, *always) -> list:
+    """Parameters. Later releases, which run beside 0.5.9, try those not in `always` at night."""
+    marks = {case: [pytest.mark.nightly] for case in cases if IS_LATER and case not in always}
+    return [pytest.param(case, marks=marks.get(case, [])) for case in cases]
+
+
 def assert_right(servers: Servers, pages=PAGES) -> None:
     """A request is served, every byte of it, and nothing is kept."""
     outcome = servers.request(*pages)

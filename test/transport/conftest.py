@@ -5,13 +5,8 @@ import os
 
 import fleet as fleets
 import pytest
-from of_release import IS_LATER
 
 from pd_harness.cluster import OF_RELEASE, why_not_here
-
-# What they ask of a rank is in 0.5.9 alone: its messages, its aborts, its rooms' life, its digests.
-FIRST_ONLY = ["test_fuzz.py", "test_give_up.py", "test_room_ids.py", "test_verify.py"]
-collect_ignore = FIRST_ONLY if IS_LATER else []
 
 
 @pytest.fixture(scope="session")

@@ -16,16 +16,20 @@ import numpy as np
 import pytest
 from fleet import Fleet, Servers, Side
 from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
-from transfer_checks import HANG_SECONDS
+from of_release import IS_LATER, OUR_FRAMES
+from transfer_checks import HANG_SECONDS, few
 
 from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.transport
 
 BATCH = 100
-MET = 150
+MET = 30 if IS_LATER else 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
-MUTANTS = [1500, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])]
+# Over which prefill says how a room ended; 0.5.9's NIXL notifies.
+SAYING = BACKENDS if IS_LATER else BACKENDS[1:]
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+MUTANTS = [BATCH if IS_LATER else 1500, pytest.param(10_000, marks=NIGHTLY)]
 SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.
 FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
@@ -210,8 +214,15 @@ def request_under_attack(servers: Servers, line: Line, room: int, mutants: list[
     assert states <= {"success", "right", "wrong", "failed"}, outcome
 
 
+def say_what_is_none(line: Line) -> None:
+    """Later releases set no limit on a frame."""
+    if not IS_LATER:
+        line.send_oversized()
+    line.send_foreign()
+
+
 @pytest.mark.parametrize("mutants", MUTANTS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl", "mooncake"))
 def test_mutants_of_decodes_messages(attacked, backend, mutants):
     """Registrations, rooms and ABORTs that bear a live decode rank's name and a live room."""
     with attacked(backend, "prefill") as (servers, line), unharmed(servers, line, mutants):
@@ -223,11 +234,10 @@ def test_mutants_of_decodes_messages(attacked, backend, mutants):
             await_read(line, decode, number, NOT_OPENED)
             decode.call("accept")
             assert_right(servers)
-        line.send_oversized()
-        line.send_foreign()
+        say_what_is_none(line)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_prefill_acts_on_each_mutant(attacked, backend):
     """It computes and sends for a mutated registration or room; the next request is right."""
     ends = Counter()
@@ -255,7 +265,7 @@ def test_prefill_acts_on_each_mutant(attacked, backend):
     assert ends["success"] and ends["failed"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
 def test_mutants_of_another_requests_messages(attacked, backend):
     """Those that open and give up a room harm no other room, though decode's name is theirs."""
     with attacked(backend, "prefill") as (servers, line), unharmed(servers, line, 5 * BATCH):
@@ -268,7 +278,7 @@ def test_mutants_of_another_requests_messages(attacked, backend):
 
 
 @pytest.mark.parametrize("mutants", MUTANTS)
-@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
+@pytest.mark.parametrize("backend", few(SAYING, "nixl", "mooncake"))
 def test_mutants_of_prefills_messages(attacked, backend, mutants):
     """How a room ended; then metadata, of whatever slot, between requests."""
     with attacked(backend, "decode") as (servers, line), unharmed(servers, line):
@@ -281,13 +291,12 @@ def test_mutants_of_prefills_messages(attacked, backend, mutants):
             assert_right(servers)
         metadata = recorded(prefill, FIRST_ROOM)[2:]
         rng = random.Random(3)
-        line.send([mutant(rng, metadata) for _ in range(mutants)])
+        line.send([mutant(rng, metadata) for _ in range(mutants) if metadata])
         await_read(line, prefill, mutants, SUCCESS)
-        line.send_oversized()
-        line.send_foreign()
+        say_what_is_none(line)
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", few(["nixl", "mooncake"], "nixl"))
 def test_one_message_ends_stocks_thread(attacked, backend):
     with attacked(backend, "prefill", "stock") as (servers, line):
         before = set(line.rank.call("health")["threads"])
@@ -302,7 +311,7 @@ def as_stocks(servers: Servers, room: int, **changes: bytes) -> tuple[Message, M
     guard = int(servers.fleet.backend == "nixl")
     positions = {"session": 3 + guard, "metadata": 4 + guard, "pointers": 4 + 2 * guard}
     registration, opened, *_ = recorded(servers.decode[0], room)
-    registration = registration[:-2]
+    registration = registration[:-OUR_FRAMES]
     for name, frame in changes.items():
         registration[positions[name]] = frame
     opened[positions["session"]] = registration[positions["session"]]
@@ -310,12 +319,15 @@ def as_stocks(servers: Servers, room: int, **changes: bytes) -> tuple[Message, M
 
 
 @pytest.mark.parametrize("frame", LARGE)
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", few(["nixl", "mooncake"], "mooncake"))
 def test_a_large_frame_is_neither_kept_nor_logged(attacked, fork_server, backend, frame):
     log = fork_server("patched").log
     with attacked(backend, "prefill") as (servers, line), unharmed(servers, line):
         before = log.stat().st_size
-        line.send(as_stocks(servers, FIRST_MARK, **{"session": b"10.0.0.1:2", frame: LARGE[frame]}))
+        changes = {"session": b"10.0.0.1:2", frame: LARGE[frame]}
+        registration, opened = as_stocks(servers, FIRST_MARK, **changes)
+        # Later ones keep a room of a rank that is not registered, until its request has failed.
+        line.send([registration] if IS_LATER else [registration, opened])
         await_read(line, servers.decode[0], 1, NOT_OPENED)
         assert log.stat().st_size - before < 1 << 20
 

@@ -9,8 +9,10 @@ from itertools import count
 import pytest
 from fleet import Fleet, Outcome, Servers
 from lines import DST, Line, await_read, recorded
+from of_release import IS_LATER, OUR_FRAMES
 from rank_faults import ERROR
-from transfer_checks import BACKENDS, assert_failed, eventually
+from reasons import ABORTED, GIVEN_UP
+from transfer_checks import BACKENDS, assert_failed, eventually, few
 
 from pd_harness.waiting import in_time
 
@@ -20,7 +22,6 @@ ROOM, OTHER = 900, 901
 # Places in what `Rank.messages` records of decode.
 OPENED, ABORT, NOT_OPENED = 1, 2, 3
 SRC = [9, 2, 3, 7]
-GIVEN_UP = "Aborted by AbortReq."
 
 
 def prefill_first(servers: Servers) -> Outcome:
@@ -48,8 +49,10 @@ def served(servers: Servers, room: int = ROOM) -> Outcome:
     return servers.request(SRC, DST, [2, 2])
 
 
-def end(servers: Servers, rank, said: str) -> None:
-    """The room has failed there, for that reason."""
+def end(servers: Servers, rank, by_decode: bool = True) -> None:
+    """The room has failed there, given up by one side."""
+    is_told = rank is servers.prefill[0] and by_decode
+    said = GIVEN_UP[servers.fleet.backend] if is_told else ABORTED
     answer = rank.timed("end", room=ROOM, seconds=10)
     assert answer["state"] == "failed" and said in answer["reason"], answer
     assert in_time(answer["seconds"], 4), answer
@@ -68,14 +71,14 @@ def prefill_aborts(servers: Servers) -> None:
     for rank in (servers.prefill[0], servers.decode[0]):
         if rank is servers.prefill[0]:
             rank.call("abort", room=ROOM)
-        end(servers, rank, GIVEN_UP)
+        end(servers, rank, by_decode=False)
 
 
 def decode_aborts(servers: Servers) -> None:
     asked(servers)
     servers.decode[0].call("abort", room=ROOM)
     for rank in (servers.prefill[0], servers.decode[0]):
-        end(servers, rank, GIVEN_UP)
+        end(servers, rank)
 
 
 def decode_aborts_before_it_asks(servers: Servers) -> None:
@@ -84,7 +87,7 @@ def decode_aborts_before_it_asks(servers: Servers) -> None:
         rank.call("begin", room=ROOM)
     servers.decode[0].call("abort", room=ROOM)
     for rank in (servers.decode[0], servers.prefill[0]):
-        end(servers, rank, GIVEN_UP)
+        end(servers, rank)
 
 
 def a_write_fails(servers: Servers) -> None:
@@ -96,8 +99,8 @@ FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_it_asks, a_write
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("fail", FAILURES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fail", few(FAILURES, decode_aborts_before_it_asks, a_write_fails))
+@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_a_room_that_failed_comes_again(serve, backend, fail, again):
     with serve(Fleet(backend=backend)) as servers:
         assert served(servers, OTHER).state == "right"
@@ -109,18 +112,19 @@ def test_a_room_that_failed_comes_again(serve, backend, fail, again):
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
 def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve, backend, again):
     """Decode gave it up; whether prefill's is yet to come or never will, nobody can know."""
     with serve(Fleet(backend=backend)) as servers:
         assert served(servers, OTHER).state == "right"
         servers.decode[0].call("begin", room=ROOM)
         servers.decode[0].call("abort", room=ROOM)
-        end(servers, servers.decode[0], GIVEN_UP)
-        eventually(lambda: servers.prefill[0].call("knows_aborted", room=ROOM), True)
+        end(servers, servers.decode[0])
+        if not IS_LATER:  # which know nothing of it
+            eventually(lambda: servers.prefill[0].call("knows_aborted", room=ROOM), True)
         outcome = again(servers)
         if outcome.state != "right":
-            assert_failed(outcome, GIVEN_UP)
+            assert_failed(outcome, ABORTED)
         outcome = again(servers)
         assert outcome.state == "right", outcome
 
@@ -155,17 +159,17 @@ def registered_anew(servers: Servers, registration: list[bytes]) -> Line:
     [[], [b"1"], [b"a fork's own", b"\1\2\3"], [b"", b"", b"16"]],
     ids=["stock", "a_number", "two", "three"],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(BACKENDS))
 def test_a_server_without_our_description_takes_anothers_place(serve, backend, trailing):
     """At the same address, as stock or a fork of it: it is served as stock is."""
     with serve(Fleet(backend=backend, v_width=4)) as servers:
         assert served(servers, OTHER).state == "right"
         registration = recorded(servers.decode[0], ROOM)[0]
-        registered_anew(servers, registration[:-2] + trailing).close()
+        registered_anew(servers, registration[:-OUR_FRAMES] + trailing).close()
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
         outcome = served(servers)
         assert outcome.prefill[0]["state"] == outcome.decode[0]["state"] == "failed", outcome
-        if backend == "mooncake":  # which does not tell stock why
+        if backend == "mooncake" and not IS_LATER:  # which does not tell stock why
             assert "it does not say why" in outcome.decode[0]["reason"], outcome
         outcome = served(servers)
         assert outcome.state == "right", outcome
@@ -180,7 +184,7 @@ def test_a_server_without_our_description_takes_anothers_place(serve, backend, t
 )
 def test_a_registration_that_failed_once_is_tried_again(serve, backend, what):
     with serve(Fleet(backend=backend)) as servers:
-        servers.prefill[0].call("fail_once", what=what)
+        assert servers.prefill[0].call("fail_once", what=what) == {"state": "planned"}
         for _ in range(2):
             outcome = served(servers)
             assert outcome.state == "right", outcome

@@ -284,3 +284,26 @@ def test_aborts_of_rooms_that_nobody_asked_for_are_not_kept(backend):
     for room in (b"8", b"-1", b"x", b"\xff", b"99999999999999999999"):
         managers.read(prefill, [common.ABORT_TAG, room])
     assert not prefill.unrequested and not prefill.request_status
+
+
+@backends
+def test_a_decode_rank_that_gave_up_its_room_is_told_nothing(backend):
+    """Not even if it had not asked yet: what it asks for next is another request."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    managers.read(prefill, [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+    end(sender)
+    ask(prefill, decode)
+    assert told(prefill) == []
+    assert ROOM in prefill.transfer_infos
+    assert new(prefill).poll() == KVPoll.WaitingForInput
+
+
+@backends
+@pytest.mark.parametrize("frames", [[b"9" * 5000], [b"7", b"\xff", b"x"], [b"7", b"127.0.0.1"]])
+def test_an_abort_with_numbers_that_are_none_ends_no_thread(backend, frames):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    managers.read(prefill, [common.ABORT_TAG, *frames])
+    assert not prefill.unrequested
+    del sender

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.pd.readers import (
     STAGING,
     check_room,
     check_session,
+    check_sizes,
     check_staging,
     checked,
 )
@@ -32,12 +33,17 @@ if TYPE_CHECKING:
         AuxDataCodec,
         DisaggregationMode,
         EngineMooncakeKVManager,
-        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
 
 RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
+
+
+class TransferInfo:
+    # What has been sent of it, see `pd.comparing`.
+    sent_chunks = ()
+    sent_state = None
 
 
 class KVArgsRegisterInfo:
@@ -82,6 +88,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         elif frames[0] != ABORT_TAG:
             check_session(frames[3])
             if frames[0] == b"None":
+                check_sizes(frames)
                 info = KVArgsRegisterInfo.from_zmq(frames)
                 if self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank):
                     drafts = self.kv_args.num_draft_entries

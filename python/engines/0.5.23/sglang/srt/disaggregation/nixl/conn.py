@@ -23,8 +23,10 @@ from sglang.srt.disaggregation.pd.plans import Plans
 from sglang.srt.disaggregation.pd.readers import (
     STAGING,
     CheckedSocket,
+    check_metadata,
     check_name,
     check_room,
+    check_sizes,
     check_staging,
 )
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
         ABORT_TAG,
         GUARD,
         EngineNixlKVManager,
-        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,18 @@ RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
 
 
+class TransferInfo:
+    # What has been sent of it, see `pd.comparing`.
+    sent_chunks = ()
+    sent_state = None
+
+
 class KVArgsRegisterInfo:
     # How this decode rank is served, see `pd.plans`.
     plan = None
     refusal = ""
+    # Its description, where it could not be registered for no fault of its own.
+    untried = None
 
 
 class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
@@ -92,14 +101,24 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
                 raise ValueError("this is no decode rank's message")
             check_name(frames[4])
             if frames[1] == b"None":
+                check_sizes(frames)
                 info = KVArgsRegisterInfo.from_zmq(frames[1:])
+                check_metadata(frames[4], info.agent_metadata)
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
                 self.read_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames[1:])
                 check_room(info)
+                self._try_again(info.agent_name)
                 return self.tells_ended(info)
         return False
+
+    def _try_again(self, name: str) -> None:
+        """Register a decode rank that asks for a room, and could not be registered before."""
+        info = self.decode_kv_args_table.get(name)
+        if info is not None and info.untried is not None:
+            self.arriving_layout, info.untried = info.untried, None
+            self._add_remote_peer(info)
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
@@ -124,6 +143,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         except Exception as error:
             logger.exception(f"Decode {name} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
+            info.untried = self.arriving_layout
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
 

@@ -50,8 +50,7 @@ class SendsDigests:
         """These pages of the request are about to be sent; they may not be known yet."""
         if self.kv_args.verifier is not None:
             for info in list(self.transfer_infos.get(room, {}).values()):
-                noted = getattr(info, "sent_chunks", ())
-                info.sent_chunks = (*noted, (index_slice, pages))
+                info.sent_chunks = (*info.sent_chunks, (index_slice, pages))
                 info.sent_state = state
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:

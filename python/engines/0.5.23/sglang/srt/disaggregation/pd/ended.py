@@ -8,9 +8,11 @@ a request is aborted before it is sent   the same, for ever: it is dropped with 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
@@ -50,7 +52,8 @@ class Ended:
             self.requested[room] = sender
             self.ended.pop(room, None)
             self.unrequested.pop(room, None)
-        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room)
+        sender.told = set()
+        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room, sender.told)
         sender.left.atexit = False
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
@@ -61,13 +64,13 @@ class Ended:
             if len(self.ended) > MAX_ENDED:
                 self.ended.popitem(last=False)
 
-    def note_left(self, room: int) -> None:
-        """A request is gone, and nobody has cleared it."""
+    def note_left(self, room: int, told: Set[Endpoint]) -> None:
+        """A request is gone, and nobody has cleared it; `told` have given it up."""
         with self.ended_lock:
             if room in self.requested:  # another of that number
                 return
             if self.request_status.get(room) == KVPoll.Failed:
-                told = set(self._room_notify_targets(room))
+                told = told.union(self._room_notify_targets(room))
                 self.note_ended(room, self.failure_records.get(room, ABORTED), told)
             self._drop_room(room)
             self._drop_count(room)
@@ -105,10 +108,11 @@ class Ended:
         return True
 
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
-        """As the engine's; of rooms without a request it keeps what it needs for the last ones."""
+        """As the engine's; who gives a room up knows that it fails."""
         is_taken = super()._handle_abort_notification(msg)
-        if is_taken and len(msg) > 1 and msg[1].isdigit():
-            self._note_unrequested(int(msg[1]))
+        if is_taken:
+            with contextlib.suppress(IndexError, ValueError):  # the engine has said so
+                self._note_given_up(int(msg[1]), msg[2:4])
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
@@ -116,20 +120,27 @@ class Ended:
         super()._maybe_ack_drained_abort(room)
         self._drop_count(room)
 
-    def _note_unrequested(self, room: int) -> None:
+    def _note_given_up(self, room: int, endpoint: List[bytes]) -> None:
+        """Of rooms without a request is kept what the engine needs, for the last ones.
+
+        Raises:
+            ValueError: The endpoint is none.
+        """
         with self.ended_lock:
-            if room in self.requested or room not in self.request_status:
-                return
-            self.unrequested[room] = None
-            if len(self.unrequested) <= MAX_ENDED:
-                return
-            oldest, _ = self.unrequested.popitem(last=False)
-            self._drop_room(oldest)
+            sender = self.requested.get(room)
+            if sender is not None:
+                host, port = endpoint
+                sender.told.add((host.decode("ascii"), int(port)))
+            elif room in self.request_status:
+                self.unrequested[room] = None
+                if len(self.unrequested) > MAX_ENDED:
+                    oldest, _ = self.unrequested.popitem(last=False)
+                    self._drop_room(oldest)
 
 
-def _left(manager: weakref.ref, room: int) -> None:
+def _left(manager: weakref.ref, room: int, told: Set[Endpoint]) -> None:
     if manager() is not None:
-        manager().note_left(room)
+        manager().note_left(room, told)
 
 
 class EndingSender:
@@ -138,6 +149,7 @@ class EndingSender:
     is_cleared = False
     reason: Optional[str] = None  # why it was aborted
     left: Optional[weakref.finalize] = None  # what is done when it is gone and was not cleared
+    told: Iterable[Endpoint] = ()  # decode ranks that have given it up
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
         if hasattr(mgr, "note_requested"):  # Mori's has not
@@ -186,7 +198,7 @@ class EndingSender:
             self.left.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
-            told = set(manager._room_notify_targets(room))
+            told = {*self.told, *manager._room_notify_targets(room)}
             reason = manager.failure_records.get(room, "another prefill rank failed")
             manager.note_ended(room, reason, told)
         super().clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable
 from typing import List, Optional
 
@@ -12,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
 MAX_NAME = 256
+# Bytes of a registration's frame: pointers take several times as much once they are read.
+MAX_REGISTERED = 4 << 20
 MAX_CHUNKS = 1 << 16
 # Messages about staging buffers, and at which frame their numbers end.
 STAGING = {b"WATERMARK": 3, b"STAGING_RSP": 6, b"STAGING_REQ": 4}
@@ -83,6 +86,22 @@ def check_name(name: bytes) -> None:
     """Raises ValueError for what is no decode rank's name."""
     if not 0 < len(name) <= MAX_NAME or not name.isascii():
         raise ValueError(f"a decode rank with a name of {len(name)} bytes")
+
+
+def check_sizes(registration: Frames) -> None:
+    """Raises ValueError for a frame that is longer than any rank's pointers."""
+    largest = max(map(len, registration))
+    if largest > MAX_REGISTERED:
+        raise ValueError(f"a registration with {largest} bytes in a frame of at most 4 MiB")
+
+
+def check_metadata(name: bytes, metadata: bytes) -> None:
+    """Raises ValueError for metadata that are not those of the NIXL agent of this name.
+
+    NIXL goes by the name in them, and forgets that agent where it cannot load the rest.
+    """
+    if struct.pack("<Q", len(name)) + name not in metadata:
+        raise ValueError("the metadata are another NIXL agent's")
 
 
 def check_session(session: bytes) -> None:
