@@ -45,11 +45,12 @@ def new(prefill, room: int = ROOM):
     return SENDERS[managers.backend_of(prefill)](prefill, "127.0.0.1:8998", room)
 
 
-def end(sender) -> None:
-    """As the scheduler does with a request that has failed."""
+def end(sender) -> str:
+    """As the scheduler does with a request that has failed; what its client is told."""
     assert sender.poll() == KVPoll.Failed
-    with pytest.raises(common.KVTransferError):
+    with pytest.raises(common.KVTransferError) as raised:
         sender.failure_exception()
+    return raised.value.failure_reason
 
 
 def told(prefill) -> list[tuple[str, int, int, str]]:
@@ -70,7 +71,7 @@ def test_decode_that_has_asked_hears_of_an_abort(backend):
     ask(prefill, decode_rank(backend))
     sender.abort()
     assert told(prefill) == [FAILED]
-    end(sender)
+    assert end(sender) == ABORTED
     assert told(prefill) == []
     assert not prefill.request_status and not prefill.failure_records
 
