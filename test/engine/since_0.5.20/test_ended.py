@@ -209,6 +209,18 @@ def test_a_room_that_is_asked_for_again_outlives_the_sender_before(backend, how)
 
 
 @backends
+def test_no_count_of_its_chunks_is_kept(backend):
+    """The engine keeps it where a chunk that is not the last one ends after the room has failed."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    prefill._staging_outstanding[ROOM] = 0
+    sender.abort()
+    end(sender)
+    assert ROOM not in prefill._staging_outstanding
+
+
+@backends
 def test_so_many_are_remembered(backend, monkeypatch):
     monkeypatch.setattr(ended, "MAX_ENDED", 3)
     prefill, decode = prefill_rank(backend), decode_rank(backend)

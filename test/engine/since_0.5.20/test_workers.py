@@ -189,20 +189,6 @@ def test_metadata_in_messages_say_which_rows_they_are():
     assert sent == [*range(8), 9]
 
 
-def test_no_count_is_kept_of_a_room_that_is_cleared_meanwhile():
-    prefill = asked()
-    send = prefill.send_kvcache
-
-    def cleared(*sent, **more):
-        prefill.request_status.pop(BROKEN)
-        return send(*sent, **more)
-
-    prefill.send_kvcache = cleared
-    add(prefill, BROKEN)
-    work(prefill)
-    assert BROKEN not in prefill._staging_outstanding
-
-
 def test_a_room_that_is_cleared_meanwhile_is_left_alone():
     """Its number may be another request's by then."""
     prefill = asked()
