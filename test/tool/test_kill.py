@@ -6,6 +6,7 @@ By night also on what the patch set changes of each published engine.
 import errno
 import functools
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -28,12 +29,15 @@ PUBLISHED = [
 
 @pytest.fixture(params=["toy", *PUBLISHED])
 def toy(request, toy, published_at, tmp_path, monkeypatch):
-    """An engine and its patch set. What is grafted is grafted once, not in every process."""
+    """An engine and its patch set. What is grafted is grafted here, not in every process."""
     if request.param == "toy":
         return toy
     monkeypatch.setattr("sglang_pd.patchset.plan.graft", functools.cache(graft))
-    made = Toy.of_published(published_at(request.param), request.param, tmp_path / "published")
     monkeypatch.setattr(Toy, "release", functools.cache(Toy.release))
+    made = Toy.of_published(published_at(request.param), request.param, tmp_path / "published")
+    grafted = made.branch(tmp_path / "grafted")
+    apply(grafted)
+    assert operations.status(grafted.engine(), grafted.release()).state == "applied"
     return made
 
 
@@ -152,6 +156,8 @@ def each_kill(toy, tmp_path, work):
             assert n > 10
             return
         yield copy
+        shutil.rmtree(copy.site)  # some hundred of a published engine take much room
+        shutil.rmtree(copy.site.with_suffix(".other"))
     raise AssertionError("never ended")
 
 
@@ -242,4 +248,5 @@ def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path)
             break
         assert result == Code.IO
         assert copy.snapshot() == start
+        shutil.rmtree(copy.site)
     assert n > 20
