@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from evidence_tables import CPU_COPY, KEPT, MEASURES, PLANNING, ROOT, SERVE, VERIFY, tables
+from evidence_tables import (
+    CPU_COPY,
+    KEPT,
+    MEASURES,
+    PLANNING,
+    RELEASE,
+    ROOT,
+    SERVE,
+    VERIFY,
+    tables,
+)
 
-REPORT = ROOT / "docs" / "evidence.md"
+REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
 
 
 def timed(command: list[str], folder: Path) -> tuple[int, float, str]:

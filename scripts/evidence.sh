@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure what this project claims, and write docs/evidence.md from the measurements.
+# Measure what this project claims, and write docs/evidence/RELEASE.md from the measurements.
 #
 # usage: scripts/evidence.sh [--release RELEASE]
 #                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|report...]
@@ -12,9 +12,10 @@
 #   cpu-copy scripts/bench.sh cpu-copy; as well
 #   serve    scripts/bench.sh serve; as well
 #   verify   scripts/bench.sh verify; as well
-#   report   docs/evidence.md from what was measured last
+#   report   docs/evidence/RELEASE.md from what was measured last
 #
-# Without a step: all of them, about two hours on two cores.
+# Without a step: all of them, about two hours on two cores; what is measured is kept in
+# .pd-env/RELEASE/evidence. Without a release: the default one.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, from what `scripts/evidence.sh` and the tests have kept."""
+"""The tables of docs/evidence/RELEASE.md, from what was measured, and what tests have kept."""
 
 import datetime
 import json
@@ -6,9 +6,13 @@ import os
 import platform
 from pathlib import Path
 
+from packaging.version import Version
+
 from pd_harness.cluster import OF_RELEASE
+from pd_harness.releases import release
 
 ROOT = Path(__file__).resolve().parents[1]
+RELEASE = release()
 KEPT = OF_RELEASE / "evidence"
 MEASURES = KEPT / "measures.json"
 SERVING = KEPT / "serving.jsonl"
@@ -31,7 +35,9 @@ def tables() -> list[str]:
     measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
     measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
     proven = (verified, verify_cost)
-    attacked = (faults, hang_ups, event_loop, back_off, soak)
+    # Later releases' queues are the engine's own.
+    queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
+    attacked = (faults, hang_ups, event_loop, *queued, soak)
     parts = (line for table in (*measured, *proven, *attacked) for line in table())
     return [*heading(), *figures(measures), "", *parts]
 
@@ -39,7 +45,7 @@ def tables() -> list[str]:
 def heading() -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
-        "# Evidence",
+        f"# Evidence: SGLang {RELEASE}",
         "",
         "Made by `scripts/evidence.sh`; not written by hand.",
         "",

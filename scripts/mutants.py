@@ -1,11 +1,11 @@
 """Put one fault at a time into the patch set; `scripts/test.sh` must find each.
 
-Run by `scripts/mutants.sh`. Each fault is made in a copy of the checkout with an environment of its
-own, in which the tests run, the quick ones first, until one fails.
+Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: of what every release gets
+(`shared.toml`), and of the seams of some or one. Each is made in a copy of the checkout with
+environments of its own, in which the tests run, the quick ones first, until one fails.
 """
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,133 +23,62 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RELEASE = "0.5.9"
-RELEASE_FILE = ROOT / "python" / "engines" / RELEASE / "release.toml"
-TREES = [f"python/{tree}/srt" for tree in tomllib.loads(RELEASE_FILE.read_text())["trees"]]
-LAYOUT = "disaggregation/kv_layout"
-TESTS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
+FAULTS = ROOT / "scripts" / "mutants"
+DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
+SHARED = "sglang"  # the tree that every release has; its faults are run for one
+RINGS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
 NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
+LINKED = ("packages", "models", "references")
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """In ``file``, each text is replaced by another; it must be there once."""
+@dataclass(frozen=True)
+class Fault:
+    """In a file below `python/`, each text is replaced by another; it must be there once.
+
+    first: Tests that find it soon; without them the rings are run in turn.
+    """
 
     name: str
     file: str
-    changes: tuple[tuple[str, str], ...]
+    change: list[tuple[str, str]]
+    first: str = ""
 
 
-def mutant(name: str, file: str, *changes: tuple[str, str]) -> Mutant:
-    return Mutant(name, file, changes)
+def faults(release: str) -> list[Fault]:
+    """Of the trees of this release; of the shared one for the default release alone."""
+    engine = tomllib.loads((ROOT / "python" / "engines" / release / "release.toml").read_text())
+    found = []
+    for tree in engine["trees"]:
+        if tree == SHARED and release != DEFAULT_RELEASE:
+            continue
+        table = "shared" if tree == SHARED else Path(tree).parent.name
+        rows = tomllib.loads((FAULTS / f"{table}.toml").read_text())["fault"]
+        found += [Fault(**{**row, "file": f"{tree}/srt/{row['file']}"}) for row in rows]
+    return found
 
 
-MUTANTS = (
-    mutant(
-        "replicated heads in another order",
-        f"{LAYOUT}/heads.py",
-        ("head = rank // (tp_size // total)", "head = rank % total"),
-    ),
-    mutant(
-        "each stage's layers begin with 0",
-        f"{LAYOUT}/pools.py",
-        (
-            "list(range(pool.start_layer, pool.start_layer + pool.layer_num))",
-            "list(range(pool.layer_num))",
-        ),
-    ),
-    mutant(
-        "a run of pages where decode's have a gap",
-        f"{LAYOUT}/plan.py",
-        (" | (dst[1:] - dst[:-1] != 1)", ""),
-    ),
-    mutant(
-        "a long page without its last token",
-        f"{LAYOUT}/plan.py",
-        ("row = np.arange(self.rows)", "row = np.arange(min(self.rows, max(16, self.rows - 1)))"),
-        ("np.full(src.size * self.rows, self.length)", "np.full(src.size * row.size, self.length)"),
-    ),
-    mutant(
-        "more pages on decode than prefill sends",
-        f"{LAYOUT}/plan.py",
-        ("if src.size != dst.size:", "if src.size > dst.size:"),
-    ),
-    mutant(
-        "stages that have one sender's number",
-        "disaggregation/pd/rooms.py",
-        ("return self.attn_tp_rank * self.pp_size + self.pp_rank", "return self.attn_tp_rank"),
-    ),
-    mutant(
-        "done before the last chunk has come",
-        f"{LAYOUT}/transfer_status.py",
-        ("if len(self._chunks[who]) == count}", "if self._chunks[who]}"),
-    ),
-    mutant(
-        "a peer made known beside other calls of the agent",
-        "disaggregation/nixl/conn.py",
-        (
-            "            with self.agent_lock:\n"
-            "                self.agent.add_remote_agent(decode_kv_args.agent_metadata)",
-            "            self.agent.add_remote_agent(decode_kv_args.agent_metadata)",
-        ),
-    ),
-    mutant(
-        "FIA: a token for a page",
-        "hardware_backend/npu/memory_pool_npu.py",
-        ("[buffer.nbytes // pages for buffer in buffers]", "[b[0].nbytes for b in buffers]"),
-    ),
-    mutant(
-        "index keys that stay behind in a copy",
-        "hardware_backend/npu/memory_pool_npu.py",
-        ("            buffers.append(self.index_k_buffer)\n", "            pass\n"),
-    ),
-    mutant(
-        "the draft's state is not registered",
-        "disaggregation/utils.py",
-        ("            pools.append(draft_token_to_kv_pool)\n", "            pass\n"),
-    ),
-    mutant(
-        "metadata rows by prefill's width alone",
-        f"{LAYOUT}/aux_rows.py",
-        ("if width == theirs[i] != 0)", "if width)"),
-    ),
-    mutant(
-        "a stage goes by what it hears itself",
-        "disaggregation/pd/agreement.py",
-        ("poller.poll = lambda state=states[rid]: state", "poller.poll = poller.poll"),
-    ),
-    mutant(
-        "a rank fails alone",
-        "disaggregation/pd/agreement.py",
-        ("op=dist.ReduceOp.MIN", "op=dist.ReduceOp.MAX"),
-    ),
-)
-
-
-def copied(folder: Path) -> Path:
+def copied(folder: Path, releases: list[str]) -> Path:
     """A copy of the checkout that shares packages, the models and the references."""
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
-    (copy / ".pd-env" / RELEASE).mkdir(parents=True)
-    for name in ("base", *(f"{RELEASE}/{name}" for name in ("packages", "models", "references"))):
-        (copy / ".pd-env" / name).symlink_to(ROOT / ".pd-env" / name)
+    for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED)]:
+        link = copy / ".pd-env" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / ".pd-env" / name).mkdir(parents=True, exist_ok=True)
+        link.symlink_to(ROOT / ".pd-env" / name)
     return copy
 
 
-def source(fault: Mutant, checkout: Path) -> Path:
-    return next(file for tree in TREES if (file := checkout / tree / fault.file).exists())
-
-
 @contextlib.contextmanager
-def having(fault: Mutant, checkout: Path) -> Iterator[None]:
+def having(fault: Fault, checkout: Path) -> Iterator[None]:
     """The checkout has the fault within the block.
 
     Raises:
         SystemExit: the text that is to be replaced is not there once.
     """
-    file = source(fault, checkout)
+    file = checkout / "python" / fault.file
     whole = text = file.read_text()
-    for old, new in fault.changes:
+    for old, new in fault.change:
         if text.count(old) != 1:
             sys.exit(f"mutants: {fault.name}: {old!r} is {text.count(old)} times in {fault.file}")
         text = text.replace(old, new)
@@ -157,10 +87,11 @@ def having(fault: Mutant, checkout: Path) -> Iterator[None]:
     file.write_text(whole)
 
 
-def first_failure(checkout: Path, tests: str) -> str | None:
+def first_failure(checkout: Path, release: str, tests: str) -> str | None:
     """Of these tests; None if all pass."""
     done = subprocess.run(
-        ["scripts/cpu_host.sh", "pytest", "-x", "-q", "-m", "not nightly", tests],
+        ["scripts/cpu_host.sh", "--release", release]
+        + ["pytest", "-x", "-q", "-m", "not nightly", tests],
         cwd=checkout,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
@@ -176,21 +107,22 @@ def first_failure(checkout: Path, tests: str) -> str | None:
     return None
 
 
-def caught_by(fault: Mutant, checkout: Path) -> str | None:
+def caught_by(fault: Fault, checkout: Path, release: str) -> str | None:
     """The first test that fails with the fault, and passes without; None if there is none.
 
     Raises:
         SystemExit: a test fails without the fault, too.
     """
     with having(fault, checkout):
-        each = (first_failure(checkout, f"test/{ring}") for ring in TESTS)
-        found = next(filter(None, each), None)
-    if found and first_failure(checkout, found):
+        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in RINGS)]
+        found = next(filter(None, (first_failure(checkout, release, one) for one in tests)), None)
+    if found and first_failure(checkout, release, found):
         sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
     return found
 
 
 def main(
+    releases: Annotated[list[str], typer.Argument(help="Of the engine.")],
     only: Annotated[str, typer.Option(help="Of these the faults with WORD in their name.")] = "",
     check: Annotated[
         bool, typer.Option("--check", help="Only see that each fault can be made.")
@@ -198,26 +130,26 @@ def main(
 ) -> None:
     """Exit status 0 if each fault is found."""
     console = Console()
-    table = Table("fault", "found by", "seconds", title="Faults in the patch set, one at a time")
+    title = "Faults in the patch set, one at a time"
+    table = Table("release", "fault", "found by", "seconds", title=title)
     missed = 0
+    chosen = [(name, one) for name in releases for one in faults(name) if only in one.name]
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
-        checkout = copied(Path(folder))
+        checkout = copied(Path(folder), releases)
         if not check:
-            subprocess.run(["scripts/setup.sh"], cwd=checkout, check=True)
-        for fault in MUTANTS:
-            if only not in fault.name:
-                continue
+            asked = [f"--release={release}" for release in releases]
+            subprocess.run(["scripts/setup.sh", *asked], cwd=checkout, check=True)
+        for release, fault in chosen:
             if check:
                 with having(fault, checkout):
                     continue
             start = time.monotonic()
-            found = caught_by(fault, checkout)
+            found = caught_by(fault, checkout, release)
             missed += found is None
             seconds = f"{time.monotonic() - start:.0f}"
-            console.print(f"{fault.name}: {found or 'NOT FOUND'}, {seconds} s")
-            table.add_row(fault.name, found or "NOT FOUND", seconds)
-    if not check:
-        console.print(table)
+            console.print(f"{release}: {fault.name}: {found or 'NOT FOUND'}, {seconds} s")
+            table.add_row(release, fault.name, found or "NOT FOUND", seconds)
+    console.print(f"{len(chosen)} faults can be made" if check else table)
     sys.exit(1 if missed else 0)
 
 

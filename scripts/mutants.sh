@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
 # Put one fault at a time into the patch set, and see that scripts/test.sh finds it.
 #
-# usage: scripts/mutants.sh [--only WORD] [--check]
+# usage: scripts/mutants.sh [--release RELEASE]... [--only WORD] [--check]
 #
-#   --only WORD   of these the faults with WORD in their name
-#   --check       only see that each fault can be made
+#   --release RELEASE  faults of this release's seams; all releases without one
+#   --only WORD        of these the faults with WORD in their name
+#   --check            only see that each fault can be made
 #
-# Half an hour on two cores; status 1 if a fault is not found. See scripts/mutants.py.
+# Half an hour a release on two cores; status 1 if a fault is not found. See scripts/mutants.py.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
     exit 0
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-"$root/scripts/setup.sh"
-exec "$root/.pd-env/base/bin/python" "$root/scripts/mutants.py" "$@"
+source "$root/scripts/release.sh"
+choose_release "$@"
+[[ ${#releases[@]} -gt 0 ]] || all_releases
+"$root/scripts/setup.sh" stock "${releases[@]/#/--release=}"
+exec "$root/.pd-env/base/bin/python" "$root/scripts/mutants.py" "${words[@]}" "${releases[@]}"

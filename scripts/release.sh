@@ -1,25 +1,37 @@
 # Sourced by scripts that know `root`.
 
-# Takes `--release RELEASE` out of the arguments and says it to all that is started; the rest is in
-# `words`.
+# Takes each `--release RELEASE` out of the arguments, and says the last to all that is started. All
+# of them are in `releases`, the rest in `words`.
 choose_release() {
-    words=()
+    words=() releases=()
     while [[ $# -gt 0 ]]; do
         case $1 in
             --release)
-                SGLANG_PD_RELEASE=${2:-}
+                releases+=("${2:-}")
                 [[ $# -eq 1 ]] || shift
                 ;;
-            --release=*) SGLANG_PD_RELEASE=${1#*=} ;;
+            --release=*) releases+=("${1#*=}") ;;
             *) words+=("$1") ;;
         esac
         shift
     done
+    [[ ${#releases[@]} -eq 0 ]] || SGLANG_PD_RELEASE=${releases[-1]}
     : "${SGLANG_PD_RELEASE=$(<"$root/scripts/default_release")}"
-    if [[ $SGLANG_PD_RELEASE != [0-9]* || ! -f $root/scripts/requirements/$SGLANG_PD_RELEASE.txt ]]; then
-        known=$(cd "$root/scripts/requirements" && ls -- [0-9]*.txt | sed 's/\.txt$//' | paste -sd ' ')
-        echo "${0##*/}: --release is '$SGLANG_PD_RELEASE', it must be of: $known" >&2
-        exit 2
-    fi
+    for release in "${releases[@]}" "$SGLANG_PD_RELEASE"; do
+        if [[ $release != [0-9]* || ! -f $root/scripts/requirements/$release.txt ]]; then
+            known=$(cd "$root/scripts/requirements" && ls -- [0-9]*.txt | sed 's/\.txt$//' | paste -sd ' ')
+            echo "${0##*/}: --release is '$release', it must be of: $known" >&2
+            exit 2
+        fi
+    done
     export SGLANG_PD_RELEASE
+}
+
+# All that there are in `releases`, the chosen one first.
+all_releases() {
+    releases=("$SGLANG_PD_RELEASE")
+    for file in "$root"/scripts/requirements/[0-9]*.txt; do
+        name=$(basename "$file" .txt)
+        [[ $name == "$SGLANG_PD_RELEASE" ]] || releases+=("$name")
+    done
 }

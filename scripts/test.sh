@@ -14,7 +14,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/release.sh"
-given="$* ${SGLANG_PD_RELEASE:+--release}"
+named=${SGLANG_PD_RELEASE:-}
 choose_release "$@"
 set -- "${words[@]}"
 cd "$root"
@@ -26,15 +26,12 @@ if [[ ${1:-} == --nightly ]]; then
     select=() workers=()
     shift
 fi
-releases=("$SGLANG_PD_RELEASE")
 for argument in "$@"; do
-    [[ $argument == test* ]] && workers=() given=--release
+    [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE
 done
-if [[ $given != *--release* ]]; then
-    for file in scripts/requirements/[0-9]*.txt; do
-        name=$(basename "$file" .txt)
-        [[ $name == "$SGLANG_PD_RELEASE" ]] || releases+=("$name")
-    done
+if [[ ${#releases[@]} -eq 0 ]]; then
+    all_releases
+    [[ -z $named ]] || releases=("$SGLANG_PD_RELEASE")
 fi
 
 scripts/setup.sh "${releases[@]/#/--release=}"

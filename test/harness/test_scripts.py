@@ -10,6 +10,7 @@ import pytest
 from pd_harness import releases
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+BY_RELEASE = ("bench", "cpu_host", "demo", "evidence", "mutants", "test")
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
@@ -18,7 +19,7 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("script", ["bench", "cpu_host", "setup", "demo", "evidence", "test"])
+@pytest.mark.parametrize("script", ["setup", *BY_RELEASE])
 def test_help(script):
     found = run(SCRIPTS / f"{script}.sh", "--help")
     assert found.returncode == 0, found.stderr
@@ -72,7 +73,7 @@ def test_a_second_setup_does_nothing():
     assert run(SCRIPTS / "setup.sh", "stock").stderr == ""
 
 
-@pytest.mark.parametrize("script", ["bench", "cpu_host", "demo", "evidence", "test"])
+@pytest.mark.parametrize("script", BY_RELEASE)
 @pytest.mark.parametrize("words", [["--release", "0.5.8"], ["--release=common"], ["--release"]])
 def test_a_release_that_is_not_supported_is_refused(script, words):
     found = run(SCRIPTS / f"{script}.sh", *words)

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,18 @@ def version(request):
 
 
 @pytest.fixture(scope="session")
-def published(tmp_path_factory, version):
+def published(published_at, version):
     """Site-packages folder with the unmodified published engine; do not write to it."""
+    return published_at(version)
+
+
+@pytest.fixture(scope="session")
+def published_at(tmp_path_factory):
+    """A function from a release to such a folder."""
+    return cache(lambda version: prepared_or_downloaded(version, tmp_path_factory))
+
+
+def prepared_or_downloaded(version: str, tmp_path_factory) -> Path:
     prepared = ROOT / ".pd-env" / version / "stock" / "lib" / "python3.11" / "site-packages"
     if (prepared / "sglang" / "srt").is_dir():
         return prepared

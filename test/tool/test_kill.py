@@ -1,16 +1,47 @@
-"""Killed or failing at every single write: status tells the truth, revert restores every byte."""
+"""Killed or failing at every single write: status tells the truth, revert restores every byte.
+
+By night also on what the patch set changes of each published engine.
+"""
 
 import errno
+import functools
 import os
+import shutil
 import stat
 import sys
+from pathlib import Path
 
 import pytest
-from toy import die, forked, is_change, write
+from toy import Toy, die, forked, is_change, write
 
 from sglang_pd.errors import Code, Refusal
+from sglang_pd.grafting.graft import graft
 from sglang_pd.install import operations
 from sglang_pd.install.transaction import STATE
+from sglang_pd.patchset import patches
+from sglang_pd.patchset.plan import changed as changed_symbols
+
+PUBLISHED = [
+    pytest.param(name, marks=[pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)])
+    for name in patches.supported()
+]
+
+
+@pytest.fixture(params=["toy", *PUBLISHED])
+def toy(request, toy, published_at, tmp_path, monkeypatch):
+    """An engine and its patch set. What is grafted is grafted here, not in every process."""
+    if request.param == "toy":
+        return toy
+    monkeypatch.setattr("sglang_pd.patchset.plan.graft", functools.cache(graft))
+    monkeypatch.setattr(Toy, "release", functools.cache(Toy.release))
+    made = Toy.of_published(published_at(request.param), request.param, tmp_path / "published")
+    grafted = made.branch(tmp_path / "grafted")
+    apply(grafted)
+    assert operations.status(grafted.engine(), grafted.release()).state == "applied"
+    return made
+
+
+only_toy = pytest.mark.parametrize("toy", ["toy"], indirect=True)
 
 
 def at_change(n: int, act) -> None:
@@ -56,7 +87,7 @@ def killed(n: int, work) -> bool:
 
 
 def apply(toy) -> None:
-    operations.apply(toy.engine(), toy.release())
+    operations.apply(toy.engine(), toy.release(), preview=True)
 
 
 def revert(toy) -> None:
@@ -72,14 +103,17 @@ def contents(toy) -> dict[str, bytes]:
     }
 
 
-def truth(now: dict, before: dict, after: dict, owner: str = "") -> str:
-    """The state by comparing bytes: of all files, or of those that one patch's symbols are in."""
-    owned = {"pools": ("srt/pool.py", "srt/layout"), "net": ("srt/net/conn.py", "srt/net/plan.py")}
+def files_of(release: patches.Release, patch: patches.Patch) -> set[str]:
+    """The files that a patch's symbols are in."""
+    symbols = patches.symbol_ids(changed_symbols(release.tree, release.fingerprints))
+    return {f"sglang/{symbol.split('::')[0]}" for symbol in symbols if patch.owns(symbol)}
+
+
+def truth(now: dict, before: dict, after: dict, owned: set[str] | None = None) -> str:
+    """The state by comparing bytes: of all files, or of those of a patch."""
     changed = [path for path in before | after if before.get(path) != after.get(path)]
-    if owner:
-        changed = [
-            path for path in changed if path.startswith(tuple(f"sglang/{p}" for p in owned[owner]))
-        ]
+    if owned is not None:
+        changed = [path for path in changed if path in owned]
     states = {
         "absent"
         if now.get(path) == before.get(path)
@@ -100,7 +134,7 @@ def check_status(toy, before: dict, after: dict) -> str:
         expected = "half-applied"  # nothing is changed, but the journal still stands
     assert told.state == expected
     for patch, state in told.patches:
-        assert state == truth(now, before, after, patch.id)
+        assert state == truth(now, before, after, files_of(toy.release(), patch)), patch.id
     assert not told.edited
     assert not told.drifts
     return told.state
@@ -122,6 +156,8 @@ def each_kill(toy, tmp_path, work):
             assert n > 10
             return
         yield copy
+        shutil.rmtree(copy.site)  # some hundred of a published engine take much room
+        shutil.rmtree(copy.site.with_suffix(".other"))
     raise AssertionError("never ended")
 
 
@@ -144,6 +180,8 @@ def test_apply_killed_at_every_write(toy, tmp_path, views):
 
 def test_revert_killed_at_every_write(toy, tmp_path, views):
     start, seen = toy.snapshot(), set()
+    new = [Path(path) for path in toy.release().tree if not (toy.root / path).exists()]
+    folders = {path.parent for path in new if not (toy.root / path.parent).exists()}
     apply(toy)
     for path in toy.root.rglob("*.py"):
         write(path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc", "compiled")
@@ -152,8 +190,10 @@ def test_revert_killed_at_every_write(toy, tmp_path, views):
         other = copy.branch(copy.site.with_suffix(".other"))
         revert(copy)
         assert without_compiled(copy) == start
-        assert not (copy.root / "srt" / "layout").exists()
-        assert not (copy.root / "srt" / "net" / "__pycache__" / "plan.cpython-311.pyc").exists()
+        for path in new:
+            compiled = path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
+            assert not (copy.root / path).exists() and not (copy.root / compiled).exists()
+        assert not [folder for folder in folders if (copy.root / folder).exists()]
 
         apply(other)
         assert truth(contents(other), *views) == "applied"
@@ -165,6 +205,7 @@ def without_compiled(toy) -> dict:
     return {path: entry for path, entry in toy.snapshot().items() if "__pycache__" not in path}
 
 
+@only_toy
 def test_update_killed_at_every_write(toy, tmp_path):
     """An older patch set is applied, then a newer one that adds and drops a file."""
     start = toy.snapshot()
@@ -207,4 +248,5 @@ def test_apply_failing_at_every_write_leaves_the_engine_as_it_was(toy, tmp_path)
             break
         assert result == Code.IO
         assert copy.snapshot() == start
+        shutil.rmtree(copy.site)
     assert n > 20

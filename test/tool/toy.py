@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_pd.install import record
@@ -82,11 +82,12 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Toy:
-    """site: a site-packages folder; releases, trees: a patch set's data."""
+    """site: a site-packages folder; releases, trees: a patch set's data, for that version."""
 
     site: Path
     releases: Path
     trees: Path
+    version: str = VERSION
 
     @classmethod
     def make(cls, folder: Path) -> "Toy":
@@ -108,6 +109,18 @@ class Toy:
         toy.make_fingerprints()
         return toy
 
+    @classmethod
+    def of_published(cls, published: Path, version: str, site: Path) -> "Toy":
+        """What the patch set changes of a published engine, and what says its version."""
+        made = cls(site, patches.RELEASES, patches.TREES, version)
+        for path in ("__init__.py", "version.py", "_version.py", *made.release().tree):
+            if (source := published / "sglang" / path).exists():
+                (made.root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, made.root / path)
+        for info in published.glob("sglang-*.dist-info"):
+            shutil.copytree(info, site / info.name)
+        return made
+
     def copy(self, folder: Path) -> "Toy":
         shutil.copytree(self.site.parent, folder)
         return Toy(folder / "site", folder / "releases", folder / "trees")
@@ -115,7 +128,7 @@ class Toy:
     def branch(self, folder: Path) -> "Toy":
         """Another engine for the same patch set."""
         shutil.copytree(self.site, folder)
-        return Toy(folder, self.releases, self.trees)
+        return replace(self, site=folder)
 
     @property
     def root(self) -> Path:
@@ -156,7 +169,7 @@ class Toy:
         return find_engine(self.site)
 
     def release(self) -> patches.Release:
-        return patches.load(VERSION, self.releases, self.trees)
+        return patches.load(self.version, self.releases, self.trees)
 
     def snapshot(self, mtimes: bool = True) -> dict:
         return snapshot(self.site, mtimes)

@@ -8,6 +8,7 @@ PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not
 if not PATCHED:
     collect_ignore = [
         "test_chunks.py",
+        "test_described_ranks.py",
         "test_drafts.py",
         "test_elided_digests.py",
         "test_ended.py",

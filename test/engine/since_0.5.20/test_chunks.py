@@ -127,6 +127,38 @@ def test_a_room_that_is_over_goes_the_engines_way(backend, is_cleared):
 
 
 @backends
+def test_a_rank_that_wants_no_pages(backend):
+    """Another one has this rank's heads; it asks, so that prefill knows how many will."""
+    prefill = managers.rank(backend, managers.latents())
+    decode = managers.rank(backend, managers.latents(), DECODE)
+    prefill.request_status[ROOM] = KVPoll.Bootstrapping
+    ask = decode.build_receiver_metadata_message(
+        bootstrap_room=ROOM,
+        required_dst_info_num=1,
+        kv_indices=np.array([], np.int32),
+        aux_index=0,
+        state_indices=None,
+        decode_prefix_len=0,
+        is_dummy=True,
+    )
+    managers.read(prefill, managers.registration(decode), ask)
+    add(prefill, 0, 4)
+    assert queued(prefill) == 1
+    assert not prefill.told
+
+
+@backends
+def test_each_chunk_is_noted_for_its_digests(backend):
+    prefill = asked(backend)
+    prefill.kv_args.verifier = object()
+    add(prefill, 0, 2, False)
+    add(prefill, 2, 4)
+    (info,) = prefill.transfer_infos[ROOM].values()
+    noted = [(where, pages.tolist()) for where, pages in info.sent_chunks]
+    assert noted == [(slice(0, 2), [0, 1]), (slice(2, 4), [2, 3])]
+
+
+@backends
 def test_every_decode_rank_of_the_room_is_told(backend):
     """Two ask; one of them is refused."""
     prefill = managers.rank(backend, managers.latents())

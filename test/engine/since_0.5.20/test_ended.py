@@ -45,11 +45,12 @@ def new(prefill, room: int = ROOM):
     return SENDERS[managers.backend_of(prefill)](prefill, "127.0.0.1:8998", room)
 
 
-def end(sender) -> None:
-    """As the scheduler does with a request that has failed."""
+def end(sender) -> str:
+    """As the scheduler does with a request that has failed; what its client is told."""
     assert sender.poll() == KVPoll.Failed
-    with pytest.raises(common.KVTransferError):
+    with pytest.raises(common.KVTransferError) as raised:
         sender.failure_exception()
+    return raised.value.failure_reason
 
 
 def told(prefill) -> list[tuple[str, int, int, str]]:
@@ -70,7 +71,7 @@ def test_decode_that_has_asked_hears_of_an_abort(backend):
     ask(prefill, decode_rank(backend))
     sender.abort()
     assert told(prefill) == [FAILED]
-    end(sender)
+    assert end(sender) == ABORTED
     assert told(prefill) == []
     assert not prefill.request_status and not prefill.failure_records
 
@@ -205,6 +206,18 @@ def test_a_room_that_is_asked_for_again_outlives_the_sender_before(backend, how)
     gc.collect()
     assert len(prefill.transfer_infos[ROOM]) == 1
     assert new(prefill).poll() == KVPoll.WaitingForInput
+
+
+@backends
+def test_no_count_of_its_chunks_is_kept(backend):
+    """The engine keeps it where a chunk that is not the last one ends after the room has failed."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    prefill._staging_outstanding[ROOM] = 0
+    sender.abort()
+    end(sender)
+    assert ROOM not in prefill._staging_outstanding
 
 
 @backends

@@ -258,6 +258,15 @@ def test_a_request_that_has_failed_before_is_told_nothing_new(backend, bootstrap
     assert not decode.untold_rooms
 
 
+@backends
+def test_digests_go_with_the_room(backend, bootstrap):
+    decode = decode_rank(backend)
+    receiver = receiver_of(decode, bootstrap)
+    decode.arrived_digests[7] = {0: b"digests"}
+    receiver.clear()
+    assert not decode.arrived_digests
+
+
 # What a client's bootstrap server may say; the client names it
 
 

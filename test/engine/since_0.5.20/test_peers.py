@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from managers import BACKENDS, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, STATE, registration
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import Heads
+from sglang.srt.disaggregation.kv_layout import Heads, LayoutError
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -163,7 +163,53 @@ def test_a_refused_peer_may_do_better_later(backend):
     assert is_planned(managers.known(prefill))
 
 
+@backends
+def test_a_stock_peer_that_registers_after_one_that_describes_itself(backend):
+    own, other = managers.latents(), managers.latents(layers=3)
+    prefill = managers.rank(backend, own)
+    managers.read(prefill, registration(managers.rank(backend, other, DECODE)))
+    managers.read(prefill, registration(managers.rank(backend, own, DECODE), False))
+    assert is_planned(managers.known(prefill))
+
+
+@pytest.mark.parametrize("prefill, decode", [("DRAM", "DRAM"), ("VRAM", "DRAM"), ("VRAM", "VRAM")])
+def test_a_cpu_and_a_gpu(prefill, decode):
+    """NIXL's agent on a CPU calls its own memory as it would call a GPU's."""
+    own, peer = (managers.latents(memory=kind) for kind in (prefill, decode))
+    assert is_planned(managers.known(met("nixl", own, peer)))
+
+
+def test_from_a_cpu_to_a_gpu():
+    own, peer = (managers.latents(memory=kind) for kind in ("DRAM", "VRAM"))
+    info = managers.known(met("nixl", own, peer))
+    assert "prefill has DRAM, decode has VRAM" in info.refusal
+
+
+@backends
+@pytest.mark.parametrize("reads", [True, False], ids=["patched", "stock"])
+def test_a_description_is_sent_to_ranks_that_read_it(backend, reads, monkeypatch):
+    sent = []
+    engine = managers.common.EngineCommonKVReceiver
+    monkeypatch.setattr(engine, "_send_bootstrap_message", lambda self, **said: sent.append(said))
+    decode = managers.rank(backend, managers.latents(), DECODE)
+    receiver = object.__new__(managers.common.CommonKVReceiver)
+    info = {"rank_ip": "127.0.0.1", "rank_port": 1, **({"reads_layouts": True} if reads else {})}
+    said = {"bootstrap_info": info, "operation": "_register_kv_args"}
+    receiver._send_bootstrap_message(message=registration(decode), **said)
+    assert sent == [{**said, "message": registration(decode, reads)}]
+
+
 # State
+
+
+def test_state_pages_that_decode_has_not_set_aside_fail_the_room():
+    prefill = met("nixl", managers.latents(FULL), managers.latents(FULL))
+    info = managers.known(prefill)
+    more = {"dst_state_item_lens": info.dst_state_item_lens, "decode_tp_rank": 0}
+    sent = (PEER["nixl"], [[1, 2]], info.dst_state_data_ptrs, [[3]], 0, 1)
+    with pytest.raises(LayoutError):
+        list(prefill.maybe_send_extra(*sent, **more))
+    assert not managers.writes(prefill)
 
 
 def sent_state(prefill, own_page: int, page: int) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ import managers
 import numpy as np
 import pytest
 from managers import BASE, BUFFER, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, PREFILL
+from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import Heads
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
@@ -72,6 +73,46 @@ def test_what_the_engine_does_after_a_reload_that_failed():
     lose(prefill)
     assert NAME not in prefill.prep_handles
     assert [length for *_, length in send(prefill)] == [2 * PAGE_BYTES] * 4
+
+
+def test_a_peer_that_says_its_connection_is_lost_is_loaded_anew():
+    """NIXL knows it still, so the engine alone would leave it at that."""
+    prefill = met(managers.latents(), managers.latents())
+    dropped = []
+    remove = prefill.agent.remove_remote_agent
+
+    def removed(name: str) -> None:
+        dropped.append(name)
+        remove(name)
+
+    def refuse(_):
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    prefill.agent.remove_remote_agent = removed
+    prefill.agent.transfer, transfer = refuse, prefill.agent.transfer
+    with pytest.raises(Exception, match="NIXL_ERR_REMOTE_DISCONNECT"):
+        send(prefill)
+    prefill.agent.transfer = transfer
+    prefill._reload_invalidated_peers({NAME: None})
+    assert dropped == [NAME] and prefill.agent.peers == {NAME}
+    assert send(prefill) == ALL
+    prefill._peer_reload_times.clear()
+    prefill._reload_invalidated_peers({NAME: None})
+    assert dropped == [NAME]
+
+
+@pytest.mark.parametrize("is_described", [True, False])
+def test_a_peer_with_more_pages_than_prefill(is_described):
+    own = managers.latents()
+    peer = replace(own, kv=tuple(replace(buffer, pages=3 * buffer.pages) for buffer in own.kv))
+    prefill = managers.rank("nixl", own)
+    decode = managers.rank("nixl", peer, DECODE)
+    managers.read(prefill, managers.registration(decode, is_described))
+    last = np.array([3 * managers.PAGES - 1], np.int32)
+    prefill.send_kvcache(NAME, PAGES[0][:1], managers.known(prefill).dst_kv_ptrs, last, 0)
+    assert [dst for _, dst, _ in sorted(prefill.agent.writes)] == [
+        BASE[DECODE] + layer * BUFFER + int(last[0]) * PAGE_BYTES for layer in range(4)
+    ]
 
 
 def replicas() -> tuple:

@@ -106,6 +106,21 @@ def test_index_keys_are_copied_by_token(monkeypatch):
         assert torch.equal(buffer, expected)
 
 
+def test_packed_records_are_never_in_tiles(monkeypatch):
+    """They are copied token by token, whatever is said of tiles."""
+    monkeypatch.setenv("SGLANG_USE_FIA_NZ", "1")
+    record = {"dtype": torch.float8_e4m3fn, "kv_lora_rank": 128, "index_head_dim": 128}
+    pool = probes.mla_pool(True, 16, 3, **record, kv_cache_dim=128 + 4 + 2 * probes.ROPE)
+    tokens = [layer.view(torch.uint8).view(-1, layer.shape[-1]) for layer in pool.k_buffer]
+    for layer in tokens:
+        layer.copy_(torch.arange(layer.numel()).view(layer.shape) % 251)
+    before = [layer.clone() for layer in tokens]
+    pool.load_cpu_copy(pool.get_cpu_copy(torch.tensor([17, 3, 40])), torch.tensor([1, 50, 22]))
+    for layer, was in zip(tokens, before):
+        was[[1, 50, 22]] = was[[17, 3, 40]]
+        assert torch.equal(layer, was)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_ranks_that_share_the_tokens_of_a_request(tiles, rank, monkeypatch):

@@ -6,6 +6,7 @@ import managers
 import numpy as np
 import pytest
 from managers import DECODE, ENGINES, PATCHED
+from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import ABORT_TAG
 
@@ -149,6 +150,43 @@ def test_an_exception_before_any_chunk_fails_no_room():
     add(prefill, GOOD)
     work(prefill)
     assert told(prefill) == {GOOD: (KVPoll.Success, None)}
+
+
+def test_pages_in_several_batches():
+    prefill = asked()
+    prefill.max_transfer_batch_indices = 2
+    add(prefill, GOOD, pages=(9, 8, 7))
+    work(prefill)
+    starts = managers.BASE[managers.PREFILL], managers.BASE[DECODE]
+    written = {
+        tuple((at - start) // managers.PAGE_BYTES for at, start in zip(pair, starts))
+        for *pair, _ in managers.writes(prefill)
+        if pair[0] - starts[0] < managers.BUFFER and pair[0] >= starts[0]
+    }
+    assert {page for page, _ in written} >= {9, 7}
+    assert written <= {(9, 0), (8, 1), (7, 2)}
+
+
+def test_no_batch_is_written_before_all_pages_are_known_to_be_there():
+    prefill = asked()
+    prefill.max_transfer_batch_indices = 2
+    add(prefill, BROKEN, pages=(0, 1, 2, NO_PAGE))
+    work(prefill)
+    assert told(prefill)[BROKEN][0] == KVPoll.Failed
+    assert not managers.writes(prefill)
+
+
+def test_metadata_in_messages_say_which_rows_they_are():
+    """Decode has no use for the row of hidden states, and the one behind it stays the ninth."""
+    widths = (64,) * 8 + (0, 64)
+    prefill = asked()
+    decode = managers.rank("mooncake", replace(managers.latents(), aux=widths), DECODE)
+    managers.read(prefill, managers.registration(decode))
+    sent = []
+    prefill.send_aux_data_to_endpoint = lambda *named: sent.append(named[3])
+    (req,) = prefill.transfer_infos[GOOD].values()
+    assert prefill.send_aux_tcp(req, 0, managers.known(prefill).dst_aux_ptrs) == 0
+    assert sent == [*range(8), 9]
 
 
 def test_a_room_that_is_cleared_meanwhile_is_left_alone():
