@@ -92,7 +92,7 @@ def measure_tests() -> None:
 
 
 def measure_nightly() -> None:
-    keep(nightly=tested(["scripts/test.sh", "--nightly", "-m", "nightly"]))
+    keep(nightly=tested(["scripts/test.sh", "--nightly"]))
 
 
 def measure_planning() -> None:

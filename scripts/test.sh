@@ -5,7 +5,7 @@
 #
 #   scripts/test.sh                      everything that fits into an ordinary CI run, all releases
 #   scripts/test.sh --release 0.5.9      the same for one release of the engine
-#   scripts/test.sh --nightly            everything, one test at a time
+#   scripts/test.sh --nightly            everything; what is marked `alone` with nothing beside it
 #   scripts/test.sh test/unit -k wire    a part, likewise, for the default release
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -20,12 +20,15 @@ set -- "${words[@]}"
 cd "$root"
 
 # Most tests wait as long as they compute: two at a time, those of a file one after the other.
-select=(-m "not nightly")
-workers=(-n 2 --dist loadfile --no-loadscope-reorder)
+# At night files are long, so that only tests that share a fleet follow each other.
+passes=("not nightly")
+workers=(-n 2 --no-loadscope-reorder --dist)
+spread=loadfile
 if [[ ${1:-} == --nightly ]]; then
-    select=() workers=()
+    passes=("not alone" alone) spread=loadgroup
     shift
 fi
+workers+=("$spread")
 for argument in "$@"; do
     [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE
 done
@@ -41,9 +44,16 @@ scripts/setup.sh "${releases[@]/#/--release=}"
 # What concerns no engine is run once.
 rings=() failed=0
 for release in "${releases[@]}"; do
-    echo "test: SGLang $release"
-    scripts/cpu_host.sh --release "$release" --engine patched pytest \
-        "${select[@]}" "${workers[@]}" "$@" "${rings[@]}" || failed=$?
+    for pass in "${passes[@]}"; do
+        echo "test: SGLang $release, $pass"
+        beside=("${workers[@]}")
+        [[ $pass != alone ]] || beside=()
+        status=0
+        scripts/cpu_host.sh --release "$release" --engine patched pytest \
+            -m "$pass" "${beside[@]}" "$@" "${rings[@]}" || status=$?
+        # 5: of what is named none is of this pass.
+        [[ $status -eq 0 || ( $status -eq 5 && ${#passes[@]} -gt 1 ) ]] || failed=$status
+    done
     rings=(test/engine test/transport test/serving)
 done
 exit "$failed"

@@ -20,7 +20,8 @@ from pd_harness.device import device
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
-    pytest.mark.nightly,  # milliseconds are measured: nothing may run beside it
+    pytest.mark.nightly,
+    pytest.mark.alone,  # milliseconds are measured
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 

@@ -16,6 +16,7 @@ from pd_harness.waiting import awaited, busy
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.alone,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]

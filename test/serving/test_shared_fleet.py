@@ -30,9 +30,10 @@ from pd_harness.releases import release
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.xdist_group("shared fleets"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
-    *nightly_but_in("0.5.9"),
+    *nightly_but_in("0.5.23"),
 ]
 
 LOGS = cluster.PD_ENV / "logs" / "serving"

@@ -10,7 +10,12 @@ from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 from pd_harness import cluster
 from pd_harness.device import await_peers
 
-pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.nightly,
+    pytest.mark.alone,
+    pytest.mark.timeout(1800),
+]
 
 # Each round asks all prompts; together they are more than prefill's pool keeps for reuse.
 PROMPTS = 50
