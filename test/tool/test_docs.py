@@ -141,7 +141,9 @@ def test_log_lines_are_as_the_sources_have_them():
 
 
 def test_exit_codes_are_documented():
-    said = "".join((ROOT / "docs" / name).read_text() for name in ("graft.md", "plan.md", "verify.md"))
+    said = "".join(
+        (ROOT / "docs" / name).read_text() for name in ("graft.md", "plan.md", "verify.md")
+    )
     rows = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", said)}
     assert {int(code) for code in Code} <= rows
 
