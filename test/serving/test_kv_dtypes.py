@@ -1,6 +1,7 @@
 """KV pools of half and of quarter the width: bytes are bytes, and item lengths are halved."""
 
 import pytest
+from of_release import IS_LATER
 from serving_checks import outcome
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
@@ -29,7 +30,11 @@ FLEETS = {
 
 # Sums of other TP sizes and chunks are rounded to another float8 now and then, so there the answers
 # of one server are no measure.
-CASES = [*((name, "bfloat16") for name in FLEETS), ("nixl_pp2", "fp8_e5m2")]
+NO_FP8 = pytest.mark.skipif(IS_LATER, reason="later engines keep no float8 KV on a CPU")
+CASES = [
+    *((name, "bfloat16") for name in FLEETS),
+    pytest.param("nixl_pp2", "fp8_e5m2", marks=NO_FP8),
+]
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
