@@ -447,7 +447,7 @@ def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
     release, engine = toy.release(), toy.engine()
     assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
     with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        fingerprints.make_fingerprints(engine, replace(release, patches=[]))
+        fingerprints.make_fingerprints(engine, replace(release, every=[]))
 
     applied_and_reverted(toy, release, "os", untouched, "import os")
 
@@ -819,7 +819,7 @@ def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     owned = [record for record in release.patches if record.owns("srt/pool.py::os")]
     assert [record.id for record in owned] == ["pools"]
     with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        fingerprints.make_fingerprints(engine, replace(release, patches=[]))
+        fingerprints.make_fingerprints(engine, replace(release, every=[]))
 
     def state() -> str:
         return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]

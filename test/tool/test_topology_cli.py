@@ -11,6 +11,7 @@ from configs import EVERY
 from toy import ROOT
 from typer.testing import CliRunner
 
+from sglang_pd import cli
 from sglang_pd.cli import app
 from sglang_pd.errors import Code
 
@@ -22,7 +23,7 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 @pytest.fixture
-def plan(tmp_path):
+def plan(tmp_path, monkeypatch):
     """Runs the command on a model's configuration: exit code, stdout, stderr."""
 
     def run(name: str, prefill: str, decode: str, *words: str, columns: int = 80):
@@ -30,6 +31,8 @@ def plan(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(EVERY[name]))
         sizes = ("--model", str(file), "--prefill", prefill, "--decode", decode)
+        for console in (cli.out, cli.err):  # a test's worker is told a width when it begins
+            monkeypatch.setattr(console, "width", columns)
         environment = {"COLUMNS": str(columns), "TERM": "dumb"}
         got = runner.invoke(app, ["plan", *sizes, *words], env=environment)
         return got.exit_code, got.stdout, got.stderr

@@ -284,7 +284,7 @@ def test_a_live_peer_is_connected_again(serve, backend, note):
         servers.prefill[0].call("plan_faults", how="cut", at=[2])
         outcome = servers.request(*PAGES)
         (decode,) = outcome.decode
-        said = decode["reason"] or "nothing: the request is right"
+        said = decode.get("reason") or "nothing: the request is right"
         note("connections cut in mid-transfer", backend, {**decode, "reason": said})
         if outcome.state != "right":
             assert_failed(outcome, LOST_DECODE[backend])
