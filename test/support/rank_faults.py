@@ -29,6 +29,7 @@ class Faults:
 
     def __init__(self, manager):
         self.plan()
+        self._manager = manager
         self._late = []
         self._sends_state = False
         if hasattr(manager, "agent"):
@@ -60,7 +61,8 @@ class Faults:
         if self._how == "wait":
             time.sleep(self._seconds)
         if self._how == "cut":
-            cut_connections()
+            # A message that is under way then is lost, in every engine, and its reader waits.
+            cut_connections(spare=self._message_ports())
         if self._how == "kill":
             for pid in self._pids:
                 kill(pid)
@@ -69,6 +71,11 @@ class Faults:
                 os.kill(pid, signal.SIGSTOP)
                 threading.Timer(self._seconds, kill, [pid]).start()
         return self._how
+
+    def _message_ports(self) -> set[int]:
+        """Where this rank and the decode ranks that it knows read messages."""
+        peers = self._manager.decode_kv_args_table.values()
+        return {self._manager.rank_port, *(peer.dst_port for peer in peers)}
 
     def _note_state(self, *args, **kwargs):
         with self._sending_state():
@@ -160,8 +167,11 @@ class AgentCalls:
         return counted
 
 
-def cut_connections() -> int:
-    """Break those of this process, as a network may; both sides live on. Returns how many."""
+def cut_connections(spare: frozenset[int] | set[int] = frozenset()) -> int:
+    """Break those of this process, as a network may; both sides live on. Returns how many.
+
+    Those from or to the ports in ``spare`` stay.
+    """
     cut = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -169,7 +179,9 @@ def cut_connections() -> int:
         except OSError:
             continue  # no socket
         with sock, contextlib.suppress(OSError):  # not connected
-            if sock.family == socket.AF_INET and sock.getpeername():
+            if sock.family != socket.AF_INET:
+                continue
+            if spare.isdisjoint((sock.getpeername()[1], sock.getsockname()[1])):
                 sock.shutdown(socket.SHUT_RDWR)
                 cut += 1
     return cut
