@@ -21,4 +21,9 @@ def release() -> str:
 
 def chosen_release() -> str:
     """What the variable says, or the default."""
-    return os.environ.get(VARIABLE) or DEFAULT.read_text().strip()
+    return os.environ.get(VARIABLE) or default_release()
+
+
+def default_release() -> str:
+    """The one that scripts take, and that every run tries most of."""
+    return DEFAULT.read_text().strip()

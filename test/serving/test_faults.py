@@ -42,7 +42,7 @@ MORE_FILES = 20
 @pytest.mark.parametrize(
     "backend, victim",
     [
-        pytest.param("nixl", "prefill", marks=nightly_but_in("0.5.23")),
+        pytest.param("nixl", "prefill", marks=pytest.mark.nightly),
         pytest.param("nixl", "decode", marks=nightly_but_in("0.5.23")),
         pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
         pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
@@ -78,7 +78,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("nixl", marks=nightly_but_in("0.5.9")),
+        pytest.param("nixl", marks=nightly_but_in("0.5.23")),
         pytest.param("mooncake", marks=pytest.mark.nightly),
     ],
 )

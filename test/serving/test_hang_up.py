@@ -37,10 +37,7 @@ PATIENT = {
 }
 FREE_SECONDS = 10
 SEEDS = range(5)
-ALWAYS = {
-    "0.5.9": ("ascend-tp1_pp2_to_tp1-both",),
-    "0.5.23": ("nixl-tp1_pp2_to_tp1-both",),
-}
+ALWAYS = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fleet import stock_engine
+from of_release import at_night_elsewhere
 from serving_checks import record
 from serving_scenarios import SCENARIOS, Scenario, model_folder, nightly_but_in
 
@@ -122,6 +123,7 @@ def test_what_stock_sends_wrongly_is_found(scenario):
     )
 
 
+@at_night_elsewhere
 def test_a_server_that_does_not_compare_is_refused():
     scenario = next(one for one in SCENARIOS if one.name == "nixl-tp1_to_1")
     with running(scenario, "off", SGLANG_PD_VERIFY="0") as (prefill, decode, router):

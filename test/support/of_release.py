@@ -1,6 +1,17 @@
 """What differs between the releases of the engine under test."""
 
-from pd_harness.releases import release
+import pytest
+
+from pd_harness.releases import default_release, release
 
 IS_LATER = release() != "0.5.9"  # from 0.5.20 on
 OUR_FRAMES = 1 if IS_LATER else 2  # of a registration, the last ones
+# Marks of what every run tries in the default release, and only the night in the others.
+ELSEWHERE_AT_NIGHT = [] if release() == default_release() else [pytest.mark.nightly]
+
+
+def at_night_elsewhere(test):
+    """The mark, of one test."""
+    for mark in ELSEWHERE_AT_NIGHT:
+        test = mark(test)
+    return test

@@ -244,15 +244,12 @@ EVERY_RUN = {
     "0.5.9": {
         "stock": {
             "nixl-tp2_to_1",
-            "nixl-pp2_to_pp2",
             "mooncake-pp2_odd_layers",
             "ascend-mla_pp2",
-            "ascend-mla_retract",
         },
         "patched": {
             "nixl-tp4_to_1_replicated",
             "nixl-pp2_to_pp2",
-            "ascend-mla_pp2_to_dp2",
             "ascend-fia_pp2_odd_layers",
             "ascend-fia_retract",
         },

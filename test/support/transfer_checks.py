@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Outcome, Rank, Servers
-from of_release import IS_LATER
+from of_release import ELSEWHERE_AT_NIGHT, IS_LATER
 
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
@@ -36,9 +36,15 @@ def of_first(why: str):
 
 
 def few(cases, *always) -> list:
-    """Parameters. Later releases, which run beside 0.5.9, try those not in `always` at night."""
-    marks = {case: [pytest.mark.nightly] for case in cases if IS_LATER and case not in always}
-    return [pytest.param(case, marks=marks.get(case, [])) for case in cases]
+    """Parameters, of which those not in `always` are tried at night."""
+    at_night = [pytest.mark.nightly]
+    return [pytest.param(case, marks=[] if case in always else at_night) for case in cases]
+
+
+def every_second(cases) -> list:
+    """Parameters, of which releases other than the default try every second one at night."""
+    marks = [[], ELSEWHERE_AT_NIGHT]
+    return [pytest.param(case, marks=marks[at % 2]) for at, case in enumerate(cases)]
 
 
 def assert_right(servers: Servers, pages=PAGES) -> None:

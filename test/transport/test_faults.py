@@ -4,7 +4,7 @@ import time
 
 import pytest
 from fleet import Fleet, Rank, Servers, Side
-from of_release import IS_LATER
+from of_release import IS_LATER, at_night_elsewhere
 from rank_faults import ERROR
 from reasons import CUT, FAILING, LOST_DECODE, LOST_PREFILL
 from transfer_checks import (
@@ -134,6 +134,7 @@ def test_mooncake_leaves_a_peer_alone_after_two_failures(serve, failing, ends):
         assert_right(servers)
 
 
+@at_night_elsewhere
 @of_first("later ones count the state")
 def test_stock_mooncake_reports_success_without_the_state(serve):
     with serve(Fleet(backend="mooncake", **NSA), "stock", "stock") as servers:
@@ -144,6 +145,7 @@ def test_stock_mooncake_reports_success_without_the_state(serve):
         assert "('state', False, 0)" in outcome.reasons
 
 
+@at_night_elsewhere
 def test_stock_mooncake_condemns_a_live_peer(serve):
     with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
         assert servers.request(*PAGES).state == "right"
@@ -154,6 +156,7 @@ def test_stock_mooncake_condemns_a_live_peer(serve):
             assert said in outcome.reasons, outcome
 
 
+@at_night_elsewhere
 def test_stock_mooncake_hangs_for_ever_after_an_exception(serve):
     with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
         assert servers.request(*PAGES).state == "right"
@@ -162,6 +165,7 @@ def test_stock_mooncake_hangs_for_ever_after_an_exception(serve):
             assert servers.request(*PAGES, seconds=HANG_SECONDS).state == "hang"
 
 
+@at_night_elsewhere
 @of_first("later ones send in threads of their own")
 @pytest.mark.parametrize("how", ["status", "late status"])
 def test_stock_nixl_raises_in_the_scheduler(serve, how):
@@ -175,6 +179,7 @@ def test_stock_nixl_raises_in_the_scheduler(serve, how):
         assert outcome.decode[0]["state"] == "hang", outcome
 
 
+@at_night_elsewhere
 def test_a_stock_decode_hears_of_the_failure(serve):
     """Mooncake alone: stock has no failure message for NIXL."""
     with serve(Fleet(prefill=PROBES, backend="mooncake"), decode="stock") as servers:
@@ -291,6 +296,7 @@ def test_a_live_peer_is_connected_again(serve, backend, note):
         assert_served_again(servers)
 
 
+@at_night_elsewhere
 def test_stock_nixl_never_reaches_a_live_peer_again(serve):
     with serve(Fleet(k_width=4, v_width=4), "stock", "stock") as servers:
         assert servers.request(*PAGES).state == "right"
