@@ -175,7 +175,7 @@ TABLE = [
     nixl("tp1_to_4_replicated", TWO_HEADS, "dead", "right", decode_tp=4),
     nixl("tp2_to_4_replicated", TWO_HEADS, "dead", "right", **TP_2_TO_4, page_size=16),
     nixl("tp2_to_4_one_head", ONE_HEAD, "dead", "hang", **TP_2_TO_4),
-    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", "hang", prefill_tp=2, prefill_pp=2),
+    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", "wrong", prefill_tp=2, prefill_pp=2),
     nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", "hang", prefill_pp=2),
     nixl("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
     nixl("tp2_to_2", FOUR_HEADS, "right", "right", **TP_2_TO_2),

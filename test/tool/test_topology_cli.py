@@ -49,7 +49,7 @@ def test_a_pair_that_stock_cannot_serve(plan):
     code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
     assert code == 0
     assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
-    assert re.search(r"stock +hangs +GQA in prefill stages", text) and "(mha-pp)" in text
+    assert re.search(r"stock +wrong +GQA in prefill stages", text) and "(mha-pp)" in text
     assert re.search(r"patched +right", text)
     assert re.search(r"prefill +8 +1 +TP 4 PP 2 +32\+32 +2 of 8 +32,768", text)
     assert re.search(r"decode +2 +2 +TP 1 PP 1 +64 +8 of 8 +262,144", text)

@@ -134,7 +134,6 @@ def pair_of_fleet(fleet: Fleet, release: str):
 # Where no server can be tried, or a server ends otherwise than its transport alone.
 OTHERWISE = {
     ("0.5.9", "ascend-mla_draft_on_both"): NO_START,  # none speculates in stages
-    ("0.5.23", "nixl-pp2_tp2_to_1"): HANGS,  # so does a server: nixl-pp2_tp2_to_1 of TABLE
 }
 
 

@@ -180,8 +180,14 @@ LIMITS = [
     Limit(
         "mha-pp",
         "GQA in prefill stages: the thread that reads registrations ends",
-        lambda pair: when.pp_differs(pair) and when.gqa(pair),
+        lambda pair: when.pp_differs(pair) and when.gqa(pair) and not when.tp_differs(pair),
         later=over(HANGS),
+    ),
+    Limit(
+        "mha-pp",
+        "GQA in prefill stages: layers are paired by position where heads are cut",
+        lambda pair: when.pp_differs(pair) and when.gqa(pair) and when.tp_differs(pair),
+        later=over(WRONG),
     ),
     Limit(
         "nixl-heads",
