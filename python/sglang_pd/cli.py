@@ -129,7 +129,7 @@ def status(
     Exit code, of the engine or of the one patch: 0 applied (of a patch: or carried by the engine),
     10 absent, 11 half-applied, 12 outdated, 5 drifted.
     """
-    records = {record.id: record for record in read_records()}
+    records = {} if patch is None else {record.id: record for record in read_records()}
     if patch is not None and patch not in records:
         known = ", ".join(records)
         raise typer.BadParameter(f"there is no patch {patch!r}; there are {known}")

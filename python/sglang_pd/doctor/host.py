@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -56,11 +57,13 @@ class Host:
 
     def versions(self, *packages: str) -> dict[str, str]:
         """Version by name of those packages that are installed; names as `_normal` has them."""
+        return {name: self._installed[name] for name in packages if name in self._installed}
+
+    @cached_property
+    def _installed(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for one in distributions(path=list(self.folders)):
-            name = _normal(one.metadata["Name"] or "")
-            if name in packages:
-                found.setdefault(name, one.version)
+            found.setdefault(_normal(one.metadata["Name"] or ""), one.version)
         return found
 
 

@@ -160,8 +160,9 @@ def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
 
 
 def _unfit_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
-    small, large = sorted((prefill.attn_tp, decode.attn_tp))
-    if large % small:
+    from sglang_pd.topology.core import kv_layout  # takes a second, for two servers alone
+
+    if kv_layout.tp_size_conflict(prefill.attn_tp, decode.attn_tp):
         what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"
         yield what, "the larger must be a multiple of the smaller"
     if decode.pp_size not in (1, prefill.pp_size):

@@ -49,6 +49,11 @@ class Pair:
     def sides(self) -> dict[str, Sizes]:
         return {"prefill": self.prefill, "decode": self.decode}
 
+    @property
+    def pages(self) -> str:
+        """The page size, or both."""
+        return " and ".join(dict.fromkeys(str(side.page) for side in self.sides.values()))
+
     @cached_property
     def stages(self) -> tuple[list[range], list[range]]:
         """Layers of each stage, of prefill and of decode. Raises ValueError as `Sizes.stages`."""

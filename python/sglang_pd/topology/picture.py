@@ -93,10 +93,9 @@ class Panel:
     def head(self, width: float) -> list[str]:
         """The lines above the picture."""
         pair = self.pair
-        pages = " and ".join(dict.fromkeys(str(side.page) for side in pair.sides.values()))
         lines = [
             f"{pair.model.name}: {pair.model.title}",
-            f"{title(pair)}, {pair.backend}, page size {pages}, SGLang {pair.release}",
+            f"{title(pair)}, {pair.backend}, page size {pair.pages}, SGLang {pair.release}",
             _verdict("stock", self.summary.stock),
             _verdict("patched", self.summary.patched),
         ]

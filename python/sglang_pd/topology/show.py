@@ -74,9 +74,8 @@ def show(summary: Summary, console: Console) -> None:
     """The verdicts, both servers, who sends what, and what a request takes."""
     pair = summary.pair
     _print(console, f"{pair.model.name}: {pair.model.title}")
-    pages = dict.fromkeys(str(side.page) for side in pair.sides.values())
     fia = ", ASCEND_USE_FIA" if pair.fia else ""
-    _print(console, f"SGLang {pair.release}, {pair.backend}, page size {' and '.join(pages)}{fia}")
+    _print(console, f"SGLang {pair.release}, {pair.backend}, page size {pair.pages}{fia}")
     tables = [_verdicts(summary), _servers(summary)]
     if summary.links:
         tables.append(_links(summary))

@@ -77,6 +77,31 @@ def test_decode_that_has_asked_hears_of_an_abort(backend):
 
 
 @backends
+def test_decode_that_asks_while_a_request_ends_hears_of_it(backend):
+    """Between stages or TP ranks agreeing, it may be a whole round until the scheduler looks."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
+    ask(prefill, decode_rank(backend))
+    assert told(prefill) == []
+    assert end(sender) == ABORTED
+    assert told(prefill) == [FAILED]
+    ask(prefill, decode_rank(backend, 1))
+    assert [port for port, *_ in told(prefill)] == ["5556"]
+
+
+@backends
+def test_decode_is_told_once_of_a_request_that_ends(backend):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
+    assert told(prefill) == [FAILED]
+    assert end(sender) == ABORTED
+    assert told(prefill) == []
+
+
+@backends
 def test_it_hears_nothing_while_a_write_may_run_on(backend):
     """Without deferred release it would free its pages at once."""
     prefill = prefill_rank(backend, enable_deferred_decode_kv_release=False)

@@ -1,7 +1,8 @@
 """Prefill: decode hears of requests that have ended here, also if it asks for them only then.
 
 decode asks, prefill's client leaves     the engine tells nobody: decode is told
-prefill's client leaves, decode asks     nobody would answer: decode is told when it asks
+prefill's client leaves, decode asks     nobody would answer: decode is told when it asks, or, if
+                                         that was before the scheduler looked, then
 decode asks and gives up, no request     its room stays in the engine's tables: so many at most
 a request is aborted before it is sent   the same, for ever: it is dropped with the abort
 """
@@ -65,7 +66,7 @@ class Ended:
                 self.ended.popitem(last=False)
 
     def note_left(self, room: int, told: Set[Endpoint]) -> None:
-        """A request is gone, and nobody has cleared it; `told` have given it up."""
+        """A request is gone, and nobody has cleared it; `told` know of its failure."""
         with self.ended_lock:
             if room in self.requested:  # another of that number
                 return
@@ -84,6 +85,18 @@ class Ended:
         for table in (self.request_status, self.transfer_infos, self.failure_records):
             table.pop(room, None)
         self.req_to_decode_prefix_len.pop(room, None)
+
+    def send_kv_status_message(
+        self, *, targets: List[Endpoint], bootstrap_room: int, status: KVPoll, **more
+    ) -> None:
+        """As the engine's; who hears that a request failed is noted."""
+        super().send_kv_status_message(
+            targets=targets, bootstrap_room=bootstrap_room, status=status, **more
+        )
+        with self.ended_lock:
+            sender = self.requested.get(bootstrap_room)
+            if sender is not None and status == KVPoll.Failed:
+                sender.told.update(targets)
 
     def tells_ended(self, info: Any) -> bool:
         """Whether the room that a decode rank asks for has failed here; it is told then.
@@ -149,7 +162,7 @@ class EndingSender:
     is_cleared = False
     reason: Optional[str] = None  # why it was aborted
     left: Optional[weakref.finalize] = None  # what is done when it is gone and was not cleared
-    told: Iterable[Endpoint] = ()  # decode ranks that have given it up
+    told: Iterable[Endpoint] = ()  # decode ranks that know of its failure
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
         if hasattr(mgr, "note_requested"):  # Mori's has not
@@ -198,7 +211,14 @@ class EndingSender:
             self.left.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
-            told = {*self.told, *manager._room_notify_targets(room)}
             reason = manager.failure_records.get(room, "another prefill rank failed")
-            manager.note_ended(room, reason, told)
+            late = set(manager._room_notify_targets(room)) - set(self.told)
+            manager.note_ended(room, reason, {*self.told, *late})
+            if manager.enable_deferred_decode_kv_release:
+                manager.send_kv_status_message(
+                    targets=[*late],
+                    bootstrap_room=room,
+                    status=KVPoll.Failed,
+                    failure_reason=reason,
+                )
         super().clear()
