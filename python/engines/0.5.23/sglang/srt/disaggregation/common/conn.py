@@ -1,9 +1,12 @@
-"""Servers that do not fit are told apart; registrations say what each buffer holds."""
+"""Servers that do not fit are told apart; registrations say what each buffer holds; no state of a
+request is lost between threads.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from typing import TYPE_CHECKING, List, Literal
 
 from aiohttp import web
@@ -36,6 +39,24 @@ RENAMED = (
 
 
 class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.status_lock = threading.Lock()
+        return self
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """As the engine's, by one thread at a time.
+
+        The scheduler opens a room just as a message of decode's does: what is read before the
+        other writes, and written after it, would be the last word, and the request wait for ever.
+        """
+        with self.status_lock:
+            if status != KVPoll.Failed:
+                return super().update_status(bootstrap_room, status)
+            if bootstrap_room in self.request_status:
+                self.request_status[bootstrap_room] = status
+        super().update_status(bootstrap_room, status)  # tells decode, which may take its time
+
     @staticmethod
     def unknown_prefill() -> PrefillServerInfo:
         """A server of one rank, of which nothing else is known."""

@@ -1,0 +1,94 @@
+"""No state of a request is lost where two threads move it on at once."""
+
+import threading
+
+import managers
+import pytest
+from managers import BACKENDS
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+
+from pd_harness.waiting import awaited
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+ROOM = 7
+SECONDS = 0.3  # that the first thread stands still
+
+
+class Met(dict):
+    """A manager's states; who reads one first stands still until another thread has written it."""
+
+    def __init__(self, states: dict):
+        super().__init__(states)
+        self.first, self.has_read, self.written = None, threading.Event(), threading.Event()
+
+    def get(self, room, default=None):
+        state = super().get(room, default)
+        if self.first is None:
+            self.first = threading.current_thread()
+            self.has_read.set()
+            self.written.wait(SECONDS)
+        return state
+
+    def __setitem__(self, room, state):
+        super().__setitem__(room, state)
+        if threading.current_thread() is not self.first:
+            self.written.set()
+
+
+def at_once(backend: str, before: dict, first: KVPoll, second: KVPoll, update=None) -> KVPoll:
+    """The state after two threads have moved it on, the second while the first is at it."""
+    prefill = managers.rank(backend, managers.latents())
+    states = prefill.request_status = Met(before)
+    update = update or type(prefill).update_status
+    threads = [threading.Thread(target=update, args=(prefill, ROOM, to)) for to in (first, second)]
+    threads[0].start()
+    assert states.has_read.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert awaited(lambda: not any(thread.is_alive() for thread in threads), 1)
+    return dict.get(states, ROOM)
+
+
+CASES = {
+    "both open it": ({}, KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.WaitingForInput),
+    "decode asks, and it fails": (
+        {ROOM: KVPoll.Bootstrapping},
+        KVPoll.WaitingForInput,
+        KVPoll.Failed,
+        KVPoll.Failed,
+    ),
+    "it is done, and decode asks": (
+        {ROOM: KVPoll.Bootstrapping},
+        KVPoll.WaitingForInput,
+        KVPoll.Success,
+        KVPoll.Success,
+    ),
+}
+cases = pytest.mark.parametrize("before, first, second, last", CASES.values(), ids=CASES)
+
+
+@backends
+@cases
+def test_the_later_state_stays(backend, before, first, second, last):
+    assert at_once(backend, before, first, second) == last
+
+
+@cases
+def test_stock_loses_it(before, first, second, last):
+    stock = common.EngineCommonKVManager.update_status
+    assert at_once("nixl", before, first, second, stock) == first != last
+
+
+@backends
+def test_failed_is_the_end_and_a_room_that_is_over_stays_so(backend):
+    prefill = managers.rank(backend, managers.latents())
+    for state in (KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Success):
+        prefill.update_status(ROOM, state)
+    assert prefill.request_status == {ROOM: KVPoll.Failed}
+    prefill.request_status.clear()
+    prefill.update_status(ROOM, KVPoll.Failed)
+    assert prefill.request_status == {}
