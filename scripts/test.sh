@@ -20,15 +20,14 @@ set -- "${words[@]}"
 cd "$root"
 
 # Most tests wait as long as they compute: two at a time, those of a file one after the other.
-# At night files are long, so that only tests that share a fleet follow each other.
+# At night files are long, so that only tests that share a fleet follow each other, three at a time.
 passes=("not nightly")
-workers=(-n 2 --no-loadscope-reorder --dist)
-spread=loadfile
+workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [[ ${1:-} == --nightly ]]; then
-    passes=("not alone" alone) spread=loadgroup
+    passes=("not alone" alone)
+    workers=(-n 3 --dist loadgroup)
     shift
 fi
-workers+=("$spread")
 for argument in "$@"; do
     [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE
 done
