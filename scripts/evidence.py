@@ -120,7 +120,7 @@ def measure_verify() -> None:
 def tested(command: list[str]) -> dict:
     status, seconds, output = timed(command, ROOT)
     found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
-    summary = found[-1] if found else "pytest did not finish"
+    summary = "; ".join(found) if found else "pytest did not finish"
     return {"status": status, "seconds": seconds, "summary": summary}
 
 
