@@ -1,4 +1,4 @@
-"""What tests share is found, and two workers share the work."""
+"""What tests share is found, what fails is said, and two workers share the work."""
 
 import itertools
 import sys
@@ -8,6 +8,23 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LONG = ("serving", "transport")
 sys.path += [str(HERE / "serving"), str(HERE / "support")]
+
+
+class Failed:
+    """Says at once what has failed: the whole may take an hour."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_line(f" {report.nodeid} ({report.when}, {report.duration:.0f} s)")
+
+
+def pytest_sessionstart(session):
+    plugins = session.config.pluginmanager
+    if (terminal := plugins.get_plugin("terminalreporter")) and not plugins.has_plugin("Failed"):
+        plugins.register(Failed(terminal), "Failed")
 
 
 def pytest_collection_modifyitems(config, items):
