@@ -3,12 +3,12 @@
 #
 # usage: scripts/demo.sh [nixl|ascend] [--stock] [--release RELEASE]
 #
-#   scripts/demo.sh                  prefill TP 2 -> decode TP 1 over NIXL; status 0 if all are equal
-#   scripts/demo.sh ascend           an MLA model, prefill PP 2 -> decode PP 1, ascend backend
+#   scripts/demo.sh                  a GQA model, prefill PP 2 -> decode PP 1 over NIXL; status 0 if all are equal
+#   scripts/demo.sh ascend           the same on the ascend backend, with ASCEND_USE_FIA
 #   scripts/demo.sh --stock          on the stock engine: no answer comes within a minute; status 1
 #   scripts/demo.sh ascend --stock   on the stock engine: wrong tokens; status 1
 #
-# With --release 0.5.23: a GQA model, prefill PP 2 -> decode PP 1, over NIXL and on ascend with FIA.
+# With --release 0.5.9: prefill TP 2 -> decode TP 1 over NIXL; an MLA model, PP 2 -> 1, on ascend.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
-from sglang_pd.doctor.examine import examine
+from sglang_pd.doctor.examine import authorization, examine
 from sglang_pd.doctor.host import Host, Launch, import_error
 from sglang_pd.doctor.packages import choose_backend
 from sglang_pd.doctor.show import as_json as findings_as_json
@@ -55,6 +55,11 @@ ReleaseName = Annotated[
         help="Take the engine for this release. Default: the one that it says it is, or, of a "
         "version that is not known, the one whose symbols it has.",
     ),
+]
+
+ApiKey = Annotated[
+    str,
+    typer.Option(envvar="SGLANG_PD_API_KEY", help="Of servers that were started with --api-key."),
 ]
 
 BackendName = Literal["nixl", "mooncake", "ascend"]
@@ -214,6 +219,7 @@ def doctor(
     url: Annotated[
         list[str] | None, typer.Option(help="A running server to ask, too; give several.")
     ] = None,
+    api_key: ApiKey = "",
     image: Annotated[
         bool, typer.Option("--image", help="Leave out what only a host has: for an image's build.")
     ] = False,
@@ -228,7 +234,7 @@ def doctor(
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
     launch = Launch(role or "", backend or choose_backend(host), port, bootstrap_port, image)
-    findings = list(examine(found, patch_set, host, launch, url or ()))
+    findings = list(examine(found, patch_set, host, launch, url or (), api_key))
     if as_json:
         print(json.dumps(findings_as_json(findings, launch), indent=1))
     else:
@@ -249,6 +255,7 @@ def verify(
     ] = "",
     new_tokens: Annotated[int, typer.Option(help="Decoded for each request.")] = 8,
     seconds: Annotated[float, typer.Option(help="That an answer may take.")] = 120.0,
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Sends requests to running servers that compare all KV (SGLANG_PD_VERIFY=1), and reports.
@@ -266,7 +273,8 @@ def verify(
         err.print(f"{count} prompts {name}, twice ...")
 
     async def run() -> Verdict:
-        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+        headers = authorization(api_key)
+        async with httpx.AsyncClient(timeout=seconds, trust_env=False, headers=headers) as client:
             fleet = Fleet(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
             return await check(fleet, wanted, requests, new_tokens, reference, on_progress)
 

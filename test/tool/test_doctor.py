@@ -410,12 +410,14 @@ DECODE = {**PREFILL, "disaggregation_mode": "decode", "tp_size": 2}
 
 
 @contextmanager
-def serving(answers):
+def serving(answers, api_key=""):
     """An HTTP server that answers paths (with their query) as told; its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             status, body = answers.get(self.path, (404, None))
+            if api_key and self.headers["Authorization"] != f"Bearer {api_key}":
+                status, body = 401, None
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
@@ -577,3 +579,19 @@ def test_running_servers_are_asked(call, toy):
     assert (code, f"decode {url}" in text.replace("\n", "")) == (0, True)
     code, text = call("--url", url)
     assert (code, "no answer" in text) == (Code.UNFIT_HOST, True)
+
+
+def test_servers_that_want_a_key_get_it(call, toy):
+    operations.apply(toy.engine(), toy.release())
+    with serving({"/server_info": (200, DECODE)}, api_key="secret") as url:
+        codes = [call("--url", url, *key)[0] for key in ((), ("--api-key", "secret"))]
+    assert codes == [Code.UNFIT_HOST, 0]
+
+
+def test_running_servers_have_the_ports_of_their_host(toy, fake):
+    asked = [
+        examine(toy.engine(), toy.release(), fake.host(), launch(), urls)
+        for urls in ((), ("http://127.0.0.1:9",))
+    ]
+    groups = [{one.group for one in found} for found in asked]
+    assert groups[0] - groups[1] == {"ports"} and "servers" in groups[1]

@@ -234,3 +234,18 @@ def test_a_router_that_is_not_there():
     assert got.exit_code == Code.NOT_VERIFYING
     error = json.loads(got.stdout)["error"]
     assert error["name"] == "NOT_VERIFYING" and "http://127.0.0.1:9/workers" in error["text"]
+
+
+def test_servers_that_want_a_key_get_it(monkeypatch):
+    client, sent = httpx.AsyncClient, set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.add(request.headers.get("Authorization"))
+        return httpx.Response(401)
+
+    def made(**options) -> httpx.AsyncClient:
+        return client(transport=httpx.MockTransport(answer), **options)
+
+    monkeypatch.setattr("sglang_pd.cli.httpx.AsyncClient", made)
+    CliRunner().invoke(app, ["verify", "--router", ROUTER, "--api-key", "secret"])
+    assert sent == {"Bearer secret"}

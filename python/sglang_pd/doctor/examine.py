@@ -13,10 +13,20 @@ from sglang_pd.install.engine import Engine
 from sglang_pd.patchset.patches import Release
 
 
+def authorization(api_key: str) -> dict[str, str]:
+    """The header that servers started with `--api-key` want."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def examine(
-    engine: Engine, release: Release, host: Host, launch: Launch, urls: Sequence[str] = ()
+    engine: Engine,
+    release: Release,
+    host: Host,
+    launch: Launch,
+    urls: Sequence[str] = (),
+    api_key: str = "",
 ) -> Iterator[Finding]:
-    """What there is to say of an engine on a host, and of running servers."""
+    """What there is to say of an engine on a host, and of running servers, which have its ports."""
     status = operations.status(engine, release)
     yield from engines.check_engine(engine, release)
     yield from engines.check_patches(status)
@@ -28,11 +38,13 @@ def examine(
         yield from system.check_shared_memory(host)
         yield from system.check_rdma(host, launch)
         yield from system.check_npus(host, launch)
-        yield from ports.check_ports(launch)
-        yield from ports.check_store(host, launch)
+        if not urls:
+            yield from ports.check_ports(launch)
+            yield from ports.check_store(host, launch)
         patched = status.state == "applied"
         yield from variables.check_environment(host, launch, engine.root, patched)
     if urls:
         # Servers of a fleet are no proxy's business.
-        with httpx.Client(timeout=servers.SECONDS, trust_env=False) as client:
+        headers = authorization(api_key)
+        with httpx.Client(timeout=servers.SECONDS, trust_env=False, headers=headers) as client:
             yield from servers.check_servers(client, list(urls), launch, release)
