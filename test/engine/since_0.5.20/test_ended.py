@@ -1,6 +1,7 @@
 """Decode hears of requests that have ended on prefill, also if it asks for them only then."""
 
 import gc
+from weakref import WeakValueDictionary
 
 import managers
 import pytest
@@ -88,6 +89,37 @@ def test_decode_that_asks_while_a_request_ends_hears_of_it(backend):
     assert told(prefill) == [FAILED]
     ask(prefill, decode_rank(backend, 1))
     assert [port for port, *_ in told(prefill)] == ["5556"]
+
+
+@backends
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_decode_that_asks_just_as_the_end_is_noted_hears_of_it(backend, first, monkeypatch):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender, note = new(prefill), prefill.note_ended
+
+    def noted(*ended):
+        if first:
+            ask(prefill, decode)
+        note(*ended)
+        if not first:
+            ask(prefill, decode)
+
+    monkeypatch.setattr(prefill, "note_ended", noted)
+    sender.abort()
+    assert told(prefill) == [FAILED]
+
+
+@backends
+def test_decode_may_give_up_a_request_just_as_it_comes(backend):
+    prefill = prefill_rank(backend)
+
+    class Requested(WeakValueDictionary):
+        def __setitem__(self, room, sender):
+            super().__setitem__(room, sender)
+            managers.read(prefill, [common.ABORT_TAG, b"%d" % room, b"127.0.0.1", b"5555"])
+
+    prefill.requested = Requested()
+    assert new(prefill).told == {("127.0.0.1", 5555)}
 
 
 @backends

@@ -13,7 +13,7 @@ from pd_harness.waiting import awaited
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-ROOM = 7
+ROOM, ADDRESS = 7, "127.0.0.1:8998"
 SECONDS = 0.3  # that the first thread stands still
 
 
@@ -36,6 +36,15 @@ class Met(dict):
         super().__setitem__(room, state)
         if threading.current_thread() is not self.first:
             self.written.set()
+
+
+class Dropping(dict):
+    """A manager's states; what is asked for is dropped by another thread just then."""
+
+    def __contains__(self, room) -> bool:
+        is_known = super().__contains__(room)
+        self.pop(room, None)
+        return is_known
 
 
 def at_once(backend: str, before: dict, first: KVPoll, second: KVPoll, update=None) -> KVPoll:
@@ -81,6 +90,18 @@ def test_the_later_state_stays(backend, before, first, second, last):
 def test_stock_loses_it(before, first, second, last):
     stock = common.EngineCommonKVManager.update_status
     assert at_once("nixl", before, first, second, stock) == first != last
+
+
+def test_a_room_that_another_thread_drops_does_not_end_this_one():
+    """Decode's thread that looks after prefill servers asks for rooms that may just be over."""
+    decode = managers.rank("mooncake", managers.latents(), managers.DECODE)
+    decode.request_status = Dropping({ROOM: KVPoll.WaitingForInput})
+    decode.addr_to_rooms_tracker[ADDRESS].add(ROOM)
+    decode.heartbeat_failures = {}
+    with pytest.raises(KeyError):
+        common.EngineCommonKVManager.check_status(decode, ROOM + 1)
+    decode._handle_node_failure(ADDRESS)
+    assert not dict(decode.request_status)
 
 
 @backends

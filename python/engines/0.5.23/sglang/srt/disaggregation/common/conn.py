@@ -53,9 +53,15 @@ class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
         with self.status_lock:
             if status != KVPoll.Failed:
                 return super().update_status(bootstrap_room, status)
-            if bootstrap_room in self.request_status:
-                self.request_status[bootstrap_room] = status
-        super().update_status(bootstrap_room, status)  # tells decode, which may take its time
+            if bootstrap_room not in self.request_status:
+                return
+            self.request_status[bootstrap_room] = status
+        if self.deferred_bootstrap is not None:  # decode is told, which may take its time
+            self._notify_bootstrap(bootstrap_room, self.deferred_bootstrap.fail(bootstrap_room))
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """As the engine's; a room that another thread has dropped just now is over."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     @staticmethod
     def unknown_prefill() -> PrefillServerInfo:

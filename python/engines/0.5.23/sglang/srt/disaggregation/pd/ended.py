@@ -49,13 +49,13 @@ class Ended:
 
     def note_requested(self, room: int, sender: Any) -> None:
         """A request has come; what is known of its room was another's."""
+        sender.told = set()
+        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room, sender.told)
+        sender.left.atexit = False
         with self.ended_lock:
             self.requested[room] = sender
             self.ended.pop(room, None)
             self.unrequested.pop(room, None)
-        sender.told = set()
-        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room, sender.told)
-        sender.left.atexit = False
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
@@ -64,6 +64,22 @@ class Ended:
             self.ended[room] = EndedRoom(reason, told)
             if len(self.ended) > MAX_ENDED:
                 self.ended.popitem(last=False)
+
+    def tell_who_has_asked(self, room: int) -> None:
+        """Decode ranks that asked for an ended request in time, and do not know that it has."""
+        with self.ended_lock:
+            known = self.ended.get(room)
+            if known is None:
+                return
+            targets = [to for to in self._room_notify_targets(room) if to not in known.told]
+            known.told.update(targets)
+        if self.enable_deferred_decode_kv_release:  # else it frees pages that are written to
+            self.send_kv_status_message(
+                targets=targets,
+                bootstrap_room=room,
+                status=KVPoll.Failed,
+                failure_reason=known.reason,
+            )
 
     def note_left(self, room: int, told: Set[Endpoint]) -> None:
         """A request is gone, and nobody has cleared it; `told` know of its failure."""
@@ -212,13 +228,6 @@ class EndingSender:
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
             reason = manager.failure_records.get(room, "another prefill rank failed")
-            late = set(manager._room_notify_targets(room)) - set(self.told)
-            manager.note_ended(room, reason, {*self.told, *late})
-            if manager.enable_deferred_decode_kv_release:
-                manager.send_kv_status_message(
-                    targets=[*late],
-                    bootstrap_room=room,
-                    status=KVPoll.Failed,
-                    failure_reason=reason,
-                )
+            manager.note_ended(room, reason, set(self.told))
+            manager.tell_who_has_asked(room)
         super().clear()
