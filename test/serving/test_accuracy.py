@@ -19,6 +19,7 @@ from pd_harness.releases import release
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.nightly,
+    pytest.mark.xdist_group("accuracy"),  # they share two trained models
     pytest.mark.timeout(2400),  # training takes minutes, once
     pytest.mark.skipif(device() != "cpu", reason="its models are made for the CPU host"),
     pytest.mark.skipif(release() != "0.5.9", reason="its fleets are those that 0.5.9 gets wrong"),

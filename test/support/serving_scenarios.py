@@ -205,6 +205,9 @@ TABLE = [
     ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **TO_DP_2),
     ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", "right", **DP_2),
     ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TO_DP_2),
+    ascend(
+        "mla_pp2_dp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **DP_2, **TO_DP_2
+    ),
     ascend("gqa_tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
     ascend("gqa_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", prefill_pp=2),
     ascend("fia", FOUR_HEADS, "wrong", "right", fia=True),
@@ -315,7 +318,7 @@ DRAFTED = [
     llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
     llama("decode_alone", DECODE, "right", "right"),
     llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
-    llama("prefill_alone", PREFILL, "http 500", "hang"),
+    llama("prefill_alone", PREFILL, "dead", "hang"),
     deepseek("both", SIDES, "right", "right"),
     deepseek("both_pp2", SIDES, NO_STAGES, "right", prefill_pp=2),
     deepseek("decode_alone", DECODE, "right", "right"),

@@ -138,7 +138,7 @@ LIMITS = [
         "kv-layout",
         "decode has no buffers for prefill's draft",
         lambda pair: when.drafts_on(pair, True, False),
-        first=over(FAILS, HANGS),
+        first=over(DIES, HANGS),
         later=over(HANGS, FAILS),
     ),
     Limit(
