@@ -163,6 +163,7 @@ def with_prefixes(scenario: Scenario) -> Scenario:
 # DP attention: TP ranks in two groups, each with requests of its own.
 DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
+PP_2_DP_2 = {"prefill_pp": 2, **DP_2, **TO_DP_2}
 RETRACT_PP_2 = {"prefill_pp": 2, "decode_pp": 2, "retract": True}
 PAGES_16_TO_32 = {"page_size": 16, "decode_page_size": 32}
 TP_2_TO_2 = {"prefill_tp": 2, "decode_tp": 2}
@@ -205,9 +206,7 @@ TABLE = [
     ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **TO_DP_2),
     ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", "right", **DP_2),
     ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TO_DP_2),
-    ascend(
-        "mla_pp2_dp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **DP_2, **TO_DP_2
-    ),
+    ascend("mla_pp2_dp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", **PP_2_DP_2),
     ascend("gqa_tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
     ascend("gqa_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", prefill_pp=2),
     ascend("fia", FOUR_HEADS, "wrong", "right", fia=True),
