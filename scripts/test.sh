@@ -20,12 +20,12 @@ set -- "${words[@]}"
 cd "$root"
 
 # Most tests wait as long as they compute: two at a time, those of a file one after the other.
-# At night files are long, so that only tests that share a fleet follow each other.
+# At night files are long, so that only tests that share a fleet follow each other, three at a time.
 passes=("not nightly")
-workers=(-n 2 --dist loadfile --no-loadscope-reorder)
+workers=(-n 2 --no-loadscope-reorder --dist loadfile)
 if [[ ${1:-} == --nightly ]]; then
     passes=("not alone" alone)
-    workers=(-n 2 --dist loadgroup)
+    workers=(-n 3 --no-loadscope-reorder --dist loadgroup)
     shift
 fi
 for argument in "$@"; do

@@ -1,8 +1,10 @@
 """What tests share is found, what fails is said, and two workers share the work."""
 
-import itertools
 import sys
+from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 # pytest's importlib mode leaves that to us.
 HERE = Path(__file__).parent
@@ -27,6 +29,7 @@ def pytest_sessionstart(session):
         plugins.register(Failed(terminal), "Failed")
 
 
+@pytest.hookimpl(trylast=True)  # what is left out is, by then
 def pytest_collection_modifyitems(config, items):
     """For several workers: servers beside ranks, which mostly wait, and what is short last.
 
@@ -34,8 +37,19 @@ def pytest_collection_modifyitems(config, items):
     """
     if not hasattr(config, "workerinput"):
         return
-    files = list(dict.fromkeys(item.path for item in items))
-    rings = [[file for file in files if file.parent.name == ring] for ring in LONG]
-    beside = [file for group in itertools.zip_longest(*rings) for file in group if file]
-    order = {file: place for place, file in enumerate(dict.fromkeys([*beside, *files]))}
-    items.sort(key=lambda item: order[item.path])
+    at_night = any(map(is_nightly, items))
+    rings = defaultdict(list)
+    for item in items:
+        ring = item.path.parent.name
+        is_long = ring in LONG or is_nightly(item)
+        # By day those of a file follow each other.
+        rings[ring if is_long else ""].append(item if at_night else item.path)
+    order = {}
+    for ring, found in rings.items():
+        found = list(dict.fromkeys(found))
+        order |= {one: (at / len(found) if ring else 1.0) for at, one in enumerate(found)}
+    items.sort(key=lambda item: order[item if at_night else item.path])
+
+
+def is_nightly(item) -> bool:
+    return item.get_closest_marker("nightly") is not None

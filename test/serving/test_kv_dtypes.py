@@ -37,6 +37,11 @@ CASES = [
 ]
 
 
+def in_turn(url: str) -> list[cluster.Answer]:
+    """Of prompts that share no batch, whose sums would be rounded with others'."""
+    return [cluster.ask(url, [one], NEW_TOKENS, PATIENCE)[0] for one in prompts()]
+
+
 @pytest.mark.parametrize("name, dtype", CASES)
 def test_kv_dtype(name, dtype):
     """Rounding is the same on one server, which keeps its KV in the same type."""
@@ -49,8 +54,7 @@ def test_kv_dtype(name, dtype):
         "single", "stock", folder, logs, page_size=16, attention=topology.attention, **both
     )
     with cluster.running([*servers, single]):
-        expected = cluster.ask(single.url, prompts(), NEW_TOKENS, PATIENCE)
-        answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, PATIENCE)
+        expected, answers = (in_turn(url) for url in (single.url, servers[-1].url))
         ended = [server.name for server in (*servers, single) if server.has_ended()]
     assert not any(answer.failure for answer in expected), expected
     result, detail = outcome(answers, ended, expected)
