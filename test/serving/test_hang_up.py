@@ -54,7 +54,8 @@ FLEETS = [
     fleet("mooncake", "router", **PP_2),
     fleet("mooncake", **PP_3),
     fleet("mooncake", "either", **TP_2),
-    fleet("mooncake", "either", **PP_2_TP_2),
+    # To TP 1 it would be a TCP message for each token, layer and head: 15 s for six prompts.
+    fleet("mooncake", "either", **PP_2_TP_2, decode_tp=2),
     fleet("mooncake", overlap=True, **TP_2_TO_2),
     fleet("ascend", **PP_2),
     fleet("ascend", "router", **PP_3),
@@ -64,7 +65,7 @@ FLEETS = [
     fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
     fleet("ascend", **PP_2, **TO_DP_2),
     fleet("nixl", "router", verify=True, **PP_2),
-    fleet("mooncake", verify=True, **PP_2_TP_2),
+    fleet("mooncake", verify=True, **PP_2_TP_2, decode_tp=2),
 ]
 
 # And what stock answers then. Tokens are wrong with stages of unequal length: the question is how
