@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
-RIGHT |= {"mooncake-pp2_tp2_to_1", "nixl-pp2_to_pp2"}
+RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
+SLOW = {"mooncake-pp2_tp2_to_1"}  # a TCP message for each token, layer and head
 FEW = ("--lengths", "40", "--requests", "6")
 
 
@@ -101,7 +102,7 @@ def test_all_is_compared_and_right(scenario):
     assert all(pair["bytes"] for pair in found["pairs"]) or "replicated" in scenario.name
 
 
-WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"}
+WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"} - SLOW
 
 
 @pytest.mark.parametrize("scenario", on(WRONG, "ascend-fia_pp2_odd_layers"))
