@@ -5,7 +5,7 @@
 #
 #   scripts/test.sh                      everything that fits into an ordinary CI run, all releases
 #   scripts/test.sh --release 0.5.9      the same for one release of the engine
-#   scripts/test.sh --nightly            everything; what is marked `alone` with nothing beside it
+#   scripts/test.sh --nightly            the rest; what is marked `alone` with nothing beside it
 #   scripts/test.sh test/unit -k wire    a part, likewise, for the default release
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -24,7 +24,7 @@ cd "$root"
 passes=("not nightly")
 workers=(-n 2 --no-loadscope-reorder --dist loadfile)
 if [[ ${1:-} == --nightly ]]; then
-    passes=("not alone" alone)
+    passes=("nightly and not alone" alone)
     workers=(-n 3 --no-loadscope-reorder --dist loadgroup)
     shift
 fi

@@ -41,13 +41,14 @@ def pytest_collection_modifyitems(config, items):
     rings = defaultdict(list)
     for item in items:
         ring = item.path.parent.name
-        is_long = ring in LONG or is_nightly(item)
-        # By day those of a file follow each other.
-        rings[ring if is_long else ""].append(item if at_night else item.path)
+        # By day those of a file follow each other, and files take turns.
+        unit = item if at_night else item.path
+        rings[ring if ring in LONG or is_nightly(item) else ""].append(unit)
     order = {}
     for ring, found in rings.items():
         found = list(dict.fromkeys(found))
-        order |= {one: (at / len(found) if ring else 1.0) for at, one in enumerate(found)}
+        each = 1 / len(found) if at_night else 1
+        order |= {one: (at * each if ring else len(items)) for at, one in enumerate(found)}
     items.sort(key=lambda item: order[item if at_night else item.path])
 
 

@@ -113,7 +113,8 @@ def test_what_four_npus_serve(four_npus):
         )
     ]
     left_out = {scenario.name for scenario in ASCEND} - set(served)
-    assert left_out == {"ascend-mla_pp2_tp2_to_2", "ascend-mla_pp2_tp2_to_1"}
+    larger = ("mla_pp2_tp2_to_2", "mla_pp2_tp2_to_1", "mla_pp2_dp2_to_dp2")
+    assert left_out == {f"ascend-{name}" for name in larger}
     assert all(name.startswith("ascend-") for name in served)
 
 
