@@ -110,6 +110,28 @@ def test_decode_that_asks_just_as_the_end_is_noted_hears_of_it(backend, first, m
 
 
 @backends
+def test_decode_that_gives_up_is_not_told_so_if_its_message_is_still_being_read(backend):
+    """Else the next request of that number may hear of it."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    update = prefill.update_status
+
+    def ended_at_once(room, status):
+        update(room, status)
+        end(sender)
+        sender.clear()
+
+    prefill.update_status = ended_at_once
+    managers.read(prefill, [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+    prefill.update_status = update
+    assert told(prefill) == []
+    new(prefill)
+    ask(prefill, decode_rank(backend))
+    assert told(prefill) == []
+
+
+@backends
 def test_decode_may_give_up_a_request_just_as_it_comes(backend):
     prefill = prefill_rank(backend)
 

@@ -45,6 +45,8 @@ class Ended:
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
         self.unrequested: OrderedDict[int, None] = OrderedDict()
+        # Room and endpoint of the message that is being read.
+        self.giving_up: Optional[list] = None
         return self
 
     def note_requested(self, room: int, sender: Any) -> None:
@@ -73,6 +75,7 @@ class Ended:
                 return
             targets = [to for to in self._room_notify_targets(room) if to not in known.told]
             known.told.update(targets)
+        targets = [to for to in targets if [room, *to] != self.giving_up]
         if self.enable_deferred_decode_kv_release:  # else it frees pages that are written to
             self.send_kv_status_message(
                 targets=targets,
@@ -138,10 +141,14 @@ class Ended:
 
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
         """As the engine's; who gives a room up knows that it fails."""
+        # It may be that the scheduler ends the request before it is noted here.
+        with contextlib.suppress(IndexError, ValueError):
+            self.giving_up = [int(msg[1]), msg[2].decode("ascii"), int(msg[3])]
         is_taken = super()._handle_abort_notification(msg)
         if is_taken:
             with contextlib.suppress(IndexError, ValueError):  # the engine has said so
                 self._note_given_up(int(msg[1]), msg[2:4])
+        self.giving_up = None
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
