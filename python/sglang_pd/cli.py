@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
-from sglang_pd.doctor.examine import authorization, examine
+from sglang_pd.doctor.examine import examine
 from sglang_pd.doctor.host import Host, Launch, import_error
 from sglang_pd.doctor.packages import choose_backend
 from sglang_pd.doctor.show import as_json as findings_as_json
@@ -101,6 +101,11 @@ def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
     """The engine and the patch set for it."""
     engine = find_engine(path, release)
     return engine, load(release) if release else release_of(engine)
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """The header that servers started with `--api-key` want."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _say_version(wanted: bool) -> None:
@@ -234,7 +239,7 @@ def doctor(
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
     launch = Launch(role or "", backend or choose_backend(host), port, bootstrap_port, image)
-    findings = list(examine(found, patch_set, host, launch, url or (), api_key))
+    findings = list(examine(found, patch_set, host, launch, url or (), authorization(api_key)))
     if as_json:
         print(json.dumps(findings_as_json(findings, launch), indent=1))
     else:

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from of_release import ELSEWHERE_AT_NIGHT
 from probed import held_in_mid_prompt, probed
 from serving_checks import holds_nothing, open_files, outcome, record, seconds_until
 from serving_scenarios import (
@@ -13,7 +14,6 @@ from serving_scenarios import (
     NEW_TOKENS,
     SIX_HEADS,
     model_folder,
-    nightly_but_in,
     prompts,
 )
 
@@ -43,7 +43,7 @@ MORE_FILES = 20
     "backend, victim",
     [
         pytest.param("nixl", "prefill", marks=pytest.mark.nightly),
-        pytest.param("nixl", "decode", marks=nightly_but_in("0.5.23")),
+        pytest.param("nixl", "decode", marks=ELSEWHERE_AT_NIGHT),
         pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
         pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
     ],
@@ -78,7 +78,7 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("nixl", marks=nightly_but_in("0.5.23")),
+        pytest.param("nixl", marks=ELSEWHERE_AT_NIGHT),
         pytest.param("mooncake", marks=pytest.mark.nightly),
     ],
 )

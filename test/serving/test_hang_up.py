@@ -5,7 +5,7 @@ import time
 
 import pytest
 from hang_ups import CHUNK, Fleet, fleet, hang_up
-from of_release import ELSEWHERE_AT_NIGHT
+from of_release import IS_DEFAULT
 from probed import probed, still_held
 from serving_checks import held, outcome, record
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
@@ -94,7 +94,7 @@ def nightly() -> list:
 
     In releases other than the default two and one.
     """
-    many, few = (2, 1) if ELSEWHERE_AT_NIGHT else (SEEDS, 2)
+    many, few = (SEEDS, 2) if IS_DEFAULT else (2, 1)
     found = []
     for at, one in enumerate(FLEETS):
         has_many = one.topology.prefill_pp == 2 and one.topology.prefill_tp == 1

@@ -7,7 +7,7 @@ says: on the patched one token ids and logprobs are right, or what cannot be is 
 import time
 
 import pytest
-from of_release import ELSEWHERE_AT_NIGHT
+from of_release import IS_DEFAULT
 from serving_checks import Lost, outcome, record, retractions
 from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
 from stray import send_stray
@@ -130,7 +130,7 @@ def both_ways() -> list:
     ways, found = [("stock", "patched"), ("patched", "stock")], []
     always = EVERY_RUN[release()]["mixed"]
     for at, one in enumerate(MIXED):
-        in_turn = ELSEWHERE_AT_NIGHT and one.name not in always
+        in_turn = not IS_DEFAULT and one.name not in always
         for way in [ways[at % 2]] if in_turn else ways:
             name = f"{one.name}-{'-to-'.join(way)}"
             found.append(pytest.param(one, way, id=name, marks=marks(one, always)))

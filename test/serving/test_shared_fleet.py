@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
+from of_release import ELSEWHERE_AT_NIGHT
 from serving_checks import LOGPROB_TOLERANCE, held, holds_nothing, outcome, record, seconds_until
 from serving_scenarios import (
     FIVE_LAYERS,
@@ -18,7 +19,6 @@ from serving_scenarios import (
     SEVEN_LAYERS_MLA,
     branching,
     model_folder,
-    nightly_but_in,
     prompts,
 )
 
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.xdist_group("shared fleets"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
-    *nightly_but_in("0.5.23"),
+    *ELSEWHERE_AT_NIGHT,
 ]
 
 LOGS = cluster.PD_ENV / "logs" / "serving"

@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from of_release import ELSEWHERE_AT_NIGHT
+from of_release import IS_DEFAULT
 from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
@@ -44,7 +44,7 @@ def soak_prompts() -> list[list[int]]:
 
 
 SOAKED = [("nixl", 1, "patched"), ("ascend", 1, "patched")]
-if not ELSEWHERE_AT_NIGHT:
+if IS_DEFAULT:
     SOAKED += [("nixl", 2, "patched"), ("mooncake", 1, "patched")]
     SOAKED += [("nixl", 1, "stock")]  # what memory the engine itself takes
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from fleet import stock_engine
-from of_release import at_night_elsewhere
+from of_release import ELSEWHERE_AT_NIGHT, at_night_elsewhere
 from serving_checks import record
-from serving_scenarios import SCENARIOS, Scenario, model_folder, nightly_but_in
+from serving_scenarios import SCENARIOS, Scenario, model_folder
 
 from pd_harness import cluster
 from pd_harness.device import await_peers
@@ -74,7 +74,7 @@ def on(names: set[str], always: str) -> list:
         pytest.param(
             scenario,
             id=scenario.name,
-            marks=nightly_but_in("0.5.23") if scenario.name == always else NIGHTLY,
+            marks=ELSEWHERE_AT_NIGHT if scenario.name == always else NIGHTLY,
         )
         for scenario in SCENARIOS
         if scenario.name in names

@@ -6,8 +6,9 @@ from pd_harness.releases import default_release, release
 
 IS_LATER = release() != "0.5.9"  # from 0.5.20 on
 OUR_FRAMES = 1 if IS_LATER else 2  # of a registration, the last ones
+IS_DEFAULT = release() == default_release()
 # Marks of what every run tries in the default release, and only the night in the others.
-ELSEWHERE_AT_NIGHT = [] if release() == default_release() else [pytest.mark.nightly]
+ELSEWHERE_AT_NIGHT = [] if IS_DEFAULT else [pytest.mark.nightly]
 
 
 def at_night_elsewhere(test):

@@ -272,11 +272,6 @@ EVERY_RUN = {
 }
 
 
-def nightly_but_in(*releases: str) -> list[pytest.MarkDecorator]:
-    """Marks of a test that every run has in these releases alone."""
-    return [] if release() in releases else [pytest.mark.nightly]
-
-
 def marks(one: OfReleases, always: Collection[str]) -> list[pytest.MarkDecorator]:
     """Of its test, which every run has if its name is in ``always``."""
     if one.lacks:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Servers, Side
 from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
-from of_release import ELSEWHERE_AT_NIGHT, IS_LATER, OUR_FRAMES
+from of_release import IS_DEFAULT, IS_LATER, OUR_FRAMES
 from transfer_checks import HANG_SECONDS, few
 
 from pd_harness.waiting import awaited
@@ -30,7 +30,7 @@ BACKENDS = ["nixl", "mooncake", "ascend"]
 SAYING = BACKENDS if IS_LATER else BACKENDS[1:]
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 MUTANTS = [BATCH if IS_LATER else 1500]
-if not ELSEWHERE_AT_NIGHT:
+if IS_DEFAULT:
     MUTANTS.append(pytest.param(10_000, marks=NIGHTLY))
 SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.

@@ -7,7 +7,7 @@ import pytest
 from fleet import Fleet, Side, stock_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_release import ELSEWHERE_AT_NIGHT, IS_LATER
+from of_release import IS_DEFAULT, IS_LATER
 from reasons import ELSEWHERE
 from topologies import ASCEND, HEADS, STAGES, STOCK, changed, same_widths
 from transfer_checks import REQUESTS, eventually, few, of_first, vote
@@ -236,7 +236,7 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1800)]
     "examples, requests",
     [
         (2 if IS_LATER else 5, 10),
-        pytest.param(15 if ELSEWHERE_AT_NIGHT else 40, 100, marks=NIGHTLY),
+        pytest.param(40 if IS_DEFAULT else 15, 100, marks=NIGHTLY),
     ],
     ids=["few", "many"],
 )

@@ -1,6 +1,6 @@
 """All checks, in the order in which a person mends things."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import httpx
 
@@ -13,18 +13,13 @@ from sglang_pd.install.engine import Engine
 from sglang_pd.patchset.patches import Release
 
 
-def authorization(api_key: str) -> dict[str, str]:
-    """The header that servers started with `--api-key` want."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
 def examine(
     engine: Engine,
     release: Release,
     host: Host,
     launch: Launch,
     urls: Sequence[str] = (),
-    api_key: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:
     """What there is to say of an engine on a host, and of running servers, which have its ports."""
     status = operations.status(engine, release)
@@ -45,6 +40,5 @@ def examine(
         yield from variables.check_environment(host, launch, engine.root, patched)
     if urls:
         # Servers of a fleet are no proxy's business.
-        headers = authorization(api_key)
         with httpx.Client(timeout=servers.SECONDS, trust_env=False, headers=headers) as client:
             yield from servers.check_servers(client, list(urls), launch, release)

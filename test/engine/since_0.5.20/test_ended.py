@@ -63,6 +63,7 @@ def told(prefill) -> list[tuple[str, int, int, str]]:
 
 
 FAILED = ("5555", ROOM, KVPoll.Failed, ABORTED)
+GIVEN_UP = [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"]  # by that decode rank
 
 
 @backends
@@ -123,11 +124,27 @@ def test_decode_that_gives_up_is_not_told_so_if_its_message_is_still_being_read(
         sender.clear()
 
     prefill.update_status = ended_at_once
-    managers.read(prefill, [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+    managers.read(prefill, GIVEN_UP)
     prefill.update_status = update
     assert told(prefill) == []
     new(prefill)
     ask(prefill, decode_rank(backend))
+    assert told(prefill) == []
+
+
+@backends
+def test_decode_that_gives_up_just_as_the_end_is_noted_is_not_told_so(backend, monkeypatch):
+    prefill = prefill_rank(backend)
+    sender, note = new(prefill), prefill.note_ended
+    ask(prefill, decode_rank(backend))
+
+    def noted(*ended):
+        note(*ended)
+        managers.read(prefill, GIVEN_UP)
+
+    monkeypatch.setattr(prefill, "note_ended", noted)
+    prefill.update_status(ROOM, KVPoll.Failed)
+    end(sender)
     assert told(prefill) == []
 
 
@@ -153,6 +170,25 @@ def test_decode_is_told_once_of_a_request_that_ends(backend):
     assert told(prefill) == [FAILED]
     assert end(sender) == ABORTED
     assert told(prefill) == []
+
+
+@backends
+@pytest.mark.parametrize("status", [KVPoll.Failed, KVPoll.Success])
+def test_decode_is_told_once_if_the_scheduler_is_quicker_than_the_message(backend, status):
+    """The engine marks a room before it tells decode, which may ask anew once it has heard."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    prefill.record_failure(ROOM, ABORTED)
+    update = prefill.update_status
+
+    def ended_at_once(room, status):
+        update(room, status)
+        end(sender)
+
+    prefill.update_status = ended_at_once
+    prefill.conclude_transfer(bootstrap_room=ROOM, status=status)
+    assert told(prefill) == [FAILED]
 
 
 @backends
@@ -383,7 +419,7 @@ def test_a_decode_rank_that_gave_up_its_room_is_told_nothing(backend):
     """Not even if it had not asked yet: what it asks for next is another request."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new(prefill)
-    managers.read(prefill, [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+    managers.read(prefill, GIVEN_UP)
     end(sender)
     ask(prefill, decode)
     assert told(prefill) == []

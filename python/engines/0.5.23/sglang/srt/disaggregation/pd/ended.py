@@ -13,7 +13,6 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
@@ -23,6 +22,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 # Rooms that are remembered: of requests that failed here, and given up before a request came.
 MAX_ENDED = 4096
 ABORTED = "Aborted on prefill"
+ABORT = b"ABORT"
 
 Endpoint = Tuple[str, int]
 
@@ -45,8 +45,6 @@ class Ended:
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
         self.unrequested: OrderedDict[int, None] = OrderedDict()
-        # Room and endpoint of the message that is being read.
-        self.giving_up: Optional[list] = None
         return self
 
     def note_requested(self, room: int, sender: Any) -> None:
@@ -75,14 +73,8 @@ class Ended:
                 return
             targets = [to for to in self._room_notify_targets(room) if to not in known.told]
             known.told.update(targets)
-        targets = [to for to in targets if [room, *to] != self.giving_up]
         if self.enable_deferred_decode_kv_release:  # else it frees pages that are written to
-            self.send_kv_status_message(
-                targets=targets,
-                bootstrap_room=room,
-                status=KVPoll.Failed,
-                failure_reason=known.reason,
-            )
+            self._tell_ended(room, targets, known.reason)
 
     def note_left(self, room: int, told: Set[Endpoint]) -> None:
         """A request is gone, and nobody has cleared it; `told` know of its failure."""
@@ -105,17 +97,32 @@ class Ended:
             table.pop(room, None)
         self.req_to_decode_prefix_len.pop(room, None)
 
-    def send_kv_status_message(
-        self, *, targets: List[Endpoint], bootstrap_room: int, status: KVPoll, **more
-    ) -> None:
-        """As the engine's; who hears that a request failed is noted."""
-        super().send_kv_status_message(
-            targets=targets, bootstrap_room=bootstrap_room, status=status, **more
-        )
+    def conclude_transfer(
+        self,
+        *,
+        bootstrap_room: int,
+        status: KVPoll,
+        targets: Optional[List[Endpoint]] = None,
+        **more,
+    ) -> Optional[KVPoll]:
+        """As the engine's; who hears how a request ended is noted.
+
+        Before that: the engine marks the room first, and the scheduler may be done with it sooner.
+        """
         with self.ended_lock:
             sender = self.requested.get(bootstrap_room)
-            if sender is not None and status == KVPoll.Failed:
+            if targets is None:
+                targets = self._room_notify_targets(bootstrap_room)
+            if sender is not None:
                 sender.told.update(targets)
+        return super().conclude_transfer(
+            bootstrap_room=bootstrap_room, status=status, targets=targets, **more
+        )
+
+    def _tell_ended(self, room: int, targets: List[Endpoint], reason: str) -> None:
+        self.send_kv_status_message(
+            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+        )
 
     def tells_ended(self, info: Any) -> bool:
         """Whether the room that a decode rank asks for has failed here; it is told then.
@@ -131,24 +138,18 @@ class Ended:
                 self.ended.pop(info.room, None)
                 return False
             known.told.add(endpoint)
-        self.send_kv_status_message(
-            targets=[endpoint],
-            bootstrap_room=info.room,
-            status=KVPoll.Failed,
-            failure_reason=known.reason,
-        )
+        self._tell_ended(info.room, [endpoint], known.reason)
         return True
 
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
-        """As the engine's; who gives a room up knows that it fails."""
-        # It may be that the scheduler ends the request before it is noted here.
-        with contextlib.suppress(IndexError, ValueError):
-            self.giving_up = [int(msg[1]), msg[2].decode("ascii"), int(msg[3])]
+        """As the engine's; who gives a room up knows that it fails, and is not told so."""
+        room, endpoint = _given_up(msg)
+        with self.ended_lock:
+            known = self.requested.get(room) or self.ended.get(room)
+            if known is not None and endpoint is not None:
+                known.told.add(endpoint)
         is_taken = super()._handle_abort_notification(msg)
-        if is_taken:
-            with contextlib.suppress(IndexError, ValueError):  # the engine has said so
-                self._note_given_up(int(msg[1]), msg[2:4])
-        self.giving_up = None
+        self._note_unrequested(room)
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
@@ -156,22 +157,24 @@ class Ended:
         super()._maybe_ack_drained_abort(room)
         self._drop_count(room)
 
-    def _note_given_up(self, room: int, endpoint: List[bytes]) -> None:
-        """Of rooms without a request is kept what the engine needs, for the last ones.
-
-        Raises:
-            ValueError: The endpoint is none.
-        """
+    def _note_unrequested(self, room: Optional[int]) -> None:
+        """Of rooms without a request is kept what the engine needs, for the last ones."""
         with self.ended_lock:
-            sender = self.requested.get(room)
-            if sender is not None:
-                host, port = endpoint
-                sender.told.add((host.decode("ascii"), int(port)))
-            elif room in self.request_status:
+            if room in self.request_status and room not in self.requested:
                 self.unrequested[room] = None
                 if len(self.unrequested) > MAX_ENDED:
                     oldest, _ = self.unrequested.popitem(last=False)
                     self._drop_room(oldest)
+
+
+def _given_up(msg: List[bytes]) -> Tuple[Optional[int], Optional[Endpoint]]:
+    """Room and decode rank of an ABORT; None where it does not say them, as the engine logs."""
+    room = endpoint = None
+    if msg and msg[0] == ABORT:
+        with contextlib.suppress(IndexError, ValueError):
+            room = int(msg[1])
+            endpoint = (msg[2].decode("ascii"), int(msg[3]))
+    return room, endpoint
 
 
 def _left(manager: weakref.ref, room: int, told: Set[Endpoint]) -> None:
@@ -185,7 +188,7 @@ class EndingSender:
     is_cleared = False
     reason: Optional[str] = None  # why it was aborted
     left: Optional[weakref.finalize] = None  # what is done when it is gone and was not cleared
-    told: Iterable[Endpoint] = ()  # decode ranks that know of its failure
+    told: Set[Endpoint]  # decode ranks that know how it ended
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
         if hasattr(mgr, "note_requested"):  # Mori's has not
@@ -201,10 +204,9 @@ class EndingSender:
             return
         super().abort()
         self._tell_failed()
-        manager = self.kv_mgr
-        if manager.deferred_bootstrap is None and hasattr(manager, "note_ended"):
+        if self._tells_decode():
             self.clear()
-            self.reason = manager.failure_records.pop(self.bootstrap_room, None)
+            self.reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def failure_exception(self):
         """As the engine's, with the reason that is kept here."""
@@ -219,9 +221,13 @@ class EndingSender:
             self._tell_failed()
         return status
 
+    def _tells_decode(self) -> bool:
+        """Not over Mori; and of an allocation policy `prefill_complete` the engine does it."""
+        return hasattr(self.kv_mgr, "note_ended") and self.kv_mgr.deferred_bootstrap is None
+
     def _tell_failed(self) -> None:
         """Decode keeps its pages until we say that nothing is written any more; not before that."""
-        if self.kv_mgr.enable_deferred_decode_kv_release:
+        if self._tells_decode() and self.kv_mgr.enable_deferred_decode_kv_release:
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
             self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
@@ -233,8 +239,8 @@ class EndingSender:
         if self.left is not None:  # it may be gone much later, when the room is another request's
             self.left.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
-        if self.conclude_state == KVPoll.Failed and hasattr(manager, "note_ended"):
+        if self.conclude_state == KVPoll.Failed and self._tells_decode():
             reason = manager.failure_records.get(room, "another prefill rank failed")
-            manager.note_ended(room, reason, set(self.told))
+            manager.note_ended(room, reason, self.told)
             manager.tell_who_has_asked(room)
         super().clear()
