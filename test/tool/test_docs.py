@@ -2,7 +2,6 @@
 
 import re
 
-import click
 import pytest
 import typer
 from documented import DOCKERFILES, PAGES, ROOT, commands, of_dockerfile, of_page
@@ -27,7 +26,7 @@ def test_the_tool_takes_every_command(command):
     group = typer.main.get_command(app)
     if words == ["--version"]:
         return
-    name, found, rest = group.resolve_command(click.Context(group), words)
+    name, found, rest = group.resolve_command(typer.Context(group), words)
     assert name == words[0]
     found.make_context(name, rest)
 

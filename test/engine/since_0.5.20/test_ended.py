@@ -202,6 +202,21 @@ def test_it_hears_nothing_while_a_write_may_run_on(backend):
 
 
 @backends
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_nor_of_a_room_with_a_write_that_did_not_settle(backend, is_aborted):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    ask(prefill, decode_rank(backend))
+    prefill.update_status(ROOM, KVPoll.Failed)
+    prefill.poison_deferred_ack_room(ROOM)
+    if is_aborted:
+        sender.abort()
+    else:
+        end(sender)
+    assert told(prefill) == []
+
+
+@backends
 def test_what_the_engine_says_of_an_abort(backend):
     prefill = prefill_rank(backend, managers.ENGINES)
     sender = StockSender(prefill, "127.0.0.1:8998", ROOM)

@@ -73,8 +73,18 @@ class Ended:
                 return
             targets = [to for to in self._room_notify_targets(room) if to not in known.told]
             known.told.update(targets)
-        if self.enable_deferred_decode_kv_release:  # else it frees pages that are written to
+        if self.may_free(room):
             self._tell_ended(room, targets, known.reason)
+
+    def may_free(self, room: int) -> bool:
+        """Whether decode may hear that a room failed: it frees pages that nothing writes to.
+
+        Without deferred release it would not wait for that, and of a write that did not settle
+        nobody knows.
+        """
+        return (
+            self.enable_deferred_decode_kv_release and room not in self._deferred_ack_poisoned_rooms
+        )
 
     def note_left(self, room: int, told: Set[Endpoint]) -> None:
         """A request is gone, and nobody has cleared it; `told` know of its failure."""
@@ -227,7 +237,7 @@ class EndingSender:
 
     def _tell_failed(self) -> None:
         """Decode keeps its pages until we say that nothing is written any more; not before that."""
-        if self._tells_decode() and self.kv_mgr.enable_deferred_decode_kv_release:
+        if self._tells_decode() and self.kv_mgr.may_free(self.bootstrap_room):
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
             self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
