@@ -38,22 +38,23 @@ def serve(
         decode_engine,
     )
     with cluster.running(servers):
+        lost = Lost(*servers[:-1])
         if scenario.topology.backend == "ascend":
             await_peers()
         if scenario.stray is not None:
             send_stray(servers[0], scenario.topology, scenario.stray)
-        answers = ask_until_done(scenario, servers, seconds)
+        answers = ask_until_done(scenario, servers, seconds, lost)
         return answers, [server.name for server in servers if server.has_ended()]
 
 
-def ask_until_done(scenario: Scenario, servers, seconds: float) -> list[cluster.Answer]:
+def ask_until_done(scenario: Scenario, servers, seconds: float, lost: Lost) -> list[cluster.Answer]:
     """The answers of the last time, or of the first that failed."""
     *engines, router = servers
     topology = scenario.topology
     # Decode takes KV from all requests but one, and on a busy machine they may come one by one.
     more = RETRACTING if topology.retracts else 0
     for turn in range(1, scenario.times + more + 1):
-        lost = Lost(*engines)
+        lost.begin()
         answers = cluster.ask(
             router.url, scenario.asked(), scenario.new_tokens, seconds, is_lost=lost
         )

@@ -90,6 +90,12 @@ class Lost:
 
     def __init__(self, prefill: cluster.Server, decode: cluster.Server):
         self.prefill, self.decode = prefill, decode
+        # A busy machine's server may log one when it starts, and lives.
+        self.raised_before = self._raised()
+        self.begin()
+
+    def begin(self) -> None:
+        """Prompts are sent now."""
         self.busy_at = time.monotonic()
 
     def __call__(self) -> bool:
@@ -100,13 +106,17 @@ class Lost:
     def _is_idle(self) -> bool:
         if any(server.has_ended() for server in (self.prefill, self.decode)):
             return True
-        raised = "Traceback (most recent call last)" in self.prefill.log.read_text(errors="replace")
+        raised = self._raised() > self.raised_before
         try:
             return held(self.decode)["num_running_reqs"] == 0 and (
                 raised or holds_nothing(self.prefill)
             )
         except httpx.HTTPError:
             return False
+
+    def _raised(self) -> int:
+        log = self.prefill.log.read_text(errors="replace")
+        return log.count("Traceback (most recent call last)")
 
 
 def seconds_until(condition: Callable[[], bool], patience: float, pause: float = 0.05) -> float:
