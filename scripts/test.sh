@@ -19,10 +19,10 @@ choose_release "$@"
 set -- "${words[@]}"
 cd "$root"
 
-# Most tests wait as long as they compute: two at a time, those of a file one after the other.
-# At night files are long, so that only tests that share a fleet follow each other, three at a time.
+# Most tests wait as long as they compute: three at a time, those of a file one after the other.
+# At night files are long, so that only tests that share a fleet follow each other.
 passes=("not nightly")
-workers=(-n 2 --no-loadscope-reorder --dist loadfile)
+workers=(-n 3 --no-loadscope-reorder --dist loadfile)
 if [[ ${1:-} == --nightly ]]; then
     passes=("nightly and not alone" alone)
     workers=(-n 3 --no-loadscope-reorder --dist loadgroup)
