@@ -1,6 +1,7 @@
 """Decode hears of requests that have ended on prefill, also if it asks for them only then."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor, wait
 from weakref import WeakValueDictionary
 
 import managers
@@ -108,6 +109,38 @@ def test_decode_that_asks_just_as_the_end_is_noted_hears_of_it(backend, first, m
     monkeypatch.setattr(prefill, "note_ended", noted)
     sender.abort()
     assert told(prefill) == [FAILED]
+
+
+class KeptSlowly(dict):
+    """Between what the engine keeps of an ask and the next, `meanwhile` is called."""
+
+    def __setitem__(self, room, infos):
+        super().__setitem__(room, infos)
+        self.meanwhile()
+
+
+@backends
+def test_decode_whose_ask_is_being_kept_as_a_request_ends_hears_of_it(backend):
+    """On stock the thread that reads messages may end there."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    prefill.transfer_infos = KeptSlowly()
+    with ThreadPoolExecutor(1) as scheduler:
+        scheduler.submit(int).result()  # while messages are read, no thread is started
+        prefill.transfer_infos.meanwhile = lambda: wait([scheduler.submit(sender.abort)], 0.02)
+        ask(prefill, decode)
+    assert told(prefill) == [FAILED]
+    assert not prefill.request_status and not prefill.transfer_infos
+
+
+@backends
+def test_nobody_waits_for_a_reader_that_does_not_come_back(backend):
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    prefill.ask_lock.acquire()
+    sender.abort()
+    assert end(sender) == ABORTED
+    new(prefill)
 
 
 @backends
@@ -410,6 +443,19 @@ def test_that_of_a_request_that_is_gone_may_be_dropped(backend, monkeypatch):
         ask(prefill, decode, room)
         abort_by_decode(prefill, room)
     assert kept(prefill) == [{2, 3}] * 3
+
+
+@backends
+def test_a_sender_may_be_collected_within_another_threads_lock(backend):
+    """Which is where memory is asked for, whatever is held then."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    senders = [new(prefill)]
+    prefill.update_status(ROOM, KVPoll.Failed)
+    with ThreadPoolExecutor(1) as other, prefill.ended_lock:
+        other.submit(senders.clear).result(timeout=5)
+    ask(prefill, decode)
+    assert [status for _, _, status, _ in told(prefill)] == [KVPoll.Failed]
+    assert not prefill.left and ROOM not in prefill.request_status
 
 
 @backends

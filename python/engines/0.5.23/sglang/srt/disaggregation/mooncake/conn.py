@@ -76,7 +76,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return checked(recv, self._check_decode_message)
-        return checked(recv, self._check_prefill_message)
+        return checked(recv, self._check_prefill_message, self.end_ask)
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
         """Raises what the engine's thread would on its way through these frames.

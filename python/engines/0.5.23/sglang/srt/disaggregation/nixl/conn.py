@@ -81,7 +81,8 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
     def _start_bootstrap_thread(self):
         """As the engine's, without messages that could not be read."""
-        self.server_socket = CheckedSocket(self.server_socket, self._check_prefill_message)
+        checks = self._check_prefill_message, self.end_ask
+        self.server_socket = CheckedSocket(self.server_socket, *checks)
         super()._start_bootstrap_thread()
 
     def _start_decode_listener_thread(self):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, List, Optional, Set, Tuple
+from typing import Any, Deque, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -23,6 +24,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 MAX_ENDED = 4096
 ABORTED = "Aborted on prefill"
 ABORT = b"ABORT"
+MAX_ASK_SECONDS = 0.1
 
 Endpoint = Tuple[str, int]
 
@@ -40,8 +42,13 @@ class Ended:
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Of the scheduler and the thread that reads messages; a sender may be collected within it.
+        # Of the scheduler, the thread that reads messages, and those that write.
         self.ended_lock = threading.RLock()
+        # Held while the engine keeps what decode asks for; no request is noted as ended meanwhile.
+        self.ask_lock = threading.Lock()
+        self.is_asked = False
+        # Rooms of senders that were collected, which may be at any time and within any lock.
+        self.left: Deque[Tuple[int, Set[Endpoint]]] = deque()
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
         self.unrequested: OrderedDict[int, None] = OrderedDict()
@@ -49,8 +56,9 @@ class Ended:
 
     def note_requested(self, room: int, sender: Any) -> None:
         """A request has come; what is known of its room was another's."""
+        self.drop_left()
         sender.told = set()
-        sender.left = weakref.finalize(sender, _left, weakref.ref(self), room, sender.told)
+        sender.left = weakref.finalize(sender, self.left.append, (room, sender.told))
         sender.left.atexit = False
         with self.ended_lock:
             self.requested[room] = sender
@@ -59,11 +67,14 @@ class Ended:
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
-        with self.ended_lock:
-            self.requested.pop(room, None)
-            self.ended[room] = EndedRoom(reason, told)
-            if len(self.ended) > MAX_ENDED:
-                self.ended.popitem(last=False)
+        with self._between_asks(), self.ended_lock:
+            self._note_ended(room, reason, told)
+
+    def _note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
+        self.requested.pop(room, None)
+        self.ended[room] = EndedRoom(reason, told)
+        if len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
 
     def tell_who_has_asked(self, room: int) -> None:
         """Decode ranks that asked for an ended request in time, and do not know that it has."""
@@ -86,14 +97,25 @@ class Ended:
             self.enable_deferred_decode_kv_release and room not in self._deferred_ack_poisoned_rooms
         )
 
-    def note_left(self, room: int, told: Set[Endpoint]) -> None:
-        """A request is gone, and nobody has cleared it; `told` know of its failure."""
-        with self.ended_lock:
+    def drop_left(self) -> None:
+        """Rooms of requests that are gone, and that nobody has cleared.
+
+        Before anything else is noted: what comes of such a room is another request's.
+        """
+        while self.left:
+            try:
+                room, told = self.left.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._drop_left(room, told)
+
+    def _drop_left(self, room: int, told: Set[Endpoint]) -> None:
+        with self._between_asks(), self.ended_lock:
             if room in self.requested:  # another of that number
                 return
             if self.request_status.get(room) == KVPoll.Failed:
                 told = told.union(self._room_notify_targets(room))
-                self.note_ended(room, self.failure_records.get(room, ABORTED), told)
+                self._note_ended(room, self.failure_records.get(room, ABORTED), told)
             self._drop_room(room)
             self._drop_count(room)
 
@@ -134,11 +156,30 @@ class Ended:
             targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
         )
 
+    @contextlib.contextmanager
+    def _between_asks(self) -> Iterator[None]:
+        """Not in the midst of one; of a thread that does not come back nobody waits for the end."""
+        has_lock = self.ask_lock.acquire(timeout=MAX_ASK_SECONDS)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self.ask_lock.release()
+
+    def end_ask(self) -> None:
+        """The thread that reads messages has kept what the last one asked for."""
+        if self.is_asked:
+            self.is_asked = False
+            self.ask_lock.release()
+
     def tells_ended(self, info: Any) -> bool:
         """Whether the room that a decode rank asks for has failed here; it is told then.
 
-        One that asks again after it was told so has a new request of that number.
+        One that asks again after it was told so has a new request of that number. If the engine is
+        to keep it, `end_ask` must follow: the room cannot end meanwhile.
         """
+        self.drop_left()
+        self.is_asked = self.ask_lock.acquire()
         if info.is_dummy:
             return False
         endpoint = (info.endpoint, info.dst_port)
@@ -148,11 +189,13 @@ class Ended:
                 self.ended.pop(info.room, None)
                 return False
             known.told.add(endpoint)
+        self.end_ask()
         self._tell_ended(info.room, [endpoint], known.reason)
         return True
 
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
         """As the engine's; who gives a room up knows that it fails, and is not told so."""
+        self.drop_left()
         room, endpoint = _given_up(msg)
         with self.ended_lock:
             known = self.requested.get(room) or self.ended.get(room)
@@ -185,11 +228,6 @@ def _given_up(msg: List[bytes]) -> Tuple[Optional[int], Optional[Endpoint]]:
             room = int(msg[1])
             endpoint = (msg[2].decode("ascii"), int(msg[3]))
     return room, endpoint
-
-
-def _left(manager: weakref.ref, room: int, told: Set[Endpoint]) -> None:
-    if manager() is not None:
-        manager().note_left(room, told)
 
 
 class EndingSender:

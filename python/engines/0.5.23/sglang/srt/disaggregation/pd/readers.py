@@ -23,15 +23,19 @@ Frames = List[bytes]
 
 
 def checked(
-    recv: Callable[[], Optional[Frames]], check: Callable[[Frames], Optional[bool]]
+    recv: Callable[[], Optional[Frames]],
+    check: Callable[[Frames], Optional[bool]],
+    done: Callable[[], None] = lambda: None,
 ) -> Callable[[], Optional[Frames]]:
     """As `recv`, which gives a message or None, without messages that `check` takes or drops.
 
     check: gives True for a message that was ours, and raises for one that cannot be read.
+    done: called when the engine comes for the next message.
     """
 
     def recv_checked() -> Optional[Frames]:
         while True:
+            done()
             frames = recv()
             if frames is None:
                 return None
@@ -52,9 +56,9 @@ def checked(
 class CheckedSocket:
     """A socket whose messages are checked; all else is the socket's."""
 
-    def __init__(self, sock: zmq.Socket, check: Callable[[Frames], Optional[bool]]):
+    def __init__(self, sock: zmq.Socket, *checks: Callable):
         self.sock = sock
-        self.recv_multipart = checked(sock.recv_multipart, check)
+        self.recv_multipart = checked(sock.recv_multipart, *checks)
 
     def __getattr__(self, name: str):
         return getattr(self.sock, name)
