@@ -21,13 +21,12 @@ cd "$root"
 
 # Most tests wait as long as they compute: three at a time, those of a file one after the other.
 # At night files are long, so that only tests that share a fleet follow each other.
-passes=("not nightly")
-workers=(-n 3 --no-loadscope-reorder --dist loadfile)
+passes=("not nightly") dist=loadfile
 if [[ ${1:-} == --nightly ]]; then
-    passes=("nightly and not alone" alone)
-    workers=(-n 3 --no-loadscope-reorder --dist loadgroup)
+    passes=("nightly and not alone" alone) dist=loadgroup
     shift
 fi
+workers=(-n 3 --no-loadscope-reorder --dist "$dist")
 for argument in "$@"; do
     [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE
 done

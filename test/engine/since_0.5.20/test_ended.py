@@ -1,6 +1,7 @@
 """Decode hears of requests that have ended on prefill, also if it asks for them only then."""
 
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from weakref import WeakValueDictionary
 
@@ -135,12 +136,32 @@ def test_decode_whose_ask_is_being_kept_as_a_request_ends_hears_of_it(backend):
 
 @backends
 def test_nobody_waits_for_a_reader_that_does_not_come_back(backend):
+    """Not the scheduler for each of many rooms, one after the other."""
+    prefill = prefill_rank(backend)
+    senders = [new(prefill, room) for room in range(100)]
+    prefill.ask_lock.acquire()
+    start = time.monotonic()
+    for sender in senders:
+        sender.abort()
+        assert end(sender) == ABORTED
+    assert time.monotonic() - start < 10 * ended.MAX_ASK_SECONDS
+    new(prefill)
+    prefill.ask_lock.release()
+    new(prefill).abort()
+    assert prefill.ask_patience == ended.MAX_ASK_SECONDS
+
+
+@backends
+@pytest.mark.parametrize("is_over", [False, True])
+def test_of_who_gives_a_room_up_so_many_are_remembered(backend, is_over, monkeypatch):
+    monkeypatch.setattr(ended, "MAX_TOLD", 3)
     prefill = prefill_rank(backend)
     sender = new(prefill)
-    prefill.ask_lock.acquire()
-    sender.abort()
-    assert end(sender) == ABORTED
-    new(prefill)
+    if is_over:
+        sender.abort()
+    for port in range(5555, 5565):
+        managers.read(prefill, [*GIVEN_UP[:3], b"%d" % port])
+    assert len(sender.told) == 3
 
 
 @backends

@@ -81,8 +81,9 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
 
     def _start_bootstrap_thread(self):
         """As the engine's, without messages that could not be read."""
-        checks = self._check_prefill_message, self.end_ask
-        self.server_socket = CheckedSocket(self.server_socket, *checks)
+        self.server_socket = CheckedSocket(
+            self.server_socket, self._check_prefill_message, self.end_ask
+        )
         super()._start_bootstrap_thread()
 
     def _start_decode_listener_thread(self):

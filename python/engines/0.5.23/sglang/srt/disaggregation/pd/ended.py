@@ -23,6 +23,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 # Rooms that are remembered: of requests that failed here, and given up before a request came.
 MAX_ENDED = 4096
 ABORTED = "Aborted on prefill"
+# Decode ranks that may give one room up and are remembered for it; a fleet has far fewer.
+MAX_TOLD = 1024
 ABORT = b"ABORT"
 MAX_ASK_SECONDS = 0.1
 
@@ -47,6 +49,7 @@ class Ended:
         # Held while the engine keeps what decode asks for; no request is noted as ended meanwhile.
         self.ask_lock = threading.Lock()
         self.is_asked = False
+        self.ask_patience = MAX_ASK_SECONDS
         # Rooms of senders that were collected, which may be at any time and within any lock.
         self.left: Deque[Tuple[int, Set[Endpoint]]] = deque()
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -158,8 +161,9 @@ class Ended:
 
     @contextlib.contextmanager
     def _between_asks(self) -> Iterator[None]:
-        """Not in the midst of one; of a thread that does not come back nobody waits for the end."""
-        has_lock = self.ask_lock.acquire(timeout=MAX_ASK_SECONDS)
+        """Not in the midst of one; for a thread that does not come back is waited once."""
+        has_lock = self.ask_lock.acquire(timeout=self.ask_patience)
+        self.ask_patience = MAX_ASK_SECONDS if has_lock else 0
         try:
             yield
         finally:
@@ -199,7 +203,7 @@ class Ended:
         room, endpoint = _given_up(msg)
         with self.ended_lock:
             known = self.requested.get(room) or self.ended.get(room)
-            if known is not None and endpoint is not None:
+            if known is not None and endpoint is not None and len(known.told) < MAX_TOLD:
                 known.told.add(endpoint)
         is_taken = super()._handle_abort_notification(msg)
         self._note_unrequested(room)

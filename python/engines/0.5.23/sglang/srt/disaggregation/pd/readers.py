@@ -54,7 +54,7 @@ def checked(
 
 
 class CheckedSocket:
-    """A socket whose messages are checked; all else is the socket's."""
+    """A socket whose messages are `checked`, with its further arguments; all else is its own."""
 
     def __init__(self, sock: zmq.Socket, *checks: Callable):
         self.sock = sock
