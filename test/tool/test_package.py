@@ -100,7 +100,7 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
     others = [path for path in sys.path if path.endswith("site-packages")]
     without_ours = {"PYTHONPATH": ":".join(others)}
     tool = python.with_name("sglang-pd")
-    steps = (("status",), 10), (("apply", "--preview"), 0), (("status",), 0), (("revert",), 0)
+    steps = (("status",), 10), (("apply",), 0), (("status",), 0), (("revert",), 0)
     for command, code in steps:
         ran = subprocess.run(
             [tool, *command, "--engine", engine_copy],
