@@ -30,6 +30,8 @@ OF_RELEASE = PD_ENV / release()
 KEEPER = Path(__file__).with_name("keeper.py")
 START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
+# From `--dist-init-addr` on: a few for its processes, and the last for DP attention's handshake.
+DIST_PORTS = 14
 NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
 # Two tokens drafted by computing and one that is there already, all verified at once.
 DRAFTING = (
@@ -277,8 +279,7 @@ def engine_server(
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     if dp > 1:
         command += ["--dp-size", str(dp), "--enable-dp-attention"]
-        # Its processes meet at this port and the next five.
-        command += ["--dist-init-addr", f"{HOST}:{free_run(6)}"]
+        command += ["--dist-init-addr", f"{HOST}:{free_run(DIST_PORTS)}"]
     command += ["--max-total-tokens", str(max_tokens)]
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]

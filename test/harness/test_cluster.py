@@ -14,6 +14,7 @@ import pytest
 from pd_harness import cluster
 from pd_harness.ports import free_ports, free_run
 from pd_harness.waiting import awaited
+from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
@@ -109,6 +110,14 @@ def test_a_run_of_ports_is_held_whole():
         free_ports(1, range(start, start + 3))
     with pytest.raises(OSError, match="no 3 free ports in a row"):
         free_run(3, range(start - 2, start + 5))
+
+
+def test_all_ports_that_dp_attention_takes_are_held(tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(cluster, "free_run", lambda length: held.append(length) or 20_000)
+    fleet = cluster.Topology("nixl", prefill_tp=2, prefill_dp=2)
+    cluster.pd_servers(fleet, tmp_path, tmp_path, "patched", "patched")
+    assert held == [cluster.DIST_PORTS] and held[0] > DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 
 def test_what_one_process_has_chosen_no_other_does():
