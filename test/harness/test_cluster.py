@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
 from pd_harness.ports import free_ports, free_run
 from pd_harness.waiting import awaited
-from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
