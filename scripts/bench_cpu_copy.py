@@ -1,13 +1,14 @@
 """KV of a request to the host and back, against the obvious loop and one memcpy.
 
 Run by `scripts/bench.sh cpu-copy`, with the patched engine's own NPU pools, on an NPU where there
-is one. The loop is what the engine does on CUDA: layer by layer, chunk by chunk.
+is one. 0.5.9's copy by what the patches add, a later one's by itself. The loop is what the engine
+does on CUDA: layer by layer, chunk by chunk.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 
 from pd_harness.device import device
+from pd_harness.ranks import one_rank
 
 PAGE_SIZE = 128  # tokens
 TOKENS = (1024, 16384)
@@ -74,19 +76,28 @@ def milliseconds(sides: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(of_side) for name, of_side in times.items()}
 
 
+def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a pool gave, however deep its lists are."""
+    if isinstance(copied, torch.Tensor):
+        yield copied
+    else:
+        for part in copied:
+            yield from tensors(part)
+
+
 def measure(name: str, pool, tokens: int) -> dict:
     """One row: both directions, each with its ratio to the loop and to the memcpy."""
     loop = Loop(pool)
     slots = torch.randperm(pool.size)[:tokens].to(pool.device)
     targets = torch.randperm(pool.size)[:tokens].to(pool.device)
     ours, loops = pool.get_cpu_copy(slots), loop.get_cpu_copy(slots)
-    flat = torch.cat([part.reshape(-1) for chunk in ours for part in chunk])
+    flat = torch.cat([part.reshape(-1) for part in tensors(ours)])
     same = torch.empty_like(flat)
     ms = milliseconds(
         {
-            "to host, ours": lambda: pool.get_cpu_copy(slots),
+            "to host, pool": lambda: pool.get_cpu_copy(slots),
             "to host, loop": lambda: loop.get_cpu_copy(slots),
-            "back, ours": lambda: pool.load_cpu_copy(ours, targets),
+            "back, pool": lambda: pool.load_cpu_copy(ours, targets),
             "back, loop": lambda: loop.load_cpu_copy(loops, targets),
             "memcpy": lambda: same.copy_(flat),
         }
@@ -100,15 +111,15 @@ def table(rows: list[dict]) -> Table:
     for heading in ("tokens", "MB", "memcpy ms"):
         shown.add_column(heading, justify="right")
     for direction in ("to host", "back"):
-        for heading in (f"{direction}: ours ms", "loop ms", "faster", "memcpys"):
+        for heading in (f"{direction}: the pool's ms", "loop ms", "faster", "memcpys"):
             shown.add_column(heading, justify="right")
     for row in rows:
         ms = row["ms"]
         cells = []
         for direction in ("to host", "back"):
-            ours, loop = ms[f"{direction}, ours"], ms[f"{direction}, loop"]
-            ratios = (f"{loop / ours:.2f}", f"{ours / ms['memcpy']:.1f}")
-            cells += [f"{ours:.1f}", f"{loop:.1f}", *ratios]
+            pool, loop = ms[f"{direction}, pool"], ms[f"{direction}, loop"]
+            ratios = (f"{loop / pool:.2f}", f"{pool / ms['memcpy']:.1f}")
+            cells += [f"{pool:.1f}", f"{loop:.1f}", *ratios]
         size = (f"{row['tokens']:,}", f"{row['mb']:.0f}", f"{ms['memcpy']:.1f}")
         shown.add_row(row["pool"], *size, *cells)
     return shown
@@ -122,7 +133,8 @@ def main(
     """Time the copy of a request's KV to the host and back."""
     rows = []
     for name, make in pools().items():
-        pool = make()
+        with one_rank():
+            pool = make()
         rows += [measure(name, pool, tokens) for tokens in TOKENS]
         del pool
     Console(width=160).print(table(rows))

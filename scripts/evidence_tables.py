@@ -113,12 +113,13 @@ def cpu_copy() -> list[str]:
     lines = [
         "KV of a retracted request to the host and back (`scripts/bench.sh cpu-copy`), scattered",
         "slots, medians taken in turns; the loop goes layer by layer and chunk by chunk.",
+        "0.5.9's pools copy by what the patches add, 0.5.23's by themselves.",
         "",
-        "| pool | tokens | MB | one memcpy ms | to host, ours ms | loop ms | back, ours ms "
+        "| pool | tokens | MB | one memcpy ms | to host, pool ms | loop ms | back, pool ms "
         "| loop ms |",
         "|---" * 8 + "|",
     ]
-    names = ("memcpy", "to host, ours", "to host, loop", "back, ours", "back, loop")
+    names = ("memcpy", "to host, pool", "to host, loop", "back, pool", "back, loop")
     for row in json.loads(CPU_COPY.read_text()):
         cells = (f"{row['ms'][name]:.1f}" for name in names)
         size = f"{row['pool']} | {row['tokens']:,} | {row['mb']:.0f}"

@@ -17,7 +17,6 @@ if os.environ.get(SWITCH) != "1":
     pytest.skip("needs the engine on the CPU host: scripts/test.sh", allow_module_level=True)
 
 import torch
-from probes import one_rank
 from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -25,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
 from pd_harness.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
+from pd_harness.ranks import one_rank
 
 PAGE = 16
 START_LAYER, LAYERS, LAYER = 3, 2, 4  # a later pipeline stage; attention runs on its second layer

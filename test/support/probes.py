@@ -6,7 +6,6 @@ prints JSON, so that the stock engine can be asked the same.
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -28,6 +27,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 from stages import play  # noqa: F401 - a probe
 
 from pd_harness.device import device
+from pd_harness.ranks import one_rank
 
 # KV heads, their width, and the parts of an MLA token
 HEADS, WIDTH, LATENT, ROPE, INDEX = 2, 8, 16, 4, 6
@@ -43,14 +43,6 @@ def _fia(on: bool) -> Iterator[None]:
         del os.environ["ASCEND_USE_FIA"]
         if before is not None:
             os.environ["ASCEND_USE_FIA"] = before
-
-
-def one_rank(**widths: int) -> contextlib.AbstractContextManager:
-    """Later releases' pools ask how many ranks share the tokens of a request, and which this is."""
-    if importlib.util.find_spec("sglang.srt.runtime_context") is None:
-        return contextlib.nullcontext()
-    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    return parallel.override(**{"attn_dcp_size": 1, "attn_dcp_rank": 0, **widths})
 
 
 def _common(layers: int, start_layer: int, page_size: int) -> dict:

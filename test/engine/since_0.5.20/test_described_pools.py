@@ -5,7 +5,6 @@ The oracle asks the pools as attention does: by the number of a layer in the mod
 
 from types import SimpleNamespace
 
-import probes
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
@@ -24,6 +23,8 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from pd_harness.ranks import one_rank
+
 kv_layout = pytest.importorskip(
     "sglang.srt.disaggregation.kv_layout", reason="stock describes no pools"
 )
@@ -41,7 +42,7 @@ def stage(start: int, layers: int) -> dict:
 
 
 def make(kind: type, **sizes):
-    with probes.one_rank():
+    with one_rank():
         return kind(**{"size": (PAGES - 1) * PAGE, **TOKENS, **sizes})
 
 

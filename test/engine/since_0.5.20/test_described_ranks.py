@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from probes import one_rank
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.kv_layout import HIDDEN_STATES, Heads
 from sglang.srt.disaggregation.pd import registered
 from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from pd_harness.ranks import one_rank
 
 pytestmark = pytest.mark.engine
 
