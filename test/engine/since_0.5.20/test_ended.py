@@ -165,6 +165,19 @@ def test_of_who_gives_a_room_up_so_many_are_remembered(backend, is_over, monkeyp
 
 
 @backends
+def test_of_who_asks_for_an_ended_room_so_many_are_remembered(backend, monkeypatch):
+    monkeypatch.setattr(ended, "MAX_TOLD", 3)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    sender.abort()
+    for port in range(5555, 5565):
+        decode.rank_port = port
+        ask(prefill, decode)
+    assert [to for to, *_ in told(prefill)] == [str(port) for port in range(5555, 5565)]
+    assert len(sender.told) == 3
+
+
+@backends
 def test_decode_that_gives_up_is_not_told_so_if_its_message_is_still_being_read(backend):
     """Else the next request of that number may hear of it."""
     prefill = prefill_rank(backend)

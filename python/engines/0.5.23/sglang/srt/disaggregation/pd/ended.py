@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 # Rooms that are remembered: of requests that failed here, and given up before a request came.
 MAX_ENDED = 4096
 ABORTED = "Aborted on prefill"
-# Decode ranks that may give one room up and are remembered for it; a fleet has far fewer.
+# Decode ranks that are remembered for having heard of one room, or given it up; a fleet has fewer.
 MAX_TOLD = 1024
 ABORT = b"ABORT"
 MAX_ASK_SECONDS = 0.1
@@ -192,7 +192,7 @@ class Ended:
             if known is None or endpoint in known.told:
                 self.ended.pop(info.room, None)
                 return False
-            known.told.add(endpoint)
+            _add(known.told, endpoint)
         self.end_ask()
         self._tell_ended(info.room, [endpoint], known.reason)
         return True
@@ -203,8 +203,8 @@ class Ended:
         room, endpoint = _given_up(msg)
         with self.ended_lock:
             known = self.requested.get(room) or self.ended.get(room)
-            if known is not None and endpoint is not None and len(known.told) < MAX_TOLD:
-                known.told.add(endpoint)
+            if known is not None and endpoint is not None:
+                _add(known.told, endpoint)
         is_taken = super()._handle_abort_notification(msg)
         self._note_unrequested(room)
         return is_taken
@@ -222,6 +222,12 @@ class Ended:
                 if len(self.unrequested) > MAX_ENDED:
                     oldest, _ = self.unrequested.popitem(last=False)
                     self._drop_room(oldest)
+
+
+def _add(told: Set[Endpoint], endpoint: Endpoint) -> None:
+    """So many at most: a peer may say that it is at any port."""
+    if len(told) < MAX_TOLD:
+        told.add(endpoint)
 
 
 def _given_up(msg: List[bytes]) -> Tuple[Optional[int], Optional[Endpoint]]:
