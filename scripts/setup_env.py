@@ -5,6 +5,7 @@
     RELEASE/stock/     the published engine, untouched
     RELEASE/patched/   the published engine with this checkout's patch set applied
     nixl/              other releases of NIXL than base's, each asked for by --nixl
+    memfabric/         MemFabric, which `ascend` servers use, and a stand-in for the driver below it
 
 Packages come by uv, torch by pip. A step that is done is left alone; one that was interrupted is
 done again.
@@ -13,25 +14,21 @@ done again.
 import argparse
 import ctypes
 import fcntl
-import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "python"))
+from setup_memfabric import RELEASES as MEMFABRICS
+from setup_memfabric import chosen_memfabric, memfabric
+from setup_steps import BASE, PD_ENV, ROOT, digest, run, say, step, uv_install
 
-from pd_harness.releases import VARIABLE, chosen_release  # noqa: E402
+from pd_harness.releases import VARIABLE, chosen_release
 
-PD_ENV = ROOT / ".pd-env"
-BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 COMMON = REQUIREMENTS / "common.txt"
 RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
@@ -63,53 +60,6 @@ PATH_FILE = """\
 import os; "SGLANG_PD_CPU_HOST" in os.environ and \
 __import__("pd_harness.cpu_host.startup", fromlist=["activate"]).activate()
 """
-
-
-def say(text: str) -> None:
-    print(f"setup: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def step(title: str) -> Iterator[None]:
-    """Say what begins, and how long it took; what its commands say is between."""
-    say(f"{title} ...")
-    start = time.monotonic()
-    yield
-    say(f"{title}: done, {time.monotonic() - start:.0f} s")
-
-
-def run(*command: str | Path, quiet: bool = False) -> None:
-    """Run a command, whose output is shown; a quiet one's if it fails.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    words = [str(word) for word in command]
-    shown = subprocess.PIPE if quiet else sys.stderr
-    done = subprocess.run(words, stdout=shown, stderr=subprocess.STDOUT if quiet else None)
-    if done.returncode != 0:
-        sys.stderr.write((done.stdout or b"").decode(errors="replace"))
-        sys.exit(
-            f"setup: this failed (status {done.returncode}): {shlex.join(words)}\n"
-            "setup: its output above says why; run again to resume"
-        )
-
-
-def uv_install(python: Path, *what: str | Path) -> None:
-    """Install these, and nothing that they name, for a Python."""
-    run(BASE / "bin" / "uv", "pip", "install", "--python", python, "--no-deps", *what)
-
-
-def digest(*paths: Path, text: str = "") -> str:
-    """A hash over the names and bytes of the files at or below ``paths``, and ``text``."""
-    state = hashlib.sha256(text.encode())
-    for path in paths:
-        files = [path] if path.is_file() else sorted(path.rglob("*"))
-        for file in files:
-            if file.is_file() and "__pycache__" not in file.parts:
-                data = file.read_bytes()
-                state.update(f"{file.relative_to(ROOT)}\0{len(data)}\0".encode() + data)
-    return state.hexdigest()
 
 
 def is_done(folder: Path, key: str, stamp: str = ".ready") -> bool:
@@ -304,8 +254,19 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         metavar="VERSION",
         help="prepare this release of NIXL as well, and no engine that is not named",
     )
+    ask.add_argument(
+        "--memfabric",
+        action="append",
+        choices=MEMFABRICS,
+        help="prepare this release of MemFabric as well, and no engine that is not named; may be "
+        f"given again (default: {chosen_memfabric()}, with each engine)",
+    )
     asked = ask.parse_args()
-    wanted = asked.engines or ([] if asked.nixl else ["stock", "patched"])
+    alone = asked.nixl or asked.memfabric
+    wanted = asked.engines or ([] if alone else ["stock", "patched"])
+    memfabrics = asked.memfabric or []
+    if wanted:
+        memfabrics = list(dict.fromkeys([*memfabrics, chosen_memfabric()]))
     if not set(wanted) <= {"stock", "patched"}:
         ask.error(f"unknown engine among {wanted}: choose stock or patched")
     PD_ENV.mkdir(exist_ok=True)
@@ -315,10 +276,12 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             say("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(asked.release or [chosen], wanted, asked.nixl)
+        prepare(asked.release or [chosen], wanted, asked.nixl, memfabrics)
 
 
-def prepare(releases: list[str], engines: list[str], nixl: str | None) -> None:
+def prepare(
+    releases: list[str], engines: list[str], nixl: str | None, memfabrics: list[str]
+) -> None:
     """Run the steps in order."""
     steps: list[tuple[str, Callable[[str], None]]] = [
         ("system libraries", system_libraries),
@@ -326,6 +289,8 @@ def prepare(releases: list[str], engines: list[str], nixl: str | None) -> None:
     ]
     if nixl:
         steps.append((f"nixl=={nixl}", partial(other_nixl, version=nixl)))
+    for version in memfabrics:
+        steps.append((f"memfabric-hybrid=={version}", partial(memfabric, version=version)))
     for release in releases if engines else []:
         steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
         for name in engines:

@@ -8,13 +8,13 @@ import gc
 import importlib.util
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from pd_harness.cpu_host import (
     SWITCH,
     adaptations,
     idle,
+    memfabric,
     name_only,
     newer,
     probe,
@@ -24,8 +24,6 @@ from pd_harness.cpu_host import (
 from pd_harness.cpu_host.engines_sends import engines_sends
 from pd_harness.cpu_host.import_hooks import after_import, around_import
 from pd_harness.cpu_host.stock_transfer import stock_transfer
-
-PACKAGES = Path(__file__).with_name("packages")  # stand-ins that are imported by their names
 
 
 def activate() -> None:
@@ -51,7 +49,7 @@ def activate() -> None:
     # Importing the engine makes a million objects that stay; collecting among them takes a second.
     gc.set_threshold(100_000)
     name_only.install()
-    sys.path.append(str(PACKAGES))  # last, so that real ones win
+    memfabric.install()
     _bind_threads()
     after_import("torch", adaptations.torch_streams)
     after_import("transformers.utils.import_utils", newer.no_torchvision)

