@@ -1,11 +1,8 @@
-"""The stand-ins for Ascend: operators, attention over the real NPU pools, and MemFabric."""
+"""The stand-ins for Ascend: operators, and attention over the real NPU pools."""
 
-import hashlib
 import importlib
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -192,71 +189,3 @@ def check_steps(kind: str, ascend, native, npu_pool, plain_pool, table) -> None:
         assert want.abs().min() > 0
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
         assert npu_batch.token_to_kv_pool is npu_pool
-
-
-# A process with a registered and an unregistered buffer; at a line of input it tells the first's
-# contents.
-RECEIVER = """
-import ctypes, hashlib, json, sys
-from memfabric_hybrid import TransferEngine
-try:
-    from sglang.srt.utils.network import get_local_ip_auto
-except ImportError:  # 0.5.9
-    from sglang.srt.utils import get_local_ip_auto
-size = int(sys.argv[1])
-registered, other = (ctypes.create_string_buffer(size) for _ in range(2))
-engine = TransferEngine()
-session = f"{get_local_ip_auto()}:{engine.get_rpc_port()}"
-start = ctypes.addressof(registered)
-assert engine.initialize("tcp://store", session, "Decode", 0, engine.TransDataOpType.SDMA) == 0
-assert engine.batch_register_memory([start], [size]) == 0
-print(json.dumps([session, start, ctypes.addressof(other)]), flush=True)
-sys.stdin.readline()
-print(hashlib.sha256(registered.raw).hexdigest(), any(other.raw), flush=True)
-"""
-
-
-@pytest.fixture
-def memfabric(monkeypatch):
-    monkeypatch.setenv("MC_FORCE_TCP", "true")
-    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
-    return importlib.import_module("memfabric_hybrid")
-
-
-def test_memfabric_writes_into_another_process(memfabric):
-    piece, pieces = 8, 3000  # more than Mooncake takes at once
-    data = torch.randint(256, (pieces, piece), dtype=torch.uint8)
-    engine = memfabric.TransferEngine()
-    assert engine.register_memory(data.data_ptr(), data.nbytes) == 0
-    command = [sys.executable, "-c", RECEIVER, str(data.nbytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as receiver:
-        session, start, unregistered = json.loads(receiver.stdout.readline())
-        order = torch.randperm(pieces)
-        src = (data.data_ptr() + piece * torch.arange(pieces)).tolist()
-        dst = (start + piece * order).tolist()
-        assert engine.batch_transfer_sync_write(session, src, dst, [piece] * pieces) == 0
-        assert engine.transfer_sync_write(session, src[0], unregistered, piece) < 0
-        found, other = receiver.communicate("tell")[0].split()
-    expected = torch.empty_like(data)
-    expected[order] = data
-    assert found == hashlib.sha256(expected.numpy().tobytes()).hexdigest()
-    assert other == "False"
-
-
-def test_memfabric_needs_a_store(memfabric):
-    with pytest.raises(ValueError, match="URL is None"):
-        memfabric.create_config_store(None)
-    engine = object.__new__(memfabric.TransferEngine)
-    assert engine.initialize(None, "host:1", "Prefill", 0, engine.TransDataOpType.SDMA) < 0
-
-
-def test_memfabric_says_that_mooncake_does_not_start(memfabric, monkeypatch):
-    class Broken:
-        def initialize(self, *arguments):
-            return -3
-
-    monkeypatch.setattr("mooncake.engine.TransferEngine", Broken)
-    with pytest.raises(RuntimeError, match="did not start on 127.0.0.1: status -3"):
-        memfabric.TransferEngine()

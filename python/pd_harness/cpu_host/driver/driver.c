@@ -171,6 +171,7 @@ static int window_at(const void *address, size_t size, struct window *found) {
 /* By name */
 
 int rtIpcSetMemoryName(const void *start, uint64_t size, char *name, uint32_t most) {
+    note("export", (uintptr_t)start, size, 0);
     snprintf(name, most, "%d:%lx:%lx", getpid(), (long)start, (long)size);
     return 0;
 }
@@ -193,6 +194,7 @@ int rtIpcCloseMemory(const void *start) {
 struct share { int pid; uintptr_t start; };
 
 int halMemRetainAllocationHandle(struct share **handle, void *start) {
+    note("export", (uintptr_t)start, 0, 0);
     *handle = malloc(sizeof **handle);
     **handle = (struct share){getpid(), (uintptr_t)start};
     return 0;
@@ -232,6 +234,28 @@ int halMemUnmap(void *start) { close_window(start, 1); return 0; }
 
 /* Copies */
 
+/* From or to a process's memory; its own, too, for an address may be no memory any more. */
+static int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
+    for (size_t done = 0; done < size;) {
+        struct iovec own = {(char *)here + done, size - done};
+        struct iovec peers = {(void *)(there + done), size - done};
+        ssize_t some = is_write ? process_vm_writev(pid, &own, 1, &peers, 1, 0)
+                                : process_vm_readv(pid, &own, 1, &peers, 1, 0);
+        if (some <= 0) {
+            int why = errno;
+            fprintf(stderr,
+                    "pd_harness driver: process_vm_%s of %zu bytes with process %d failed: %s%s\n",
+                    is_write ? "writev" : "readv", size - done, pid, strerror(why),
+                    why == EPERM || why == ENOSYS
+                        ? "; a container must allow that call (seccomp, or the capability SYS_PTRACE)"
+                        : "");
+            return FAILED;
+        }
+        done += some;
+    }
+    return 0;
+}
+
 /* Whether the fault that a test has asked for lets this copy happen. */
 static int is_carried(void) {
     static atomic_long done;
@@ -250,36 +274,17 @@ static int is_carried(void) {
     return read != 2 || strcmp(word, "fail") != 0 || done++ < number;
 }
 
-static int carry(int pid, char *here, uintptr_t there, size_t size, int is_write) {
-    if (!is_carried())
-        return FAILED;
-    for (size_t done = 0; done < size;) {
-        struct iovec own = {here + done, size - done}, peers = {(void *)(there + done), size - done};
-        ssize_t some = is_write ? process_vm_writev(pid, &own, 1, &peers, 1, 0)
-                                : process_vm_readv(pid, &own, 1, &peers, 1, 0);
-        if (some <= 0) {
-            int why = errno;
-            fprintf(stderr, "pd_harness driver: process_vm_%s of %zu bytes with process %d failed: %s%s\n",
-                    is_write ? "writev" : "readv", size - done, pid, strerror(why),
-                    why == EPERM || why == ENOSYS
-                        ? "; a container must allow that call (seccomp, or the capability SYS_PTRACE)"
-                        : "");
-            return FAILED;
-        }
-        done += some;
-    }
-    return 0;
-}
-
 static int copy(void *to, const void *from, size_t size) {
     struct window peer;
     note("copy", (uintptr_t)to, (uintptr_t)from, size);
-    if (window_at(to, size, &peer))
-        return carry(peer.pid, (char *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
-    if (window_at(from, size, &peer))
-        return carry(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
-    memmove(to, from, size);
-    return 0;
+    int is_write = window_at(to, size, &peer);
+    if (!is_write && !window_at(from, size, &peer))
+        return move(getpid(), (void *)from, (uintptr_t)to, size, 1);
+    if (!is_carried())
+        return FAILED;
+    if (is_write)
+        return move(peer.pid, (void *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
+    return move(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
 }
 
 int aclrtMemcpy(void *to, size_t most, const void *from, size_t size, int kind) { return copy(to, from, size); }

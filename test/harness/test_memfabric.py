@@ -1,0 +1,269 @@
+"""What the real MemFabric does here, by release: our patches and docs rely on it.
+
+Where one of these fails with a newer release, what relies on it must be looked at.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from memfabric_end import MIB, PAGE
+
+from pd_harness.cpu_host.memfabric import DEFAULT, RELEASES, VARIABLE
+from pd_harness.device import device
+from pd_harness.ports import HOST, free_ports
+from pd_harness.waiting import awaited
+
+END = Path(__file__).resolve().parents[1] / "support" / "memfabric_end.py"
+JOINS_WITHIN = 30  # seconds, after which 1.0 knows a peer and what it has registered
+BUFFER, OTHER = [100, MIB], [8 * MIB + 4096, 3 * MIB]  # offset and size
+DATA = 7
+
+pytestmark = pytest.mark.skipif(device() != "cpu", reason="NPUs have a driver: test/npu")
+
+
+class End:
+    """A process of `memfabric_end`, and calls to it."""
+
+    def __init__(self, role: str, device: int, release: str, folder: Path):
+        self.log, self.fault = folder / f"{role}.driver", folder / f"{role}.fault"
+        self.process = subprocess.Popen(
+            [sys.executable, str(END), role, str(device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"{role}.log").open("w"),
+            text=True,
+            env={
+                **os.environ,
+                VARIABLE: release,
+                "PD_DRIVER_LOG": str(self.log),
+                "PD_DRIVER_FAULT": str(self.fault),
+            },
+        )
+        self.seconds = 0.0  # of the last call
+
+    def begin(self, *call) -> None:
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        value, self.seconds = json.loads(self.process.stdout.readline())
+        return value
+
+    def __call__(self, *call):
+        self.begin(*call)
+        return self.end()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def exports(self) -> int:
+        """How often MemFabric has asked its driver to let peers reach memory."""
+        return self.log.read_text().count(" export ") if self.log.exists() else 0
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode end; `ports` are what decode's was before and after its start."""
+
+    release: str
+    prefill: End
+    decode: End
+    session: str = ""
+    there: int = 0
+    ports: tuple = ()
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        return tuple(map(int, self.release.split(".")))
+
+    def write(self, *copies: list[int]) -> int:
+        return self.prefill("write", self.session, self.there, *copies)
+
+    def arrives(self, copy: list[int]) -> bool:
+        """Whether it is taken and found there; 1.0 may need a while."""
+        _, offset, size = copy
+        self.decode("fill", 0, offset, size)
+        # From 1.1.3 on at once.
+        if self.version < (1, 1, 3):
+            awaited(lambda: self.write(copy) == 0, JOINS_WITHIN, pause=1)
+        return self.write(copy) == 0 and self.decode("count", DATA, offset, size) == size
+
+
+@contextlib.contextmanager
+def started(release: str, folder: Path):
+    """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
+    (port,) = free_ports(1)
+    url = f"tcp://{HOST}:{port}"
+    pair = Pair(release, *(End(role, i, release, folder) for i, role in enumerate(ROLES)))
+    ends = (pair.prefill, pair.decode)
+    try:
+        assert pair.prefill("create_store", url) == 0
+        for end in ends:  # at once: in 1.0 one waits for the other
+            end.begin("start_engine", url, HOST)
+        _, found = (end.end() for end in ends)
+        assert found["status"] == 0, found
+        pair.ports = (found["before"], found["after"])
+        # Before 1.1.3 it is a name, and the one that was said to the store counts.
+        pair.session = f"{HOST}:{found['before'] or found['after']}"
+        pair.there = pair.decode("where")
+        pair.prefill("fill", DATA, 0, 32 * MIB)
+        for end in ends:
+            assert end("register", BUFFER, OTHER) == 0
+        yield pair
+    finally:
+        for end in ends:
+            end.close()
+
+
+ROLES = ("prefill", "decode")
+
+
+def at_night(release: str):
+    return pytest.param(release, marks=[] if release == DEFAULT else [pytest.mark.nightly])
+
+
+@pytest.fixture(scope="module", params=[at_night(release) for release in RELEASES])
+def pair(request, tmp_path_factory):
+    with started(request.param, tmp_path_factory.mktemp("memfabric")) as pair:
+        yield pair
+
+
+def test_the_port_of_a_session(pair):
+    before, after = pair.ports
+    if pair.version < (1, 1, 3):  # a name, which int() reads
+        port, pid = before.split("_")
+        assert (port.isdecimal(), int(pid)) == (True, pair.decode.process.pid)
+    else:
+        assert before == 0 < after < 1 << 16
+
+
+def test_prefill_registers_when_it_first_writes(pair):
+    registered = pair.prefill.exports()
+    assert (registered == 0) == (pair.version >= (1, 1, 3))
+    assert pair.arrives([100, *BUFFER])
+    assert pair.prefill.exports() > 0
+    assert pair.decode.exports() > 0
+
+
+def test_a_buffer_arrives_and_nothing_beside_it(pair):
+    assert pair.arrives([100, *BUFFER])
+    for offset in (0, BUFFER[0] + BUFFER[1]):
+        assert pair.decode("count", DATA, offset, 100) == 0
+
+
+@pytest.mark.parametrize("offset", [0, BUFFER[0] + BUFFER[1]], ids=["before", "behind"])
+def test_what_lies_beside_a_buffer_in_its_page_can_be_written(pair, offset):
+    assert pair.arrives([100, *BUFFER])
+    assert pair.write([100, offset, 16]) == 0
+    assert pair.decode("count", DATA, offset, 16) == 16
+    pair.decode("fill", 0, offset, 16)
+
+
+def test_no_other_page_can_be_written(pair):
+    assert pair.arrives([100, *BUFFER])
+    for offset in (PAGE - 8, 2 * PAGE):
+        assert pair.write([100, offset, 16]) < 0
+        assert pair.decode("count", DATA, PAGE, PAGE) == 0
+
+
+def test_a_source_need_not_be_registered(pair):
+    assert pair.arrives([30 * MIB, 100, 16])
+
+
+def test_one_bad_address_keeps_the_whole_batch_from_being_written(pair):
+    assert pair.arrives([100, *BUFFER])
+    pair.decode("fill", 0, *BUFFER)
+    assert pair.write([100, 100, 8], [200, 2 * PAGE, 8]) < 0
+    assert pair.decode("count", DATA, *BUFFER) == 0
+
+
+def test_copies_of_nothing_are_refused(pair):
+    assert pair.arrives([100, *BUFFER])
+    assert pair.write([100, 100, 0]) < 0
+    assert pair.write() < 0
+
+
+def test_registering_a_page_again(pair):
+    refused = (1, 1, 4) <= pair.version <= (1, 2, 1)
+    offset, size = OTHER
+    assert (pair.decode("register", BUFFER) != 0) == refused
+    assert (pair.decode("register", [offset + 4096, size // 2]) != 0) == refused
+    assert pair.arrives([offset, offset, size])
+
+
+def test_a_copy_over_the_border_of_neighbours(pair):
+    """From 1.1.3 on they stay two ranges; before, they become one."""
+    assert pair.decode("register", [20 * MIB, 4 * MIB], [24 * MIB, 4 * MIB]) == 0
+    assert pair.arrives([20 * MIB, 20 * MIB, 4 * MIB])
+    assert pair.arrives([20 * MIB, 24 * MIB, 4 * MIB])
+    assert (pair.write([20 * MIB, 22 * MIB, 4 * MIB]) < 0) == (pair.version >= (1, 1, 3))
+
+
+def test_unregistering_changes_nothing(pair):
+    assert pair.arrives([100, *BUFFER])
+    address = pair.there + BUFFER[0]
+    assert pair.decode("unregister_memory", address) == 0
+    assert pair.arrives([100, *BUFFER])
+
+
+def test_what_no_release_has(pair):
+    for name in ("send_probe", "batch_unregister_memory", "get_engine"):
+        assert pair.decode("has", name) is False
+
+
+def test_sessions_need_an_ip_address(pair):
+    assert pair.arrives([100, *BUFFER])
+    port = pair.session.partition(":")[2]
+    for session in (f"localhost:{port}", f"{HOST}:9", "nobody"):
+        assert pair.prefill("write", session, pair.there, [100, 100, 16]) < 0
+
+
+def test_a_store_has_a_url(pair):
+    engine = pair.decode("start_engine", None, HOST)
+    assert "raised" in engine or engine["status"] != 0, engine
+
+
+def test_many_copies_in_a_batch(pair):
+    assert pair.arrives([100, *BUFFER])
+    copies = [[at, at, 24] for at in range(OTHER[0], OTHER[0] + 20_000 * 48, 48)]
+    pair.decode("fill", 0, *OTHER)
+    assert pair.write(*copies) == 0
+    assert pair.decode("count", DATA, OTHER[0], 20_000 * 48) == 20_000 * 24
+
+
+def test_a_copy_that_fails_in_the_driver(pair):
+    """What was written before it stays; the next batch is right."""
+    assert pair.arrives([100, *BUFFER])
+    pair.decode("fill", 0, *BUFFER)
+    copies = [[at, at, 16] for at in range(1000, 1000 + 10 * 64, 64)]
+    pair.prefill.fault.write_text("fail 3\n")
+    assert pair.write(*copies) < 0
+    assert pair.decode("count", DATA, *BUFFER) == 3 * 16
+    pair.prefill.fault.unlink()
+    assert pair.write(*copies) == 0
+    assert pair.decode("count", DATA, *BUFFER) == 10 * 16
+
+
+@pytest.mark.parametrize("release", [at_night(release) for release in RELEASES])
+def test_a_peer_that_dies_in_the_middle_of_a_batch(release, tmp_path):
+    """The call ends, with an error; so does the next one."""
+    copies = [[at, at, 16] for at in range(1000, 1000 + 200 * 64, 64)]
+    with started(release, tmp_path) as pair:
+        assert pair.arrives([100, *BUFFER])
+        pair.prefill.fault.write_text("slow 10000\n")
+        pair.prefill.begin("write", pair.session, pair.there, *copies)
+        time.sleep(1)
+        os.kill(pair.decode.process.pid, signal.SIGKILL)
+        assert pair.prefill.end() < 0
+        assert 0.9 < pair.prefill.seconds < 5
+        assert pair.write([100, 100, 16]) < 0
+        assert pair.prefill.seconds < 5
