@@ -6,6 +6,7 @@ Where one of these fails with a newer release, what relies on it must be looked 
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -53,7 +54,10 @@ class End:
         self.process.stdin.write(json.dumps(call) + "\n")
         self.process.stdin.flush()
 
-    def end(self):
+    def end(self, seconds: float = 60):
+        """The result of the call. Raises TimeoutError if there is none."""
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"no answer within {seconds} s")
         value, self.seconds = json.loads(self.process.stdout.readline())
         return value
 
@@ -72,7 +76,8 @@ class End:
 
 @dataclass
 class Pair:
-    """A prefill and a decode end; `ports` are what decode's was before and after its start."""
+    """A prefill and a decode end. `ports` are decode's before and after its start, `early` is how
+    often prefill had asked its driver to let peers reach memory before it first wrote."""
 
     release: str
     prefill: End
@@ -80,6 +85,7 @@ class Pair:
     session: str = ""
     there: int = 0
     ports: tuple = ()
+    early: int = 0
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -98,33 +104,58 @@ class Pair:
         return self.write(copy) == 0 and self.decode("count", DATA, offset, size) == size
 
 
+ROLES = ("prefill", "decode")
+# In these a first write may wait for ever: `GroupJoin` does not get its turn at decode's store.
+MAY_HANG = ("1.1.6", "1.2.1")
+ATTEMPTS = 5
+
+
 @contextlib.contextmanager
 def started(release: str, folder: Path):
     """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
+    for attempt in range(ATTEMPTS):
+        place = folder / str(attempt)
+        place.mkdir()
+        pair = Pair(release, *(End(role, i, release, place) for i, role in enumerate(ROLES)))
+        try:
+            try:
+                meet(pair)
+            except TimeoutError:
+                if release not in MAY_HANG:
+                    raise
+                continue
+            yield pair
+            return
+        finally:
+            pair.prefill.close()
+            pair.decode.close()
+    pytest.fail(f"MemFabric {release} hung in each of {ATTEMPTS} first writes")
+
+
+def meet(pair: Pair) -> None:
+    """Start both ends, register, and write for the first time.
+
+    Raises:
+        TimeoutError: that does not end.
+    """
     (port,) = free_ports(1)
     url = f"tcp://{HOST}:{port}"
-    pair = Pair(release, *(End(role, i, release, folder) for i, role in enumerate(ROLES)))
     ends = (pair.prefill, pair.decode)
-    try:
-        assert pair.prefill("create_store", url) == 0
-        for end in ends:  # at once: in 1.0 one waits for the other
-            end.begin("start_engine", url, HOST)
-        _, found = (end.end() for end in ends)
-        assert found["status"] == 0, found
-        pair.ports = (found["before"], found["after"])
-        # Before 1.1.3 it is a name, and the one that was said to the store counts.
-        pair.session = f"{HOST}:{found['before'] or found['after']}"
-        pair.there = pair.decode("where")
-        pair.prefill("fill", DATA, 0, 32 * MIB)
-        for end in ends:
-            assert end("register", BUFFER, OTHER) == 0
-        yield pair
-    finally:
-        for end in ends:
-            end.close()
-
-
-ROLES = ("prefill", "decode")
+    assert pair.prefill("create_store", url) == 0
+    for end in ends:  # at once: in 1.0 one waits for the other
+        end.begin("start_engine", url, HOST)
+    _, found = (end.end() for end in ends)
+    assert found["status"] == 0, found
+    pair.ports = (found["before"], found["after"])
+    # Before 1.1.3 it is a name, and the one that was said to the store counts.
+    pair.session = f"{HOST}:{found['before'] or found['after']}"
+    pair.there = pair.decode("where")
+    pair.prefill("fill", DATA, 0, 32 * MIB)
+    for end in ends:
+        assert end("register", BUFFER, OTHER) == 0
+    pair.early = pair.prefill.exports()
+    pair.prefill.begin("write", pair.session, pair.there, [100, *BUFFER])
+    pair.prefill.end(15)
 
 
 def at_night(release: str):
@@ -147,8 +178,7 @@ def test_the_port_of_a_session(pair):
 
 
 def test_prefill_registers_when_it_first_writes(pair):
-    registered = pair.prefill.exports()
-    assert (registered == 0) == (pair.version >= (1, 1, 3))
+    assert (pair.early == 0) == (pair.version >= (1, 1, 3))
     assert pair.arrives([100, *BUFFER])
     assert pair.prefill.exports() > 0
     assert pair.decode.exports() > 0
