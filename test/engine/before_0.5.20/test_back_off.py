@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import statistics
+import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -103,7 +104,7 @@ def send(manager, room: int, session: str) -> float:
     return time.monotonic()
 
 
-def ask(manager, room: int, session: str) -> None:
+def ask(manager, room: int, session: str, ranks: int = 1) -> None:
     """As decode does."""
     manager._open_room(
         mooncake.TransferInfo(
@@ -114,7 +115,7 @@ def ask(manager, room: int, session: str) -> None:
             dst_kv_indices=np.array([3], np.int32),
             dst_aux_index=0,
             dst_state_indices=[],
-            required_dst_info_num=1,
+            required_dst_info_num=ranks,
             is_dummy=False,
         )
     )
@@ -179,6 +180,36 @@ def test_a_new_process_at_that_address_is_served(manager):
     manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
     seconds_until_over(manager, 3, send(manager, 3, DEAD), 5)
     assert manager.check_status(3) == KVPoll.Success
+
+
+def registration(session: str) -> list[bytes]:
+    """As decode's, which describes itself."""
+    numbers = (struct.pack("Q", 1 << 20), b"", b"", b"0", b"1", b"64", b"", b"")
+    return [b"None", b"10.0.0.1", b"1", session.encode(), *numbers, encode_layout(LAYOUT), b""]
+
+
+@pytest.mark.parametrize("session", ["10.0.0.1:17217_10565", "[::1]:4000"])
+def test_sessions_of_each_library(manager, session):
+    """MemFabric 1.0.5 to 1.1.2 puts the process behind the port."""
+    manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
+    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
+    manager._handle_bootstrap_message(registration(session))
+    assert manager.decode_kv_args_table[session].plan is not None
+    seconds_until_over(manager, 3, send(manager, 3, session), 5)
+    assert manager.check_status(3) == KVPoll.Success
+
+
+def test_a_session_without_a_port_is_refused_at_once(manager):
+    """MemFabric has none before 0.5.9 asks it; its ranks on one host have one session id."""
+    told = []
+    manager._send_status = lambda req, status, reason: told.append((req.room, status, reason))
+    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
+    manager._handle_bootstrap_message(registration("10.0.0.1:0"))
+    manager.update_status(5, KVPoll.Bootstrapping)
+    ask(manager, 5, "10.0.0.1:0", ranks=2)
+    (room, status, reason) = awaited(lambda: told, 5)[0]
+    assert (room, status) == (5, KVPoll.Failed)
+    assert "decode's session id is 10.0.0.1:0, which has no port" in reason
 
 
 def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager):

@@ -60,6 +60,21 @@ def test_a_peer_that_is_refused(backend):
     assert "number of layers: prefill has 3, decode has 4" in reason
 
 
+def test_ranks_whose_session_has_no_port():
+    """Two of one host: the room would wait for the second, which is taken for the first."""
+    prefill = managers.rank("mooncake", managers.latents())
+    decode = managers.rank("mooncake", managers.latents(), DECODE)
+    decode.engine.session = "127.0.0.1:0"
+    prefill.request_status[ROOM] = KVPoll.Bootstrapping
+    ask = managers.request(decode, ROOM, range(4), required_dst_info_num=2)
+    managers.read(prefill, managers.registration(decode), ask, ask)
+    assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
+    add(prefill, 0, 4)
+    reason = has_failed(prefill)
+    assert reason.startswith("Prefill cannot serve this decode server: ")
+    assert "decode's session id is 127.0.0.1:0, which has no port" in reason
+
+
 @backends
 def test_a_peer_that_never_registered(backend):
     prefill = asked(backend, is_registered=False)

@@ -241,7 +241,7 @@ def test_a_request_of_a_dummy_rank_passes(backend):
 @pytest.mark.parametrize(
     "session",
     [b"", b"host", b"host:", b":1", b"host:-1", b"host:x", b"host: 1", b"h\xc3\xb6st:1"]
-    + [b"host:\xd9\xa1", b"x" * 300 + b":1"],
+    + [b"host:1_", b"host:\xd9\xa1", b"x" * 300 + b":1"],
 )
 def test_a_mooncake_session_that_is_no_address(session):
     """Its port says which queue the room's chunks go to, in the scheduler."""
@@ -253,7 +253,9 @@ def test_a_mooncake_session_that_is_no_address(session):
     assert not prefill.transfer_infos and not prefill.decode_kv_args_table
 
 
-@pytest.mark.parametrize("session", [b"10.0.0.1:1", b"[::1]:65535", b"node-7.local:12001"])
+@pytest.mark.parametrize(
+    "session", [b"10.0.0.1:1", b"[::1]:65535", b"node-7.local:12001", b"127.0.0.1:17217_10565"]
+)
 def test_sessions_that_are(session):
     prefill = prefill_rank("mooncake")
     _, ask = messages_to_prefill("mooncake")

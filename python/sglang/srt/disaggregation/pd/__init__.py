@@ -8,6 +8,7 @@
     prefill_servers    decode asks bootstrap servers, and notes which prefill servers are lost
     agreement          ranks of one server change a request's state together
     messages           sockets, and threads that read them
+    session_ids        of Mooncake and MemFabric
     memory             buffers by name, and their registration with a transfer engine
     verify             decode compares what arrived with what prefill has, where that is asked for
     page_digests       digests of pages, computed where they lie

@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.pd.readers import (
     check_staging,
     checked,
 )
+from sglang.srt.disaggregation.pd.session_ids import why_unreachable
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
             else:
                 info = TransferInfo.from_zmq(frames)
                 check_room(info)
+                if why_unreachable(info.mooncake_session_id):
+                    frames[7] = b"1"  # ranks without a port share a session id: one opens the room
                 return self.tells_ended(info)
         return False
 
@@ -135,6 +138,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
             self.plan_peer(mooncake_session_id, info, tp, info.dst_kv_item_len)
+            info.refusal = why_unreachable(mooncake_session_id) or info.refusal
             super()._publish_peer_registration(mooncake_session_id, info)
         except Exception as error:
             # An entry that is missing would be worse: its rooms would wait.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import List, Optional
 
 import zmq
+from sglang.srt.disaggregation.pd.session_ids import port_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,9 @@ def check_metadata(name: bytes, metadata: bytes) -> None:
 
 
 def check_session(session: bytes) -> None:
-    """Raises ValueError for what is no transfer session: rooms are dealt to queues by its port."""
+    """Raises ValueError for what is no session id: rooms are dealt to queues by its port."""
     check_name(session)
-    host, _, port = session.decode("ascii").rpartition(":")
-    if not (host and port.isdecimal()):
-        raise ValueError(f"{session!r} is no session, which is HOST:PORT")
+    port_of(session.decode("ascii"))
 
 
 def check_room(info: object) -> None:

@@ -19,10 +19,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
 )
-from sglang.srt.disaggregation.kv_layout import (
-    LayoutError,
-    encode_layout,
-)
+from sglang.srt.disaggregation.kv_layout import encode_layout
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import BackOff
 from sglang.srt.disaggregation.pd.memory import register_apart
@@ -30,6 +27,7 @@ from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.queued import QueuedSends
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.rooms import ENDED
+from sglang.srt.disaggregation.pd.session_ids import port_of, why_unreachable
 from sglang.srt.disaggregation.pd.status_messages import StatusMessages
 from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -262,9 +260,15 @@ class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
         return self.kv_args.state_type != "mamba"
 
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
-        host, _, port = info.name.rpartition(":")
-        if not (host and port.isdecimal()):  # transfers are dealt to queues by the port
-            raise LayoutError(f"decode session {info.name!r} is no host and port")
+        port_of(info.name)  # by which transfers are dealt to queues
+
+    def _plan_transfers(self, info: KVArgsRegisterInfo) -> None:
+        """Set its `plan`, or its `refusal`."""
+        super()._plan_transfers(info)
+        unreachable = why_unreachable(info.name)
+        if unreachable:
+            logger.error(f"Decode {info.name} is refused: {unreachable}")
+            info.plan, info.refusal, info.try_again = None, unreachable, False
 
     def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
         known = self.decode_kv_args_table.get(info.name)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import LayoutError, PeerPlan, TransferPlan
 from sglang.srt.disaggregation.pd.batches import write_copies
+from sglang.srt.disaggregation.pd.session_ids import port_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,7 @@ class QueuedSends:
 
     def _enqueue(self, chunk: Any) -> None:
         """In the queue of its decode ranks, so that a dead one holds up no others."""
-        ports = [
-            int(session.rsplit(":", 1)[1])
-            for session in list(self.transfer_infos.get(chunk.room, ()))
-        ]
+        ports = [port_of(session) for session in list(self.transfer_infos.get(chunk.room, ()))]
         if ports:
             self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
 

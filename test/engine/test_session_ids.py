@@ -1,0 +1,41 @@
+"""Session ids of every library are read; what nobody sends is refused."""
+
+import pytest
+from sglang.srt.disaggregation.pd.session_ids import port_of, why_unreachable
+
+pytestmark = pytest.mark.engine
+
+MEMFABRICS = "127.0.0.1:17217_10565"  # of 1.0.5 to 1.1.2
+
+
+@pytest.mark.parametrize(
+    "session, port",
+    [
+        (MEMFABRICS, 17217),
+        ("10.0.0.1:1", 1),
+        ("10.0.0.1:0", 0),
+        ("[::1]:65535", 65535),
+        ("fe80::1:4000", 4000),  # as 0.5.9 writes it
+        ("node-7.local:12001", 12001),
+    ],
+)
+def test_sessions_that_are(session, port):
+    assert port_of(session) == port
+    int(session.rsplit(":", 1)[1])  # by which the engine chooses a queue
+
+
+@pytest.mark.parametrize(
+    "session",
+    ["", "host", "host:", ":1", "host:-1", "host:+1", "host:x", "host: 1", "host:1 ", "host:\u0661"]
+    + ["host:1_", "host:_1", "host:1__2", "host:1_2_3", "host:0x1", "host:1\n"],
+)
+def test_sessions_that_are_none(session):
+    with pytest.raises(ValueError, match="invalid session id .*, expected HOST:PORT"):
+        port_of(session)
+
+
+def test_a_session_without_a_port_is_not_reached():
+    why = why_unreachable("10.0.0.1:0")
+    assert "decode's session id is 10.0.0.1:0, which has no port" in why
+    assert "memfabric-hybrid 1.1.2 or earlier" in why
+    assert not why_unreachable(MEMFABRICS)
