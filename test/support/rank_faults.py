@@ -22,9 +22,10 @@ class Faults:
 
     How a transfer fails: `status`, the engine's call returns an error; `exception`, it raises;
     `late status` and `late exception`, NIXL alone, it says that it has begun, and then so. Or
-    `wait`: it begins after some seconds. Or `cut`: all connections of this process break before it
-    begins. Or processes die: with `kill` before it begins, with `freeze` they stand still when it
-    begins, and die after some seconds.
+    `wait`: it begins after some seconds. Or `down`: Mooncake and Ascend, for some seconds from now
+    all fail. Or `cut`: all connections of this process break before it begins. Or processes die:
+    with `kill` before it begins, with `freeze` they stand still when it begins, and die after some
+    seconds.
     """
 
     def __init__(self, manager):
@@ -47,12 +48,15 @@ class Faults:
         """From now on, `at` these transfers (the next one is 1); with `only_state`, of state's."""
         self._how, self._at, self._only_state = how, tuple(at), only_state
         self._pids, self._seconds = tuple(pids), seconds
+        self._up_again = time.monotonic() + seconds
         self._calls = 0
 
     def _inject(self) -> str:
         """What is to become of the transfer that begins now."""
         if self._only_state and not self._sends_state:
             return ""
+        if self._how == "down":
+            return "status" if time.monotonic() < self._up_again else ""
         self._calls += 1
         if self._calls not in self._at:
             return ""

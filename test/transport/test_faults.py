@@ -7,6 +7,7 @@ from fleet import Fleet, Rank, Servers, Side
 from of_release import IS_LATER, at_night_elsewhere
 from rank_faults import ERROR
 from reasons import CUT, FAILING, LOST_DECODE, LOST_PREFILL
+from topologies import ascend
 from transfer_checks import (
     AT_ONCE,
     BACKENDS,
@@ -20,7 +21,7 @@ from transfer_checks import (
     of_first,
 )
 
-from pd_harness.waiting import in_time
+from pd_harness.waiting import awaited, in_time
 
 pytestmark = pytest.mark.transport
 
@@ -132,6 +133,40 @@ def test_mooncake_leaves_a_peer_alone_after_two_failures(serve, failing, ends):
             assert "it is tried again in" in sent[-1]["reason"], sent
             time.sleep(BACK_OFF)
         assert_right(servers)
+
+
+CUT_SECONDS = 2.0
+SERVED_AGAIN = 5.0  # seconds after the link is back
+ON_A_LINK = {"mooncake": Fleet(backend="mooncake"), "ascend": ascend(mla=True)}
+
+
+def cut_link(servers: Servers) -> None:
+    """For two seconds each request fails; returns when the link is back."""
+    assert servers.request(*PAGES).state == "right"
+    servers.prefill[0].call("plan_faults", how="down", seconds=CUT_SECONDS)
+    back = time.monotonic() + CUT_SECONDS
+    while (left := back - time.monotonic()) > 0:
+        assert servers.request([1, 2], [4, 5], seconds=30).state == "failed"
+        time.sleep(min(0.1, left))
+
+
+@pytest.mark.parametrize("backend", ON_A_LINK)
+def test_a_link_that_is_cut_for_two_seconds(serve, backend):
+    with serve(ON_A_LINK[backend]) as servers:
+        cut_link(servers)
+        assert awaited(lambda: servers.request(*PAGES).state == "right", SERVED_AGAIN, pause=0.1)
+        assert_right(servers)
+
+
+@at_night_elsewhere
+@pytest.mark.parametrize("backend", ON_A_LINK)
+def test_stock_does_not_serve_after_a_link_was_cut(serve, backend):
+    """0.5.9's never again, later ones' once a probe is answered, half a minute later or never."""
+    with serve(ON_A_LINK[backend], "stock", "stock") as servers:
+        cut_link(servers)
+        assert not awaited(
+            lambda: servers.request([1, 2], [4, 5]).state == "right", SERVED_AGAIN, pause=0.1
+        )
 
 
 @at_night_elsewhere

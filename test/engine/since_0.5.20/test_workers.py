@@ -1,28 +1,30 @@
 """Mooncake's transfer worker: what goes wrong with a chunk fails its room, and no other."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import managers
 import numpy as np
 import pytest
-from managers import DECODE, ENGINES, PATCHED
+from managers import DECODE, ENGINES, PATCHED, PEER
 from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import ABORT_TAG
+from sglang.srt.disaggregation.pd import back_off
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-BROKEN, GOOD = 7, 8
+BROKEN, GOOD, LATER = 7, 8, 9
 NO_PAGE = managers.PAGES + 900
 
 
-def asked(kinds=PATCHED):
-    """A prefill rank that is asked for two rooms."""
+def asked(kinds=PATCHED, rooms=(BROKEN, GOOD)):
+    """A prefill rank that is asked for these rooms."""
     prefill = managers.rank("mooncake", managers.latents(), kinds=kinds)
     decode = managers.rank("mooncake", managers.latents(), DECODE)
-    for room in (BROKEN, GOOD):
+    for room in rooms:
         prefill.request_status[room] = KVPoll.Bootstrapping
-    requests = [managers.request(decode, room, range(4)) for room in (BROKEN, GOOD)]
+    requests = [managers.request(decode, room, range(4)) for room in rooms]
     managers.read(prefill, managers.registration(decode), *requests)
     return prefill
 
@@ -138,6 +140,43 @@ def test_it_ends_when_its_server_does():
     prefill = asked()
     work(prefill)
     assert not prefill.told
+
+
+def failing(prefill, tries: int) -> None:
+    """So many calls to the transfer engine fail."""
+    write, left = prefill.engine.batch_transfer_sync, [-1] * tries
+
+    def transfer(*lists):
+        return left.pop() if left else write(*lists)
+
+    prefill.engine.batch_transfer_sync = transfer
+
+
+def test_a_session_to_which_one_transfer_failed_is_soon_tried_again(monkeypatch):
+    monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", 0.3)
+    prefill = asked(rooms=(BROKEN, GOOD, LATER))
+    failing(prefill, tries=1)
+    add(prefill, BROKEN)
+    add(prefill, GOOD)
+    work(prefill)
+    assert "Failed to send kv chunk" in told(prefill)[BROKEN][1]
+    assert "is not alive" in told(prefill)[GOOD][1]
+    time.sleep(0.3)
+    add(prefill, LATER)
+    work(prefill)
+    assert told(prefill)[LATER] == (KVPoll.Success, None)
+    assert prefill.failed_sessions._back_off.seconds_left(PEER["mooncake"]) < -1000  # forgiven
+
+
+def test_the_engine_never_tries_it_again():
+    prefill = asked(ENGINES)
+    failing(prefill, tries=1)
+    add(prefill, BROKEN)
+    work(prefill)
+    time.sleep(1.1)
+    add(prefill, GOOD)
+    work(prefill)
+    assert prefill.request_status[GOOD] == KVPoll.Failed
 
 
 def test_an_exception_before_any_chunk_fails_no_room():

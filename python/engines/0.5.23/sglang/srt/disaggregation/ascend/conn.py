@@ -22,6 +22,10 @@ class AscendKVManager(EngineAscendKVManager):
         else:
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
+    def _send_probe(self, session_id: str) -> int:
+        """Whether a peer answers (0); where MemFabric has no probe, no other than a transfer."""
+        return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
+
     def send_kvcache(self, session: str, *sent, **more) -> int:
         """Write these pages of all layers to the peer. Returns the transfer engine's status."""
         if self.plan_of(session) is None:

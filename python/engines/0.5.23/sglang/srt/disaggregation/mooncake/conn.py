@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
+from sglang.srt.disaggregation.pd.back_off import FailedSessions
 from sglang.srt.disaggregation.pd.batches import write_copies
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
@@ -69,6 +71,11 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
         with only_logged_later(self):
             register_apart(self.kv_args, self.engine.batch_register, aux_over_tcp)
+
+    def start_prefill_thread(self):
+        """As the engine's; a session to which a transfer has failed is soon tried again."""
+        self.failed_sessions = FailedSessions()
+        super().start_prefill_thread()
 
     # What peers say
 
@@ -251,6 +258,12 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
                 return super().transfer_worker(*own)
             except Exception as error:
                 self._fail_unsettled(error.__context__ or error)
+
+    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
+        """As the engine's; of a room that succeeds all peers are reached."""
+        if status == KVPoll.Success:
+            self.failed_sessions.forgive(self.transfer_infos.get(bootstrap_room, ()))
+        return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 
     def poison_deferred_ack_room(self, room: int) -> None:
         """As the engine's; the worker's last one is known."""

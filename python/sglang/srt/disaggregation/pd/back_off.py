@@ -1,0 +1,158 @@
+"""Decode ranks to which transfers fail again and again are left alone for a while.
+
+On a dead one each transfer costs the transfer engine's time-out, in one of few queues; a link that
+was cut for a moment must soon serve again. So the waits begin short and double, and are longer than
+the failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Dict
+
+from sglang.srt.disaggregation.kv_layout import LayoutError
+
+logger = logging.getLogger(__name__)
+
+# After so many failures in a row, for some seconds, twice as many after each that fails then.
+FAILURES_IN_A_ROW = 2
+BACK_OFF_SECONDS = 1.0
+MAX_BACK_OFF_SECONDS = 30.0
+# A wait is as long as so many failures, and the longest may be as long as so many: a peer that
+# takes a time-out to fail leaves its queue to others for most of the time.
+LEAST_FAILURES = 2
+MOST_FAILURES = 10
+
+
+@dataclass
+class _Failures:
+    """`not_before` is when it is tried next, on the monotonic clock; infinite while it is."""
+
+    count: int = 0
+    wait: float = 0.0
+    not_before: float = -math.inf
+
+
+class BackOff:
+    """Counts failures in a row of each peer, from any thread.
+
+    in_a_row: After so many a peer is left alone.
+    """
+
+    def __init__(self, in_a_row: int = FAILURES_IN_A_ROW):
+        self._in_a_row = in_a_row
+        self._lock = threading.Lock()
+        self._failures: Dict[str, _Failures] = {}
+
+    @contextlib.contextmanager
+    def trying(self, peer: str) -> Iterator[None]:
+        """Around a transfer; after some failures one at a time.
+
+        Raises:
+            RuntimeError: It failed a short time ago, or is being tried.
+        """
+        self._check(peer)
+        begun = time.monotonic()
+        try:
+            yield
+        except LayoutError:  # nothing was tried
+            with self._lock:
+                if self.is_left_alone(peer):
+                    self._failures[peer].not_before = 0.0
+            raise
+        except Exception:
+            self.note_failure(peer, time.monotonic() - begun)
+            raise
+        self.forgive(peer)
+
+    def note_failure(self, peer: str, took: float) -> None:
+        """A transfer to it failed, after so many seconds."""
+        with self._lock:
+            known = self._failures.setdefault(peer, _Failures())
+            known.count += 1
+            if known.count >= self._in_a_row:
+                known.wait = _wait(known, took)
+                known.not_before = time.monotonic() + known.wait
+
+    def forgive(self, peer: str) -> None:
+        """It is another process, or lives."""
+        with self._lock:
+            self._failures.pop(peer, None)
+
+    def is_left_alone(self, peer: str) -> bool:
+        """Whether it is tried one at a time, and not at once."""
+        known = self._failures.get(peer)
+        return known is not None and known.count >= self._in_a_row
+
+    def seconds_left(self, peer: str) -> float:
+        """Until it is tried again; infinite while it is, 0 or less for one that may be tried."""
+        known = self._failures.get(peer)
+        return -math.inf if known is None else known.not_before - time.monotonic()
+
+    def _check(self, peer: str) -> None:
+        with self._lock:
+            if not self.is_left_alone(peer):
+                return
+            seconds, failures = self.seconds_left(peer), self._failures[peer].count
+            if seconds <= 0:
+                self._failures[peer].not_before = math.inf  # until this try has ended
+                return
+        when = "when that has ended" if seconds == math.inf else f"in {math.ceil(seconds)} s"
+        raise RuntimeError(
+            f"the last {failures} transfers to decode session {peer} failed; it is tried again "
+            f"{when}"
+        )
+
+
+def _wait(known: _Failures, took: float) -> float:
+    """Seconds until the next try. That a first failure took long is no sign of a dead peer."""
+    if known.count == 1:
+        return BACK_OFF_SECONDS
+    longest = max(MAX_BACK_OFF_SECONDS, MOST_FAILURES * took)
+    return max(BACK_OFF_SECONDS, LEAST_FAILURES * took, min(2 * known.wait, longest))
+
+
+class FailedSessions(set):
+    """The engine's failed sessions since 0.5.20, each of which leaves when it is to be tried again.
+
+    The engine adds a session at its first failure, and removes it when it registers or answers a
+    probe. Its workers ask whether a session is in here right before they write to it; those of one
+    session share a queue, so that one of them tries it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._back_off = BackOff(in_a_row=1)
+        self._asked = threading.local()  # when each worker began what may fail
+
+    def __contains__(self, session: str) -> bool:
+        self._asked.at = time.monotonic()
+        if not super().__contains__(session):
+            return False
+        if self._back_off.seconds_left(session) > 0:
+            return True
+        super().discard(session)
+        logger.info(f"Decode session {session} is tried again")
+        return False
+
+    def add(self, session: str) -> None:
+        """A transfer to it failed."""
+        super().add(session)
+        now = time.monotonic()
+        self._back_off.note_failure(session, now - getattr(self._asked, "at", now))
+
+    def discard(self, session: str) -> None:
+        """It has registered, or answers."""
+        super().discard(session)
+        self._back_off.forgive(session)
+
+    def forgive(self, sessions: Iterable[str]) -> None:
+        """Transfers to these have succeeded: their next failure is a first one."""
+        for session in list(sessions):
+            self._back_off.forgive(session)

@@ -1,0 +1,93 @@
+"""How long a decode rank to which transfers fail is left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.pd import back_off
+
+pytestmark = pytest.mark.engine
+
+PEER = "10.0.0.1:4000"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the time is; tests move it on."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(back_off, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def try_it(failed: back_off.FailedSessions, clock, seconds: float) -> None:
+    """As the engine's worker does, to which it fails after so long."""
+    assert PEER not in failed
+    clock.now += seconds
+    failed.add(PEER)
+
+
+def waits(clock, seconds: float, tries: int) -> list[float]:
+    """After each of so many tries that fail, and each begin as soon as it may."""
+    failed, found = back_off.FailedSessions(), []
+    for _ in range(tries):
+        try_it(failed, clock, seconds)
+        begun = clock.now
+        while PEER in failed:
+            clock.now += 0.5
+        found.append(clock.now - begun)
+    return found
+
+
+def test_they_begin_short_and_double(clock):
+    assert waits(clock, 0.0, 7) == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_failures_that_take_long_leave_the_queue_to_others(clock):
+    assert waits(clock, 5.0, 6) == [1, 10, 20, 40, 50, 50]
+
+
+@pytest.mark.parametrize("cut", [0.5, 2.0])
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_link_that_is_cut_for_a_moment(clock, cut, seconds):
+    """Requests keep coming, each failure takes so many seconds: five later it serves again."""
+    failed, back = back_off.FailedSessions(), clock.now + cut
+    while True:
+        clock.now += 0.1
+        if PEER in failed:
+            continue
+        if clock.now >= back:
+            break
+        clock.now += seconds
+        failed.add(PEER)
+    assert clock.now - back < 5
+
+
+def test_a_success_makes_the_next_failure_a_first_one(clock):
+    failed = back_off.FailedSessions()
+    for _ in range(4):
+        try_it(failed, clock, 0.0)
+        clock.now += 40
+    assert PEER not in failed
+    failed.forgive([PEER, "another"])
+    try_it(failed, clock, 0.0)
+    clock.now += 1
+    assert PEER not in failed
+
+
+def test_one_that_registers_or_answers_is_served_at_once(clock):
+    failed = back_off.FailedSessions()
+    failed.add(PEER)
+    failed.add(PEER)
+    assert PEER in failed and list(failed) == [PEER]
+    failed.discard(PEER)
+    assert PEER not in failed
+    failed.add(PEER)
+    clock.now += 1
+    assert PEER not in failed
+
+
+def test_one_is_spared_where_two_in_a_row_are_allowed(clock):
+    peers = back_off.BackOff()
+    peers.note_failure(PEER, 0.0)
+    assert not peers.is_left_alone(PEER)
+    peers.note_failure(PEER, 0.0)
+    assert peers.seconds_left(PEER) == 1
