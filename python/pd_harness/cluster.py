@@ -19,6 +19,8 @@ import httpx
 
 from pd_harness import forks
 from pd_harness.cpu_host import ENVIRONMENT, thread_binding
+from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import DTYPES, device, npus
 from pd_harness.ports import HOST, free_ports, free_run
 from pd_harness.releases import release
@@ -93,6 +95,12 @@ class Topology:
     def retracts(self) -> bool:
         """Whether decode is meant to retract requests."""
         return self.retract or self.decode_tokens < MAX_TOKENS
+
+    def memfabric(self, decode_engine: str) -> dict[str, str]:
+        """Variables with which both servers take one MemFabric of those that the CPU host has."""
+        if self.backend != "ascend" or device() != "cpu":
+            return {}
+        return {MEMFABRIC: memfabric_for(decode_engine)}
 
     def decode_environment(self, store_port: int) -> dict[str, str]:
         """As `environment`, of the decode server."""
@@ -316,7 +324,7 @@ def pd_servers(
     ``environment`` and ``both``, options of `engine_server`, are for the two engine servers.
     """
     (store_port,) = free_ports(1)
-    both["environment"] = {**environment}
+    both["environment"] = {**topology.memfabric(decode_engine), **environment}
     prefill = prefill_server(topology, prefill_engine, model, logs, store_port, **both)
     decode = decode_server(topology, decode_engine, model, logs, store_port, **both)
     return prefill, decode, router([prefill], [decode], logs)

@@ -4,6 +4,8 @@ import importlib.util
 import os
 import time
 
+from pd_harness.cpu_host.memfabric import knows_peers_late
+
 VARIABLE = "SGLANG_PD_DEVICE"
 # Attention on an NPU knows no float32. Of its types float16 is nearest to what is right.
 DTYPES = {"cpu": "float32", "npu": "float16"}
@@ -49,10 +51,10 @@ def _what_lacks() -> str:
     return "torch_npu sees no device"
 
 
-def await_peers() -> None:
-    """Wait until MemFabric knows peers that have started now; elsewhere they are known at once.
+def await_peers(memfabric: str) -> None:
+    """Wait until this release of MemFabric knows a peer that has started now.
 
-    It looks for them every 3 s, and not for their memory the first two times.
+    Before 1.1.3 it looks for peers every 3 s, and not for their memory the first two times.
     """
-    if device() == "npu":
-        time.sleep(12)
+    if device() == "npu" or knows_peers_late(memfabric):
+        time.sleep(14)

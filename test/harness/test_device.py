@@ -57,13 +57,15 @@ def test_an_npu_that_is_named_must_be_there(no_npu, monkeypatch):
         device.why_no_npu()
 
 
-def test_only_npus_wait_for_their_peers(no_npu, monkeypatch):
+def test_old_releases_of_memfabric_and_npus_wait_for_their_peers(no_npu, monkeypatch):
     waits = []
     monkeypatch.setattr(device.time, "sleep", waits.append)
-    device.await_peers()
+    device.await_peers("1.3.0")
+    assert not waits
+    device.await_peers("1.0.8")
     monkeypatch.setattr(device, "npus", lambda: 1)
-    device.await_peers()
-    assert len(waits) == 1 and waits[0] > 9
+    device.await_peers("1.3.0")
+    assert len(waits) == 2 and min(waits) > 9
 
 
 def test_servers_on_npus(four_npus, tmp_path):

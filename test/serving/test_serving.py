@@ -13,6 +13,7 @@ from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_fo
 from stray import send_stray
 
 from pd_harness import cluster
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.newer import STAGED
 from pd_harness.device import await_peers
 from pd_harness.releases import release
@@ -40,7 +41,7 @@ def serve(
     with cluster.running(servers):
         lost = Lost(*servers[:-1])
         if scenario.topology.backend == "ascend":
-            await_peers()
+            await_peers(memfabric_for(decode_engine))
         if scenario.stray is not None:
             send_stray(servers[0], scenario.topology, scenario.stray)
         answers = ask_until_done(scenario, servers, seconds, lost)

@@ -9,6 +9,7 @@ from serving_checks import holds_nothing, outcome, record, resident_mib, retract
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
 from pd_harness import cluster
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import await_peers
 
 pytestmark = [
@@ -70,7 +71,7 @@ def test_soak(backend, prefill_tp, engine, reference):
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):
         if backend == "ascend":
-            await_peers()
+            await_peers(memfabric_for(engine))
         start = time.monotonic()
         for _ in range(ROUNDS):
             turn = order.sample(range(PROMPTS), PROMPTS)

@@ -12,6 +12,7 @@ from serving_checks import record
 from serving_scenarios import SCENARIOS, Scenario, model_folder
 
 from pd_harness import cluster
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import await_peers
 from sglang_pd.errors import Code
 
@@ -42,7 +43,7 @@ def running(scenario: Scenario, test: str, **environment: str) -> Iterator[list[
     )
     with cluster.running(servers):
         if topology.backend == "ascend":
-            await_peers()
+            await_peers(memfabric_for("patched"))
         yield servers
 
 

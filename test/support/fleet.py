@@ -20,6 +20,8 @@ from of_release import IS_LATER
 
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
+from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import await_peers, device
 from pd_harness.forks import SocketServer
 from pd_harness.ports import HOST, free_ports
@@ -77,7 +79,9 @@ class Fleet:
         """Ranks of both sides."""
         return self.prefill.tp * self.prefill.pp + self.decode.tp * self.decode.pp
 
-    def ranks(self, role: str, bootstrap_port: int, store_port: int) -> list[dict]:
+    def ranks(
+        self, role: str, bootstrap_port: int, store_port: int, environment: dict[str, str]
+    ) -> list[dict]:
         """The configuration of each rank, as `rank.Rank` takes it. On NPUs each has its own."""
         side: Side = getattr(self, role)
         sizes = self.stage_sizes(side.pp)
@@ -118,7 +122,7 @@ class Fleet:
                 "kv_heads": side.kv_heads or self.kv_heads,
                 "dtype": side.dtype,
                 "fia": self.fia if side.fia is None else side.fia,
-                "environment": side.environment,
+                "environment": {**environment, **side.environment},
             }
             for tp_rank in range(side.tp)
             for pp_rank in range(side.pp)
@@ -197,6 +201,7 @@ class ForkServer(SocketServer):
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
+        self.engine = engine
         super().__init__(
             [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
             {**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
@@ -348,9 +353,18 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
 
 
 @contextlib.contextmanager
-def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[Servers]:
-    """Start all ranks of both servers, and end them when the block is left."""
+def running(
+    fleet: Fleet, prefill: ForkServer, decode: ForkServer, memfabric: str = ""
+) -> Iterator[Servers]:
+    """Start all ranks of both servers, and end them when the block is left.
+
+    With `ascend` they use this release of MemFabric, or the newest that serves decode's engine.
+    """
     port, store_port = free_ports(2)
+    environment = {}
+    if fleet.backend == "ascend":
+        memfabric = memfabric or memfabric_for(decode.engine)
+        environment = {MEMFABRIC: memfabric}
     fork_servers = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
 
@@ -372,14 +386,14 @@ def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[S
                     "backend": fleet.backend,
                     "bootstrap_port": port,
                     "store": store,
-                    "environment": fleet.prefill.environment,
+                    "environment": {**environment, **fleet.prefill.environment},
                 }
             )
             assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
             return server
 
         def ranks(role: str) -> list[Rank]:
-            configs = fleet.ranks(role, port, store_port)
+            configs = fleet.ranks(role, port, store_port, environment)
             made = [spawned(fork_servers[role]) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, made, configs))
@@ -387,5 +401,5 @@ def running(fleet: Fleet, prefill: ForkServer, decode: ForkServer) -> Iterator[S
 
         servers = Servers(fleet, bootstrap, ranks)
         if fleet.backend == "ascend":
-            await_peers()
+            await_peers(memfabric)
         yield servers

@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from pd_harness.releases import release
+
 VARIABLE = "SGLANG_PD_MEMFABRIC"
 DEFAULT = "1.3.0"
 PACKAGE = "memfabric_hybrid"
@@ -26,9 +28,27 @@ RELEASES = sorted(
 )
 
 
+# From here on a transfer engine has its port when it is initialised, and needs no store.
+FIRST_WITHOUT_STORE = (1, 1, 3)
+# With it stock 0.5.9 serves; with one that chooses its port later it does not.
+FOR_STOCK_DECODE_0_5_9 = "1.0.8"
+
+
 def chosen_memfabric() -> str:
     """The release that the variable names, or the newest that is tried."""
     return os.environ.get(VARIABLE) or DEFAULT
+
+
+def memfabric_for(decode_engine: str) -> str:
+    """The release that is chosen, or the newest with which this engine can be decode."""
+    if VARIABLE not in os.environ and (release(), decode_engine) == ("0.5.9", "stock"):
+        return FOR_STOCK_DECODE_0_5_9
+    return chosen_memfabric()
+
+
+def knows_peers_late(version: str) -> bool:
+    """Whether a peer that starts is known to the others after some seconds only."""
+    return tuple(map(int, version.split("."))) < FIRST_WITHOUT_STORE
 
 
 class MemFabricFinder(importlib.abc.MetaPathFinder):
