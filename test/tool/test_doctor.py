@@ -497,6 +497,31 @@ def test_sizes_that_differ_and_fit(toy):
     assert "attention TP 4" in found[0].found
 
 
+# Of TP 8 with DP attention of 2, as each release says it at /server_info.
+OLD_GROUPS = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
+NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attention_tp"),
+    [
+        (OLD_GROUPS, 4),
+        (NEW_GROUPS, 4),
+        ({**NEW_GROUPS, "dp_size": 3}, 4),  # three replicas
+        ({**NEW_GROUPS, "attn_cp_size": 2}, 2),
+        ({"tp_size": 8, "dp_size": 2, "attn_dp_size": 1}, 8),
+    ],
+)
+def test_attention_tp_of_each_release(toy, sizes, attention_tp):
+    found = examined(toy.release(), prefill=sizes)
+    assert f"attention TP {attention_tp}" in found[0].found
+
+
+def test_sizes_with_dp_attention_that_do_not_fit_on_a_later_release(toy):
+    found = examined(toy.release(), prefill={**NEW_GROUPS, "tp_size": 6})
+    assert "attention TP: 3 and 2" in [one.found for one in found]
+
+
 def test_a_server_and_this_host(toy):
     found = examined(toy.release(), backend="mooncake", prefill={"version": "1.0"})
     assert [one.level for one in found if one.name.startswith("prefill")] == [

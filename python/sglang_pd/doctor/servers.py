@@ -35,14 +35,21 @@ class Server(msgspec.Struct):
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
+    attn_dp_size: int = 1
+    attn_cp_size: int = 1
     enable_dp_attention: bool = False
     speculative_algorithm: str | None = None
     url: str = ""
 
     @property
     def attn_tp(self) -> int:
-        """Ranks that share the KV heads."""
-        groups = self.dp_size if self.enable_dp_attention else 1
+        """Ranks that share the KV heads.
+
+        Groups of DP attention are `dp_size` in 0.5.9, `attn_dp_size` in later releases, where
+        `dp_size` counts replicas.
+        """
+        old = self.enable_dp_attention and self.attn_dp_size == 1
+        groups = (self.dp_size if old else self.attn_dp_size) * self.attn_cp_size
         return max(1, self.tp_size // max(1, groups))
 
     @property
