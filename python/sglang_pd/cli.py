@@ -221,6 +221,7 @@ def doctor(
     ] = None,
     port: Annotated[int, typer.Option(help="The server's.")] = 30000,
     bootstrap_port: Annotated[int, typer.Option(help="Prefill's.")] = 8998,
+    nnodes: Annotated[int, typer.Option(help="Nodes of the server, as it is told.")] = 1,
     url: Annotated[
         list[str] | None, typer.Option(help="A running server to ask, too; give several.")
     ] = None,
@@ -238,7 +239,8 @@ def doctor(
     # Packages beside the engine are its own; another Python's cannot be imported by this one.
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
-    launch = Launch(role or "", backend or choose_backend(host), port, bootstrap_port, image)
+    backend = backend or choose_backend(host)
+    launch = Launch(role or "", backend, port, bootstrap_port, image, nnodes)
     findings = list(examine(found, patch_set, host, launch, url or (), authorization(api_key)))
     if as_json:
         print(json.dumps(findings_as_json(findings, launch), indent=1))

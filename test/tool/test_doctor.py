@@ -15,7 +15,7 @@ from toy import ROOT, VERSION, write
 from typer.testing import CliRunner
 
 from sglang_pd.cli import app
-from sglang_pd.doctor import packages, ports, servers, system, variables
+from sglang_pd.doctor import ascend, packages, ports, servers, system, variables
 from sglang_pd.doctor.engine import check_engine, check_patches
 from sglang_pd.doctor.examine import examine
 from sglang_pd.doctor.findings import ok
@@ -41,8 +41,10 @@ def the(findings):
     return one
 
 
-def launch(backend="nixl", role="", port=30000, bootstrap_port=8998, image=False) -> Launch:
-    return Launch(role, backend, port, bootstrap_port, image)
+def launch(
+    backend="nixl", role="", port=30000, bootstrap_port=8998, image=False, nodes=1
+) -> Launch:
+    return Launch(role, backend, port, bootstrap_port, image, nodes)
 
 
 @pytest.fixture
@@ -132,12 +134,7 @@ def test_on_an_npu_cann_is_looked_for_where_the_environment_says(fake, release):
     fake.install("memfabric_hybrid", "1.0.5")
     assert packages.choose_backend(fake.host()) == "ascend"
     found = levels(packages.check_versions(fake.host(), launch("ascend"), release))
-    assert found == {
-        "torch": "wrong",
-        "torch_npu": "warning",
-        "memfabric": "warning",
-        "CANN": "wrong",
-    }
+    assert found == {"torch": "wrong", "torch_npu": "warning", "CANN": "wrong"}
     fake.file("/usr/local/Ascend/cann/compiler/version.info", "Version=8.3.RC2\n")
     assert packages.cann_version(fake.host()) == "8.3.RC2"
     fake.file("/opt/cann/aarch64-linux/ascend_toolkit_install.info", "x=1\nversion=8.5.0\n")
@@ -277,14 +274,33 @@ def test_ports_that_someone_has_are_wrong():
 def test_memfabrics_store_is_prefills_to_open_and_decodes_to_reach(fake):
     def found(role, port, address="127.0.0.1"):
         host = fake.host(ASCEND_MF_STORE_URL=f"tcp://{address}:{port}")
-        return the(ports.check_store(host, launch("ascend", role))).level
+        return the(ports.check_memfabrics(host, launch("ascend", role))).level
+
+    fake.install("memfabric-hybrid", "1.1.2")
 
     with listening() as port:
         assert (found("prefill", port), found("decode", port)) == ("wrong", "ok")
     assert (found("prefill", port), found("decode", port)) == ("ok", "warning")
     assert found("prefill", port, "203.0.113.1") == "warning"
     assert ports.bind_error("203.0.113.1", port).errno == errno.EADDRNOTAVAIL
-    assert not list(ports.check_store(fake.host(), launch("ascend", "prefill")))
+    assert not list(ports.check_memfabrics(fake.host(), launch("ascend", "prefill")))
+
+
+def test_a_later_memfabric_has_ports_of_its_own_and_no_store(fake):
+    fake.install("memfabric-hybrid", "1.1.3")
+    environ = {"ASCEND_MF_STORE_URL": "tcp://203.0.113.1:1"}
+
+    def found(role="decode", **more):
+        return list(ports.check_memfabrics(fake.host(**environ, **more), launch("ascend", role)))
+
+    assert found("prefill") == []
+    assert the(found()).level == "ok" and "9000 to 65535" in the(found()).found
+    environ |= {ascend.FIRST_PORT: "20000", ascend.LAST_PORT: "20000"}
+    assert the(found()).level == "ok" and "20000 to 20000" in the(found()).found
+    for number in range(2):
+        fake.file(f"/dev/davinci{number}")
+    assert the(found()).level == "warning" and ascend.LAST_PORT in the(found()).advice
+    assert not list(ports.check_memfabrics(fake.host(**environ), launch("nixl", "decode")))
 
 
 # The environment
@@ -359,11 +375,110 @@ def test_ascend_needs_the_address_of_memfabrics_store(fake, engine, environ, lev
     assert found == dict.fromkeys(environ, "ok")
 
 
+@pytest.mark.parametrize(
+    ("release", "url", "level"),
+    [
+        ("1.1.2", "tcp://prefill-0:24667", "wrong"),
+        ("1.1.2", "", "wrong"),
+        ("1.1.3", "tcp://prefill-0:24667", "ok"),
+        ("1.3.0", "tcp://127.0.0.1:24667", "ok"),
+        ("1.3.0", "", "ok"),
+        ("1.3.0", None, "wrong"),
+    ],
+)
+def test_a_store_that_is_not_used_must_be_set_and_no_more(fake, release, url, level):
+    fake.install("memfabric-hybrid", release)
+    host = fake.host(**({} if url is None else {"ASCEND_MF_STORE_URL": url}))
+    found = variables.check_environment(host, launch("ascend"), Path(), True)
+    assert levels(found) == {"ASCEND_MF_STORE_URL": level}
+    assert level == "wrong" or release in the(found).found
+
+
+def test_memfabrics_own_name_of_the_store_is_not_the_engines(fake):
+    host = fake.host(MF_CONFIG_STORE_URL="tcp://10.0.0.1:24667")
+    found = variables.check_environment(host, launch("ascend"), Path(), True)
+    assert levels(found) == {"ASCEND_MF_STORE_URL": "wrong", "MF_CONFIG_STORE_URL": "ok"}
+    assert "ASCEND_MF_STORE_URL=$MF_CONFIG_STORE_URL" in found[0].advice
+
+
+@pytest.mark.parametrize(
+    ("release", "first", "last", "expected"),
+    [
+        ("1.3.0", "20000", "20063", {"MF_CONFIG_STORE_PORT_START": "ok"}),
+        ("1.3.0", "20000", None, {"MF_CONFIG_STORE_PORT_START": "ok"}),
+        ("1.3.0", "20063", "20000", {"MemFabric's ports": "warning"}),
+        ("1.3.0", "many", "20000", {"MF_CONFIG_STORE_PORT_START": "warning"}),
+        ("1.3.0", "80", "90", {"MF_CONFIG_STORE_PORT_START": "wrong"}),
+        ("1.0.8", "20000", "20063", {"MF_CONFIG_STORE_PORT_START": "warning"}),
+    ],
+)
+def test_memfabrics_ports(fake, release, first, last, expected):
+    fake.install("memfabric-hybrid", release)
+    environ = {"MF_CONFIG_STORE_PORT_START": first, "MF_CONFIG_STORE_PORT_END": last}
+    environ = {name: value for name, value in environ.items() if value is not None}
+    host = fake.host(ASCEND_MF_STORE_URL="tcp://10.0.0.1:24667", **environ)
+    found = levels(variables.check_environment(host, launch("ascend"), Path(), True))
+    assert expected.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("backend", "environ", "expected"),
+    [
+        ("ascend", {"SGLANG_HOST_IP": "npu-7"}, {"SGLANG_HOST_IP": "wrong"}),
+        ("ascend", {"SGLANG_HOST_IP": "localhost"}, {"SGLANG_HOST_IP": "wrong"}),
+        ("ascend", {"SGLANG_HOST_IP": "10.0.0.1"}, {"SGLANG_HOST_IP": "ok"}),
+        ("ascend", {"SGLANG_HOST_IP": "fd00::7"}, {"SGLANG_HOST_IP": "ok"}),
+        ("ascend", {"HOST_IP": "npu-7"}, {"HOST_IP": "wrong"}),
+        (
+            "ascend",
+            {"SGLANG_HOST_IP": "10.0.0.1", "HOST_IP": "npu-7"},
+            {"SGLANG_HOST_IP": "ok", "HOST_IP": "ok"},
+        ),
+        ("nixl", {"SGLANG_HOST_IP": "gpu-7"}, {"SGLANG_HOST_IP": "ok"}),
+    ],
+)
+def test_memfabric_takes_no_host_names(fake, backend, environ, expected):
+    host = fake.host(**environ)
+    found = variables.check_environment(host, launch(backend), Path(), True)
+    assert expected.items() <= levels(found).items()
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes", "environ", "expected"),
+    [
+        ("ascend", 1, {}, {}),
+        (
+            "ascend",
+            2,
+            {},
+            {"GLOO_SOCKET_IFNAME": "warning", "HCCL_SOCKET_IFNAME": "warning"},
+        ),
+        ("nixl", 2, {}, {"GLOO_SOCKET_IFNAME": "warning"}),
+        ("ascend", 2, {"GLOO": "eth0", "HCCL": "eth"}, {"GLOO": "ok", "HCCL": "ok"}),
+        ("ascend", 2, {"GLOO": "eth", "HCCL": "=eth0"}, {"GLOO": "wrong", "HCCL": "ok"}),
+        ("ascend", 1, {"GLOO": "eth0", "HCCL": "^docker"}, {"GLOO": "ok", "HCCL": "ok"}),
+        ("ascend", 1, {"GLOO": "eth0", "HCCL": "=eth"}, {"GLOO": "ok", "HCCL": "wrong"}),
+        ("ascend", 1, {"GLOO": "ib0", "HCCL": "ib0"}, {"GLOO": "wrong", "HCCL": "wrong"}),
+    ],
+)
+def test_nodes_of_a_server_need_a_network_device(fake, backend, nodes, environ, expected):
+    fake.file("/sys/class/net/eth0/address")
+    fake.file("/sys/class/net/lo/address")
+
+    def named(values):
+        return {name.removesuffix("_SOCKET_IFNAME"): value for name, value in values.items()}
+
+    host = fake.host(**{f"{name}_SOCKET_IFNAME": value for name, value in environ.items()})
+    found = levels(variables.check_environment(host, launch(backend, nodes=nodes), Path(), True))
+    found.pop("ASCEND_MF_STORE_URL", None)
+    assert named(found) == named(expected)
+
+
 def test_a_protocol_that_memfabric_may_not_have_is_a_warning(fake):
     for value, expected in (("DEVICE_RDMA", "ok"), ("rdma", "warning")):
-        environ = {"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:1", variables.PROTOCOL: value}
+        environ = {"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:1", ascend.PROTOCOL: value}
         found = variables.check_environment(fake.host(**environ), launch("ascend"), Path(), True)
-        assert levels(found)[variables.PROTOCOL] == expected
+        assert levels(found)[ascend.PROTOCOL] == expected
 
 
 def test_mooncakes_variables_matter_over_mooncake(fake):

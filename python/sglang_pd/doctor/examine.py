@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import httpx
 
 from sglang_pd.doctor import engine as engines
-from sglang_pd.doctor import packages, ports, servers, system, variables
+from sglang_pd.doctor import memfabric, packages, ports, servers, system, variables
 from sglang_pd.doctor.findings import Finding
 from sglang_pd.doctor.host import Host, Launch
 from sglang_pd.install import operations
@@ -23,9 +23,11 @@ def examine(
 ) -> Iterator[Finding]:
     """What there is to say of an engine on a host, and of running servers, which have its ports."""
     status = operations.status(engine, release)
+    patched = status.state == "applied"
     yield from engines.check_engine(engine, release)
     yield from engines.check_patches(status)
     yield from packages.check_versions(host, launch, release)
+    yield from memfabric.check_memfabric(host, launch, release.name, patched)
     yield from packages.check_library(host, launch)
     if not launch.in_image:
         yield from system.check_locked_memory(host, launch)
@@ -35,8 +37,7 @@ def examine(
         yield from system.check_npus(host, launch)
         if not urls:
             yield from ports.check_ports(launch)
-            yield from ports.check_store(host, launch)
-        patched = status.state == "applied"
+            yield from ports.check_memfabrics(host, launch)
         yield from variables.check_environment(host, launch, engine.root, patched)
     if urls:
         # Servers of a fleet are no proxy's business.

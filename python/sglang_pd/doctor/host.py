@@ -77,7 +77,7 @@ class Launch:
 
     role: `prefill`, `decode`, or empty for either. backend: `nixl`, `mooncake` or `ascend`.
     port: the server's. bootstrap_port: of prefill's bootstrap server. in_image: what only the
-    host has (devices, limits, ports, variables) is not looked at.
+    host has (devices, limits, ports, variables) is not looked at. nodes: that the server has.
     """
 
     role: str
@@ -85,3 +85,4 @@ class Launch:
     port: int
     bootstrap_port: int
     in_image: bool = False
+    nodes: int = 1

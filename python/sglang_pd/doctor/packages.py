@@ -40,10 +40,13 @@ def choose_backend(host: Host) -> str:
 
 
 def check_versions(host: Host, launch: Launch, release: Release) -> Iterator[Finding]:
+    """Of a MemFabric that is installed doctor/memfabric.py has more to say."""
     on_npu = launch.backend == "ascend"
     names = ["torch", *(["torch_npu"] if on_npu else []), LIBRARY[launch.backend]]
     for name in names:
-        yield _judge(name, version(host, name), release)
+        found = version(host, name)
+        if not (name == "memfabric" and found):
+            yield _judge(name, found, release)
     if on_npu:
         yield _judge("CANN", cann_version(host), release)
 

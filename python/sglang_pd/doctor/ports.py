@@ -4,9 +4,11 @@ import errno
 import socket
 from collections.abc import Iterator
 
+from sglang_pd.doctor.ascend import FIRST_PORT, LAST_PORT, STORE, session_ports, store_address
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import Host, Launch
-from sglang_pd.doctor.variables import STORE, store_address
+from sglang_pd.doctor.memfabric import installed, uses_store
+from sglang_pd.doctor.system import npus
 
 GROUP = "ports"
 SECONDS = 3.0  # to reach another host
@@ -46,10 +48,29 @@ def _free(name: str, port: int, flag: str) -> Finding:
     return wrong(GROUP, name, f"{port}: {error.strerror}", f"end who has it, or give {flag}")
 
 
-def check_store(host: Host, launch: Launch) -> Iterator[Finding]:
-    """MemFabric's store: the first prefill node opens it, all others must reach it."""
+def check_memfabrics(host: Host, launch: Launch) -> Iterator[Finding]:
+    """The store's, or those of decode ranks, which prefill ranks must reach."""
+    if launch.backend != "ascend":
+        return
+    if uses_store(host):
+        yield from _check_store(host, launch)
+    elif launch.role != "prefill":
+        yield _check_sessions(host)
+
+
+def _check_sessions(host: Host) -> Finding:
+    ports, ranks = session_ports(host), len(npus(host))
+    said = f"MemFabric {installed(host)} takes one of {ports[0]} to {ports[-1]} for each rank"
+    if len(ports) < ranks:
+        advice = f"widen {FIRST_PORT} and {LAST_PORT}"
+        return warning(GROUP, "sessions", f"{said}; there are {ranks} NPUs", advice)
+    return ok(GROUP, "sessions", f"{said}; prefill's hosts must reach it")
+
+
+def _check_store(host: Host, launch: Launch) -> Iterator[Finding]:
+    """The first prefill node opens it, all others must reach it."""
     address = store_address(host.environ.get(STORE, ""))
-    if launch.backend != "ascend" or not launch.role or address is None:
+    if not launch.role or address is None:
         return
     said = f"{address[0]}:{address[1]}"
     if launch.role == "decode":

@@ -100,20 +100,24 @@ def check_rdma(host: Host, launch: Launch) -> Iterator[Finding]:
         yield ok(GROUP, "RDMA devices", said)
 
 
+def npus(host: Host) -> list[str]:
+    """Their names in /dev."""
+    return [name for name in host.names("/dev") if re.fullmatch(r"davinci\d+", name)]
+
+
 def check_npus(host: Host, launch: Launch) -> Iterator[Finding]:
     if launch.backend != "ascend":
         return
-    names = host.names("/dev")
-    npus = [name for name in names if re.fullmatch(r"davinci\d+", name)]
+    found, names = npus(host), host.names("/dev")
     lacking = [f"/dev/{name}" for name in NPU_NODES if name not in names]
-    if not npus:
+    if not found:
         advice = "in Docker, `--device /dev/davinci0` and so on, or `--privileged`"
         yield wrong(GROUP, "NPUs", "no /dev/davinci*", advice)
     elif lacking:
         advice = "give the container these devices, too"
-        yield wrong(GROUP, "NPUs", f"{len(npus)}, but no {', '.join(lacking)}", advice)
+        yield wrong(GROUP, "NPUs", f"{len(found)}, but no {', '.join(lacking)}", advice)
     else:
-        yield ok(GROUP, "NPUs", str(len(npus)))
+        yield ok(GROUP, "NPUs", str(len(found)))
     if not host.path("/usr/local/Ascend/driver").is_dir():
         advice = "in Docker, `--volume /usr/local/Ascend/driver:/usr/local/Ascend/driver`"
         yield wrong(GROUP, "NPU driver", "no /usr/local/Ascend/driver", advice)

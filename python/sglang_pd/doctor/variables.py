@@ -5,18 +5,17 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from sglang_pd.doctor.ascend import check_ascend
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.network import GROUP, check_network
 
-GROUP = "environment"
-STORE = "ASCEND_MF_STORE_URL"
-PROTOCOL = "ASCEND_MF_TRANSFER_PROTOCOL"
 VERIFY = "SGLANG_PD_VERIFY"
 # Shown wherever they are set.
 SHOWN = (
-    r"ASCEND_|MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_(DISAGG|MOONCAKE|PD_|USE_FIA|NPU_USE|HOST_IP)|HOST_IP"
+    r"ASCEND_|MF_|MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_(DISAGG|MOONCAKE|PD_|USE_FIA|NPU_USE|HOST_IP)"
+    r"|HOST_IP|(GLOO|HCCL)_SOCKET_IFNAME"
 )
 # Of these the engine's `environ.py` has all.
 ENGINES = re.compile(r"SGLANG_DISAGG|SGLANG_MOONCAKE_")
@@ -25,8 +24,6 @@ WANTED = {"EnvInt": "a whole number", "EnvFloat": "a number", "EnvBool": "true o
 # Read without `environ.py`: what is neither true, 1, false nor 0 counts as false.
 SWITCHES = ("ASCEND_USE_FIA", "SGLANG_USE_FIA_NZ", "SGLANG_NPU_USE_MLAPO")
 NUMBERS = ("MC_GID_INDEX", "MC_IB_PORT", "MC_MTU", "MC_NUM_QP_PER_EP", "MC_TRANSFER_TIMEOUT")
-PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-LOCAL = ("127.", "localhost", "0.0.0.0", "::")
 LOCAL_TRANSPORTS = {"self", "shm", "sm", "sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc"}
 
 
@@ -38,7 +35,7 @@ def check_environment(host: Host, launch: Launch, engine: Path, patched: bool) -
         *check_ascend(host, launch),
         *check_mooncake(host, launch),
         *check_ucx(host, launch),
-        *check_network(host),
+        *check_network(host, launch),
         *check_verify(host, patched),
     ]
     judged = {one.name for one in found}
@@ -110,36 +107,6 @@ def check_switches(host: Host) -> Iterator[Finding]:
             yield wrong(GROUP, name, repr(value), "it counts as false: give 1 or 0")
 
 
-def store_address(url: str) -> tuple[str, int] | None:
-    """Host and port of MemFabric's store; None for what is no `tcp://HOST:PORT`."""
-    try:
-        parts = urlsplit(url)
-        address = parts.hostname, parts.port
-    except ValueError:
-        return None
-    return address if parts.scheme == "tcp" and all(address) else None
-
-
-def check_ascend(host: Host, launch: Launch) -> Iterator[Finding]:
-    if launch.backend != "ascend":
-        return
-    url = host.environ.get(STORE)
-    address = store_address(url or "")
-    if not url:
-        advice = "give prefill and decode the first prefill node's: tcp://ADDRESS:24667"
-        yield wrong(GROUP, STORE, "not set", advice)
-    elif address is None:
-        yield wrong(GROUP, STORE, repr(url), "it takes tcp://ADDRESS:PORT")
-    elif address[0].startswith(LOCAL):
-        advice = "other hosts cannot reach it: give the first prefill node's address"
-        yield warning(GROUP, STORE, url, advice)
-    protocol = host.environ.get(PROTOCOL, "sdma")
-    if protocol.strip().lower() not in ("sdma", "device_rdma"):
-        advice = "0.5.9 takes sdma for it, later releases for what MemFabric has not; give sdma "
-        advice += "(A3) or device_rdma (A2)"
-        yield warning(GROUP, PROTOCOL, protocol, advice)
-
-
 def check_mooncake(host: Host, launch: Launch) -> Iterator[Finding]:
     if launch.backend != "mooncake":
         return
@@ -168,19 +135,6 @@ def check_ucx(host: Host, launch: Launch) -> Iterator[Finding]:
     plugins = host.environ.get("NIXL_PLUGIN_DIR")
     if plugins and not host.path(plugins).is_dir():
         yield wrong(GROUP, "NIXL_PLUGIN_DIR", plugins, "there is no such folder; unset it")
-
-
-def check_network(host: Host) -> Iterator[Finding]:
-    for name in ("SGLANG_HOST_IP", "HOST_IP"):
-        value = host.environ.get(name, "")
-        if value.startswith(LOCAL):
-            advice = "ranks tell it to their peers, who cannot reach it: give this host's address"
-            yield warning(GROUP, name, value, advice)
-    proxy = next((name for name in PROXIES if host.environ.get(name)), None)
-    if proxy and not (host.environ.get("no_proxy") or host.environ.get("NO_PROXY")):
-        advice = "ranks ask the bootstrap server through it: unset it, or name prefill's hosts in "
-        advice += "no_proxy"
-        yield warning(GROUP, proxy, host.environ[proxy], advice)
 
 
 def check_verify(host: Host, patched: bool) -> Iterator[Finding]:

@@ -151,7 +151,7 @@ def public(version: str) -> str:
 def read_records(releases: Path | None = None) -> list[Record]:
     """All patch records, in their order. Raises Refusal PATCH_SET where one is not right."""
     folder = (releases or RELEASES) / "patches"
-    records = [_read(path, Record) for path in folder.glob("*.toml")]
+    records = [read_data(path, Record) for path in folder.glob("*.toml")]
     kinds = get_args(Kind)
     return sorted(records, key=lambda one: (kinds.index(one.kind), one.order, one.id))
 
@@ -176,9 +176,11 @@ def load(
             f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
         )
     folder = releases / name
-    about = _read(folder / "release.toml", _About)
+    about = read_data(folder / "release.toml", _About)
     tree = read_tree(trees / part for part in about.trees)
-    fingerprints = _read(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
+    fingerprints = (
+        read_data(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
+    )
     if with_fingerprints and set(fingerprints) != set(tree):
         differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
@@ -207,7 +209,7 @@ class _About(msgspec.Struct, forbid_unknown_fields=True):
     tested: dict[str, list[str]] = {}
 
 
-def _read(path: Path, kind: Any) -> Any:
+def read_data(path: Path, kind: Any) -> Any:
     """A TOML or JSON file as this type. Raises Refusal PATCH_SET, naming the file and the key."""
     try:
         if path.suffix == ".json":

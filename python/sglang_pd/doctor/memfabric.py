@@ -1,0 +1,141 @@
+"""MemFabric: what each release does, and which engines have served requests over it."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sglang_pd.doctor.findings import Finding, ok, warning, wrong
+from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.packages import GROUP, version
+from sglang_pd.patchset.patches import age, public, read_data
+
+KINDS = Path(__file__).with_name("memfabric.toml")
+RUNS = Path(__file__).with_name("memfabric_runs.json")
+
+Outcome = Literal["right", "fails", "hangs"]
+SAID = {"right": "serves", "fails": "fails every request", "hangs": "lets requests hang"}
+
+
+class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What some releases do; memfabric.toml says what the fields mean."""
+
+    releases: list[str]
+    session_id: Literal["HOST:PORT", "HOST:PORT_PID"]
+    port: Literal["at once", "after `initialize`"]
+    store: bool
+    again: Literal["taken", "refused", "not run"]
+    start: str
+
+    def names_sessions_as(self, other: "Kind") -> bool:
+        return (self.session_id, self.port) == (other.session_id, other.port)
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests that one fleet was sent.
+
+    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests, one
+    that a stock engine serves as far as layouts go. outcome: `right` if every byte arrived.
+    """
+
+    memfabric: str
+    engine: str
+    patched: bool
+    fleet: str
+    outcome: Outcome
+
+
+class Table(msgspec.Struct, frozen=True):
+    kinds: list[Kind]
+    runs: list[Run]
+
+    def kind(self, release: str) -> Kind | None:
+        """Of a release; of one that is not listed, that of the next older one. None before all."""
+        older = [kind for kind in self.kinds if age(kind.releases[0]) <= age(release)]
+        return older[-1] if release and older else None
+
+    def outcome(self, release: str, engine: str, patched: bool) -> Outcome | None:
+        """The worst of the runs; None where there was none."""
+        asked = (release, engine, patched)
+        got = {
+            one.outcome for one in self.runs if (one.memfabric, one.engine, one.patched) == asked
+        }
+        return max(got, key=list(SAID).index, default=None)
+
+    def tried(self, engine: str, patched: bool) -> dict[str, Outcome]:
+        """The outcome by release of MemFabric, oldest first."""
+        asked = {
+            one.memfabric for one in self.runs if (one.engine, one.patched) == (engine, patched)
+        }
+        return {
+            release: self.outcome(release, engine, patched) for release in sorted(asked, key=age)
+        }
+
+    def expected(self, release: str, engine: str, patched: bool) -> tuple[str, Outcome] | None:
+        """A release that was run, and its outcome: this one, or one that names sessions alike.
+
+        Of several the one whose outcome is the worst. None where nothing like it was run.
+        """
+        tried, kind = self.tried(engine, patched), self.kind(release)
+        if release in tried:
+            return release, tried[release]
+        alike = [one for one in tried if kind and kind.names_sessions_as(self.kind(one))]
+        worst = max(alike, key=lambda one: list(SAID).index(tried[one]), default=None)
+        return (worst, tried[worst]) if worst else None
+
+
+@cache
+def table() -> Table:
+    kinds = read_data(KINDS, dict[str, list[Kind]])["kinds"]
+    return Table(kinds, read_data(RUNS, dict[str, list[Run]])["runs"])
+
+
+def installed(host: Host) -> str:
+    """MemFabric's public release; empty where there is none."""
+    return public(version(host, "memfabric"))
+
+
+def uses_store(host: Host) -> bool:
+    """Whether transfers need the store; also where nobody can tell."""
+    kind = table().kind(installed(host))
+    return kind is None or kind.store
+
+
+def check_memfabric(host: Host, launch: Launch, engine: str, patched: bool) -> Iterator[Finding]:
+    """Whether the engine serves over the MemFabric that is installed. engine: its release."""
+    found = version(host, "memfabric")
+    if launch.backend != "ascend" or not found:
+        return
+    yield judge(table(), found, engine, patched)
+
+
+def judge(table: Table, found: str, engine: str, patched: bool) -> Finding:
+    name, who = "memfabric", f"{'patched' if patched else 'stock'} {engine}"
+    release = public(found)
+    expected = table.expected(release, engine, patched)
+    if expected is None or (expected[1] == "right" and expected[0] != release):
+        tried = ", ".join(table.tried(engine, patched)) or "none"
+        advice = f"run `sglang-pd verify` before you rely on it; {who} was run with: {tried}"
+        return warning(GROUP, name, f"{found}, not run with {who}", advice)
+    run, outcome = expected
+    if outcome == "right":
+        return ok(GROUP, name, f"{found}, with which {who} serves")
+    with_what = "with it" if run == release else f"with {run}, whose session ids are alike,"
+    said = f"{found}: {with_what} {who} {SAID[outcome]}"
+    return wrong(GROUP, name, said, _ways_out(table, release, engine, patched))
+
+
+def _ways_out(table: Table, release: str, engine: str, patched: bool) -> str:
+    ways = []
+    if not patched:
+        expected = table.expected(release, engine, True)
+        if expected is None or expected[1] == "right":
+            ways.append("run `sglang-pd apply`")
+    serve = [one for one, got in table.tried(engine, patched).items() if got == "right"]
+    if serve:
+        ways.append(f"install memfabric-hybrid=={serve[-1]} on all hosts")
+    return (
+        ", or ".join(ways) or "take another release of MemFabric: docs/memfabric.md has those run"
+    )
