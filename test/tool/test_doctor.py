@@ -622,7 +622,6 @@ NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attentio
     [
         (OLD_GROUPS, 4),
         (NEW_GROUPS, 4),
-        ({**NEW_GROUPS, "dp_size": 3}, 4),  # three replicas
         ({**NEW_GROUPS, "attn_cp_size": 2}, 2),
         ({"tp_size": 8, "dp_size": 2, "attn_dp_size": 1}, 8),
     ],
