@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
+from sglang_pd.doctor import memfabric, ports, variables
+from sglang_pd.doctor.host import Host, Launch
 from sglang_pd.errors import Code
 from sglang_pd.patchset import patches
 
@@ -137,6 +139,25 @@ def test_log_lines_are_as_the_sources_have_them():
     )
     joined = re.sub(r'"\n\s+f?"', "", sources)
     assert [line for line in lines if line not in joined] == []
+
+
+def test_doctor_prints_what_the_page_shows(tmp_path):
+    """Lines that a page shows are those of a decode host with MemFabric 1.1.6 and stock 0.5.9."""
+    (shown,) = re.findall(r"(?ms)^```text\n(.*?)^```$", (ROOT / "docs/install.md").read_text())
+    advice = re.findall(r"(?m)^(?:wrong|warning): .+$", shown)
+    write(tmp_path / "site/m.dist-info/METADATA", "Name: memfabric_hybrid\nVersion: 1.1.6\n")
+    host = Host({}, tmp_path, [str(tmp_path / "site")])
+    launch = Launch("decode", "ascend", 30000, 8998, nodes=2)
+    findings = [
+        *memfabric.check_memfabric(host, launch, "0.5.9", False),
+        *variables.check_environment(host, launch, tmp_path, False),
+        *ports.check_memfabrics(host, launch),
+    ]
+    printed = [f"{one.level}: {one.name}: {one.found}: {one.advice}" for one in findings]
+    assert len(advice) == 3 and set(advice) <= set(printed)
+    assert {one.found for one in findings if one.name in ("memfabric", "sessions")} <= {
+        part.strip() for part in re.split(r"\s{2,}|\n", shown)
+    }
 
 
 def test_exit_codes_are_documented():
