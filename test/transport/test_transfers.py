@@ -85,7 +85,7 @@ def test_stock(serve, name):
     with serve(same_widths(fleet), "stock", "stock") as servers:
         seconds = HANG_SECONDS if state == "hang" else 8
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
-        assert outcome.state == state, outcome
+        assert outcome.state in (state if isinstance(state, tuple) else [state]), outcome
 
 
 def test_stock_with_a_narrower_v(serve):
