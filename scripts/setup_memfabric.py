@@ -48,6 +48,7 @@ def driver(title: str) -> None:
             "-o",
             LIBRARY,
             SOURCE / "driver.c",
+            SOURCE / "nic.c",
             "-ldl",
             "-lpthread",
         ]

@@ -111,7 +111,7 @@ ATTEMPTS = 5
 
 
 @contextlib.contextmanager
-def started(release: str, folder: Path):
+def started(release: str, folder: Path, protocol: str = "SDMA"):
     """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
     for attempt in range(ATTEMPTS):
         place = folder / str(attempt)
@@ -119,7 +119,7 @@ def started(release: str, folder: Path):
         pair = Pair(release, *(End(role, i, release, place) for i, role in enumerate(ROLES)))
         try:
             try:
-                meet(pair)
+                meet(pair, protocol)
             except TimeoutError:
                 if release not in MAY_HANG:
                     raise
@@ -132,7 +132,7 @@ def started(release: str, folder: Path):
     pytest.fail(f"MemFabric {release} hung in each of {ATTEMPTS} first writes")
 
 
-def meet(pair: Pair) -> None:
+def meet(pair: Pair, protocol: str) -> None:
     """Start both ends, register, and write for the first time.
 
     Raises:
@@ -143,7 +143,7 @@ def meet(pair: Pair) -> None:
     ends = (pair.prefill, pair.decode)
     assert pair.prefill("create_store", url) == 0
     for end in ends:  # at once: in 1.0 one waits for the other
-        end.begin("start_engine", url, HOST)
+        end.begin("start_engine", url, HOST, protocol)
     _, found = (end.end() for end in ends)
     assert found["status"] == 0, found
     pair.ports = (found["before"], found["after"])
@@ -297,3 +297,61 @@ def test_a_peer_that_dies_in_the_middle_of_a_batch(release, tmp_path):
         assert 0.9 < pair.prefill.seconds < 5
         assert pair.write([100, 100, 16]) < 0
         assert pair.prefill.seconds < 5
+
+
+# DEVICE_RDMA: with it, 1.1.6 registers addresses of an NPU's memory only.
+RDMA_RELEASES = [at_night(release) for release in RELEASES if release != "1.1.6"]
+SEND_QUEUE = 1024
+FITS = SEND_QUEUE - 3  # two entries stay empty, and one is the notify's
+
+
+@pytest.fixture(scope="module", params=RDMA_RELEASES)
+def rdma(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PD_DRIVER_SEND_QUEUE", str(SEND_QUEUE))
+        folder = tmp_path_factory.mktemp("rdma")
+        with started(request.param, folder, "DEVICE_RDMA") as pair:
+            assert pair.arrives([100, *BUFFER])
+            yield pair
+
+
+def blocks(count: int) -> list[list[int]]:
+    """Copies that MemFabric cannot join."""
+    return [[at, at, 16] for at in range(OTHER[0], OTHER[0] + count * 64, 64)]
+
+
+def test_rdma_goes_through_the_card(rdma):
+    assert rdma.arrives([100, *BUFFER])
+    assert " write " in rdma.prefill.log.read_text()
+    assert " copy " not in rdma.prefill.log.read_text().partition(" write ")[2]
+
+
+def test_rdma_wants_registered_sources(rdma):
+    """1.0 copies what is not registered by a buffer of its own; later ones have none by default."""
+    taken = rdma.write([30 * MIB, 100, 16]) == 0
+    assert taken == (rdma.version < (1, 1, 3))
+
+
+def test_rdma_batches_are_as_long_as_the_send_queue(rdma):
+    """Of one that is longer, all that fits is written, and the call fails."""
+    rdma.decode("fill", 0, *OTHER)
+    assert rdma.write(*blocks(FITS)) == 0
+    assert rdma.decode("count", DATA, *OTHER) == FITS * 16
+    rdma.decode("fill", 0, *OTHER)
+    assert rdma.write(*blocks(4 * FITS)) < 0
+    assert rdma.decode("count", DATA, *OTHER) == (SEND_QUEUE - 2) * 16
+    assert rdma.write(*blocks(1)) < 0  # it is still full
+    time.sleep(1.5)
+    assert rdma.write(*blocks(FITS)) == 0
+
+
+def test_rdma_does_not_recover_from_a_copy_that_fails(rdma):
+    """The last test of this pair: its session takes no more."""
+    rdma.decode("fill", 0, *OTHER)
+    rdma.prefill.fault.write_text("fail 3\n")
+    assert rdma.write(*blocks(10)) < 0
+    assert rdma.decode("count", DATA, *OTHER) == 3 * 16
+    rdma.prefill.fault.unlink()
+    time.sleep(1.5)
+    assert rdma.write(*blocks(10)) < 0
+    assert rdma.decode("count", DATA, *OTHER) == 3 * 16

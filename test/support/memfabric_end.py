@@ -38,11 +38,11 @@ class End:
     def create_store(self, url: str) -> int:
         return self.memfabric.create_config_store(url)
 
-    def start_engine(self, url: str, host: str) -> dict:
+    def start_engine(self, url: str, host: str, protocol: str = "SDMA") -> dict:
         """The status of `initialize`, and the port before and after it."""
         before = self.engine.get_rpc_port()
         session = f"{host}:{before}"
-        kind = self.engine.TransDataOpType.SDMA
+        kind = getattr(self.engine.TransDataOpType, protocol)
         status = self.engine.initialize(url, session, self.role, self.device, kind)
         return {"status": status, "before": before, "after": self.engine.get_rpc_port()}
 

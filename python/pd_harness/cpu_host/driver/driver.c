@@ -29,9 +29,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define FAILED 507899 /* the runtime's "driver error" */
+#include "driver.h"
 
-static void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
+void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
     static FILE *log;
     const char *path = getenv("PD_DRIVER_LOG");
     if (path == NULL || (log == NULL && (log = fopen(path, "a")) == NULL))
@@ -234,8 +234,7 @@ int halMemUnmap(void *start) { close_window(start, 1); return 0; }
 
 /* Copies */
 
-/* From or to a process's memory; its own, too, for an address may be no memory any more. */
-static int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
+int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
     for (size_t done = 0; done < size;) {
         struct iovec own = {(char *)here + done, size - done};
         struct iovec peers = {(void *)(there + done), size - done};
@@ -256,8 +255,7 @@ static int move(int pid, void *here, uintptr_t there, size_t size, int is_write)
     return 0;
 }
 
-/* Whether the fault that a test has asked for lets this copy happen. */
-static int is_carried(void) {
+int is_carried(void) {
     static atomic_long done;
     const char *path = getenv("PD_DRIVER_FAULT");
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -342,6 +340,8 @@ int halSqTaskSend(uint32_t device, struct sent *sent) {
         if ((task[0] & 0x3f) == SDMA_TASK) {
             const void *from = (void *)((uintptr_t)task[9] << 32 | task[8]);
             status = copy((void *)((uintptr_t)task[11] << 32 | task[10]), from, task[7]);
+        } else {
+            status = nic_task(task);
         }
         pthread_mutex_lock(&queue_lock);
         if (status && queue->failed_count < DEPTH)
