@@ -79,6 +79,17 @@ def test_ascend(serve, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
+def test_ascend_by_device_rdma(serve, monkeypatch, tmp_path):
+    log = tmp_path / "driver"
+    monkeypatch.setenv("PD_DRIVER_LOG", str(log))
+    monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", "device_rdma")
+    with serve(ASCEND["tp2_to_1"]) as servers:
+        for src, dst, chunks in REQUESTS:
+            outcome = servers.request(src, dst, chunks)
+            assert outcome.state == "right", (src, dst, chunks, outcome)
+    assert " pair " in log.read_text()
+
+
 @pytest.mark.parametrize("name", every_second(STOCK))
 def test_stock(serve, name):
     fleet, state = STOCK[name]

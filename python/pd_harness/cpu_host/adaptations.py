@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,25 @@ TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 KEPT_SECONDS = 600
 PROGRESS_DELAY_US = 10_000
+
+
+def without_hccl(transfer_engine: ModuleType) -> None:
+    """Before it asks MemFabric for DEVICE_RDMA the engine starts HCCL, by a tensor on an NPU."""
+    engine = transfer_engine.AscendTransferEngine
+    # Where a patch has its own, the engine's has another name.
+    name = "_initialize" if "_initialize" in vars(engine) else "initialize"
+    initialize = getattr(engine, name)
+
+    def on_host(self):
+        protocol = os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "")
+        if protocol.strip().lower() != "device_rdma":
+            return initialize(self)
+        kind = transfer_engine.TransferEngine.TransDataOpType.DEVICE_RDMA
+        wanted = (self.store_url, self.session_id, self.role, self.npu_id, kind)
+        if status := self.engine.initialize(*wanted):
+            raise RuntimeError(f"MemFabric's initialize{wanted} returned {status}")
+
+    setattr(engine, name, on_host)
 
 
 def torch_streams(torch: ModuleType) -> None:

@@ -61,6 +61,7 @@ def activate() -> None:
     after_import("uvicorn.config", adaptations.kept_connections)
     engine = "sglang.srt"
     after_import(f"{engine}.disaggregation.mooncake.conn", _mooncake)
+    after_import(f"{engine}.disaggregation.ascend.transfer_engine", adaptations.without_hccl)
     after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
     after_import(f"{engine}.disaggregation.common.staging_handler", newer.scatter_on_host)
     for name in newer.SLOT_MODULES:
