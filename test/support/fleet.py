@@ -333,6 +333,33 @@ class Servers:
             decode = tuple(future.result() for future in received)
         return Outcome(_worst(prefill, decode), prefill, decode)
 
+    def requests_at_once(self, wanted: list, seconds: float = 30) -> list[Outcome]:
+        """One request for each (decode rank, pages on prefill, pages on decode), all at once.
+
+        Prefill and each decode server are of one rank; no two requests share pages on prefill.
+        """
+        (prefill,) = self.prefill
+        rooms = [next(self._rooms) for _ in wanted]
+        with ThreadPoolExecutor(len(wanted) + 1) as pool:
+            given = [[room, src_pages] for room, (_, src_pages, _) in zip(rooms, wanted)]
+            sent = pool.submit(prefill.call, "send_at_once", requests=given, seconds=seconds)
+            received = [
+                pool.submit(
+                    rank.timed,
+                    "receive",
+                    room=room,
+                    pages=pages,
+                    arrives=self.fleet.arriving(self._layers(rank)),
+                    leave_out=0,
+                    seconds=seconds,
+                )
+                for room, (rank, _, pages) in zip(rooms, wanted)
+            ]
+            answers = [future.result() for future in received]
+            ends = sent.result().get("ends", [{"state": "died"}] * len(wanted))
+        pairs = [((end,), (answer,)) for end, answer in zip(ends, answers)]
+        return [Outcome(_worst(*pair), *pair) for pair in pairs]
+
     @staticmethod
     def _layers(rank: Rank) -> range:
         start = rank.config["start_layer"]

@@ -271,6 +271,29 @@ class RankBase(ABC):
             sender.send(np.array(part, dtype=np.int32), state)
         return self._await(sender, seconds)
 
+    def send_at_once(self, requests: list, seconds: float) -> dict:
+        """Several requests, `[room, pages]` each, all of which are begun before one is waited for.
+
+        `ends` are as those of `send`, in this order.
+        """
+        senders = []
+        for room, pages in requests:
+            self.fill(room, pages)
+            sender = self._sender(room)
+            end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
+            if end["state"] == "waiting":
+                self._write_metadata(self._aux_rows(), room, room % AUX_SLOTS)
+                sender.init(len(pages), room % AUX_SLOTS)
+            senders.append((sender, end))
+        for (_, pages), (sender, end) in zip(requests, senders):
+            if end["state"] == "waiting":
+                sender.send(np.array(pages, dtype=np.int32), None)
+        ends = [
+            self._await(sender, seconds) if end["state"] == "waiting" else end
+            for sender, end in senders
+        ]
+        return {"state": "sent", "ends": ends}
+
     def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
         """Where the request's state is: its pages' index keys, its last pages' places among those
         of the window, or one slot."""

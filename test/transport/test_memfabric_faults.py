@@ -1,0 +1,151 @@
+"""Faults that only the real MemFabric can show, over a driver that fails or is slow when asked."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fleet import Fleet, Side
+from topologies import ascend
+from transfer_checks import PAGES, assert_failed, assert_right
+
+from pd_harness.device import device
+from pd_harness.waiting import awaited, in_time
+
+pytestmark = [
+    pytest.mark.transport,
+    pytest.mark.skipif(device() != "cpu", reason="a real driver fails when it likes"),
+]
+
+# To the pages of PAGES, which the next request overwrites; none merges with its neighbour.
+SCATTERED = ([1, 3, 5, 7], [7, 5, 6, 4], [2, 2])
+SLOW = "slow 20000\n"  # microseconds a copy
+CUT = "fail 0\n"
+CUT_SECONDS = 2
+BACK_WITHIN = 5
+AT_ONCE = 4  # decode servers; their sessions are dealt to four workers
+ROUNDS = 10
+STARTED_TOGETHER = 5
+# Files, and threads, that MemFabric does not give back when a decode rank is gone.
+KEPT_FOR_EACH = 8
+
+
+@pytest.fixture()
+def fault(tmp_path):
+    """A file that, while it is there, says how copies of prefill's driver go wrong."""
+    return tmp_path / "fault"
+
+
+def gqa(fault) -> Fleet:
+    return ascend(Side(environment={"PD_DRIVER_FAULT": str(fault)}))
+
+
+def mla(fault) -> Fleet:
+    return ascend(Side(environment={"PD_DRIVER_FAULT": str(fault)}), mla=True)
+
+
+@pytest.mark.parametrize("make", [gqa, mla])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_fails_in_the_driver(serve, fault, make, after):
+    """It fails its request on both sides, and the next one is right, soon."""
+    with serve(make(fault)) as servers:
+        assert_right(servers)
+        fault.write_text(f"fail {after}\n")
+        assert_failed(servers.request(*SCATTERED), "")
+        fault.unlink()
+        assert awaited(lambda: servers.request(*PAGES).state == "right", BACK_WITHIN, pause=0.1)
+        assert_right(servers)
+
+
+def test_a_link_that_is_cut_for_two_seconds(serve, fault):
+    """Requests come all the time; within 5 s of the cut's end they are served again."""
+    with serve(gqa(fault)) as servers:
+        assert_right(servers)
+        fault.write_text(CUT)
+        begun = time.monotonic()
+        while time.monotonic() - begun < CUT_SECONDS:
+            assert servers.request(*PAGES).state == "failed"
+        fault.unlink()
+        begun = time.monotonic()
+        assert awaited(lambda: servers.request(*PAGES).state == "right", 60, pause=0.05)
+        assert in_time(time.monotonic() - begun, BACK_WITHIN)
+        assert_right(servers)
+
+
+def test_decode_is_killed_in_the_middle_of_a_batch(serve, fault):
+    with serve(gqa(fault)) as servers:
+        assert_right(servers)
+        for _ in range(2):
+            fault.write_text(SLOW)
+            (dying,) = servers.pids("decode")
+            threading.Timer(0.15, os.kill, [dying, signal.SIGKILL]).start()
+            outcome = servers.request(*SCATTERED)
+            (prefill,), (decode,) = outcome.prefill, outcome.decode
+            assert (prefill["state"], decode["state"]) == ("failed", "died"), outcome
+            assert in_time(prefill["seconds"], 10), outcome
+            fault.unlink()
+            servers.start("decode")
+            assert_right(servers)
+
+
+def requests_to(decodes: list) -> list:
+    """A request of two pages to each."""
+    return [(rank, [2 * i, 2 * i + 1], [5, 3]) for i, rank in enumerate(decodes)]
+
+
+def more_decodes(servers, count: int) -> list:
+    with ThreadPoolExecutor(count) as pool:
+        return [rank for (rank,) in pool.map(lambda _: servers.more("decode"), range(count))]
+
+
+def assert_all_right(servers, decodes: list) -> None:
+    for outcome in servers.requests_at_once(requests_to(decodes)):
+        assert outcome.state == "right", outcome
+
+
+def test_first_writes_to_new_decode_servers_at_once(serve, fault):
+    """Workers then make themselves known to several peers at the same time."""
+    with serve(gqa(fault)) as servers:
+        assert_all_right(servers, [*more_decodes(servers, AT_ONCE - 1), *servers.decode])
+        assert_right(servers)
+
+
+def test_a_decode_server_starts_while_all_workers_write(serve, fault):
+    with serve(gqa(fault)) as servers:
+        writing = [*more_decodes(servers, AT_ONCE - 1), *servers.decode]
+        assert_all_right(servers, writing)
+        fault.write_text("slow 100000\n")
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(servers.requests_at_once, requests_to(writing))
+            time.sleep(0.2)
+            new = servers.more("decode")
+            assert not busy.done()
+            for outcome in busy.result():
+                assert outcome.state == "right", outcome
+        fault.unlink()
+        assert_all_right(servers, new)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_decode_servers_that_come_and_go(serve, fault):
+    """Fifty against one prefill server. MemFabric keeps its connections and threads to each."""
+    with serve(gqa(fault)) as servers:
+        assert_right(servers)
+        (pid,) = servers.pids("prefill")[1:]
+        before = held(pid)
+        for _ in range(ROUNDS):
+            decodes = more_decodes(servers, STARTED_TOGETHER)
+            assert_all_right(servers, decodes)
+            for rank in decodes:
+                os.kill(rank.pid, signal.SIGKILL)
+            assert_right(servers)
+        kept = [now - then for now, then in zip(held(pid), before)]
+        assert max(kept) < KEPT_FOR_EACH * ROUNDS * STARTED_TOGETHER, kept
+
+
+def held(pid: int) -> tuple[int, int]:
+    """Open files, and threads of any language."""
+    return tuple(len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
