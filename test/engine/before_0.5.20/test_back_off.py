@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from serving_checks import record
+from sglang.srt.disaggregation.ascend import conn as ascend
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
@@ -211,6 +212,29 @@ def test_a_session_without_a_port_is_refused_at_once(manager):
     (room, status, reason) = awaited(lambda: told, 5)[0]
     assert (room, status) == (5, KVPoll.Failed)
     assert "decode's session id is 10.0.0.1:0, which has no port" in reason
+
+
+def test_decode_hears_of_a_write_that_may_go_on_when_it_cannot(manager):
+    """It would free its pages. Prefill's request fails, and others are served, at once."""
+    told, manager.unsettled_seconds = {}, 1.0
+    manager._send_status = lambda req, *said: told.update({req.room: (time.monotonic(), *said)})
+    manager.engine = Engine(0.0)
+    begun = send(manager, 1, DEAD)
+    seconds_until_over(manager, 1, begun, 0.5)
+    assert manager.check_status(1) == KVPoll.Failed
+    assert "the transfer engine returned -1" in manager.finish_failed(1)
+    seconds_until_over(manager, 2, send(manager, 2, LIVE), 0.5)
+    assert awaited(lambda: 2 in told, 5) and 1 not in told
+    at, status, reason = awaited(lambda: told.get(1), 5)
+    assert at - begun >= 1.0
+    assert status == KVPoll.Failed and "the transfer engine returned -1" in reason
+
+
+@pytest.mark.parametrize("protocol, seconds", [("device_rdma", 30.0), ("sdma", 0.0), ("", 0.0)])
+def test_where_a_failed_write_may_go_on(monkeypatch, protocol, seconds):
+    monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
+    for kind, expected in ((ascend.AscendKVManager, seconds), (mooncake.MooncakeKVManager, 0.0)):
+        assert kind.__new__(kind).unsettled_seconds == expected
 
 
 def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager):

@@ -24,6 +24,7 @@ For Mooncake and Ascend:
     queued             chunks in queues, written by synchronous calls
     status_messages    how prefill ranks say that a room has ended
     back_off           decode ranks to which transfers fail again and again
+    device_rdma        what MemFabric's queue bears on Ascend A2
 
 No backend is imported here. Classes are bases that the seams put before the engine's own; what they
 need of a backend is named in their docstrings.

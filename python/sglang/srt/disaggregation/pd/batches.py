@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang.srt.disaggregation.kv_layout import Copies
+from sglang.srt.disaggregation.pd import device_rdma
 
 # Copies in one call to the engine where token slices number a million a chunk.
 SLICE_BATCH = 16384
@@ -37,7 +38,7 @@ def write_copies(
         return engine.batch_transfer_sync(session, *lists) if lists[0] else 0
 
     parts = copies.parts(at_most)
-    if len(parts) == 1 or executor._max_workers == 1:
+    if len(parts) == 1 or executor._max_workers == 1 or device_rdma.is_used():
         results = map(write, parts)  # one after the other, for which no thread is needed
     else:
         # All are waited for, also when one fails: pages must not be freed under a write.

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.pd import device_rdma
 from sglang.srt.disaggregation.pd.memory import registered_together
 
 if TYPE_CHECKING:
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 
 class AscendKVManager(MooncakeKVManager):
     REMOVED = ("send_kvcache",)
+
+    @property
+    def unsettled_seconds(self) -> float:
+        """For how long a failed write may go on; decode's pages are not freed meanwhile."""
+        return device_rdma.unsettled_seconds()
 
     def register_buffer_to_engine(self) -> None:
         """Register all in one batch, or else aux apart.

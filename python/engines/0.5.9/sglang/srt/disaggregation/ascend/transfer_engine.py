@@ -1,7 +1,12 @@
-"""A failed registration is told to the caller; the session id has the port that peers reach."""
+"""A failed registration is told to the caller; the session id has the port that peers reach.
+
+`device_rdma` is given what it bears.
+"""
 
 import logging
 from typing import TYPE_CHECKING, List
+
+from sglang.srt.disaggregation.pd import device_rdma
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.transfer_engine import MooncakeTransferEngine
@@ -29,3 +34,16 @@ class AscendTransferEngine(MooncakeTransferEngine):
         except Exception:
             logger.exception(f"MemFabric did not register {len(ptrs)} buffers")
             return -1
+
+    def batch_transfer_sync(
+        self,
+        session_id: str,
+        buffers: List[int],
+        peer_buffer_addresses: List[int],
+        lengths: List[int],
+    ) -> int:
+        """Write copies to a decode session. Returns MemFabric's status, 0 if all are written."""
+        transfer, copies = super().batch_transfer_sync, (buffers, peer_buffer_addresses, lengths)
+        if device_rdma.is_used():
+            return device_rdma.write_in_turn(transfer, session_id, *copies)
+        return transfer(session_id, *copies)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class QueuedSends:
 
         def check(what: str, status: int) -> None:
             if status != 0:
+                req.unsettled_until = time.monotonic() + self.unsettled_seconds
                 raise RuntimeError(
                     f"the transfer engine returned {status} for {what} to decode session {session}"
                 )

@@ -219,7 +219,7 @@ class Receiver:
         if failing or self.failing_since:
             # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
-            if now - self.failing_since >= SENDERS_END_SECONDS:
+            if now - self.failing_since >= SENDERS_END_SECONDS + self.kv_mgr.unsettled_seconds:
                 self._fail("not all prefill ranks say that they write no more")
         elif now - self.init_time >= self.kv_mgr.waiting_timeout:
             self._abort(

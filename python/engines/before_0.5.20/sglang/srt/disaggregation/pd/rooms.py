@@ -46,6 +46,9 @@ class Rooms:
     keeps of a room.
     """
 
+    # For how long a write may go on after its failure was told.
+    unsettled_seconds = 0.0
+
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         # Rooms are touched by the scheduler and by threads that read messages.

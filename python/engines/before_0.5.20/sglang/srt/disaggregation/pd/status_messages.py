@@ -10,6 +10,8 @@ Each prefill rank tells each decode rank of the room once, when it writes no mor
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterable
 from typing import Any, Dict, List, Optional, Set
 
@@ -53,7 +55,20 @@ class StatusMessages:
                 or "another prefill rank failed"
             )
         for req in untold:
+            self._tell_when_settled(req, status, reason)
+
+    def _tell_when_settled(self, req: Any, status: KVPoll, reason: str) -> None:
+        """Decode frees its pages when it hears; nobody here waits until it may."""
+        seconds = getattr(req, "unsettled_until", 0.0) - time.monotonic()
+        if seconds <= 0:
             self._send_status(req, status, reason)
+            return
+        later = threading.Timer(seconds, self._send_status, (req, status, reason))
+        later.daemon = True
+        try:
+            later.start()
+        except RuntimeError as error:  # no more threads: decode waits for its time-out
+            logger.error(f"Room {req.room}: decode {req.endpoint} is not told: {error}")
 
     def _send_status(self, req: Any, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]

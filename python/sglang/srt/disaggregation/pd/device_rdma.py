@@ -1,0 +1,76 @@
+"""Ascend A2: MemFabric's `device_rdma`, which takes any batch and posts it into a bounded queue.
+
+It waits for no completion between two copies, lets two threads post to one queue pair, and after an
+error returns while copies that were posted before are still written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import List
+
+logger = logging.getLogger(__name__)
+
+# How many copies are in one call at most; and, if 1, that calls need not wait for each other.
+COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
+AT_ONCE_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
+DEFAULT_COPIES = 2048
+# After an error copies may be written for so long.
+UNSETTLED_SECONDS = 30.0
+
+# The process has one transfer engine.
+_calls = threading.Lock()
+
+
+def is_used() -> bool:
+    """Whether this server's environment asks for it."""
+    return os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip().lower() == "device_rdma"
+
+
+def unsettled_seconds() -> float:
+    """For how long a failed write may go on."""
+    return UNSETTLED_SECONDS if is_used() else 0.0
+
+
+def copies_at_most() -> int:
+    """In one call to the transfer engine."""
+    text = os.environ.get(COPIES_VARIABLE, "")
+    if text.isascii() and text.isdecimal() and int(text) > 0:
+        return int(text)
+    if text:
+        logger.error(f"{COPIES_VARIABLE} is {text!r}, not 1 or more; {DEFAULT_COPIES} is taken")
+    return DEFAULT_COPIES
+
+
+def write_in_turn(
+    transfer: Callable[[str, List[int], List[int], List[int]], int],
+    session: str,
+    src: List[int],
+    dst: List[int],
+    lengths: List[int],
+) -> int:
+    """Write copies by calls that the queue surely takes, one after the other in this process.
+
+    Args:
+        transfer: The engine's, of a decode session, addresses here and there, and bytes.
+
+    Returns:
+        The first status that is not 0; what is left then is not begun.
+    """
+    at_most = copies_at_most()
+    for start in range(0, len(src), at_most) or (0,):  # of none the engine says what it says
+        part = slice(start, start + at_most)
+        status = _call(transfer, session, src[part], dst[part], lengths[part])
+        if status != 0:
+            return status
+    return 0
+
+
+def _call(transfer: Callable[..., int], *copies) -> int:
+    if os.environ.get(AT_ONCE_VARIABLE) == "1":
+        return transfer(*copies)
+    with _calls:
+        return transfer(*copies)
