@@ -165,20 +165,29 @@ class PickyEngine:
     """MemFabric's and Mooncake's registration: what cannot be registered, by lengths.
 
     A batch with one of `refused` fails as a whole; so does one with both lengths of `not_together`.
+    `keeps`: as MemFabric 1.1.4 to 1.2.1, which registers by address until it fails, keeps that, and
+    refuses what it has.
     """
 
-    def __init__(self, refused: list[int], not_together: list[int]):
+    def __init__(self, refused: list[int], not_together: list[int], keeps: bool = False):
         self.refused = set(refused)
         self.not_together = set(not_together)
+        self.keeps = keeps
         self.batches: list[list[int]] = []
         self.registered: list[int] = []
 
     def batch_register_memory(self, ptrs: list[int], lengths: list[int]) -> int:
         self.batches.append(list(lengths))
         clash = self.not_together and self.not_together <= set(lengths)
-        if clash or self.refused & set(lengths):
+        if self.keeps:
+            for _, length in sorted(zip(ptrs, lengths)):
+                if length in self.refused or length in self.registered:
+                    return -1
+                self.registered.append(length)
+        elif clash or self.refused & set(lengths):
             return -1
-        self.registered += lengths
+        else:
+            self.registered += lengths
         return 0
 
 
@@ -194,10 +203,12 @@ def registration(
     environment: dict | None = None,
     state_is_described: bool = True,
     state_bytes: int = 40,
+    addresses: list[int] = (1 << 21, 2 << 21, 3 << 21, 4 << 21),
+    keeps: bool = False,
 ) -> dict:
     """What is registered in which batches of lengths, in the end, and the error if there is one.
 
-    KV has 10 and 20 bytes, aux 30.
+    KV has 10 and 20 bytes, aux 30; `addresses` are theirs, and the state's.
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
@@ -205,15 +216,15 @@ def registration(
     manager = _manager(
         kind,
         0,
-        kv_data_ptrs=[1, 2],
+        kv_data_ptrs=list(addresses[:2]),
         kv_data_lens=[10, 20],
-        aux_data_ptrs=[3],
+        aux_data_ptrs=[addresses[2]],
         aux_data_lens=[30],
-        state_data_ptrs=by_kind([4]),
+        state_data_ptrs=by_kind([addresses[3]]),
         state_data_lens=by_kind([state_bytes]),
         layout=SimpleNamespace(kv=named, state=state),
     )
-    picky = PickyEngine(refused, not_together)
+    picky = PickyEngine(refused, not_together, keeps)
     manager.engine = object.__new__(AscendTransferEngine)
     manager.engine.engine = picky
     error = ""

@@ -12,6 +12,8 @@ from sglang.srt.disaggregation.kv_layout import Buffer
 
 logger = logging.getLogger(__name__)
 
+# MemFabric registers whole ones.
+PAGE_BYTES = 2 << 20
 # Name, address, bytes.
 Region = Tuple[str, int, int]
 # A transfer engine's, of addresses and bytes; 0 if all are registered.
@@ -53,43 +55,114 @@ def is_registered(register: RegisterBatch, wanted: Sequence[Region]) -> bool:
 
 
 def why_unregistered(register: RegisterBatch, role: str, wanted: Sequence[Region]) -> str:
-    """Register them in one batch; returns "", or which of them cannot be registered."""
+    """Register them in one batch, or else one by one.
+
+    Returns "" where all are registered by then, else which of them cannot be.
+    """
     if is_registered(register, wanted):
         return ""
     alone = [region for region in wanted if not is_registered(register, [region])]
-    failed = ", ".join(f"{name} ({length:,} bytes)" for name, _, length in alone)
-    return (
+    said = (
         f"The transfer engine did not register this rank's {role} in one batch (buffers: "
-        f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,}); one by one it "
-        f"fails for: {failed or 'none'}"
+        f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,})"
     )
+    if alone:
+        return f"{said}; one by one it fails for: {_told(alone)}"
+    logger.warning(f"{said}, but one by one: all are registered")
+    return ""
 
 
-def registered_together(args: KVArgs, register: RegisterBatch) -> bool:
-    """Register all in one batch, in which MemFabric merges small ranges; whether that succeeded.
-
-    MemFabric also merges ranges that only touch, and then refuses what lies in two heaps.
-    """
-    kv, aux = regions(args)
-    if is_registered(register, [*kv, *aux]):
-        return True
-    logger.warning("MemFabric did not register KV, state and aux in one batch: aux goes apart")
-    return False
+def _told(those: Sequence[Region]) -> str:
+    """Such as `aux 0 (4,096 bytes from 0x7f00)`."""
+    return ", ".join(f"{name} ({length:,} bytes from {start:#x})" for name, start, length in those)
 
 
 @contextlib.contextmanager
 def only_logged_later(manager: Any) -> Iterator[None]:
     """Around a manager's registration of its buffers: a failure is raised when the server starts.
 
-    Where memory is registered again at run time, as after a pause, it ends no server.
+    Where memory is registered again at run time, as after a pause, it ends no server. The manager's
+    `has_registered` says which it is.
     """
     try:
         yield
     except RuntimeError as error:
-        if not getattr(manager, "has_registered", False):
+        if not manager.has_registered:
             raise
         logger.error(str(error))
     manager.has_registered = True
+
+
+def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
+    """Register KV, state and aux with MemFabric: in one batch, or else range by range.
+
+    On prefill MemFabric 1.1.3 and later register at the first write to a decode rank: what they
+    cannot register fails that write, not the start.
+
+    Raises:
+        RuntimeError: A range that is needed cannot be registered; the text names its buffers.
+    """
+    kv, aux = regions(args)
+    held = [region for region in (*kv, *aux) if region[2]]
+    if is_registered(register, held):
+        return
+    ranges = by_page(held)
+    refused = [some for some in ranges if not is_registered(register, some)]
+    optional = aux if aux_is_optional else []
+    buffers = [region for some in refused for region in some if region not in optional]
+    said = f"MemFabric did not register this rank's {len(held)} buffers in one batch"
+    if not refused:
+        logger.warning(f"{said}, but range by range: all are registered")
+    elif not buffers:
+        logger.info(f"{said}, nor aux alone. It is not needed: aux goes over TCP")
+    elif _refuses_again(register, ranges, refused):
+        logger.error(
+            f"{said}; range by range it refuses: {_told(buffers)}. This release refuses what it "
+            "has registered, too, so that some of them may be; writes to others fail"
+        )
+    else:
+        raise RuntimeError(
+            f"{said}; range by range it refuses: {_told(buffers)}. Without them no KV can be "
+            "transferred; MemFabric's log (ASCEND_MF_LOG_LEVEL=1) says why"
+        )
+
+
+def by_page(held: Sequence[Region]) -> List[List[Region]]:
+    """Regions by address, those that share a 2 MiB page together, as MemFabric merges a batch.
+
+    It looks an address up by the range that begins nearest before it. So a buffer registered apart
+    hides part of the range that it lies in, and one that begins as a shorter range does is not
+    registered at all, whatever the status says.
+    """
+    ranges: List[List[Region]] = []
+    end = 0
+    for region in sorted(held, key=lambda region: region[1]):
+        _, start, length = region
+        if start // PAGE_BYTES * PAGE_BYTES >= end:
+            ranges.append([])
+        ranges[-1].append(region)
+        end = max(end, -(-(start + length) // PAGE_BYTES) * PAGE_BYTES)
+    return ranges
+
+
+def _refuses_again(register: RegisterBatch, ranges: List, refused: List) -> bool:
+    """Whether it refuses a range that it has just registered, as 1.1.4 to 1.2.1 do."""
+    taken = [some for some in ranges if some not in refused]
+    return bool(taken) and not is_registered(register, taken[0])
+
+
+def register_again(args: KVArgs, register: RegisterBatch) -> None:
+    """Register all with MemFabric after a pause, as the engine does.
+
+    No release can unregister: from 1.1.3 on what was registered at the start stays so, as it was.
+    They refuse to register it again, or do nothing (1.3.0).
+    """
+    kv, aux = regions(args)
+    if not is_registered(register, [*kv, *aux]):
+        logger.warning(
+            "MemFabric did not register this rank's buffers again; what it registered at the start "
+            "stays registered, for no release of it can unregister"
+        )
 
 
 def register_apart(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:

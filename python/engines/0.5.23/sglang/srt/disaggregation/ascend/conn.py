@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.memory import registered_together
+from sglang.srt.disaggregation.pd.memory import register_again, register_ranges
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import EngineAscendKVManager
@@ -11,14 +11,16 @@ RENAMED = (("AscendKVManager", "EngineAscendKVManager"),)
 
 
 class AscendKVManager(EngineAscendKVManager):
+    register_memory = staticmethod(register_ranges)
+
     def register_buffer_to_engine(self) -> None:
-        """Register all in one batch, or else aux apart.
+        """Register all in one batch, or else range by range.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it.
+            RuntimeError: A buffer cannot be registered; the text names it. Not after a pause.
         """
-        if registered_together(self.kv_args, self.engine.batch_register):
-            self.has_registered = True
+        if self.has_registered:
+            register_again(self.kv_args, self.engine.batch_register)
         else:
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 

@@ -60,9 +60,11 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
     kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
     unsettled = threading.local()
+    register_memory = staticmethod(register_apart)
+    has_registered = False
 
     def register_buffer_to_engine(self) -> None:
-        """Register KV and state in one batch, and aux, which some transports do not take, apart.
+        """Register KV, state and aux, by `register_memory`.
 
         Raises:
             RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
@@ -70,7 +72,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         has_pool, pool = check_mooncake_custom_mem_pool_enabled()
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
         with only_logged_later(self):
-            register_apart(self.kv_args, self.engine.batch_register, aux_over_tcp)
+            self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
 
     def start_prefill_thread(self):
         """As the engine's; a session to which a transfer has failed is soon tried again."""

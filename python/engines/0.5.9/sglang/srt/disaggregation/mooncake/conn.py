@@ -99,14 +99,15 @@ class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
+    register_memory = staticmethod(register_apart)
 
     def register_buffer_to_engine(self) -> None:
-        """Register KV and state in one batch, and aux, which some transports do not take, apart.
+        """Register KV, state and aux, by `register_memory`.
 
         Raises:
             RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
         """
-        register_apart(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
+        self.register_memory(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
     def send_kvcache(
         self,
