@@ -18,7 +18,7 @@ import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, layout_frame
+from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, is_ours
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 
@@ -299,7 +299,7 @@ _OF_BACKEND = {"mooncake": _of_mooncake, "nixl": _of_nixl}
 def registration(decode, is_described: bool = True) -> list[bytes]:
     """What this decode rank registers with, as a stock one if it does not describe itself."""
     message = decode.build_receiver_registration_message()
-    return [frame for frame in message if is_described or not layout_frame([frame])]
+    return [frame for frame in message if is_described or not is_ours(frame)]
 
 
 def request(decode, room: int, pages, **more) -> list[bytes]:

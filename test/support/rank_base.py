@@ -93,6 +93,7 @@ class RankBase(ABC):
         self.manager = self._manager()
         self.faults = None
         self.mistakes = None
+        self.lies = None
         self.agent_calls = None
         self.asked = {}
         self.group = None
@@ -491,6 +492,14 @@ class RankBase(ABC):
         """See `rank_mistakes.Mistakes`."""
         self.mistakes = self.mistakes or Mistakes(self.manager)
         self.mistakes.what = what
+        return {"state": "planned"}
+
+    def lie(self, what: str) -> dict:
+        """See `rank_lies.Lies`."""
+        from rank_lies import Lies  # of Mooncake's, which not every rank has
+
+        self.lies = self.lies or Lies(self.manager)
+        self.lies.what = what
         return {"state": "planned"}
 
     def verified(self) -> dict:

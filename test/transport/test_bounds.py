@@ -1,14 +1,15 @@
-"""Pages outside of a rank's buffers: the request that names them fails, and nothing is written."""
+"""Numbers outside of a rank's buffers: the request that has them fails, and nothing is written.
+
+A transport tells only where no registered memory is hit. Another layer's page is, and with
+MemFabric all that lies in a 2 MiB page with something that is registered.
+"""
 
 import dataclasses
 
 import pytest
-from fleet import Fleet, Side
+from fleet import Fleet, Servers, Side
 
-pytestmark = [
-    pytest.mark.transport,
-    pytest.mark.parametrize("backend", ["nixl", "mooncake"]),
-]
+pytestmark = pytest.mark.transport
 
 FLEET = Fleet(v_width=4)
 # Pages are 0 to 12: the engine's pools have one more than they hand out.
@@ -18,15 +19,64 @@ FLEETS = {
     "sliced": dataclasses.replace(FLEET, prefill=Side(tp=2)),
     "state": Fleet(mla=True, index_keys=True, page_size=64),
 }
+RECURRENT = Fleet(hybrid="mamba", layers=4)
+BACKENDS = ["nixl", "mooncake", "ascend"]
+PAGES = ([1, 2, 12], [12, 0, 5])
 
 
+def assert_nothing_stray(servers: Servers, said: str, src_pages=(1, 2, 12), dst_pages=(12, 0, 5)):
+    """A request fails of this, and whatever was written to decode is in a buffer of it."""
+    outcome = servers.request(list(src_pages), list(dst_pages))
+    assert outcome.state == "failed", outcome
+    assert said in outcome.reasons
+    theirs = [one for rank in servers.decode for one in rank.call("registered")]
+    for rank in servers.prefill:
+        assert rank.call("written_outside", ranges=theirs)["outside"] == []
+
+
+def assert_right(servers: Servers) -> None:
+    """And each byte of decode's buffers is as it was before, but for the request's."""
+    outcome = servers.request(*PAGES)
+    assert outcome.state == "right", outcome
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FLEETS)
 def test_a_page_outside_of_decodes_buffers(serve, backend, name):
-    """A transport tells only where no registered memory is hit; another layer's page is."""
     with serve(dataclasses.replace(FLEETS[name], backend=backend)) as servers:
-        outcome = servers.request([2, 3], [4, OUTSIDE])
-        assert outcome.state == "failed", outcome
+        for rank in servers.prefill:
+            rank.call("note_writes")
         said = f"prefill sends pages 2 to 3 of {OUTSIDE}, decode has set aside pages 4 to {OUTSIDE}"
-        assert f"{said} of {OUTSIDE}" in outcome.reasons
-        outcome = servers.request([1, 2, 12], [12, 0, 5])
-        assert outcome.state == "right", outcome
+        assert_nothing_stray(servers, f"{said} of {OUTSIDE}", [2, 3], [4, OUTSIDE])
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
+@pytest.mark.parametrize("page", [OUTSIDE, 1 << 20])
+def test_a_page_outside_of_a_stock_ranks_buffers(serve, backend, page):
+    """It does not say how many it has: no more than end before its next buffer begins."""
+    with serve(dataclasses.replace(FLEET, backend=backend), decode="stock") as servers:
+        servers.prefill[0].call("note_writes")
+        said = f"decode has set aside pages 4 to {page} of"
+        assert_nothing_stray(servers, said, [2, 3], [4, page])
+        assert_right(servers)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
+@pytest.mark.parametrize(
+    "what, fleet, said",
+    [
+        ("metadata", FLEET, "decode has set aside slot 8 of 8"),
+        ("state", RECURRENT, "decode has set aside state 0 slots 9 to 9 of 9"),
+    ],
+)
+def test_a_slot_outside_of_decodes_buffers(serve, backend, what, fleet, said):
+    """State goes the engine's own way: a slot for each request, not by a plan."""
+    with serve(dataclasses.replace(fleet, backend=backend)) as servers:
+        (prefill,) = servers.prefill
+        prefill.call("note_writes")
+        assert_right(servers)
+        prefill.call("lie", what=what)
+        assert_nothing_stray(servers, said)
+        prefill.call("lie", what="")
+        assert_right(servers)

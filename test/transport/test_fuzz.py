@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fleet import Fleet, Servers, Side
 from lines import DST, FIRST_MARK, Line, Message, await_read, recorded
-from of_release import IS_DEFAULT, IS_LATER, OUR_FRAMES
+from of_release import IS_DEFAULT, IS_LATER, as_stocks
 from transfer_checks import HANG_SECONDS, few
 
 from pd_harness.waiting import awaited
@@ -316,12 +316,12 @@ def test_one_message_ends_stocks_thread(attacked, backend):
         assert outcome.state == "hang", outcome
 
 
-def as_stocks(servers: Servers, room: int, **changes: bytes) -> tuple[Message, Message]:
+def asked_as_stock(servers: Servers, room: int, **changes: bytes) -> tuple[Message, Message]:
     """A registration and an open room as a stock decode rank would send them, with changes."""
     guard = int(servers.fleet.backend == "nixl")
     positions = {"session": 3 + guard, "metadata": 4 + guard, "pointers": 4 + 2 * guard}
     registration, opened, *_ = recorded(servers.decode[0], room)
-    registration = registration[:-OUR_FRAMES]
+    registration = as_stocks(registration)
     for name, frame in changes.items():
         registration[positions[name]] = frame
     opened[positions["session"]] = registration[positions["session"]]
@@ -335,7 +335,7 @@ def test_a_large_frame_is_neither_kept_nor_logged(attacked, fork_server, backend
     with attacked(backend, "prefill") as (servers, line), unharmed(servers, line):
         before = log.stat().st_size
         changes = {"session": b"10.0.0.1:2", frame: LARGE[frame]}
-        registration, opened = as_stocks(servers, FIRST_MARK, **changes)
+        registration, opened = asked_as_stock(servers, FIRST_MARK, **changes)
         # Later ones keep a room of a rank that is not registered, until its request has failed.
         line.send([registration] if IS_LATER else [registration, opened])
         await_read(line, servers.decode[0], 1, NOT_OPENED)
@@ -346,12 +346,14 @@ def test_a_live_agents_metadata_under_another_name(attacked):
     """NIXL knows an agent by the name in them: where it cannot load them, it forgets that agent."""
     with attacked("nixl", "prefill") as (servers, line), unharmed(servers, line):
         metadata = recorded(servers.decode[0], FIRST_MARK)[0][5]
-        line.send(as_stocks(servers, FIRST_MARK, session=b"another", metadata=metadata[:-20])[:1])
+        line.send(
+            asked_as_stock(servers, FIRST_MARK, session=b"another", metadata=metadata[:-20])[:1]
+        )
         await_read(line, servers.decode[0], 1, NOT_OPENED)
 
 
 def test_a_session_that_is_no_address(attacked):
     """Its port is read in the scheduler's thread when the room is sent."""
     with attacked("mooncake", "prefill") as (servers, line), unharmed(servers, line):
-        line.send(as_stocks(servers, RIGHT_ROOM + 1, session=b"nowhere"))
+        line.send(asked_as_stock(servers, RIGHT_ROOM + 1, session=b"nowhere"))
         await_read(line, servers.decode[0], 1, NOT_OPENED)

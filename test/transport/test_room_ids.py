@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from fleet import Fleet, Outcome, Servers
 from lines import DST, Line, await_read, recorded
-from of_release import IS_LATER, OUR_FRAMES
+from of_release import IS_LATER, as_stocks
 from rank_faults import ERROR
 from reasons import ABORTED, GIVEN_UP
 from transfer_checks import BACKENDS, assert_failed, eventually, few
@@ -165,7 +165,7 @@ def test_a_server_without_our_description_takes_anothers_place(serve, backend, t
     with serve(Fleet(backend=backend, v_width=4)) as servers:
         assert served(servers, OTHER).state == "right"
         registration = recorded(servers.decode[0], ROOM)[0]
-        registered_anew(servers, registration[:-OUR_FRAMES] + trailing).close()
+        registered_anew(servers, as_stocks(registration) + trailing).close()
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
         outcome = served(servers)
         assert outcome.prefill[0]["state"] == outcome.decode[0]["state"] == "failed", outcome

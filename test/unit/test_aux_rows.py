@@ -93,11 +93,12 @@ def test_no_row_leaves_its_slot(src, dst, slots, slot):
         assert size == src[row] == dst[row]
 
 
-def test_a_stock_peers_slots_are_unknown():
+def test_a_stock_peers_slots_end_where_its_next_buffer_begins():
+    """Of rows of 512 bytes, which are those with the fewest slots, a million bytes apart."""
     plan = make_aux_plan(rank(NARROW, 4), rank())
-    plan.copies(SRC, 3, DST, 1000)
-    for slots in ((4, 1000), (3, -1)):
-        with pytest.raises(LayoutError, match="of an unknown number"):
+    plan.copies(SRC, 3, DST, 1952)
+    for slots in ((4, 1000), (3, -1), (3, 1953)):
+        with pytest.raises(LayoutError, match=f"has set aside slot {slots[1]} of 1953"):
             plan.copies(SRC, slots[0], DST, slots[1])
 
 

@@ -9,7 +9,7 @@ from kv_layout import Buffer, LayoutError, Pair, make_plan, prepare
 PAGE_SIZE = 3
 # Buffers on either side, by the bytes of a page; a slice is 10 bytes of a row.
 PAGE_BYTES = {"src": [60, 90, 120], "dst": [120, 90, 60]}
-POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000, 60_000, 90_000]}
+POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000_000, 60_000_000, 90_000_000]}
 WHOLE = Pair(1, 1, True, 0, 0, 90)
 
 
@@ -183,6 +183,34 @@ def test_refuses_pages_with_both_sides_values():
     said = "prefill sends pages 1 to 3 of 4, decode has set aside pages 2 to 4 of 4"
     with pytest.raises(LayoutError, match=said):
         plan.copies([1, 3], [4, 2])
+
+
+@pytest.mark.parametrize("told", [0, 9])
+def test_a_peers_pages_end_where_its_next_buffer_begins(told):
+    """Also if it says that they do not: the third would be the other buffer's first."""
+    buffers = [Buffer(part, False, 0, 90, None, told) for part in "kv"]
+    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9180])
+    plan.copies([5, 6], [0, 1])
+    with pytest.raises(LayoutError, match="decode has set aside pages 1 to 2 of 2"):
+        plan.copies([5, 6], [1, 2])
+
+
+@pytest.mark.parametrize("pointers", [[9000, 9000], [9000, 9050]])
+def test_buffers_within_one_another_say_nothing(pointers):
+    buffers = [Buffer(part, False, 0, 90) for part in "kv"]
+    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, pointers)
+    assert len(plan.copies([5, 9], [0, 1000])) == 4
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_no_slice_leaves_its_row(side):
+    """A row of 20 bytes on prefill, of 40 on decode."""
+    plan_of([Pair(0, 0, False, 10, 30, 10)])
+    offsets = (11, 30) if side == "src" else (10, 31)
+    with pytest.raises(LayoutError, match="bytes behind the beginning of a row of"):
+        plan_of([Pair(0, 0, False, *offsets, 10)])
 
 
 @pytest.mark.parametrize("pairs", [[], [WHOLE], [Pair(0, 2, False, 0, 0, 10)]])

@@ -2,13 +2,21 @@
 
 The order of thought is the order of the modules: `describe` (and `pools`, which describes the
 engine's own), `heads` and `match`, `plan` (and `prepared`, for a transport that is told of all
-pages beforehand), with `infer` for peers that describe nothing, `wire` for the frame in which a
-description travels, `aux_rows` for a request's metadata, `peer` for all of it in one call,
-`transfer_status` for the receiving end, and `digests` to prove all of it. Nothing here imports the
-engine or torch.
+pages beforehand), `bounds`, which no copy may leave, with `infer` for peers that describe nothing,
+`wire` for the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for
+all of it in one call, `transfer_status` for the receiving end, and `digests` to prove all of it.
+Nothing here imports the engine or torch.
 """
 
 from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
+from .bounds import (
+    Bounds,
+    described_memory,
+    described_rows,
+    most_slots,
+    told_memory,
+    why_no_slots,
+)
 from .describe import Buffer, Heads, LayoutError, RankLayout
 from .digests import (
     Digests,
@@ -33,12 +41,22 @@ from .plan import Copies, TransferPlan, make_plan
 from .pools import describe_pools, keeps_own_state, memory_kind
 from .prepared import PreparedPlan, prepare
 from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
-from .wire import bears_layout, decode_layout, encode_layout, layout_frame
+from .wire import (
+    Sizes,
+    bears_layout,
+    decode_layout,
+    encode_layout,
+    encode_sizes,
+    is_ours,
+    layout_frame,
+    told_sizes,
+)
 
 __all__ = [
     "HIDDEN_STATES",
     "TransferStatus",
     "AuxPlan",
+    "Bounds",
     "Buffer",
     "Copies",
     "Digests",
@@ -53,6 +71,7 @@ __all__ = [
     "Pointers",
     "RankLayout",
     "RoomDigests",
+    "Sizes",
     "Slice",
     "TransferPlan",
     "bears_layout",
@@ -61,13 +80,17 @@ __all__ = [
     "decode_digests",
     "decode_layout",
     "describe_pools",
+    "described_memory",
+    "described_rows",
     "difference",
     "elided_parts",
     "encode_digests",
     "encode_layout",
+    "encode_sizes",
     "format_notification",
     "heads_of_rank",
     "infer_layout",
+    "is_ours",
     "keeps_own_state",
     "layout_frame",
     "make_aux_plan",
@@ -75,6 +98,7 @@ __all__ = [
     "match_buffers",
     "memory_kind",
     "one_sided_draft",
+    "most_slots",
     "pair_layers",
     "parse_notification",
     "plan_for_peer",
@@ -84,8 +108,11 @@ __all__ = [
     "sent_parts",
     "slices_of",
     "sum_up",
+    "told_memory",
+    "told_sizes",
     "tp_size_conflict",
     "unsent",
     "unsent_rows",
     "weights",
+    "why_no_slots",
 ]

@@ -15,6 +15,7 @@ from typing import Optional
 import numpy as np
 import numpy.typing as npt
 
+from .bounds import until_next
 from .describe import LayoutError, RankLayout
 
 HIDDEN_STATES = 8  # the row's number, in every release
@@ -50,16 +51,22 @@ class AuxPlan:
                 f"prefill registered {counts[0]} metadata buffers, decode {counts[1]}, and "
                 f"{len(self.widths)} are described; run one release on both sides"
             )
-        if _is_outside(src_slot, self.src_slots) or _is_outside(dst_slot, self.dst_slots):
+        held = self.dst_slots or self._most_slots(dst_pointers)
+        if _is_outside(src_slot, self.src_slots) or _is_outside(dst_slot, held):
             raise LayoutError(
                 f"prefill sends metadata slot {src_slot} of {self.src_slots}, decode has set aside "
-                f"slot {dst_slot} of {self.dst_slots or 'an unknown number'}"
+                f"slot {dst_slot} of {held or 'an unknown number'}"
             )
         rows = [
             (src_pointers[i] + size * src_slot, dst_pointers[i] + size * dst_slot, size)
             for i, size in self._sent()
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+
+    def _most_slots(self, pointers: Sequence[int]) -> int:
+        """Of a peer that does not say: as many as end before its next buffer begins."""
+        room = until_next(pointers)
+        return min((room[pointers[i]] // size for i, size in self._sent()), default=0)
 
     def _sent(self) -> list[tuple[int, int]]:
         return [(i, self.widths[i]) for i in self.rows]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .bounds import fewest_until_next
 from .describe import Buffer, LayoutError
 from .match import Pair
 
@@ -150,12 +151,14 @@ class Copies:
 class TransferPlan:
     """All copies between two ranks, short of the page indices; none where both hold nothing.
 
-    `src_pages` and `dst_pages` are how many pages each side's buffers have, 0 if it does not say.
+    `src_pages` and `dst_pages` are how many pages each side's buffers have, 0 if it does not say;
+    `dst_most` how many end before the peer's next buffer begins, 0 if that is not known.
     """
 
     groups: tuple[CopyGroup, ...]
     src_pages: int = 0
     dst_pages: int = 0
+    dst_most: int = 0
 
     @property
     def is_sliced(self) -> bool:
@@ -181,10 +184,11 @@ class TransferPlan:
                 f"prefill sends {src.size} pages where decode has set aside {dst.size}; "
                 "the two servers disagree about this request's length"
             )
-        if _is_outside(src, self.src_pages) or _is_outside(dst, self.dst_pages):
+        held = min(filter(None, (self.dst_pages, self.dst_most)), default=0)
+        if _is_outside(src, self.src_pages) or _is_outside(dst, held):
             raise LayoutError(
                 f"prefill sends pages {_span(src, self.src_pages)}, decode has set aside pages "
-                f"{_span(dst, self.dst_pages)}; nothing is written outside of the buffers"
+                f"{_span(dst, held)}; nothing is written outside of the buffers"
             )
         return src, dst
 
@@ -232,11 +236,17 @@ def make_plan(
     dst_buffers: Sequence[Buffer],
     dst_pointers: Sequence[int],
 ) -> TransferPlan:
-    """The plan for `pairs`, whose indices point into all four sequences; `page_size` in tokens."""
+    """The plan for `pairs`, whose indices point into all four sequences; `page_size` in tokens.
+
+    Raises:
+        LayoutError: A copy leaves its row of a page, on either side.
+    """
     addresses: dict[tuple, list[tuple[int, int]]] = {}
     for pair in sorted(pairs, key=lambda pair: not pair.whole):
         rows = 1 if pair.whole else page_size
         src_page, dst_page = src_buffers[pair.src].page_bytes, dst_buffers[pair.dst].page_bytes
+        _check_row(src_buffers[pair.src], src_page / rows, pair.src_offset + pair.row_bytes)
+        _check_row(dst_buffers[pair.dst], dst_page / rows, pair.dst_offset + pair.row_bytes)
         addresses.setdefault((pair.whole, rows, src_page, dst_page, pair.row_bytes), []).append(
             (src_pointers[pair.src] + pair.src_offset, dst_pointers[pair.dst] + pair.dst_offset)
         )
@@ -247,7 +257,16 @@ def make_plan(
         ),
         _fewest_pages(src_buffers[pair.src] for pair in pairs),
         _fewest_pages(dst_buffers[pair.dst] for pair in pairs),
+        fewest_until_next((pair.dst for pair in pairs), dst_buffers, dst_pointers),
     )
+
+
+def _check_row(buffer: Buffer, row: float, end: int) -> None:
+    if end > row:
+        raise LayoutError(
+            f"{buffer.name}: a copy ends {end} bytes behind the beginning of a row of {row:g} "
+            f"bytes; {buffer.page_bytes} bytes a page and {buffer.heads or 'no'} heads do not fit"
+        )
 
 
 def _fewest_pages(buffers: Iterable[Buffer]) -> int:

@@ -1,8 +1,8 @@
-"""What our messages carry beyond a stock peer's: a description.
+"""What our messages carry beyond a stock peer's: a description, and how large its buffers are.
 
-It is one frame of a registration: a format tag, then msgpack. Fields that a later release adds are
-skipped here; a tag that is not ours means a peer whose description we cannot read, which is served
-as if it had sent none. Stock peers read frames by position and do not see it.
+Each is one frame of a registration: a format tag, then msgpack. Fields that a later release adds
+are skipped here; a tag that is not ours means a peer whose description we cannot read, which is
+served as if it had sent none. Stock peers read frames by position and do not see them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ import msgspec
 from .describe import Buffer, LayoutError, RankLayout
 
 _TAG = b"KVL1"
+_SIZES_TAG = b"KVS1"
 _MAX_BYTES = 1 << 20
 _decoder = msgspec.msgpack.Decoder(RankLayout)
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Bytes of each buffer that a rank registers, in the order of its pointers; state by kind."""
+
+    kv: tuple[int, ...]
+    state: tuple[tuple[int, ...], ...]
+    aux: tuple[int, ...]
+
+
+_sizes_decoder = msgspec.msgpack.Decoder(Sizes)
 
 
 def encode_layout(layout: RankLayout) -> bytes:
@@ -65,3 +77,24 @@ def bears_layout(frames: Sequence[bytes]) -> bool:
 def layout_frame(frames: Sequence[bytes]) -> bytes:
     """The description among a message's frames, from the end; empty where there is none."""
     return next((frame for frame in reversed(frames) if frame.startswith(_TAG)), b"")
+
+
+def encode_sizes(sizes: Sizes) -> bytes:
+    """The trailing frame for `sizes`: some 10 bytes a buffer."""
+    return _SIZES_TAG + msgspec.msgpack.encode(sizes)
+
+
+def told_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
+    """The sizes among a message's frames; None where there are none that can be read."""
+    frame = next((frame for frame in reversed(frames) if frame.startswith(_SIZES_TAG)), b"")
+    try:
+        told = _sizes_decoder.decode(frame[len(_SIZES_TAG) : _MAX_BYTES])
+    except msgspec.MsgspecError:
+        return None
+    sizes = [*told.kv, *told.aux, *(size for kind in told.state for size in kind)]
+    return told if min(sizes, default=0) >= 0 else None
+
+
+def is_ours(frame: bytes) -> bool:
+    """Whether a stock peer does not send it."""
+    return frame.startswith((_TAG, _SIZES_TAG))

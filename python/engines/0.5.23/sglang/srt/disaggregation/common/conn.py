@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, List, Literal
 
 from aiohttp import web
-from sglang.srt.disaggregation.kv_layout import encode_layout, layout_frame
+from sglang.srt.disaggregation.kv_layout import encode_layout, is_ours
 from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
 from sglang.srt.disaggregation.pd.ended import EndingSender
 from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
@@ -125,7 +125,7 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
     ) -> bool:
         """As the engine's; what our buffers hold goes to ranks that read it."""
         if not bootstrap_info.get("reads_layouts"):
-            message = [frame for frame in message if not layout_frame([frame])]
+            message = [frame for frame in message if not is_ours(frame)]
         return super()._send_bootstrap_message(
             bootstrap_info=bootstrap_info, message=message, operation=operation
         )

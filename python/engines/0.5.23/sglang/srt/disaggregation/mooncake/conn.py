@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, List, Optional
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    Sizes,
+    TransferPlan,
+    decode_layout,
+    encode_sizes,
+)
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import FailedSessions
 from sglang.srt.disaggregation.pd.batches import write_copies
+from sglang.srt.disaggregation.pd.bounded import Bounded
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.memory import only_logged_later, register_apart
@@ -53,9 +60,12 @@ class KVArgsRegisterInfo:
     # How this decode rank is served, see `pd.plans`.
     plan = None
     refusal = ""
+    # What memory it has, see `pd.bounded`.
+    bounds = None
+    state_slots = ()
 
 
-class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
+class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVManager):
     # One frame more, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
@@ -78,6 +88,10 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         """As the engine's; a session to which a transfer has failed is soon tried again."""
         self.failed_sessions = FailedSessions()
         super().start_prefill_thread()
+
+    def _register_staging_memory(self, ptr: int, size: int) -> None:
+        super()._register_staging_memory(ptr, size)
+        self.more_memory = (*self.more_memory, (ptr, size))
 
     # What peers say
 
@@ -148,6 +162,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         try:
             self.plan_peer(mooncake_session_id, info, tp, info.dst_kv_item_len)
             info.refusal = why_unreachable(mooncake_session_id) or info.refusal
+            self._bound_peer(mooncake_session_id, info)
             super()._publish_peer_registration(mooncake_session_id, info)
         except Exception as error:
             # An entry that is missing would be worse: its rooms would wait.
@@ -155,6 +170,17 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
             info.refusal = f"prefill could not register it: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
+
+    def _bound_peer(self, session: str, info: KVArgsRegisterInfo) -> None:
+        """Note what memory this decode rank has."""
+        try:
+            layout = decode_layout(self.arriving_layout)
+        except LayoutError:  # its plan says why
+            layout = None
+        state = (info.dst_state_data_ptrs, info.dst_state_item_lens)
+        staging = [(info.staging_base_ptr, info.staging_total_size)]
+        told = (layout, self.arriving_sizes)
+        self.bound(info, session, *told, *state, staging if info.staging_base_ptr else ())
 
     def _validate_peer_state_layout(self, registration_info: KVArgsRegisterInfo):
         """As the engine's, of state that goes its way: by position, and all of it."""
@@ -164,8 +190,11 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         return super()._validate_peer_state_layout(registration_info)
 
     def build_receiver_registration_message(self) -> List[bytes]:
-        """As the engine's, and what each buffer holds."""
-        return self.with_layout(super().build_receiver_registration_message())
+        """As the engine's, what each buffer holds, and how large it is."""
+        args = self.kv_args
+        lens = (args.kv_data_lens, map(tuple, args.state_data_lens), args.aux_data_lens)
+        sizes = encode_sizes(Sizes(*map(tuple, lens)))
+        return [*self.with_layout(super().build_receiver_registration_message()), sizes]
 
     # What is sent
 
@@ -181,9 +210,17 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         """The same between TP sizes: the heads that both sides hold."""
         plan = self.plan_of(session)
         if plan is None:
+            self._check_pages(session, src_pages, dst_ptrs, dst_pages, more[2])
             return super().send_kvcache_slice(session, src_pages, dst_ptrs, dst_pages, *more)
         _, _, _, executor, *_ = more  # behind the peer's TP rank and size, and its bytes a page
         return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
+
+    def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
+        """Raise RuntimeError for a page that a side has not, of which the engine sends heads."""
+        own = zip(self.kv_args.kv_data_ptrs, self.kv_args.kv_item_lens)
+        src = [(ptr + int(page) * size, size) for ptr, size in own for page in src_pages]
+        dst = [(ptr + int(page) * page_bytes, page_bytes) for ptr in dst_ptrs for page in dst_pages]
+        self.check_bounds(session, src, dst)
 
     def write_planned(
         self,
@@ -246,6 +283,7 @@ class MooncakeKVManager(SendsDigests, Ended, Plans, EngineMooncakeKVManager):
         """Write state to the peer. Returns the transfer engine's status."""
         plan = self.plan_of(req.mooncake_session_id)
         if plan is None or plan.state is None:
+            self.check_state_slots(req.mooncake_session_id, req.dst_state_indices)
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )

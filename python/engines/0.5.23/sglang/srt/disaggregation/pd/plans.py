@@ -20,8 +20,10 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     Pointers,
     RankLayout,
+    Sizes,
     decode_layout,
     layout_frame,
+    told_sizes,
 )
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 
@@ -36,8 +38,9 @@ class Plans:
     `comparing`.
     """
 
-    # Of the message that is being read: a description, or nothing.
+    # Of the message that is being read: a description, or nothing; and how large its buffers are.
     arriving_layout = b""
+    arriving_sizes: Optional[Sizes] = None
 
     def plan_peer(self, name: str, info: Any, tp: tuple[int, int], page_bytes: int) -> None:
         """Set a registration's `plan`, or its `refusal`.
@@ -107,7 +110,7 @@ class Plans:
 
     def read_layout(self, frames: list[bytes]) -> None:
         """Note what the message that is being read says."""
-        self.arriving_layout = layout_frame(frames)
+        self.arriving_layout, self.arriving_sizes = layout_frame(frames), told_sizes(frames)
 
     def plan_of(self, peer: str) -> Optional[PeerPlan]:
         """None where the engine's own way is taken."""

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.kv_layout import encode_layout
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import BackOff
+from sglang.srt.disaggregation.pd.bounded import Bounded
 from sglang.srt.disaggregation.pd.memory import register_apart
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.queued import QueuedSends
@@ -88,9 +89,10 @@ def _aux_goes_over_tcp() -> bool:
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
 
 
-class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
+class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
+        "_transfer_data",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
@@ -165,6 +167,7 @@ class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
         if kind != "mamba":
             pages = (prefill_state_indices, req.dst_state_indices)
             return self._write(session, self._plan(session).state, *pages, executor)
+        self.check_state_slots(session, [req.dst_state_indices])
         slots = (req, prefill_state_indices, dst_state_data_ptrs)
         if info is None or info.dst_attn_tp_size == self.attn_tp_size:
             return self._send_mamba_state(*slots)
@@ -272,6 +275,9 @@ class MooncakeKVManager(QueuedSends, StatusMessages, CommonKVManager):
             info.plan, info.refusal, info.try_again = None, unreachable, False
 
     def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
+        layout = info.plan and info.plan.layout
+        state = ([info.dst_state_data_ptrs], [info.dst_state_item_lens])
+        self.bound(info, info.name, layout, None, *state)
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:

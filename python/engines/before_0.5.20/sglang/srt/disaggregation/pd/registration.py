@@ -47,6 +47,9 @@ class Registration:
     refusal: str = field(default="", kw_only=True)
     try_again: bool = field(default=False, kw_only=True)
     reads_reasons: bool = field(default=False, kw_only=True)
+    # What memory it has, see `pd.bounded`.
+    bounds: Any = field(default=None, kw_only=True)
+    state_slots: Any = field(default=(), kw_only=True)
 
 
 def state_pointers(frames: List[bytes], position: int) -> List[int]:

@@ -1,0 +1,111 @@
+"""Writes that are not planned: the engine's own stay within what both sides registered, too."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+from sglang.srt.disaggregation.kv_layout import (
+    Bounds,
+    RankLayout,
+    Sizes,
+    described_memory,
+    described_rows,
+    most_slots,
+    told_memory,
+    why_no_slots,
+)
+from sglang.srt.disaggregation.pd.memory import regions
+
+# Source and destination addresses, and bytes.
+Block = Tuple[int, int, int]
+
+
+class Bounded:
+    """A prefill rank's KV manager, over one that writes by `_transfer_data`.
+
+    `decode_kv_args_table` has each registered decode rank; its registration has `bounds` and
+    `state_slots`, see `bound`. Nothing is known of one without.
+    """
+
+    # Registered besides the buffers of `kv_args`: address and bytes.
+    more_memory: Tuple[Tuple[int, int], ...] = ()
+    _own_bounds: Tuple[int, Any] = (-1, None)
+
+    def bound(
+        self,
+        info: Any,
+        name: str,
+        layout: Optional[RankLayout],
+        sizes: Optional[Sizes],
+        state: Sequence[Sequence[int]],
+        item_bytes: Sequence[Sequence[int]],
+        more: Sequence[Tuple[int, int]] = (),
+    ) -> None:
+        """Note in a decode rank's registration what memory it has.
+
+        Sets `bounds`, and of each kind of state `state_slots`, None where that is not known.
+
+        Args:
+            layout, sizes: What it says of its buffers; None where it does not.
+            state, item_bytes: Addresses of its buffers of state, and bytes a slot, by kind.
+            more: Address and bytes of what it registers besides.
+        """
+        sizes = sizes or Sizes((), (), ())
+        told = [*sizes.state, *[()] * (len(state) - len(sizes.state))]
+        role = "state" if len(state) == 1 else ""  # several kinds are not described
+        by_kind = [
+            told_memory(*kind) or described_memory(layout, role, kind[0])
+            for kind in zip(state, told)
+        ]
+        kv, aux = info.dst_kv_ptrs, info.dst_aux_ptrs
+        held = told_memory(kv, sizes.kv) or described_memory(layout, "kv", kv)
+        held += [one for kind in by_kind for one in kind]
+        held += told_memory(aux, sizes.aux) or described_rows(layout, aux)
+        info.state_slots = [most_slots(*kind) for kind in zip(by_kind, item_bytes)]
+        info.bounds = Bounds(f"decode {name}", [*held, *more])
+
+    def check_state_slots(self, session: str, slots: Sequence[Any]) -> None:
+        """Raise RuntimeError if decode asks for slots of state, by kind, that it has not."""
+        info = self.decode_kv_args_table.get(session)
+        known = list(getattr(info, "state_slots", ()))
+        known += [None] * (len(slots) - len(known))
+        for kind, (some, most) in enumerate(zip(slots, known)):
+            why = why_no_slots(f"state {kind}", some, most)
+            if why:
+                raise RuntimeError(f"{why}; no state is written")
+
+    def _transfer_data(self, session: str, blocks: List[Block]) -> int:
+        """Write these to a decode session. Returns the transfer engine's status.
+
+        Raises:
+            RuntimeError: One is not within the memory of either side; none is written.
+        """
+        if not blocks:
+            return 0
+        sides = ([(block[i], block[2]) for block in blocks] for i in range(2))
+        self.check_bounds(session, *sides)
+        src, dst, sizes = ([block[i] for block in blocks] for i in range(3))
+        return self.engine.batch_transfer_sync(session, src, dst, sizes)
+
+    def check_bounds(
+        self, session: str, src: Sequence[Tuple[int, int]], dst: Sequence[Tuple[int, int]]
+    ) -> None:
+        """Raise RuntimeError if what is read or written, addresses and bytes, is a side's not."""
+        peer = self.decode_kv_args_table.get(session)
+        theirs = None if peer is None else peer.bounds
+        why = self.own_bounds.why_outside(src)
+        if not why and theirs is not None:
+            why = theirs.why_outside(dst)
+        if why:
+            raise RuntimeError(f"{why}; nothing of this transfer is written")
+
+    @property
+    def own_bounds(self) -> Bounds:
+        """Of all that this rank has registered by now."""
+        count, bounds = self._own_bounds
+        if count != len(self.more_memory):
+            kv, aux = regions(self.kv_args)
+            held = [region[1:] for region in (*kv, *aux)]
+            bounds = Bounds("this prefill rank", [*held, *self.more_memory])
+            self._own_bounds = (len(self.more_memory), bounds)
+        return bounds

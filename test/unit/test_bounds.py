@@ -1,0 +1,122 @@
+"""What memory a peer has, and copies that leave it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_layout import (
+    Bounds,
+    Buffer,
+    RankLayout,
+    Sizes,
+    described_memory,
+    described_rows,
+    encode_layout,
+    encode_sizes,
+    is_ours,
+    layout_frame,
+    most_slots,
+    told_memory,
+    told_sizes,
+    why_no_slots,
+)
+
+BIG = 1 << 63
+
+
+def rank(**more) -> RankLayout:
+    kv = (Buffer("k", False, 0, 64, None, 10), Buffer("v", False, 0, 32))
+    return RankLayout(0, 1, 0, 1, 16, "bfloat16", "VRAM", 1, kv, **more)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 14)), max_size=6),
+    st.sampled_from([0, BIG]),
+)
+def test_a_copy_is_within_buffers_byte_by_byte(held, copies, base):
+    """Those that lie within one another are one; a copy does not go from one to its neighbour."""
+    joined: list[set[int]] = []
+    for start, size in held:
+        here = set(range(start, start + size))
+        for other in [other for other in joined if other & here]:
+            joined.remove(other)
+            here |= other
+        joined.append(here)
+    bounds = Bounds("decode", [(base + start, size) for start, size in held])
+    for start, size in copies:
+        within = any(set(range(start, start + max(1, size))) <= one for one in joined)
+        if size:
+            assert (bounds.why_outside([(base + start, size)]) == "") == within
+
+
+def test_the_first_that_is_outside_is_named():
+    bounds = Bounds("decode 7", [(0x100, 0x100), (0, 0)])
+    said = "a copy of 17 bytes at 0x1f0, which is in none of the buffers that decode 7 registered"
+    assert bounds.why_outside([(0x100, 0x100), (0x1F0, 17), (0x50, 1)]) == said
+
+
+@pytest.mark.parametrize("copy", [(-8, 8), (0x100, -1), (1 << 64, 8), ((1 << 64) - 4, 8)])
+def test_numbers_that_are_no_addresses(copy):
+    assert Bounds("decode", [(0x100, None)]).why_outside([copy]).startswith("a copy of")
+
+
+def test_without_a_length_a_buffer_reaches_to_the_next():
+    bounds = Bounds("decode", [(0x100, None), (0x200, None), (0x180, 0x10)])
+    assert bounds.why_outside([(0x100, 0x80), (0x180, 0x10), (0x200, 1 << 40)]) == ""
+    assert all(bounds.why_outside([one]) for one in [(0x100, 0x81), (0x190, 1), (0x80, 1)])
+
+
+def test_what_is_described_has_its_length():
+    layout = rank(aux=(8, 0, 16), aux_slots=4)
+    assert described_memory(layout, "kv", [1000, 2000]) == [(1000, 640), (2000, None)]
+    assert described_memory(layout, "kv", [1000]) == [(1000, None)]
+    assert described_memory(None, "kv", [1000]) == [(1000, None)]
+    assert described_rows(layout, [1, 2, 3]) == [(1, 32), (2, None), (3, 64)]
+    assert described_rows(rank(), [1]) == [(1, None)]
+
+
+def test_sizes_that_are_not_of_these_buffers_say_nothing():
+    assert told_memory([1000, 2000], [64, 32]) == [(1000, 64), (2000, 32)]
+    assert told_memory([1000], [64, 32]) is told_memory([1000], []) is None
+
+
+def test_sizes_travel():
+    sizes = Sizes((640,), ((64, 32), ()), (8,))
+    frames = [b"64", encode_layout(rank()), encode_sizes(sizes)]
+    assert told_sizes(frames) == sizes
+    assert [is_ours(frame) for frame in frames] == [False, True, True]
+    assert layout_frame(frames) == frames[1]
+    assert len(encode_sizes(Sizes((1 << 33,) * 122, (), (1 << 20,) * 10))) < 1500
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[], [b"KVS1"], [b"KVS1junk"], [encode_sizes(Sizes((-1,), (), ()))], [encode_layout(rank())]],
+    ids=str,
+)
+def test_sizes_that_cannot_be_read_are_not_told(frames):
+    assert told_sizes(frames) is None
+
+
+@pytest.mark.parametrize(
+    "memory, items, most",
+    [
+        ([(1, 64), (2, 32)], [8, 8], 8),
+        ([(1, 64), (2, 0)], [8, 0], 8),
+        ([(1, 64)], [100], 0),
+        ([(1, 64), (2, None)], [8, 8], None),
+        ([(1, 64)], [8, 8], None),
+        ([], [], None),
+    ],
+)
+def test_slots_by_the_buffer_that_has_the_most(memory, items, most):
+    assert most_slots(memory, items) == most
+
+
+def test_slots_that_decode_has_not():
+    assert why_no_slots("state 0", [], 0) == why_no_slots("state 0", [0, 7], 8) == ""
+    assert why_no_slots("state 0", [9999], None) == ""
+    said = "decode has set aside state 0 slots 3 to 8 of 8"
+    assert why_no_slots("state 0", [8, 3], 8) == said
+    assert why_no_slots("state 0", [-1], None).endswith("slots -1 to -1 of an unknown number")
