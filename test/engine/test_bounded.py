@@ -1,0 +1,133 @@
+"""Writes of the engine's own: each stays within what both sides registered."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from of_release import IS_LATER
+from probes import by_kind
+from sglang.srt.disaggregation.kv_layout import Sizes
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+pytestmark = pytest.mark.engine
+
+DECODE = "10.0.0.1:7000"
+KV, STATE, AUX = 0x1000, 0x3000, 0x5000  # prefill's; decode's are 0x10000 behind
+AWAY = 0x10000
+SIZES = Sizes((0x100, 0x100), ((0x80,),), (0x40,))
+
+
+class NotingEngine:
+    def __init__(self):
+        self.calls = []
+
+    def batch_transfer_sync(self, *call):
+        self.calls.append(call)
+        return 7
+
+
+def made(sizes: Sizes | None = SIZES):
+    """A prefill rank with KV of two buffers, state of one and aux, which knows one decode rank."""
+    manager = object.__new__(MooncakeKVManager)
+    manager.kv_args = SimpleNamespace(
+        kv_data_ptrs=[KV, KV + 0x100],
+        kv_data_lens=[0x100, 0x100],
+        kv_item_lens=[0x10, 0x10],
+        aux_data_ptrs=[AUX],
+        aux_data_lens=[0x40],
+        state_data_ptrs=by_kind([STATE]),
+        state_data_lens=by_kind([0x80]),
+        layout=None,
+    )
+    manager.engine = NotingEngine()
+    info = SimpleNamespace(
+        dst_kv_ptrs=[KV + AWAY, KV + AWAY + 0x100], dst_aux_ptrs=[AUX + AWAY], plan=None
+    )
+    manager.bound(info, DECODE, None, sizes, [[STATE + AWAY]], [[0x10]], [(0x90000, 0x10)])
+    manager.decode_kv_args_table = {DECODE: info}
+    return manager
+
+
+def block(src: int, size: int, dst: int | None = None):
+    return (src, src + AWAY if dst is None else dst, size)
+
+
+@pytest.mark.parametrize("at, size", [(KV, 0x100), (KV + 0x1F0, 0x10), (STATE, 0x80), (AUX, 1)])
+def test_what_both_have_is_written_in_one_call(at, size):
+    manager = made()
+    assert manager._transfer_data(DECODE, [block(KV, 8), block(at, size)]) == 7
+    assert manager.engine.calls == [(DECODE, [KV, at], [KV + AWAY, at + AWAY], [8, size])]
+
+
+def test_what_decode_registers_besides_is_its_own():
+    manager = made()
+    assert manager._transfer_data(DECODE, [block(KV, 0x10, 0x90000)]) == 7
+
+
+@pytest.mark.parametrize(
+    "outside, said",
+    [
+        (block(KV - 1, 8), "that this prefill rank registered"),
+        (block(KV + 0xF8, 0x10), "that this prefill rank registered"),  # in two of its buffers
+        (block(AUX + 0x40, 1), "that this prefill rank registered"),
+        (block(KV, 8, KV + AWAY - 1), f"that decode {DECODE} registered"),
+        (block(KV, 0x10, STATE + AWAY + 0x78), f"that decode {DECODE} registered"),
+        (block(KV, 8, AUX + AWAY + 0x40), f"that decode {DECODE} registered"),
+        (block(KV, -8), "a copy of -8 bytes"),
+    ],
+)
+def test_nothing_is_written_of_a_call_with_a_copy_outside(outside, said):
+    manager = made()
+    with pytest.raises(RuntimeError, match=said):
+        manager._transfer_data(DECODE, [block(KV, 8), outside])
+    assert not manager.engine.calls
+
+
+def test_of_a_decode_rank_that_is_not_known_nothing_is_asked():
+    assert made()._transfer_data("10.0.0.2:7000", [block(KV, 8, 0x7)]) == 7
+
+
+def test_of_one_that_does_not_say_it_a_buffer_ends_where_the_next_begins():
+    manager = made(None)
+    assert manager._transfer_data(DECODE, [block(KV, 0x100), block(KV + 0x100, 0x100)]) == 7
+    with pytest.raises(RuntimeError, match="in none of the buffers"):
+        manager._transfer_data(DECODE, [block(KV, 0x10, KV + AWAY + 0xF8)])
+
+
+def test_memory_that_is_registered_later_is_its_own_then():
+    manager = made()
+    with pytest.raises(RuntimeError):
+        manager._transfer_data(DECODE, [block(0x8000, 8, KV + AWAY)])
+    manager.more_memory = ((0x8000, 8),)
+    assert manager._transfer_data(DECODE, [block(0x8000, 8, KV + AWAY)]) == 7
+
+
+def test_slots_of_state():
+    manager = made()
+    manager.check_state_slots(DECODE, [[7]])
+    manager.check_state_slots(DECODE, [[7], [99]])  # a kind of which nothing is known
+    for slot in (8, -1):
+        with pytest.raises(RuntimeError, match=f"state 0 slots {slot} to {slot} of 8; no state"):
+            manager.check_state_slots(DECODE, [[slot]])
+    made(None).check_state_slots(DECODE, [[99]])
+
+
+@pytest.mark.skipif(not IS_LATER, reason="0.5.9 has a plan for each decode rank")
+@pytest.mark.parametrize("src, dst, is_written", [(15, 15, True), (16, 15, False), (15, 16, False)])
+def test_heads_that_go_the_engines_way(monkeypatch, src, dst, is_written):
+    """The second buffer's end is the memory's; a page of 16 bytes, 16 of them."""
+    from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
+
+    sent = []
+    monkeypatch.setattr(
+        EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: sent.append(call)
+    )
+    manager = made()
+    ptrs = manager.decode_kv_args_table[DECODE].dst_kv_ptrs
+    call = (DECODE, np.array([0, src]), ptrs, np.array([0, dst]), 0, 1, 0x10, None)
+    if is_written:
+        manager.send_kvcache_slice(*call)
+    else:
+        with pytest.raises(RuntimeError, match="in none of the buffers"):
+            manager.send_kvcache_slice(*call)
+    assert len(sent) == is_written
