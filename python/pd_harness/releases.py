@@ -9,14 +9,28 @@ DEFAULT = Path(__file__).resolve().parents[2] / "scripts" / "default_release"
 
 
 def release() -> str:
-    """The engine's that this Python has; without one, what the variable says, or the default.
+    """The release that the engine of this Python is taken for, of those that we know.
 
-    A local version (``0.5.9+vendor``) is its public release.
+    Without an engine, what the variable says, or the default.
     """
     try:
-        return importlib.metadata.version("sglang").partition("+")[0]
+        version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return chosen_release()
+    return taken_for(version) or chosen_release()
+
+
+def taken_for(version: str) -> str | None:
+    """The newest release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
+
+    A version that is made of a commit names the release to come (``0.5.24.dev3``). None where all
+    releases are later, as for ``0.0.0``.
+    """
+    # Not above: set-up reads this file, and runs before what the tool needs is installed.
+    from sglang_pd.patchset.patches import age, public, supported
+
+    earlier = [known for known in supported() if age(known) <= age(public(version))]
+    return earlier[-1] if earlier else None
 
 
 def chosen_release() -> str:

@@ -99,3 +99,24 @@ def test_a_release_is_that_of_the_engine_at_hand(monkeypatch):
     assert releases.release() == releases.DEFAULT.read_text().strip()
     monkeypatch.setenv(releases.VARIABLE, "0.5.10")
     assert releases.release() == "0.5.10"
+
+
+@pytest.mark.parametrize(
+    "version, taken",
+    [
+        ("0.5.9", "0.5.9"),
+        ("0.5.9.post1", "0.5.9"),
+        ("0.5.9.post1+gdb4e49b.d20260401", "0.5.9"),
+        ("0.5.10.dev17+g0123456", "0.5.9"),
+        ("0.5.22", "0.5.9"),
+        ("0.5.23.dev4", "0.5.23"),
+        ("0.5.24.dev12+g0123456", "0.5.23"),
+        ("0.0.0", releases.default_release()),
+        ("0.5.8", releases.default_release()),
+    ],
+)
+def test_an_engine_between_releases_is_taken_for_one_of_them(version, taken, monkeypatch):
+    """Images are built of commits, too; tables of the tests have our releases alone."""
+    monkeypatch.delenv(releases.VARIABLE, raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert releases.release() == taken
