@@ -7,6 +7,7 @@ environments that `scripts/setup.sh` makes; or on its NPUs, in the Python that r
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -151,6 +152,22 @@ def interpreter(environment: str) -> Path:
             f"{python} is not there: run scripts/setup.sh --release {release()} first"
         )
     return python
+
+
+@functools.cache
+def engine_folder(environment: str) -> Path:
+    """The folder `sglang/` that servers of ``stock`` or ``patched`` import.
+
+    Raises:
+        FileNotFoundError: as `interpreter`.
+    """
+    ask = "import importlib.util; print(importlib.util.find_spec('sglang').origin)"
+    command = [str(interpreter(environment)), "-c", ask]
+    # `-c` looks into the working folder, too: into one without a `sglang/`.
+    found = subprocess.run(
+        command, cwd=KEEPER.parent, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Path(found.stdout.splitlines()[-1]).parent
 
 
 def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import serving_checks
-from serving_scenarios import SCENARIOS, MildMLA
+from serving_scenarios import PROMPT_LENGTHS, SCENARIOS, MildMLA, full, long_answer, pages
 
 from pd_harness import cluster, device
 
@@ -134,6 +134,30 @@ def test_what_npus_do_not_run_says_why(four_npus, backend, ranks, engines, reaso
 
 def test_the_cpu_host_runs_all(no_npu):
     assert cluster.why_not_here("nixl", 8, ("stock", "patched")) is None
+
+
+@pytest.mark.parametrize("page_size", [16, cluster.NPU_PAGE_SIZE])
+def test_a_full_pool_takes_the_prompts_and_not_all_answers(page_size):
+    """Whatever the device's page is; each prompt alone comes to its end beside those that wait."""
+    answer = long_answer(page_size)
+    pool = full(page_size, answer) // page_size
+    prompts = pages(PROMPT_LENGTHS, page_size)
+    for length in PROMPT_LENGTHS:
+        alone = pages([length + answer], page_size) - pages([length], page_size)
+        assert prompts + alone <= pool
+    assert pool < pages([length + answer for length in PROMPT_LENGTHS], page_size)
+
+
+@pytest.mark.parametrize("environment", ["stock", "patched"])
+def test_an_engine_is_found_where_its_python_finds_it(no_npu, environment, tmp_path):
+    """An image's may be installed editable, and have another Python than 3.11."""
+    try:
+        folder = cluster.engine_folder(environment)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert (folder / "srt" / "disaggregation").is_dir()
+    is_patched = (folder / "srt" / "disaggregation" / "kv_layout").is_dir()
+    assert is_patched == (environment == "patched")
 
 
 def answers(*rows):

@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from fleet import stock_engine
 from of_release import ELSEWHERE_AT_NIGHT, at_night_elsewhere
 from serving_checks import record
 from serving_scenarios import SCENARIOS, Scenario, model_folder
@@ -28,11 +27,18 @@ FEW = ("--lengths", "40", "--requests", "6")
 
 
 @contextlib.contextmanager
-def running(scenario: Scenario, test: str, **environment: str) -> Iterator[list[cluster.Server]]:
-    """The scenario's fleet of patched servers that compare; skips where it cannot run."""
+def running(
+    scenario: Scenario, test: str, sends: str = "patched", **environment: str
+) -> Iterator[list[cluster.Server]]:
+    """The scenario's fleet of patched servers that compare; skips where it cannot run.
+
+    Prefill sends by the code of the engine ``sends``.
+    """
     topology = scenario.topology
-    if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), ("patched",)):
+    if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), ("patched", sends)):
         pytest.skip(reason)
+    if sends == "stock":
+        environment["SGLANG_PD_STOCK_TRANSFER"] = str(cluster.engine_folder("stock"))
     servers = cluster.pd_servers(
         topology,
         model_folder(scenario.model),
@@ -53,10 +59,9 @@ def verify(*options: str) -> tuple[int, dict]:
 
 def doctor(scenario: Scenario, *urls: str) -> list[dict]:
     """What it says of running servers, with the engine that they run."""
-    site = cluster.interpreter("patched").parents[1] / "lib" / "python3.11" / "site-packages"
     asked = [word for url in urls for word in ("--url", url)]
-    backend = scenario.topology.backend
-    _, found = tool("doctor", "--engine", str(site), "--backend", backend, *asked)
+    engine, backend = str(cluster.engine_folder("patched")), scenario.topology.backend
+    _, found = tool("doctor", "--engine", engine, "--backend", backend, *asked)
     return [one for one in found["findings"] if one["group"] == "servers"]
 
 
@@ -109,7 +114,7 @@ WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"} -
 @pytest.mark.parametrize("scenario", on(WRONG, "ascend-fia_pp2_odd_layers"))
 def test_what_stock_sends_wrongly_is_found(scenario):
     """By the check alone: prefill sends by the stock engine's code, and no answer is known."""
-    with running(scenario, "stock", SGLANG_PD_STOCK_TRANSFER=str(stock_engine())) as servers:
+    with running(scenario, "stock", sends="stock") as servers:
         status, found = verify("--router", servers[-1].url, *FEW)
         ended = [server.name for server in servers if server.has_ended()]
     assert status == Code.WRONG, found

@@ -134,12 +134,6 @@ class Fleet:
         return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
 
 
-def stock_engine() -> Path:
-    """The stock engine's folder `sglang/`."""
-    (package,) = interpreter("stock").parents[1].glob("lib/python*/site-packages/sglang")
-    return package
-
-
 def store_url(port: int) -> str:
     """Of the store where MemFabric's engines meet."""
     return f"tcp://{HOST}:{port}"

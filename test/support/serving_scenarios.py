@@ -2,12 +2,12 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pytest
 
-from pd_harness.cluster import OF_RELEASE, Topology
+from pd_harness.cluster import NPU_PAGE_SIZE, OF_RELEASE, Topology
 from pd_harness.cpu_host.models import TinyGQA, TinyLlama, TinyMLA, TinyModel
 from pd_harness.device import device
 from pd_harness.releases import release
@@ -54,17 +54,35 @@ SEVEN_LAYERS_MLA = MLA(layers=7)
 NEW_TOKENS = 12
 # From one token to many pages; the last is prefilled, and sent, in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
-# So long answers that all prompts are decoded at once, and a pool that takes the prompts, in 54
-# pages of 16 tokens, and one answer in 4 more, so that a request alone among prompts that wait
-# comes to its end; but not all answers, in 78.
-LONG = 64
-FULL = 59 * 16
+PAGE_SIZE = NPU_PAGE_SIZE if device() == "npu" else 16  # of scenarios over `ascend`
 
 
 def prompts() -> list[list[int]]:
     """Token ids that share no prefix, the same in every run."""
     source = random.Random(0)
     return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def pages(lengths: Iterable[int], page_size: int) -> int:
+    """That so many requests of so many tokens take."""
+    return sum(-(-length // page_size) for length in lengths)
+
+
+def long_answer(page_size: int) -> int:
+    """Tokens; so many that all prompts are decoded at once, and each takes pages for its answer."""
+    return max(64, 2 * page_size)
+
+
+def full(page_size: int, answer: int) -> int:
+    """Tokens of a pool that takes all prompts and one answer, but not all answers.
+
+    So a request alone among prompts that wait comes to its end.
+    """
+    longest = max(
+        pages([length + answer], page_size) - pages([length], page_size)
+        for length in PROMPT_LENGTHS
+    )
+    return (pages(PROMPT_LENGTHS, page_size) + longest + 1) * page_size
 
 
 def branching() -> list[list[int]]:
@@ -137,13 +155,16 @@ def mooncake(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Sc
 
 
 def ascend(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
-    topology = Topology("ascend", page_size=16, **sizes)
+    topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
     return Scenario(f"ascend-{name}", topology, model, outcomes)
 
 
 def full_pool(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
-    fleet = ascend(f"{name}_full_pool", model, *outcomes, decode_tokens=FULL, **sizes)
-    return dataclasses.replace(fleet, new_tokens=LONG)
+    page_size = sizes.get("page_size", PAGE_SIZE)
+    answer = long_answer(page_size)
+    sizes |= {"page_size": page_size, "decode_tokens": full(page_size, answer)}
+    topology = Topology("ascend", **sizes)
+    return Scenario(f"ascend-{name}_full_pool", topology, model, outcomes, new_tokens=answer)
 
 
 def unfit(scenario: Scenario) -> Scenario:
@@ -219,6 +240,7 @@ TABLE = [
     ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", **RETRACT_PP_2),
     full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right"),
     full_pool("gqa", FOUR_HEADS, "dead", "right"),
+    full_pool("mla_npu_pages", SEVEN_LAYERS_MLA, "dead", "right", page_size=NPU_PAGE_SIZE),
     full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", prefill_pp=2),
     unfit(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
     unfit(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
@@ -302,7 +324,7 @@ def llama(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
 
 
 def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
-    topology = Topology("ascend", page_size=16, **sizes)
+    topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
     return Drafted(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
 
 

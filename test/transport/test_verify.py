@@ -4,13 +4,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from fleet import Fleet, Side, stock_engine
+from fleet import Fleet, Side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_release import IS_DEFAULT, IS_LATER
 from reasons import ELSEWHERE
 from topologies import ASCEND, HEADS, STAGES, STOCK, changed, same_widths
 from transfer_checks import REQUESTS, eventually, few, of_first, vote
+
+from pd_harness.cluster import engine_folder, why_not_here
 
 pytestmark = pytest.mark.transport
 
@@ -142,9 +144,14 @@ NSA_DRAFT = Fleet(
 
 
 def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
-    """The patched engine, whose prefill ranks send by the stock engine's code."""
+    """The patched engine, whose prefill ranks send by the stock engine's code; skips without it."""
+    if reason := why_not_here(fleet.backend, fleet.size, ("patched", "stock")):
+        pytest.skip(reason)
     fleet = verifying(same_widths(fleet), mode)
-    environment = {**fleet.prefill.environment, "SGLANG_PD_STOCK_TRANSFER": str(stock_engine())}
+    environment = {
+        **fleet.prefill.environment,
+        "SGLANG_PD_STOCK_TRANSFER": str(engine_folder("stock")),
+    }
     return replace(fleet, prefill=replace(fleet.prefill, environment=environment))
 
 
