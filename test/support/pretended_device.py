@@ -1,0 +1,227 @@
+"""A device `npu` in the memory of this machine, for tests of what takes another way on a device.
+
+Its tensors say that they are on ``npu:0``. A copy between it and the host that does not block
+arrives when it is waited for: by a copy that does, by anything that reads a number off the device,
+or by `synchronize`, which alone waits for other streams, too. What one of those has not written
+yet is given by `later`.
+"""
+
+import contextlib
+import ctypes
+import functools
+from types import SimpleNamespace
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+NAME = "npu"
+NOT_YET = 77  # what the host reads where a copy has not arrived
+_coming: list = []  # what this stream has not done yet, first come first done
+_elsewhere: list = []  # what others have not
+_pinned: set[int] = set()  # addresses of host memory that was asked for so
+_libraries: list = []  # torch drops their entries with them
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+def synchronize(device=None) -> None:
+    """Wait for all streams."""
+    while _elsewhere:
+        _elsewhere.pop(0)()
+    _drain()
+
+
+def _drain() -> None:
+    """Wait for this stream."""
+    while _coming:
+        _coming.pop(0)()
+
+
+def later(do) -> None:
+    """A function without arguments, as the work of another stream."""
+    _elsewhere.append(do)
+
+
+def outstanding() -> int:
+    """Pieces of work that nobody has waited for."""
+    return len(_coming) + len(_elsewhere)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the device; ``held`` has its bytes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return _run(operator, *args, **(kwargs or {}))
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
+
+def _run(operator, *args, **kwargs):
+    """The operator, on the host; what it makes is on the device if its arguments say so."""
+    leaves = tree_leaves((args, kwargs))
+    of_device = {id(one.held): one for one in leaves if isinstance(one, OnDevice)}
+    goes_to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+    if operator in COPIES and (done := _copied(operator, goes_to, args, kwargs)) is not None:
+        return done
+    args, kwargs = tree_map_only(OnDevice, lambda one: one.held, (args, kwargs))
+    if goes_to is not None:
+        kwargs["device"] = torch.device("cpu")
+    result = operator(*args, **kwargs)
+    on_device = goes_to == NAME or (goes_to is None and of_device)
+    if on_device and not all(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
+        _drain()  # the host reads a number
+        result = operator(*args, **kwargs)
+    if not on_device:
+        return result
+
+    def placed(one):
+        if not isinstance(one, torch.Tensor):
+            return one
+        known = of_device.get(id(one))
+        return OnDevice(one) if known is None else known
+
+    return tree_map(placed, result)
+
+
+def _copied(operator, goes_to: str | None, args: tuple, kwargs: dict):
+    """What a copy between host and device gives; None where both ends are on one side."""
+    if operator is torch.ops.aten.copy_.default:
+        target, source, *more = args
+        lazily = bool(more and more[0]) or kwargs.get("non_blocking", False)
+        if isinstance(target, OnDevice) == isinstance(source, OnDevice):
+            return None
+    else:
+        (source,) = args
+        lazily = kwargs.get("non_blocking", False)
+        if goes_to is None or (goes_to == NAME) == isinstance(source, OnDevice):
+            return None
+        dtype = kwargs.get("dtype") or source.dtype
+        room = torch.empty(source.shape, dtype=dtype)
+        target = OnDevice(room) if goes_to == NAME else room
+    end = getattr(target, "held", target)
+    if isinstance(source, OnDevice):
+        # Stands for the device's part of the copy, which comes after what was asked before.
+        begun = source.held.clone() if lazily else source.held
+        if lazily:
+            end.fill_(NOT_YET)
+        _coming.append(lambda: end.copy_(begun))
+    else:
+        end.copy_(source)
+        _coming.append(functools.partial(_unchanged, source, source.clone()))
+    if not lazily:
+        _drain()
+    return target
+
+
+def _unchanged(source: torch.Tensor, as_it_was: torch.Tensor) -> None:
+    now, then = (one.reshape(-1).contiguous().view(torch.uint8) for one in (source, as_it_was))
+    assert torch.equal(now, then), "host memory was written while the device read it"
+
+
+class Module:
+    """What is `torch.npu` with so many devices."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def device_count(self) -> int:
+        return self.count
+
+    def is_available(self) -> bool:
+        return False  # else the engine would import what it has for NPUs
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device) -> None:
+        """There is one that holds anything."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Random numbers are the host's."""
+
+    def mem_get_info(self, device=None) -> tuple[int, int]:
+        return 60 << 30, 64 << 30
+
+    synchronize = staticmethod(synchronize)
+
+    def current_stream(self, device=None):
+        return SimpleNamespace(synchronize=synchronize)
+
+    def Stream(self, *args, **kwargs):
+        return contextlib.nullcontext(self.current_stream())
+
+    def stream(self, stream):
+        return contextlib.nullcontext(stream)
+
+
+def install(count: int) -> None:
+    """Give torch the device, once in a process. Whoever asks for an NPU before finds none."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(count))
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_run, "PrivateUse1")
+    # Where torch makes a tensor of a list, no fallback is found for it.
+    copies = torch.library.Library("aten", "IMPL")
+    copies.impl("copy_", functools.partial(_run, torch.ops.aten.copy_.default), "PrivateUse1")
+    _libraries.extend([everything, copies])
+    torch.tensor, torch.arange = _made_on_host(torch.tensor), _made_on_host(torch.arange)
+    torch.empty = _pinning(torch.empty)
+    is_pinned = torch.Tensor.is_pinned
+    torch.Tensor.is_pinned = lambda self, *a: self.data_ptr() in _pinned or is_pinned(self)
+
+
+def _made_on_host(make):
+    """Of what fills its tensor past all dispatch, or resizes it."""
+
+    @functools.wraps(make)
+    def made(*args, device=None, **kwargs):
+        tensor = make(*args, **kwargs)
+        return tensor if device is None else tensor.to(device)
+
+    return made
+
+
+def _pinning(make):
+    @functools.wraps(make)
+    def made(*args, pin_memory=False, **kwargs):
+        tensor = make(*args, **kwargs)
+        if pin_memory:
+            _pinned.add(tensor.data_ptr())
+        return tensor
+
+    return made
+
+
+class Runtime:
+    """ACL's runtime, by as much as the tests call."""
+
+    @staticmethod
+    def aclrtMemcpy(target, room, source, count, direction) -> int:
+        synchronize()
+        ctypes.memmove(target, source.value, count.value)
+        return 0
