@@ -165,6 +165,19 @@ def other_nixl(version: str) -> dict[str, str]:
 
 
 @functools.cache
+def prepare_memfabric(version: str) -> None:
+    """Install this release of MemFabric if need be (5 MB).
+
+    Raises:
+        RuntimeError: It cannot be installed; the text says why.
+    """
+    setup = [str(CHECKOUT / "scripts" / "setup.sh"), "--memfabric", version]
+    done = subprocess.run(setup, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"MemFabric {version} cannot be installed:\n{done.stderr[-2000:]}")
+
+
+@functools.cache
 def why_without_ucx(version: str) -> str:
     """Why this release of NIXL cannot load its plug-in for UCX here; empty if it can."""
     ask = "import os; from nixl._api import nixl_agent as agent; "

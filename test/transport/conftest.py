@@ -7,6 +7,8 @@ import fleet as fleets
 import pytest
 
 from pd_harness.cluster import OF_RELEASE, why_not_here
+from pd_harness.cpu_host.memfabric import memfabric_for
+from pd_harness.device import device
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +36,15 @@ def serve(fork_server):
     It skips the test where this device cannot run it.
     """
 
-    def run(fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched"):
+    def run(
+        fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched", memfabric: str = ""
+    ):
         if reason := why_not_here(fleet.backend, fleet.size, (prefill, decode)):
             pytest.skip(reason)
-        return fleets.running(fleet, fork_server(prefill), fork_server(decode))
+        if fleet.backend == "ascend" and device() == "cpu":
+            memfabric = memfabric or memfabric_for(decode)
+            fleets.prepare_memfabric(memfabric)
+        return fleets.running(fleet, fork_server(prefill), fork_server(decode), memfabric)
 
     return run
 
