@@ -110,7 +110,8 @@ class Plans:
 
     def read_layout(self, frames: list[bytes]) -> None:
         """Note what the message that is being read says."""
-        self.arriving_layout, self.arriving_sizes = layout_frame(frames), told_sizes(frames)
+        self.arriving_layout = layout_frame(frames)
+        self.arriving_sizes = told_sizes(frames)
 
     def plan_of(self, peer: str) -> Optional[PeerPlan]:
         """None where the engine's own way is taken."""
