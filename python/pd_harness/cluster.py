@@ -46,6 +46,7 @@ DRAFTING = (
 )
 # Its own size, 4 GiB for each rank, is for larger models.
 STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64"}
+RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: the ranks of the smallest fleet that is run
 NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
 
 
@@ -178,6 +179,9 @@ def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | No
         return f"on an NPU KV travels by ascend, not by {backend}"
     if "stock" in engines:
         return NO_STOCK
+    least = int(os.environ.get(RANKS_FROM, "1"))
+    if ranks < least:
+        return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"
     if ranks > npus():
         return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
     return None

@@ -132,6 +132,13 @@ def test_what_npus_do_not_run_says_why(four_npus, backend, ranks, engines, reaso
     assert reason in cluster.why_not_here(backend, ranks, engines)
 
 
+def test_a_larger_machine_leaves_small_fleets_to_a_smaller_one(four_npus, monkeypatch):
+    monkeypatch.setenv(cluster.RANKS_FROM, "3")
+    here = [cluster.why_not_here("ascend", ranks, ("patched",)) for ranks in range(2, 6)]
+    assert [reason is None for reason in here] == [False, True, True, False]
+    assert "a smaller machine runs fleets of 2 ranks" in here[0]
+
+
 def test_the_cpu_host_runs_all(no_npu):
     assert cluster.why_not_here("nixl", 8, ("stock", "patched")) is None
 

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""What .github/workflows/npu.yml runs, and why it runs nothing: lines for $GITHUB_OUTPUT.
+
+Reads the event and the repository's variables from the environment, needs nothing but Python 3.10,
+and prints `matrix=JSON` and `why=TEXT`, of which one is empty. docs/npu.md has the variables.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ENGINES = Path(__file__).resolve().parents[1] / "python" / "engines"
+LABEL = "run-ci"  # of a pull request that may use NPUs
+PROTOCOLS = {"A3": "sdma", "A2": "device_rdma"}  # how each generation's MemFabric writes
+# Fleets that fit two NPUs run there, larger ones on four, so that nothing runs twice.
+TESTS = {
+    2: {"tests": "test/engine test/npu test/transport test/serving", "from_ranks": 1},
+    4: {"tests": "test/transport test/serving", "from_ranks": 3},
+}
+MINUTES = {"few": 45, "all": 300}
+ALL = "all"
+
+
+def releases() -> list[str]:
+    """All that the patch set is for."""
+    return sorted(file.parent.name for file in ENGINES.glob("*/release.toml"))
+
+
+def variable(generation: str, what: str, which: object) -> str:
+    """Name of a repository's variable, as NPU_A3_IMAGE_0_5_9."""
+    return f"NPU_{generation}_{what}_{str(which).replace('.', '_')}"
+
+
+def why_not(event: str, labels: list[str], is_fork: bool) -> str:
+    """Why this event runs nothing on NPUs; empty where it does."""
+    if event != "pull_request":
+        return ""
+    if is_fork:
+        return (
+            "GitHub gives no variables to a pull request of a fork, so no image and no runner is "
+            "known here. A maintainer runs it by hand: Actions, npu, Run workflow, with "
+            "`refs/pull/NUMBER/head` for its ref."
+        )
+    if LABEL not in labels:
+        return (
+            f"The pull request has no label `{LABEL}`: a maintainer sets it when it is worth NPUs."
+        )
+    return ""
+
+
+def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> list[dict]:
+    """A job for each release, generation and number of NPUs that has an image and a runner.
+
+    Pull requests have what is not nightly, on A3; the rest is for the night, and for runs by hand,
+    which may have one release or one protocol ``asked`` for.
+    """
+    few = event == "pull_request" or asked.get("tests") == "few"
+    found = []
+    for generation, protocol in PROTOCOLS.items():
+        if event == "pull_request" and protocol != "sdma":
+            continue
+        if asked.get("protocol", ALL) not in (ALL, protocol):
+            continue
+        for release in releases():
+            if asked.get("release", ALL) not in (ALL, release):
+                continue
+            for npus, tests in TESTS.items():
+                image = variables.get(variable(generation, "IMAGE", release))
+                runner = variables.get(variable(generation, "RUNNER", npus))
+                if image and runner:
+                    found.append(
+                        {
+                            "name": f"{release}, {generation}, {npus} NPUs",
+                            "release": release,
+                            "protocol": protocol,
+                            "npus": npus,
+                            "image": image,
+                            "runner": runner.replace(",", " ").split(),
+                            "marked": "not nightly" if few else "nightly or not nightly",
+                            "minutes": MINUTES["few" if few else "all"],
+                            **tests,
+                        }
+                    )
+    return found
+
+
+def decided(
+    event: str,
+    variables: Mapping[str, str],
+    asked: Mapping[str, str],
+    labels: list[str],
+    is_fork: bool,
+) -> tuple[list[dict], str]:
+    """The jobs, and why there are none."""
+    if why := why_not(event, labels, is_fork):
+        return [], why
+    if found := rows(event, variables, asked):
+        return found, ""
+    image, runner = variable("A3", "IMAGE", releases()[0]), variable("A3", "RUNNER", 2)
+    return [], (
+        "No release has both an image and a runner for what was asked. Set the repository's "
+        f"variables, as {image} and {runner}: docs/npu.md."
+    )
+
+
+def main() -> int:
+    """Read the environment, print."""
+    given = {
+        name: json.loads(os.environ.get(name) or "null")
+        for name in ("VARIABLES", "ASKED", "LABELS")
+    }
+    found, why = decided(
+        os.environ["EVENT"],
+        given["VARIABLES"] or {},
+        given["ASKED"] or {},
+        given["LABELS"] or [],
+        os.environ.get("IS_FORK") == "true",
+    )
+    print(f"matrix={json.dumps({'include': found}) if found else ''}")
+    print(f"why={why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What CI would do: GitHub reads the workflows, and nobody sees before what it makes of them."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+from pd_harness import cluster, device
+from sglang_pd.patchset.patches import supported
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = {path.stem: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+SCRIPT = ROOT / "scripts" / "npu_runs.py"
+MARKERS = {
+    line.partition(":")[0]
+    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"][
+        "ini_options"
+    ]["markers"]
+}
+EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
+STRINGS = re.compile(r"'[^']*'")
+CONTEXTS = {"github", "vars", "matrix", "needs", "inputs", "steps"}
+FUNCTIONS = {"toJSON", "fromJSON", "always", "cancelled", "failure"}
+
+spec = importlib.util.spec_from_file_location("npu_runs", SCRIPT)
+npu_runs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(npu_runs)
+
+
+def read(name: str) -> dict:
+    found = yaml.safe_load(WORKFLOWS[name].read_text())
+    found["on"] = found.pop(True, found.get("on"))  # YAML 1.1 takes `on` for a truth value
+    return found
+
+
+JOBS = [(name, job) for name in WORKFLOWS for job in read(name)["jobs"]]
+
+
+def expressions(job: dict) -> list[str]:
+    conditions = [one["if"] for one in (job, *job["steps"]) if "if" in one]
+    return EXPRESSION.findall(json.dumps(job)) + [str(condition) for condition in conditions]
+
+
+def variables_of(generations=("A3", "A2"), releases=None, npus=(2, 4)) -> dict[str, str]:
+    found = {}
+    for generation in generations:
+        for release in releases or supported():
+            image = npu_runs.variable(generation, "IMAGE", release)
+            found[image] = f"registry/sglang:v{release}-{generation.lower()}"
+        for count in npus:
+            runner = npu_runs.variable(generation, "RUNNER", count)
+            found[runner] = f"self-hosted, {generation.lower()}-{count}"
+    return found
+
+
+def matrix_keys(workflow: str, job: dict) -> set[str]:
+    matrix = job.get("strategy", {}).get("matrix", {})
+    if isinstance(matrix, str):  # made by a script
+        assert workflow == "npu"
+        return set(npu_runs.rows("schedule", variables_of(), {})[0])
+    return set(matrix)
+
+
+@pytest.mark.parametrize("workflow, name", JOBS)
+def test_expressions_name_what_there_is(workflow, name):
+    whole = read(workflow)
+    job = whole["jobs"][name]
+    steps = {step["id"] for step in job["steps"] if "id" in step}
+    inputs = set((whole["on"].get("workflow_dispatch") or {}).get("inputs", {}))
+    for expression in expressions(job):
+        rest = STRINGS.sub("''", expression)
+        for called in re.findall(r"(\w+)\(", rest):
+            assert called in FUNCTIONS, expression
+        for path in re.findall(r"[A-Za-z_][\w.*-]*(?!\w|\()", rest):
+            context, *more = path.split(".")
+            if context in {"true", "false", *FUNCTIONS}:
+                continue
+            assert context in CONTEXTS, expression
+            if context == "matrix":
+                assert more[0] in matrix_keys(workflow, job), expression
+            if context == "inputs" and more:
+                assert more[0] in inputs, expression
+            if context == "steps":
+                assert more[0] in steps, expression
+            if context == "needs":
+                assert more[0] in job["needs"], expression
+                assert more[2] in whole["jobs"][more[0]]["outputs"], expression
+
+
+@pytest.mark.parametrize("workflow, name", JOBS)
+def test_commands_are_bash_and_name_files_that_exist(workflow, name):
+    for step in read(workflow)["jobs"][name]["steps"]:
+        assert ("run" in step) != ("uses" in step), step
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]), step
+            continue
+        command = EXPRESSION.sub("x", step["run"])
+        checked = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr
+        for path in re.findall(r"(?:scripts|test)/[\w./-]+", command):
+            assert (ROOT / path).exists(), path
+        for script in re.findall(r"scripts/\w+\.sh", command):
+            assert os.access(ROOT / script, os.X_OK), script
+
+
+@pytest.mark.parametrize("workflow, name", JOBS)
+def test_each_job_ends(workflow, name):
+    assert read(workflow)["jobs"][name]["timeout-minutes"]
+
+
+# What runs on NPUs
+
+
+def test_every_release_runs_on_two_and_on_four_npus():
+    found = npu_runs.rows("schedule", variables_of(), {})
+    jobs = {(row["release"], row["protocol"], row["npus"]) for row in found}
+    assert jobs == {
+        (release, protocol, npus)
+        for release in supported()
+        for protocol in ("sdma", "device_rdma")
+        for npus in (2, 4)
+    }
+    assert len({row["name"] for row in found}) == len(found)
+    for row in found:
+        assert row["release"] in row["image"]
+        assert row["runner"] == [
+            "self-hosted",
+            f"{row['name'].split()[1][:2].lower()}-{row['npus']}",
+        ]
+
+
+@pytest.mark.parametrize("event, marked", [("pull_request", "few"), ("schedule", "all")])
+def test_tests_and_markers_exist(event, marked):
+    for row in npu_runs.rows(event, variables_of(), {}):
+        for folder in row["tests"].split():
+            assert (ROOT / folder).is_dir(), folder
+        words = set(re.findall(r"\w+", row["marked"])) - {"not", "or", "and"}
+        assert words <= MARKERS
+        assert ("nightly or" in row["marked"]) == (marked == "all")
+        assert row["minutes"] == npu_runs.MINUTES[marked]
+
+
+def test_no_fleet_is_left_out_and_none_runs_twice(monkeypatch):
+    monkeypatch.setenv(device.VARIABLE, "npu")
+    by_ranks = {ranks: [] for ranks in range(2, 5)}
+    for npus, tests in npu_runs.TESTS.items():
+        monkeypatch.setenv(cluster.RANKS_FROM, str(tests["from_ranks"]))
+        monkeypatch.setattr(device, "npus", lambda npus=npus: npus)
+        monkeypatch.setattr(cluster, "npus", lambda npus=npus: npus)
+        for ranks, where in by_ranks.items():
+            if cluster.why_not_here("ascend", ranks, ("patched",)) is None:
+                where.append(npus)
+    assert by_ranks == {2: [2], 3: [4], 4: [4]}
+
+
+def test_a_pull_request_has_the_few_on_a3():
+    found = npu_runs.rows("pull_request", variables_of(), {})
+    assert {row["protocol"] for row in found} == {"sdma"}
+    assert {row["marked"] for row in found} == {"not nightly"}
+    assert len(found) == 2 * len(supported())
+
+
+def test_what_is_asked_for_by_hand():
+    asked = {"release": "0.5.9", "protocol": "device_rdma", "tests": "few"}
+    found = npu_runs.rows("workflow_dispatch", variables_of(), asked)
+    assert {row["name"] for row in found} == {"0.5.9, A2, 2 NPUs", "0.5.9, A2, 4 NPUs"}
+    assert {row["marked"] for row in found} == {"not nightly"}
+    inputs = read("npu")["on"]["workflow_dispatch"]["inputs"]
+    assert inputs["release"]["options"] == [npu_runs.ALL, *supported()]
+    assert set(inputs["protocol"]["options"]) == {npu_runs.ALL, *npu_runs.PROTOCOLS.values()}
+
+
+def printed(event: str, variables: dict, labels=(), is_fork=False, asked=None) -> dict[str, str]:
+    """As the step `runs` gives what it has read; null is what GitHub writes for nothing."""
+    environment = {
+        "EVENT": event,
+        "VARIABLES": json.dumps(variables),
+        "ASKED": json.dumps(asked),
+        "LABELS": json.dumps(list(labels) or None),
+        "IS_FORK": json.dumps(is_fork),
+    }
+    steps = read("npu")["jobs"]["decide"]["steps"]
+    (step,) = [step for step in steps if step.get("id") == "runs"]
+    assert set(step["env"]) == set(environment)
+    ran = subprocess.run(
+        [sys.executable, "-I", str(SCRIPT)], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return dict(line.split("=", 1) for line in ran.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "event, variables, labels, is_fork, says",
+    [
+        ("pull_request", {}, ["run-ci"], True, "refs/pull/NUMBER/head"),
+        ("pull_request", variables_of(), ["docs"], False, "no label `run-ci`"),
+        ("pull_request", variables_of(("A2",)), ["run-ci"], False, "NPU_A3_IMAGE_0_5_"),
+        ("schedule", {}, [], False, "No release has both an image and a runner"),
+        ("schedule", variables_of(npus=()), [], False, "docs/npu.md"),
+    ],
+)
+def test_where_nothing_runs_it_is_said_why(event, variables, labels, is_fork, says):
+    found = printed(event, variables, labels, is_fork)
+    assert found["matrix"] == ""
+    assert says in found["why"]
+
+
+def test_where_something_runs_nothing_is_said():
+    only = variables_of(("A3",), ["0.5.23"], npus=(4,))
+    found = printed("pull_request", only, ["run-ci", "docs"])
+    assert found["why"] == ""
+    (row,) = json.loads(found["matrix"])["include"]
+    assert (row["name"], row["from_ranks"]) == ("0.5.23, A3, 4 NPUs", 3)
+
+
+def test_the_page_names_each_variable():
+    page = (ROOT / "docs" / "npu.md").read_text()
+    known = {name for name in variables_of() if "_A3_" in name}
+    workflow = WORKFLOWS["npu"].read_text()
+    known |= set(re.findall(r"vars\.(\w+)", workflow))
+    assert not {name for name in known if f"`{name}`" not in page}
+    assert npu_runs.LABEL in page
