@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import fleet as fleets
 import pytest
 import serving_checks
 from serving_scenarios import PROMPT_LENGTHS, SCENARIOS, MildMLA, full, long_answer, pages
@@ -165,6 +166,39 @@ def test_an_engine_is_found_where_its_python_finds_it(no_npu, environment, tmp_p
     assert (folder / "srt" / "disaggregation").is_dir()
     is_patched = (folder / "srt" / "disaggregation" / "kv_layout").is_dir()
     assert is_patched == (environment == "patched")
+
+
+class Spawning:
+    """In the place of a fork server and of its ranks: what was done in which order."""
+
+    def __init__(self):
+        self.done = []
+        self.pid = 0
+
+    def spawn(self):
+        self.done.append("spawn")
+        return self
+
+    def start(self, config) -> None:
+        self.done.append("start")
+
+    start_bootstrap = start
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+@pytest.mark.parametrize("where, early", [("npu", 5), ("cpu", 1)])
+def test_on_npus_the_engine_is_imported_by_all_ranks_at_once(monkeypatch, where, early):
+    """Else each fleet takes three imports, one after the other."""
+    monkeypatch.setattr(fleets, "device", lambda: where)
+    monkeypatch.setattr(fleets, "answers", lambda port: True)
+    monkeypatch.setattr(fleets.Rank, "start", Spawning.start)
+    spawning, fleet = Spawning(), fleets.Fleet(fleets.Side(pp=2), fleets.Side(tp=2), layers=4)
+    with fleets.running(fleet, spawning, spawning):
+        assert spawning.done.index("start") == early
+        assert spawning.done.count("spawn") == spawning.done.count("start") == 1 + fleet.size
+    assert spawning.done.count("close") == 1 + fleet.size
 
 
 def answers(*rows):

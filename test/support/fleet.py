@@ -47,6 +47,10 @@ class Side:
     fia: bool | None = None  # None: the fleet's
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -77,7 +81,7 @@ class Fleet:
     @property
     def size(self) -> int:
         """Ranks of both sides."""
-        return self.prefill.tp * self.prefill.pp + self.decode.tp * self.decode.pp
+        return self.prefill.ranks + self.decode.ranks
 
     def ranks(
         self, role: str, bootstrap_port: int, store_port: int, environment: dict[str, str]
@@ -90,7 +94,7 @@ class Fleet:
         starts = np.cumsum([0, *sizes]).tolist()
         drafts = {one: getattr(self, one).draft_layers > 0 for one in ("prefill", "decode")}
         stages_ports = free_ports(side.tp) if side.pp > 1 else [0] * side.tp
-        first = 0 if role == "prefill" else self.prefill.tp * self.prefill.pp
+        first = 0 if role == "prefill" else self.prefill.ranks
         common = {
             key: value
             for key, value in asdict(self).items()
@@ -402,13 +406,21 @@ def running(
     fork_servers = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
 
-        def spawned(fork_server: ForkServer) -> Rank:
-            rank = fork_server.spawn()
+        def spawned(role: str) -> Rank:
+            if early[role]:
+                return early[role].pop()
+            rank = fork_servers[role].spawn()
             stack.callback(rank.close)
             return rank
 
+        # New interpreters import the engine side by side, and not each when its turn has come.
+        early: dict[str, list[Rank]] = {"prefill": [], "decode": []}
+        if device() == "npu":
+            needed = {"prefill": 1 + fleet.prefill.ranks, "decode": fleet.decode.ranks}
+            early |= {role: [spawned(role) for _ in range(needed[role])] for role in early}
+
         def bootstrap() -> Rank:
-            server = spawned(prefill)
+            server = spawned("prefill")
             store = store_url(store_port)
             server.start_bootstrap(
                 {
@@ -428,7 +440,7 @@ def running(
 
         def ranks(role: str) -> list[Rank]:
             configs = fleet.ranks(role, port, store_port, environment)
-            made = [spawned(fork_servers[role]) for _ in configs]
+            made = [spawned(role) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, made, configs))
             return made
