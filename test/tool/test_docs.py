@@ -12,6 +12,7 @@ from sglang_pd import __version__
 from sglang_pd.cli import app
 from sglang_pd.doctor import memfabric, ports, variables
 from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.system import OPEN_FILES
 from sglang_pd.errors import Code
 from sglang_pd.patchset import patches
 
@@ -100,11 +101,23 @@ def test_an_image_is_built_only_with_the_patches_in_it(call, file):
 
 
 def test_an_image_has_all_that_the_wheel_is_made_of():
+    """And a builder is sent no more: the environments here have gigabytes."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line[1:] for line in ignored if line.startswith("!")}
+    assert [line for line in ignored if line[0] not in "#!"][0] == "*"
     for file in DOCKERFILES:
         copied = re.findall(r"(?m)^COPY (.+) \S+$", file.read_text())
         names = " ".join(copied).split()
-        assert {"pyproject.toml", "hatch_build.py", "README.md", "python"} == set(names)
+        assert {"pyproject.toml", "hatch_build.py", "README.md", "python"} == set(names) == sent
         assert all((ROOT / name).exists() for name in names)
+
+
+def test_a_container_has_the_limits_that_doctor_asks_for():
+    runs = [one for one in of_page(ROOT / "docs/install.md") if one.words[:2] == ("docker", "run")]
+    assert len(runs) == 2
+    for one in runs:
+        limits = [value for name, value in zip(one.words, one.words[1:]) if name == "--ulimit"]
+        assert set(limits) == {"memlock=-1", f"nofile={OPEN_FILES}"}, str(one)
 
 
 def test_going_back_as_the_page_says(call, toy):
