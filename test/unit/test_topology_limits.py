@@ -4,7 +4,7 @@ import pytest
 from configs import FALCON_H1, GPT_OSS, QWEN3_NEXT
 from fleet import Fleet
 from serving_scenarios import DRAFTED, RELEASES, TABLE, Drafted, Lacks, Scenario
-from topologies import FIRST_STOCK, LATER_STOCK
+from topologies import CORRUPTED, FIRST_STOCK, LATER_STOCK
 
 from pd_harness.cluster import Topology
 from pd_harness.cpu_host.models import TinyMLA, TinyModel
@@ -35,6 +35,7 @@ SHOWN = {
     "dead": DIES,
     "raised": DIES,
     "failed": FAILS,
+    CORRUPTED: WRONG,
     "http 500": FAILS,
 }
 # Of no size that a plan is made of: the engine lacks the feature as a whole.
