@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from memfabric_end import MIB, PAGE
 
-from pd_harness.cpu_host.memfabric import DEFAULT, RELEASES, VARIABLE
+from pd_harness.cpu_host.memfabric import DEFAULT, MAY_HANG, RELEASES, VARIABLE
 from pd_harness.device import device
 from pd_harness.ports import HOST, free_ports
 from pd_harness.waiting import awaited
@@ -105,8 +105,6 @@ class Pair:
 
 
 ROLES = ("prefill", "decode")
-# In these a first write may wait for ever: `GroupJoin` does not get its turn at decode's store.
-MAY_HANG = ("1.1.6", "1.2.1")
 ATTEMPTS = 5
 
 

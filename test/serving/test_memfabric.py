@@ -5,7 +5,7 @@ from serving_checks import Lost, outcome
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
 from pd_harness import cluster
-from pd_harness.cpu_host.memfabric import DEFAULT, RELEASES, VARIABLE
+from pd_harness.cpu_host.memfabric import DEFAULT, MAY_HANG, RELEASES, VARIABLE
 from pd_harness.device import await_peers, device
 
 pytestmark = [
@@ -23,8 +23,6 @@ FLEETS = {
     ),
 }
 PATIENCE = 120
-# In these the first write to a decode rank may never end, now and then: a fleet is started anew.
-MAY_HANG = ("1.1.6", "1.2.1")
 ATTEMPTS = 3
 
 
