@@ -52,12 +52,12 @@ NOTES = """
   `this addr has registered`.
 - No release unregisters memory, and none has `send_probe`.
 - **A decode rank that is gone**: prefill's MemFabric keeps what it has for it. With 1.3.0 a prefill
-  rank held 6 files and 5 threads more for each of 50 decode ranks that came and went. Give it 65,536
-  open files, and start it anew after some thousands of them.
+  rank held 6 files and 5 threads more for each of 50 decode ranks that came and went. Give it
+  65,536 open files, and start it anew after some thousands of them.
 - **1.2.1**: the first write to a decode rank may never end (seen in about one of ten pairs), and
   holds up one of prefill's four transfer threads. Another release is the only way out.
-- **`device_rdma`** (A2): a batch that fails may have been written in part, and a pair of ranks with a
-  failed write does not recover by itself; seen over the stand-in for the driver, to be seen on NPUs.
+- **`device_rdma`** (A2): a batch that fails may have been written in part, and a pair of ranks with
+  a failed write does not recover by itself. This was seen over the stand-in for the driver.
 """
 
 
