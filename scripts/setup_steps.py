@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "python"))
 
 PD_ENV = ROOT / ".pd-env"
 BASE = PD_ENV / "base"
+REQUIREMENTS = ROOT / "scripts" / "requirements"
 
 
 def say(text: str) -> None:

@@ -24,7 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pd_harness import cluster
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.device import await_peers
 from pd_harness.releases import release
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
@@ -181,6 +183,8 @@ def run(show: Show, stock: bool) -> int:
     )
     try:
         with running([prefill, decode, router, single], console):
+            if show.topology.backend == "ascend":
+                await_peers(memfabric_for(engine))
             console.print(f"{len(PROMPTS)} prompts, sent together to each")
             expected = complete(single.url, PATIENCE)
             start = time.monotonic()

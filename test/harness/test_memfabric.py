@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from pathlib import Path
 import pytest
 from memfabric_end import MIB, PAGE
 
+from pd_harness.cpu_host import memfabric
 from pd_harness.cpu_host.memfabric import DEFAULT, MAY_HANG, RELEASES, VARIABLE
 from pd_harness.device import device
 from pd_harness.ports import HOST, free_ports
 from pd_harness.waiting import awaited
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 END = Path(__file__).resolve().parents[1] / "support" / "memfabric_end.py"
 JOINS_WITHIN = 30  # seconds, after which 1.0 knows a peer and what it has registered
 BUFFER, OTHER = [100, MIB], [8 * MIB + 4096, 3 * MIB]  # offset and size
@@ -279,6 +282,95 @@ def test_a_copy_that_fails_in_the_driver(pair):
     pair.prefill.fault.unlink()
     assert pair.write(*copies) == 0
     assert pair.decode("count", DATA, *BUFFER) == 10 * 16
+
+
+def checked(*, driver: Path | None = None, release: str = DEFAULT, before: str = "") -> str:
+    """What `scripts/setup.sh` is told of MemFabric, after a process has run the code `before`."""
+    code = ["import sys", "from pathlib import Path", "from pd_harness.cpu_host import memfabric"]
+    if driver:
+        code += [f"memfabric.LIBRARY = Path({str(driver)!r})"]
+    code += [before, f"memfabric.check({release!r})"]
+    command = [sys.executable, "-c", "\n".join(code)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == (1 if found.stderr else 0)
+    return found.stderr
+
+
+def test_what_is_there_runs():
+    assert checked() == ""
+
+
+def test_a_release_that_is_not_known_is_named():
+    assert f"{VARIABLE} is 0.1; set it to one of 1.0.8, 1.1.6, 1.2.1, 1.3.0" in checked(
+        release="0.1"
+    )
+
+
+def test_a_driver_that_was_not_built_is_named(tmp_path):
+    said = checked(before=f"memfabric.FOLDER = Path({str(memfabric.FOLDER / 'none')!r})")
+    assert ".pd-env/memfabric/none/1.3.0 is missing; run `scripts/setup.sh --memfabric" in said
+
+
+def test_a_driver_of_another_architecture_is_named(tmp_path):
+    """The number of the machine is in bytes 18 and 19 of an ELF file; 243 is RISC-V's."""
+    library = bytearray(memfabric.LIBRARY.read_bytes())
+    library[18:20] = (243).to_bytes(2, "little")
+    (tmp_path / "driver.so").write_bytes(library)
+    said = checked(driver=tmp_path / "driver.so")
+    assert "the stand-in for the Ascend driver does not load" in said
+    assert f"here it must be built for {os.uname().machine}" in said
+
+
+def test_a_wheel_that_does_not_load_is_named(tmp_path):
+    package = tmp_path / DEFAULT / "memfabric_hybrid"
+    package.mkdir(parents=True)
+    (package / "libmf_smem.so").write_bytes(b"no library")
+    load = "import ctypes, os; ctypes.CDLL(os.path.dirname(__file__) + '/libmf_smem.so')"
+    (package / "__init__.py").write_text(load)
+    moved = f"memfabric.CHECKOUT = memfabric.FOLDER = Path({str(tmp_path)!r})"
+    said = checked(before=moved)
+    assert f"MemFabric {DEFAULT} cannot be imported" in said and "libmf_smem.so" in said
+
+
+# A process that may not write into another, as in a container whose seccomp profile says so.
+REFUSED = """
+import ctypes, errno, os, struct
+number = {"x86_64": 311, "aarch64": 271}[os.uname().machine]
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50000 | errno.EPERM)]
+steps += [(6, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(program)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter) == 0, ctypes.get_errno()
+"""
+
+
+def test_a_container_that_refuses_the_drivers_copies_is_named():
+    said = checked(before=REFUSED)
+    assert "process_vm_writev is refused here (EPERM, Operation not permitted)" in said
+    assert "seccomp" in said and "SYS_PTRACE" in said
+
+
+@pytest.mark.nightly
+def test_without_a_compiler_one_comes_from_a_wheel(tmp_path):
+    """100 MB, and fetched once."""
+    for tool in ("bash", "dirname", "awk", "env", "python3.11"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    sys.path.insert(0, str(SCRIPTS))
+    import setup_memfabric
+
+    built = tmp_path / "driver.so"
+    path, os.environ["PATH"] = os.environ["PATH"], str(tmp_path)
+    try:
+        cc = setup_memfabric.compiler()
+    finally:
+        os.environ["PATH"] = path
+        sys.path.remove(str(SCRIPTS))
+    assert "ziglang" in cc
+    sources = sorted(setup_memfabric.SOURCE.glob("*.c"))
+    command = [*cc, *setup_memfabric.SHARED, "-o", built, *sources, "-ldl", "-lpthread"]
+    subprocess.run([str(word) for word in command], check=True)
+    assert checked(driver=built) == ""
 
 
 @pytest.mark.parametrize("release", [at_night(release) for release in RELEASES])

@@ -142,7 +142,7 @@ def check(version: str) -> None:
     install()
     try:
         __import__(PACKAGE)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         sys.exit(f"MemFabric {version} cannot be imported: {error}")
     if why := why_no_copies():
         sys.exit(why)
