@@ -14,6 +14,15 @@ def changed(fleet, **fields):
     return dataclasses.replace(fleet, **fields)
 
 
+def with_environment(fleet, **variables: str):
+    """With these variables on both sides."""
+    sides = {
+        role: changed(side, environment={**side.environment, **variables})
+        for role, side in (("prefill", fleet.prefill), ("decode", fleet.decode))
+    }
+    return changed(fleet, **sides)
+
+
 def same_widths(fleet):
     """Stock NIXL takes V to be as wide as K."""
     return changed(fleet, v_width=fleet.k_width)

@@ -11,7 +11,8 @@ from fleet import Fleet, Side
 from topologies import ascend
 from transfer_checks import PAGES, assert_failed, assert_right
 
-from pd_harness.device import device
+from pd_harness.cpu_host.memfabric import DEFAULT
+from pd_harness.device import await_peers, device
 from pd_harness.waiting import awaited, in_time
 
 pytestmark = [
@@ -105,10 +106,18 @@ def assert_all_right(servers, decodes: list) -> None:
         assert outcome.state == "right", outcome
 
 
-def test_first_writes_to_new_decode_servers_at_once(serve, fault):
+releases = pytest.mark.parametrize(
+    "memfabric", [DEFAULT, pytest.param("1.0.8", marks=pytest.mark.nightly)]
+)
+
+
+@releases
+def test_first_writes_to_new_decode_servers_at_once(serve, fault, memfabric):
     """Workers then make themselves known to several peers at the same time."""
-    with serve(gqa(fault)) as servers:
-        assert_all_right(servers, [*more_decodes(servers, AT_ONCE - 1), *servers.decode])
+    with serve(gqa(fault), memfabric=memfabric) as servers:
+        decodes = more_decodes(servers, AT_ONCE - 1)
+        await_peers(memfabric)
+        assert_all_right(servers, [*decodes, *servers.decode])
         assert_right(servers)
 
 
@@ -129,15 +138,17 @@ def test_a_decode_server_starts_while_all_workers_write(serve, fault):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_decode_servers_that_come_and_go(serve, fault):
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("memfabric", [DEFAULT, "1.0.8"])
+def test_decode_servers_that_come_and_go(serve, fault, memfabric):
     """Fifty against one prefill server. MemFabric keeps its connections and threads to each."""
-    with serve(gqa(fault)) as servers:
+    with serve(gqa(fault), memfabric=memfabric) as servers:
         assert_right(servers)
         (pid,) = servers.pids("prefill")[1:]
         before = held(pid)
         for _ in range(ROUNDS):
             decodes = more_decodes(servers, STARTED_TOGETHER)
+            await_peers(memfabric)
             assert_all_right(servers, decodes)
             for rank in decodes:
                 os.kill(rank.pid, signal.SIGKILL)

@@ -14,14 +14,18 @@ from topologies import (
     changed,
     same_widths,
     tp,
+    with_environment,
 )
 from transfer_checks import (
     HANG_SECONDS,
     REQUESTS,
     assert_ranks_may_join,
     every_second,
+    few,
     of_first,
 )
+
+from pd_harness.device import device
 
 pytestmark = pytest.mark.transport
 
@@ -79,15 +83,34 @@ def test_ascend(serve, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-def test_ascend_by_device_rdma(serve, monkeypatch, tmp_path):
+DEVICE_RDMA = {"ASCEND_MF_TRANSFER_PROTOCOL": "device_rdma"}
+by_the_stand_in = pytest.mark.skipif(
+    device() != "cpu", reason="the stand-in for the driver says how it was asked"
+)
+
+
+@by_the_stand_in
+@pytest.mark.parametrize("name", few(ASCEND, "tp2_to_1"))
+def test_ascend_by_device_rdma(serve, name, tmp_path):
     log = tmp_path / "driver"
-    monkeypatch.setenv("PD_DRIVER_LOG", str(log))
-    monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", "device_rdma")
-    with serve(ASCEND["tp2_to_1"]) as servers:
+    logged = {**DEVICE_RDMA, "PD_DRIVER_LOG": str(log)}
+    with serve(with_environment(ASCEND[name], **logged)) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", (src, dst, chunks, outcome)
     assert " pair " in log.read_text()
+
+
+@by_the_stand_in
+def test_more_copies_than_a_device_queues(serve):
+    """14,400 token slices; a send queue of 4,096 would take no more at once, and fail the rest."""
+    pages = list(range(0, 2400, 2))
+    sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
+    fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, v_width=4, backend="ascend")
+    limited = with_environment(fleet, **DEVICE_RDMA, PD_DRIVER_SEND_QUEUE="4096")
+    with serve(limited) as servers:
+        outcome = servers.request(pages, [page + 1 for page in pages], seconds=60)
+        assert outcome.state == "right", outcome
 
 
 @pytest.mark.parametrize("name", every_second(STOCK))
