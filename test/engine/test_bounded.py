@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from of_release import IS_LATER
 from probes import by_kind
-from sglang.srt.disaggregation.kv_layout import Sizes
+from sglang.srt.disaggregation.kv_layout import LayoutError, Sizes
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.pd import bounded
 
 pytestmark = pytest.mark.engine
 
@@ -107,12 +108,58 @@ def test_slots_of_state():
     manager.check_state_slots(DECODE, [[7]])
     manager.check_state_slots(DECODE, [[7], [99]])  # a kind of which nothing is known
     for slot in (8, -1):
-        with pytest.raises(RuntimeError, match=f"state 0 slots {slot} to {slot} of 8; no state"):
+        with pytest.raises(LayoutError, match=f"state 0 slots {slot} to {slot} of 8; no state"):
             manager.check_state_slots(DECODE, [[slot]])
     made(None).check_state_slots(DECODE, [[99]])
 
 
-@pytest.mark.skipif(not IS_LATER, reason="0.5.9 has a plan for each decode rank")
+def test_memory_that_is_registered_while_a_transfer_looks(monkeypatch):
+    """Another thread does: the next transfer knows it."""
+    manager, bounds = made(), bounded.Bounds
+
+    def registered_meanwhile(*of):
+        manager.more_memory = ((0x8000, 8),)
+        return bounds(*of)
+
+    monkeypatch.setattr(bounded, "Bounds", registered_meanwhile)
+    assert manager._transfer_data(DECODE, [block(KV, 8)]) == 7
+    assert manager._transfer_data(DECODE, [block(0x8000, 8, KV + AWAY)]) == 7
+
+
+only_later = pytest.mark.skipif(not IS_LATER, reason="0.5.9 has a plan for each decode rank")
+
+
+@only_later
+def test_a_draft_of_decode_to_which_no_heads_go(monkeypatch):
+    """Its pages are smaller than the target's: a page number that only the target has is right."""
+    from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
+
+    sent = []
+    monkeypatch.setattr(
+        EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: sent.append(call)
+    )
+    manager = made(Sizes((0x100, 0x40), ((0x80,),), (0x40,)))
+    info = manager.decode_kv_args_table[DECODE]
+    info.dst_kv_item_lens = [0x10, 0x4]
+    pages = np.arange(16)
+    manager.send_kvcache_slice(DECODE, pages, info.dst_kv_ptrs, pages, 0, 1, 0x10, None)
+    assert len(sent) == 1
+
+
+@only_later
+def test_of_a_dsa_tail_only_the_row_is_a_slot():
+    from sglang.srt.disaggregation.base.conn import StateType
+
+    manager = made()
+    asked = SimpleNamespace(dst_state_indices=[[7, 3, 1, 0, 9, 64]])  # a row, and places in it
+    manager.kv_args.state_types = [StateType.DSA_TAIL]
+    manager.check_state_slots(DECODE, manager._state_slots(asked))
+    manager.kv_args.state_types = [StateType.DSA]
+    with pytest.raises(LayoutError):
+        manager.check_state_slots(DECODE, manager._state_slots(asked))
+
+
+@only_later
 @pytest.mark.parametrize("src, dst, is_written", [(15, 15, True), (16, 15, False), (15, 16, False)])
 def test_heads_that_go_the_engines_way(monkeypatch, src, dst, is_written):
     """The second buffer's end is the memory's; a page of 16 bytes, 16 of them."""
@@ -123,8 +170,9 @@ def test_heads_that_go_the_engines_way(monkeypatch, src, dst, is_written):
         EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: sent.append(call)
     )
     manager = made()
-    ptrs = manager.decode_kv_args_table[DECODE].dst_kv_ptrs
-    call = (DECODE, np.array([0, src]), ptrs, np.array([0, dst]), 0, 1, 0x10, None)
+    info = manager.decode_kv_args_table[DECODE]
+    info.dst_kv_item_lens = [0x10, 0x10]
+    call = (DECODE, np.array([src, 0]), info.dst_kv_ptrs, np.array([0, dst]), 0, 1, 0x10, None)
     if is_written:
         manager.send_kvcache_slice(*call)
     else:

@@ -75,6 +75,13 @@ def test_their_size_is_chosen(rdma, monkeypatch, text, size):
     assert max(library.sizes) == size
 
 
+def test_what_is_wrong_with_their_size_is_said_once(rdma, monkeypatch, caplog):
+    monkeypatch.setenv(COPIES_VARIABLE, "2k")
+    for _ in range(3):
+        write(Library(), 3)
+    assert caplog.text.count("SGLANG_PD_DEVICE_RDMA_COPIES is '2k'") == 1
+
+
 def test_what_follows_an_error_is_not_begun(rdma):
     library = Library(statuses=(0, -7, 0))
     assert write(library, 5000) == -7

@@ -42,7 +42,8 @@ def test_they_begin_short_and_double(clock):
 
 
 def test_failures_that_take_long_leave_the_queue_to_others(clock):
-    assert waits(clock, 5.0, 6) == [1, 10, 20, 40, 50, 50]
+    assert waits(clock, 5.0, 6) == [10, 20, 40, 50, 50, 50]
+    assert waits(clock, 30.0, 3) == [60, 120, 240]
 
 
 @pytest.mark.parametrize("cut", [0.5, 2.0])
@@ -83,6 +84,17 @@ def test_one_that_registers_or_answers_is_served_at_once(clock):
     failed.add(PEER)
     clock.now += 1
     assert PEER not in failed
+
+
+def test_looking_changes_nothing(clock):
+    """The engine's probe looks, too, and goes over what is in there."""
+    failed = back_off.FailedSessions()
+    failed.add(PEER)
+    clock.now += 2
+    assert PEER not in failed
+    assert list(failed) == [PEER]
+    failed.forgive([PEER])
+    assert not list(failed)
 
 
 def test_one_is_spared_where_two_in_a_row_are_allowed(clock):

@@ -21,7 +21,7 @@ from of_release import IS_LATER
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
-from pd_harness.cpu_host.memfabric import memfabric_for
+from pd_harness.cpu_host.memfabric import chosen_memfabric
 from pd_harness.device import await_peers, device
 from pd_harness.forks import SocketServer
 from pd_harness.ports import HOST, free_ports
@@ -84,7 +84,7 @@ class Fleet:
         return self.prefill.ranks + self.decode.ranks
 
     def ranks(
-        self, role: str, bootstrap_port: int, store_port: int, environment: dict[str, str]
+        self, role: str, bootstrap_port: int, store_port: int, memfabric: str = ""
     ) -> list[dict]:
         """The configuration of each rank, as `rank.Rank` takes it. On NPUs each has its own."""
         side: Side = getattr(self, role)
@@ -126,7 +126,7 @@ class Fleet:
                 "kv_heads": side.kv_heads or self.kv_heads,
                 "dtype": side.dtype,
                 "fia": self.fia if side.fia is None else side.fia,
-                "environment": {**environment, **side.environment},
+                "environment": {MEMFABRIC: memfabric, **side.environment},
             }
             for tp_rank in range(side.tp)
             for pp_rank in range(side.pp)
@@ -212,7 +212,6 @@ class ForkServer(SocketServer):
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
-        self.engine = engine
         super().__init__(
             [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
             {**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
@@ -396,13 +395,10 @@ def running(
 ) -> Iterator[Servers]:
     """Start all ranks of both servers, and end them when the block is left.
 
-    With `ascend` they use this release of MemFabric, or the newest that serves decode's engine.
+    With `ascend` they use this release of MemFabric, or the one that is chosen.
     """
     port, store_port = free_ports(2)
-    environment = {}
-    if fleet.backend == "ascend":
-        memfabric = memfabric or memfabric_for(decode.engine)
-        environment = {MEMFABRIC: memfabric}
+    memfabric = memfabric or chosen_memfabric()
     fork_servers = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
 
@@ -432,14 +428,14 @@ def running(
                     "backend": fleet.backend,
                     "bootstrap_port": port,
                     "store": store,
-                    "environment": {**environment, **fleet.prefill.environment},
+                    "environment": {MEMFABRIC: memfabric, **fleet.prefill.environment},
                 }
             )
             assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
             return server
 
         def ranks(role: str) -> list[Rank]:
-            configs = fleet.ranks(role, port, store_port, environment)
+            configs = fleet.ranks(role, port, store_port, memfabric)
             made = [spawned(role) for _ in configs]
             with ThreadPoolExecutor(len(configs)) as pool:
                 list(pool.map(Rank.start, made, configs))

@@ -47,24 +47,26 @@ def test_a_copy_is_within_buffers_byte_by_byte(held, copies, base):
     for start, size in copies:
         within = any(set(range(start, start + max(1, size))) <= one for one in joined)
         if size:
-            assert (bounds.why_outside([(base + start, size)]) == "") == within
+            assert (bounds.why_outside([base + start], [size]) == "") == within
 
 
 def test_the_first_that_is_outside_is_named():
     bounds = Bounds("decode 7", [(0x100, 0x100), (0, 0)])
     said = "a copy of 17 bytes at 0x1f0, which is in none of the buffers that decode 7 registered"
-    assert bounds.why_outside([(0x100, 0x100), (0x1F0, 17), (0x50, 1)]) == said
+    assert bounds.why_outside([0x100, 0x1F0, 0x50], [0x100, 17, 1]) == said
 
 
 @pytest.mark.parametrize("copy", [(-8, 8), (0x100, -1), (1 << 64, 8), ((1 << 64) - 4, 8)])
 def test_numbers_that_are_no_addresses(copy):
-    assert Bounds("decode", [(0x100, None)]).why_outside([copy]).startswith("a copy of")
+    said = Bounds("decode", [(0x100, None)]).why_outside(*([number] for number in copy))
+    assert said.startswith("a copy of")
 
 
 def test_without_a_length_a_buffer_reaches_to_the_next():
     bounds = Bounds("decode", [(0x100, None), (0x200, None), (0x180, 0x10)])
-    assert bounds.why_outside([(0x100, 0x80), (0x180, 0x10), (0x200, 1 << 40)]) == ""
-    assert all(bounds.why_outside([one]) for one in [(0x100, 0x81), (0x190, 1), (0x80, 1)])
+    assert bounds.why_outside([0x100, 0x180, 0x200], [0x80, 0x10, 1 << 40]) == ""
+    outside = [(0x100, 0x81), (0x190, 1), (0x80, 1)]
+    assert all(bounds.why_outside([at], [size]) for at, size in outside)
 
 
 def test_what_is_described_has_its_length():
@@ -105,6 +107,7 @@ def test_sizes_that_cannot_be_read_are_not_told(frames):
         ([(1, 64), (2, 32)], [8, 8], 8),
         ([(1, 64), (2, 0)], [8, 0], 8),
         ([(1, 64)], [100], 0),
+        ([(1, 0)], [0], None),
         ([(1, 64), (2, None)], [8, 8], None),
         ([(1, 64)], [8, 8], None),
         ([], [], None),

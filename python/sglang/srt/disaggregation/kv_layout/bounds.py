@@ -66,18 +66,19 @@ class Bounds:
             .T
         )
 
-    def why_outside(self, copies: Sequence[tuple[int, int]]) -> str:
-        """Which of these, address and bytes, is not within a buffer; "" if all are."""
-        if not copies:
+    def why_outside(self, starts: Sequence[int], sizes: Sequence[int]) -> str:
+        """Which copy, by address and bytes, is not within a buffer; "" if all are."""
+        if not len(starts):
             return ""
-        first, size = np.array(copies, dtype=object).T
-        if min(first) < 0 or min(size) < 0 or max(first + size) >= ENDLESS:
-            return f"a copy of {size.min()} bytes or more from {first.min():#x} on"
-        first, size = first.astype(np.uint64), size.astype(np.uint64)
+        try:
+            first, size = np.array(starts, dtype=np.uint64), np.array(sizes, dtype=np.uint64)
+        except OverflowError:  # below 0, or above all addresses
+            return f"a copy of {min(sizes)} bytes or more from {min(starts):#x} on"
         at = np.searchsorted(self.starts, first, side="right").astype(np.int64) - 1
         outside = at < 0
         if self.ends.size:
-            outside |= first + size > self.ends[at]
+            end = first + size
+            outside |= (end > self.ends[at]) | (end < first)  # above all addresses it wraps
         if not outside.any():
             return ""
         which = outside.argmax()
@@ -115,10 +116,14 @@ def described_rows(layout: Optional[RankLayout], pointers: Sequence[int]) -> lis
 
 
 def most_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[int]:
-    """Slots of the buffer that has the most of them; None where that is not known."""
-    if len(memory) != len(item_bytes) or not memory or any(size is None for _, size in memory):
+    """Slots of the buffer that has the most of them; None where that is not known.
+
+    One whose slots are of 0 bytes is not sent; of nothing but those the slots do not matter.
+    """
+    if len(memory) != len(item_bytes) or any(size is None for _, size in memory):
         return None
-    return max((size // item for (_, size), item in zip(memory, item_bytes) if item), default=0)
+    slots = (size // item for (_, size), item in zip(memory, item_bytes) if item)
+    return max(slots, default=None)
 
 
 def why_no_slots(kind: object, slots: npt.ArrayLike, most: Optional[int]) -> str:

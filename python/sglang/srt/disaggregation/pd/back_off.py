@@ -8,7 +8,6 @@ the failures.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -17,8 +16,6 @@ from dataclasses import dataclass
 from typing import Dict
 
 from sglang.srt.disaggregation.kv_layout import LayoutError
-
-logger = logging.getLogger(__name__)
 
 # After so many failures in a row, for some seconds, twice as many after each that fails then.
 FAILURES_IN_A_ROW = 2
@@ -111,15 +108,13 @@ class BackOff:
 
 
 def _wait(known: _Failures, took: float) -> float:
-    """Seconds until the next try. That a first failure took long is no sign of a dead peer."""
-    if known.count == 1:
-        return BACK_OFF_SECONDS
+    """Seconds until the next try."""
     longest = max(MAX_BACK_OFF_SECONDS, MOST_FAILURES * took)
     return max(BACK_OFF_SECONDS, LEAST_FAILURES * took, min(2 * known.wait, longest))
 
 
 class FailedSessions(set):
-    """The engine's failed sessions since 0.5.20, each of which leaves when it is to be tried again.
+    """The engine's failed sessions since 0.5.20: one that is to be tried again is not among them.
 
     The engine adds a session at its first failure, and removes it when it registers or answers a
     probe. Its workers ask whether a session is in here right before they write to it; those of one
@@ -133,13 +128,7 @@ class FailedSessions(set):
 
     def __contains__(self, session: str) -> bool:
         self._asked.at = time.monotonic()
-        if not super().__contains__(session):
-            return False
-        if self._back_off.seconds_left(session) > 0:
-            return True
-        super().discard(session)
-        logger.info(f"Decode session {session} is tried again")
-        return False
+        return super().__contains__(session) and self._back_off.seconds_left(session) > 0
 
     def add(self, session: str) -> None:
         """A transfer to it failed."""
@@ -155,4 +144,4 @@ class FailedSessions(set):
     def forgive(self, sessions: Iterable[str]) -> None:
         """Transfers to these have succeeded: their next failure is a first one."""
         for session in list(sessions):
-            self._back_off.forgive(session)
+            self.discard(session)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, List, Optional, Sequence, Tuple
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
+    LayoutError,
     RankLayout,
     Sizes,
     described_memory,
@@ -18,6 +22,18 @@ from sglang.srt.disaggregation.pd.memory import regions
 
 # Source and destination addresses, and bytes.
 Block = Tuple[int, int, int]
+# Addresses, and bytes.
+Copies = Tuple[Sequence[int], Sequence[int]]
+
+
+def outermost(buffers: Iterable[Tuple[int, int]], pages: npt.NDArray[np.int32]) -> Copies:
+    """The lowest and the highest of these pages, one or more, in each buffer.
+
+    buffers: Address, and bytes a page.
+    """
+    ends = (int(pages.min()), int(pages.max()))
+    copies = [(start + page * size, size) for start, size in buffers for page in ends]
+    return [start for start, _ in copies], [size for _, size in copies]
 
 
 class Bounded:
@@ -65,14 +81,14 @@ class Bounded:
         info.bounds = Bounds(f"decode {name}", [*held, *more])
 
     def check_state_slots(self, session: str, slots: Sequence[Any]) -> None:
-        """Raise RuntimeError if decode asks for slots of state, by kind, that it has not."""
+        """Raise LayoutError if decode asks for slots of state, by kind, that it has not."""
         info = self.decode_kv_args_table.get(session)
         known = list(getattr(info, "state_slots", ()))
         known += [None] * (len(slots) - len(known))
         for kind, (some, most) in enumerate(zip(slots, known)):
             why = why_no_slots(f"state {kind}", some, most)
             if why:
-                raise RuntimeError(f"{why}; no state is written")
+                raise LayoutError(f"{why}; no state is written")
 
     def _transfer_data(self, session: str, blocks: List[Block]) -> int:
         """Write these to a decode session. Returns the transfer engine's status.
@@ -82,30 +98,28 @@ class Bounded:
         """
         if not blocks:
             return 0
-        sides = ([(block[i], block[2]) for block in blocks] for i in range(2))
-        self.check_bounds(session, *sides)
-        src, dst, sizes = ([block[i] for block in blocks] for i in range(3))
+        src, dst, sizes = (list(column) for column in zip(*blocks))
+        self.check_bounds(session, (src, sizes), (dst, sizes))
         return self.engine.batch_transfer_sync(session, src, dst, sizes)
 
-    def check_bounds(
-        self, session: str, src: Sequence[Tuple[int, int]], dst: Sequence[Tuple[int, int]]
-    ) -> None:
+    def check_bounds(self, session: str, src: Copies, dst: Copies) -> None:
         """Raise RuntimeError if what is read or written, addresses and bytes, is a side's not."""
         peer = self.decode_kv_args_table.get(session)
         theirs = None if peer is None else peer.bounds
-        why = self.own_bounds.why_outside(src)
+        why = self.own_bounds.why_outside(*src)
         if not why and theirs is not None:
-            why = theirs.why_outside(dst)
+            why = theirs.why_outside(*dst)
         if why:
             raise RuntimeError(f"{why}; nothing of this transfer is written")
 
     @property
     def own_bounds(self) -> Bounds:
         """Of all that this rank has registered by now."""
+        more = self.more_memory  # another thread may register some meanwhile
         count, bounds = self._own_bounds
-        if count != len(self.more_memory):
+        if count != len(more):
             kv, aux = regions(self.kv_args)
             held = [region[1:] for region in (*kv, *aux)]
-            bounds = Bounds("this prefill rank", [*held, *self.more_memory])
-            self._own_bounds = (len(self.more_memory), bounds)
+            bounds = Bounds("this prefill rank", [*held, *more])
+            self._own_bounds = (len(more), bounds)
         return bounds

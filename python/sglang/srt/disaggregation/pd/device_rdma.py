@@ -6,6 +6,7 @@ error returns while copies that were posted before are still written.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -37,7 +38,11 @@ def unsettled_seconds() -> float:
 
 def copies_at_most() -> int:
     """In one call to the transfer engine."""
-    text = os.environ.get(COPIES_VARIABLE, "")
+    return _read_copies(os.environ.get(COPIES_VARIABLE, ""))
+
+
+@functools.cache  # what is wrong with it is said once
+def _read_copies(text: str) -> int:
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text)
     if text:

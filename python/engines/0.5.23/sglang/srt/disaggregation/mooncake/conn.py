@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
     LayoutError,
     Sizes,
@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.kv_layout import (
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import FailedSessions
 from sglang.srt.disaggregation.pd.batches import write_copies
-from sglang.srt.disaggregation.pd.bounded import Bounded
+from sglang.srt.disaggregation.pd.bounded import Bounded, outermost
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.memory import only_logged_later, register_apart
@@ -216,10 +216,17 @@ class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVMan
         return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
 
     def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
-        """Raise RuntimeError for a page that a side has not, of which the engine sends heads."""
-        own = zip(self.kv_args.kv_data_ptrs, self.kv_args.kv_item_lens)
-        src = [(ptr + int(page) * size, size) for ptr, size in own for page in src_pages]
-        dst = [(ptr + int(page) * page_bytes, page_bytes) for ptr in dst_ptrs for page in dst_pages]
+        """Raise RuntimeError for a page that a side has not, of which the engine sends heads.
+
+        It sends to buffers with pages of this size alone; a draft's may be smaller.
+        """
+        if not len(src_pages) or not len(dst_pages):
+            return
+        own, info = self.kv_args, self.decode_kv_args_table[session]
+        theirs = info.dst_kv_item_lens or [page_bytes] * len(dst_ptrs)
+        written = [ptr for ptr, size in zip(dst_ptrs, theirs) if size == page_bytes]
+        src = outermost(zip(own.kv_data_ptrs, own.kv_item_lens), src_pages)
+        dst = outermost([(ptr, page_bytes) for ptr in written], dst_pages)
         self.check_bounds(session, src, dst)
 
     def write_planned(
@@ -283,12 +290,23 @@ class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVMan
         """Write state to the peer. Returns the transfer engine's status."""
         plan = self.plan_of(req.mooncake_session_id)
         if plan is None or plan.state is None:
-            self.check_state_slots(req.mooncake_session_id, req.dst_state_indices)
+            self.check_state_slots(req.mooncake_session_id, self._state_slots(req))
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )
         pages = self.planned_state_pages(prefill_state_indices, req.dst_state_indices)
         return self.write_planned(req.mooncake_session_id, plan.state, *pages, executor)
+
+    def _state_slots(self, req: TransferInfo) -> List:
+        """What decode has set aside of each kind of state; of a DSA tail its row alone.
+
+        The numbers behind it are places in that row.
+        """
+        kinds = [*self.kv_args.state_types, *[None] * len(req.dst_state_indices)]
+        return [
+            slots[:1] if kind == StateType.DSA_TAIL else slots
+            for kind, slots in zip(kinds, req.dst_state_indices)
+        ]
 
     def transfer_worker(self, *own):
         """Send chunk after chunk. What goes wrong fails its room, never this thread."""
