@@ -60,6 +60,14 @@ def test_what_both_have_is_written_in_one_call(at, size):
     assert manager.engine.calls == [(DECODE, [KV, at], [KV + AWAY, at + AWAY], [8, size])]
 
 
+def test_what_is_empty_is_left_out():
+    """A buffer of nothing has no address."""
+    manager = made()
+    assert manager._transfer_data(DECODE, [(0, 0, 0), block(KV, 8), (0, 0, 0)]) == 7
+    assert manager.engine.calls == [(DECODE, [KV], [KV + AWAY], [8])]
+    assert manager._transfer_data(DECODE, [(0, 0, 0)]) == 0
+
+
 def test_what_decode_registers_besides_is_its_own():
     manager = made()
     assert manager._transfer_data(DECODE, [block(KV, 0x10, 0x90000)]) == 7

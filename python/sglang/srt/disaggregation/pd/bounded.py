@@ -96,6 +96,8 @@ class Bounded:
         Raises:
             RuntimeError: One is not within the memory of either side; none is written.
         """
+        if any(size == 0 for _, _, size in blocks):  # for one of those MemFabric refuses all
+            blocks = [block for block in blocks if block[2]]
         if not blocks:
             return 0
         src, dst, sizes = (list(column) for column in zip(*blocks))
