@@ -17,8 +17,25 @@ def as_stocks(registration: list[bytes]) -> list[bytes]:
     return registration[:-2]
 
 
-def at_night_elsewhere(test):
-    """The mark, of one test."""
-    for mark in ELSEWHERE_AT_NIGHT:
-        test = mark(test)
-    return test
+def slow_to_meet(case: str, decode: str = "stock") -> list:
+    """Marks of a case `BACKEND-NAME`, or a backend, with this engine as decode.
+
+    Stock 0.5.9 serves with a MemFabric alone whose ranks take half a minute to know each other.
+    """
+    is_slow = case.partition("-")[0] == "ascend" and decode == "stock" and not IS_LATER
+    return [pytest.mark.nightly] if is_slow else []
+
+
+def with_marks(*marks):
+    """Puts these on a test."""
+
+    def marked(test):
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return marked
+
+
+# Of a test of what every run tries in the default release.
+at_night_elsewhere = with_marks(*ELSEWHERE_AT_NIGHT)

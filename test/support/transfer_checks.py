@@ -41,10 +41,13 @@ def few(cases, *always) -> list:
     return [pytest.param(case, marks=[] if case in always else at_night) for case in cases]
 
 
-def every_second(cases) -> list:
+def every_second(cases, more_marks=lambda case: []) -> list:
     """Parameters, of which releases other than the default try every second one at night."""
     marks = [[], ELSEWHERE_AT_NIGHT]
-    return [pytest.param(case, marks=marks[at % 2]) for at, case in enumerate(cases)]
+    return [
+        pytest.param(case, marks=[*marks[at % 2], *more_marks(case)])
+        for at, case in enumerate(cases)
+    ]
 
 
 def assert_right(servers: Servers, pages=PAGES) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 from fleet import Fleet, Servers, Side
+from of_release import slow_to_meet
 
 pytestmark = pytest.mark.transport
 
@@ -51,7 +52,9 @@ def test_a_page_outside_of_decodes_buffers(serve, backend, name):
         assert_right(servers)
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
+@pytest.mark.parametrize(
+    "backend", ["mooncake", pytest.param("ascend", marks=slow_to_meet("ascend"))]
+)
 @pytest.mark.parametrize("page", [OUTSIDE, 1 << 20])
 def test_a_page_outside_of_a_stock_ranks_buffers(serve, backend, page):
     """It does not say how many it has: no more than end before its next buffer begins."""

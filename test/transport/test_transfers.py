@@ -2,7 +2,7 @@
 
 import pytest
 from fleet import Fleet, Side
-from of_release import IS_LATER
+from of_release import IS_LATER, slow_to_meet, with_marks
 from topologies import (
     ASCEND,
     HEADS,
@@ -113,7 +113,7 @@ def test_more_copies_than_a_device_queues(serve):
         assert outcome.state == "right", outcome
 
 
-@pytest.mark.parametrize("name", every_second(STOCK))
+@pytest.mark.parametrize("name", every_second(STOCK, slow_to_meet))
 def test_stock(serve, name):
     fleet, state = STOCK[name]
     with serve(same_widths(fleet), "stock", "stock") as servers:
@@ -152,15 +152,24 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("engines", [("stock", "patched"), ("patched", "stock")], ids="->".join)
 @pytest.mark.parametrize("name", every_second(MIXED))
-def test_mixed_fleet(serve, name, engines):
+def test_stock_prefill(serve, name):
+    assert_mixed_is_right(serve, name, ("stock", "patched"))
+
+
+@pytest.mark.parametrize("name", every_second(MIXED, slow_to_meet))
+def test_stock_decode(serve, name):
+    assert_mixed_is_right(serve, name, ("patched", "stock"))
+
+
+def assert_mixed_is_right(serve, name, engines):
     with serve(same_widths(MIXED[name]), *engines) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
+@with_marks(*slow_to_meet("ascend"))
 def test_draft_on_stock_decode(serve):
     """(A stock prefill rank would write its metadata to other slots.)"""
     with serve(ascend(Side(), Side(draft_layers=1), mla=True), "patched", "stock") as servers:
