@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from of_release import IS_LATER
+from of_release import IS_LATER, at_night_elsewhere
 
 from pd_harness.cluster import CHECKOUT
 from pd_harness.device import device
@@ -52,6 +52,7 @@ def on_npus(count: int, folder: Path, *tests: str) -> dict:
     return json.loads(counts.read_text())
 
 
+@at_night_elsewhere
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_all_that_runs_on_npus_gets_to_them(count, tmp_path):
     """Also the copy to the host takes the ways of a device, and waits for it."""

@@ -1,6 +1,8 @@
 """Whole servers over each MemFabric that is tried, at night; the other tests use the newest."""
 
+import httpx
 import pytest
+from of_release import IS_LATER
 from serving_checks import Lost, outcome
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
@@ -51,3 +53,32 @@ def test_right_tokens(memfabric, name, reference):
         if result != "hang":
             break
     assert result == "right", detail
+
+
+# Of these the former refuses what it has registered, the latter does nothing.
+PAUSED = {"1.1.6": 1, "1.3.0": 0}
+
+
+@pytest.mark.skipif(not IS_LATER, reason="0.5.9 registers nothing again after a pause")
+@pytest.mark.parametrize("memfabric", PAUSED)
+def test_a_pause(memfabric, reference):
+    """KV memory is released and resumed, which MemFabric cannot unregister: it serves as before."""
+    topology, model = FLEETS["mla_pp2"]
+    expected = reference(model, NEW_TOKENS)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-pause"
+    servers = cluster.pd_servers(
+        topology, model_folder(model), logs, "patched", "patched", {VARIABLE: memfabric}
+    )
+    prefill, decode, router = servers
+    with cluster.running(servers):
+        for paused in ((), (decode,), (prefill,), (prefill, decode)):
+            for what in ("release", "resume"):
+                for server in paused:
+                    url = f"{server.url}/{what}_memory_occupation"
+                    httpx.post(url, json={"tags": ["kv_cache"]}, timeout=60).raise_for_status()
+            answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
+            ended = [server.name for server in servers if server.has_ended()]
+            result, detail = outcome(answers, ended, expected)
+            assert result == "right", (paused, detail)
+    said = (logs / "decode.log").read_text().count("did not register this rank's buffers again")
+    assert said == 2 * PAUSED[memfabric]

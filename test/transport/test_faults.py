@@ -159,7 +159,9 @@ def test_a_link_that_is_cut_for_two_seconds(serve, backend):
 
 
 @at_night_elsewhere
-@pytest.mark.parametrize("backend", ["mooncake", *["ascend"] * IS_LATER])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("mooncake", marks=pytest.mark.nightly), *["ascend"] * IS_LATER]
+)
 def test_stock_does_not_serve_after_a_link_was_cut(serve, backend):
     """0.5.9 never again, later ones once a probe is answered, half a minute later or never.
 

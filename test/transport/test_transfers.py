@@ -102,6 +102,7 @@ def test_ascend_by_device_rdma(serve, name, tmp_path):
 
 
 @by_the_stand_in
+@pytest.mark.nightly
 def test_more_copies_than_a_device_queues(serve):
     """14,400 token slices; a send queue of 4,096 would take no more at once, and fail the rest."""
     pages = list(range(0, 2400, 2))
