@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fleet import prepare
 from memfabric_end import MIB, PAGE
 
 from pd_harness.cpu_host import memfabric
@@ -114,6 +115,7 @@ ATTEMPTS = 5
 @contextlib.contextmanager
 def started(release: str, folder: Path, protocol: str = "SDMA"):
     """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
+    prepare("memfabric", release)
     for attempt in range(ATTEMPTS):
         place = folder / str(attempt)
         place.mkdir()

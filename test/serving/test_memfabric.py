@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from fleet import prepare
 from of_release import IS_LATER
 from serving_checks import Lost, outcome
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
@@ -31,6 +32,7 @@ ATTEMPTS = 3
 @pytest.mark.parametrize("name", FLEETS)
 @pytest.mark.parametrize("memfabric", [one for one in RELEASES if one != DEFAULT])
 def test_right_tokens(memfabric, name, reference):
+    prepare("memfabric", memfabric)
     topology, model = FLEETS[name]
     expected = reference(model, NEW_TOKENS)
     for _ in range(ATTEMPTS if memfabric in MAY_HANG else 1):
@@ -63,6 +65,7 @@ PAUSED = {"1.1.6": 1, "1.3.0": 0}
 @pytest.mark.parametrize("memfabric", PAUSED)
 def test_a_pause(memfabric, reference):
     """KV memory is released and resumed, which MemFabric cannot unregister: it serves as before."""
+    prepare("memfabric", memfabric)
     topology, model = FLEETS["mla_pp2"]
     expected = reference(model, NEW_TOKENS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-pause"

@@ -156,10 +156,7 @@ def other_nixl(version: str) -> dict[str, str]:
     Raises:
         RuntimeError: It cannot be installed; the text says why.
     """
-    setup = [str(CHECKOUT / "scripts" / "setup.sh"), "--nixl", version]
-    done = subprocess.run(setup, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"NIXL {version} cannot be installed:\n{done.stderr[-2000:]}")
+    prepare("nixl", version)
     nixl = PD_ENV / "nixl" / version
     first = {"PYTHONPATH": nixl, "LD_LIBRARY_PATH": nixl / "no_cuda"}
     return {
@@ -169,16 +166,16 @@ def other_nixl(version: str) -> dict[str, str]:
 
 
 @functools.cache
-def prepare_memfabric(version: str) -> None:
-    """Install this release of MemFabric if need be (5 MB).
+def prepare(library: str, version: str) -> None:
+    """Install this release of `nixl` or `memfabric` (5 MB) if need be.
 
     Raises:
         RuntimeError: It cannot be installed; the text says why.
     """
-    setup = [str(CHECKOUT / "scripts" / "setup.sh"), "--memfabric", version]
+    setup = [str(CHECKOUT / "scripts" / "setup.sh"), f"--{library}", version]
     done = subprocess.run(setup, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"MemFabric {version} cannot be installed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{library} {version} cannot be installed:\n{done.stderr[-2000:]}")
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def serve(fork_server):
             pytest.skip(reason)
         if fleet.backend == "ascend" and device() == "cpu":
             memfabric = memfabric or memfabric_for(decode)
-            fleets.prepare_memfabric(memfabric)
+            fleets.prepare("memfabric", memfabric)
         return fleets.running(fleet, fork_server(prefill), fork_server(decode), memfabric)
 
     return run

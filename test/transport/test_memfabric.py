@@ -36,7 +36,7 @@ ENGINES = [("patched", "patched"), ("stock", "patched"), ("patched", "stock"), (
 
 @pytest.fixture(params=RELEASES)
 def memfabric(request) -> str:
-    fleets.prepare_memfabric(request.param)
+    fleets.prepare("memfabric", request.param)
     return request.param
 
 
