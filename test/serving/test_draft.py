@@ -20,8 +20,9 @@ from serving_scenarios import (
 from pd_harness import cluster
 from pd_harness.cluster import OF_RELEASE, PD_ENV
 from pd_harness.cpu_host.drafts import make_draft
+from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyModel
-from pd_harness.device import device
+from pd_harness.device import await_peers, device
 from pd_harness.ports import free_ports
 
 pytestmark = [
@@ -82,6 +83,7 @@ def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
             model_folder(drafted.model),
             logs,
             store_port,
+            environment=drafted.topology.memfabric(engine),
             draft=draft_folder(drafted.model) if side in drafted.sides else None,
         )
         for side, start in zip(SIDES, (cluster.prefill_server, cluster.decode_server))
@@ -100,6 +102,8 @@ def serves(reference):
         expected = reference(drafted.model, NEW_TOKENS)
         servers = fleet(drafted, engine)
         with cluster.running(servers):
+            if drafted.topology.backend == "ascend":
+                await_peers(memfabric_for(engine))
             answers = ask(servers[-1], is_lost=Lost(*servers[:2]))
             result, detail = outcome(answers, ended(servers), expected)
             if result == "right":
