@@ -302,7 +302,7 @@ int aclrtMemcpyBatch(void **to, size_t *most, void **from, size_t *size, size_t 
 /* Queues of the SDMA engine: a task is done when it is sent.  One that fails is reported to its
  * stream, as the engine would. */
 
-enum { QUEUES = 4096, DEPTH = 2048, SDMA_TASK = 11, ADDRESS_ERROR = 6, MAX_REPORTED = 32 };
+enum { QUEUES = 4096, DEPTH = 2048, SDMA_TASK = 11, ADDRESS_ERROR = 6 };
 struct queue { uint32_t stream, head, failed_count; uint16_t failed[DEPTH]; };
 static struct queue *queues[QUEUES];
 static uint32_t next_stream, next_queue;

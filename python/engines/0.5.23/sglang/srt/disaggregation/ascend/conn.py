@@ -25,7 +25,7 @@ class AscendKVManager(EngineAscendKVManager):
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
     def _send_probe(self, session_id: str) -> int:
-        """Whether a peer answers (0); where MemFabric has no probe, no other than a transfer."""
+        """Returns 0 if the peer answers a probe; -1 also where MemFabric has no probe."""
         return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
 
     def send_kvcache(self, session: str, *sent, **more) -> int:

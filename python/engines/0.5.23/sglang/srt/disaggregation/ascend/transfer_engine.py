@@ -1,4 +1,4 @@
-"""A failed registration is told to the caller; `device_rdma` is given what it bears."""
+"""A failed registration is told to the caller; a `device_rdma` call fits into its send queue."""
 
 import logging
 from typing import TYPE_CHECKING, List

@@ -1,6 +1,6 @@
 """A failed registration is told to the caller; the session id has the port that peers reach.
 
-`device_rdma` is given what it bears.
+A `device_rdma` call fits into its send queue.
 """
 
 import logging
