@@ -1,10 +1,14 @@
 """What tests share is found, what fails is said, and two workers share the work."""
 
+import os
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from pd_harness.forks import SHARED
 
 # pytest's importlib mode leaves that to us.
 HERE = Path(__file__).parent
@@ -21,6 +25,14 @@ class Failed:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.terminal.write_line(f" {report.nodeid} ({report.when}, {report.duration:.0f} s)")
+
+
+def pytest_configure(config):
+    """Workers share what imports the engine for their servers and ranks."""
+    if getattr(config.option, "numprocesses", None):
+        folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
+        os.environ[SHARED] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_sessionstart(session):

@@ -2,24 +2,33 @@
 
 On the CPU host only. There is one such process, a fork server, for each engine and for each value
 of the variables that the engine reads while it is imported: a fork cannot change what they made,
-nor what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with this
-process, however that is, and servers with them.
+nor what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with the
+process that asked for them, however that is, and servers with them.
+
+Workers of one test run share their fork servers: SGLANG_PD_FORKS names a folder where each finds
+those of the others. A worker must not end before all have done their work.
 """
 
 import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
 import json
 import os
 import select
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pd_harness.waiting import awaited
 
 START_SECONDS = 120
 MODULE = "pd_harness.cpu_host.fork_server"
+SHARED = "SGLANG_PD_FORKS"
 LIMIT = 1 << 20  # bytes of a message
 
 
@@ -27,66 +36,101 @@ class ForkServerFailed(RuntimeError):
     """The engine could not be imported, or may not be forked; the message holds the log's end."""
 
 
-class SocketServer:
-    """A process that listens on a Unix socket when it is ready; its path is the last argument."""
+@dataclass(frozen=True)
+class ForkServer:
+    """A process of this or another worker, with the variables that its import has read."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
-        self.path = Path(self.folder.name) / "socket"
-        self.log = Path(self.folder.name) / "log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, str(self.path)],
-                env={**environment},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        awaited(lambda: self.path.exists() or self.process.poll() is not None, START_SECONDS)
-        if not self.path.exists():
-            tail = self.log.read_text(errors="replace")[-4000:]
-            self.close()
-            raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
+    command: list[str]
+    read: dict[str, str | None]
+    path: str  # of its Unix socket
+    pid: int
+
+    def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether it runs, and an import with this environment would make the same."""
+        return (
+            self.command == list(command)
+            and all(environment.get(name) == value for name, value in self.read.items())
+            and _runs(self.pid)
+        )
 
     def connected(self, kind: socket.SocketKind) -> socket.socket:
         """A new connection to it."""
         connection = socket.socket(socket.AF_UNIX, kind)
-        connection.connect(str(self.path))
+        connection.connect(self.path)
         return connection
 
-    def close(self) -> None:
-        """End it, and remove its log."""
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-        self.folder.cleanup()
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: dead, and not yet buried
+    return False
 
 
-class ForkServer(SocketServer):
-    """One process, which has imported the engine of ``python`` with ``environment``."""
+_started: list[subprocess.Popen] = []
 
-    def __init__(self, python: str, environment: Mapping[str, str]):
-        super().__init__([python, "-m", MODULE], environment)
-        self.python = python
-        with self.connected(socket.SOCK_SEQPACKET) as connection:
-            self.read = _message(connection)["read"]
 
-    def fits(self, python: str, environment: Mapping[str, str]) -> bool:
-        """Whether an import with this environment would make the same."""
-        return (
-            python == self.python
-            and self.process.poll() is None
-            and all(environment.get(name) == value for name, value in self.read.items())
+@atexit.register
+def close_all() -> None:
+    """End the fork servers of this process; what they have forked goes on until it is stopped."""
+    while _started:
+        process = _started.pop()
+        process.stdin.close()
+        process.kill()
+        process.wait()
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="sglang-pd-")
+
+
+def fork_server(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    read: Callable[[ForkServer], dict[str, str | None]],
+) -> ForkServer:
+    """One that fits; a new one if there is none.
+
+    Its socket is the command's last argument; ``read`` says what a new one's import has read.
+
+    Raises:
+        ForkServerFailed: It does not start.
+    """
+    folder = Path(os.environ.get(SHARED) or _own_folder().name)
+    name = hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else two would import the same side by side
+        for offer in folder.glob("*.json"):
+            known = ForkServer(**json.loads(offer.read_text()))
+            if known.fits(command, environment):
+                return known
+        started = _start(command, environment, folder)
+        started.read.update(read(started))
+        path = Path(started.path)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(started)))
+        draft.rename(path.with_suffix(".json"))
+    return started
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> ForkServer:
+    number, log = tempfile.mkstemp(prefix="fork-", suffix=".log", dir=folder)
+    path = Path(log).with_suffix("")
+    with open(number, "wb") as file:
+        process = subprocess.Popen(
+            [*command, str(path)],
+            env={**environment},
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-
-    def fork(self, module: str, arguments: Sequence[str], environment, log) -> "Fork":
-        """A new process that runs the module; its output goes to the open file ``log``."""
-        connection = self.connected(socket.SOCK_SEQPACKET)
-        _message(connection)
-        asked = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
-        socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
-        return Fork(connection)
+    _started.append(process)
+    awaited(lambda: path.exists() or process.poll() is not None, START_SECONDS)
+    if not path.exists():
+        tail = Path(log).read_text(errors="replace")[-4000:]
+        raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
+    return ForkServer(list(command), {}, str(path), process.pid)
 
 
 class Fork:
@@ -127,28 +171,22 @@ def _message(connection: socket.socket) -> dict:
     return json.loads(text) if text else {}
 
 
-_fork_servers: list[ForkServer] = []
-
-
-@atexit.register
-def close_all() -> None:
-    """End the fork servers of this process; what they have forked goes on until it is stopped."""
-    while _fork_servers:
-        _fork_servers.pop().close()
-
-
 def fork(python: str, module: str, arguments: Sequence[str], environment, log) -> Fork:
-    """Fork a process that runs a module of the engine, from a fork server that is made if need be.
+    """Fork a process that runs a module of the engine; its output goes to the open file ``log``.
 
     Raises:
-        ForkServerFailed: it could not be made.
+        ForkServerFailed: There is no fork server for it, and none could be started.
     """
     full = {**os.environ, **environment}
     full.pop("PYTEST_CURRENT_TEST", None)  # another for each test, and libraries read it
-    for fork_server in _fork_servers:
-        if fork_server.fits(python, full):
-            break
-    else:
-        fork_server = ForkServer(python, full)
-        _fork_servers.append(fork_server)
-    return fork_server.fork(module, arguments, full, log)
+    server = fork_server([python, "-m", MODULE], full, _read_by)
+    connection = server.connected(socket.SOCK_SEQPACKET)
+    _message(connection)
+    asked = {"module": module, "arguments": list(arguments), "environment": full}
+    socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
+    return Fork(connection)
+
+
+def _read_by(server: ForkServer) -> dict[str, str | None]:
+    with server.connected(socket.SOCK_SEQPACKET) as connection:
+        return _message(connection)["read"]

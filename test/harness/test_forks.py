@@ -16,6 +16,7 @@ from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.timeout(300)
 
+PYTHON_PATH = str(cluster.CHECKOUT / "python")
 PYTHON = str(cluster.interpreter("stock"))
 # A child by way of "spawn", as the engine makes them; it says what it is.
 CHILD = """
@@ -95,13 +96,47 @@ def test_beside_a_thread_nothing_is_forked(tmp_path):
 
 def test_what_is_read_at_import_takes_another_fork_server(tmp_path):
     """One that nobody reads then does not."""
-    run("pass", tmp_path / "log").wait()
     given = {**os.environ, **ENVIRONMENT}
-    (fork_server,) = (one for one in forks._fork_servers if one.fits(PYTHON, given))
+    del given["PYTEST_CURRENT_TEST"]
+    command = [PYTHON, "-m", forks.MODULE]
+    fork_server = forks.fork_server(command, given, forks._read_by)
     read = next(name for name in fork_server.read if name.startswith("SGLANG"))
-    assert fork_server.fits(PYTHON, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
-    assert not fork_server.fits(PYTHON, {**given, read: "another value"})
-    assert not fork_server.fits(str(cluster.interpreter("patched")), given)
+    assert fork_server.fits(command, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
+    assert not fork_server.fits(command, {**given, read: "another value"})
+    assert not fork_server.fits([str(cluster.interpreter("patched")), *command[1:]], given)
+
+
+OFFERS = """
+import os, sys
+from pd_harness import forks
+asleep = [sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"]
+environment = {**os.environ, "SOME": sys.argv[1]}
+made = forks.fork_server(asleep, environment, lambda _: {"SOME": sys.argv[1]})
+print(made.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_workers_of_one_run_share_them_while_they_live(tmp_path):
+    def worker(value: str) -> tuple[subprocess.Popen, int]:
+        """A worker that asks for one with this value, and its process id."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", OFFERS, value],
+            env={**os.environ, forks.SHARED: str(tmp_path), "PYTHONPATH": PYTHON_PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(process.communicate)
+        return process, int(process.stdout.readline())
+
+    with contextlib.ExitStack() as stack:
+        first, made = worker("1")
+        assert worker("1")[1] == made
+        assert worker("2")[1] != made
+        first.communicate()
+        assert gone(made)
+        assert worker("1")[1] != made
 
 
 def test_it_ends_with_who_asked_also_at_once(tmp_path):
@@ -110,7 +145,9 @@ def test_it_ends_with_who_asked_also_at_once(tmp_path):
     assert all(gone(pid) for pid in keepers)
 
 
-def test_all_end_with_a_killed_parent(tmp_path):
+@pytest.mark.nightly  # the engine is imported for it
+def test_all_end_with_a_killed_parent(tmp_path, monkeypatch):
+    monkeypatch.delenv(forks.SHARED, raising=False)
     log = tmp_path / "log"
     code = CHILD.format(seconds=600, threads=False, target="child")
     script = f"""
@@ -137,7 +174,9 @@ time.sleep(600)
 
 def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
     with pytest.raises(forks.ForkServerFailed, match="No module named"):
-        forks.ForkServer(sys.executable, {"PYTHONPATH": str(cluster.CHECKOUT / "python")})
+        forks.fork_server(
+            [sys.executable, "-m", forks.MODULE], {"PYTHONPATH": PYTHON_PATH}, lambda _: {}
+        )
 
 
 def test_nixls_plug_in_is_there_before_a_fork(tmp_path):

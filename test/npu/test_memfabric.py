@@ -1,5 +1,6 @@
 """MemFabric itself: it registers a rank's pools in one batch, and moves them between processes."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -33,16 +34,7 @@ def fork_server():
     """A function to the process that makes ranks, which is started when it is first called."""
     import fleet
 
-    made = []
-
-    def of() -> fleet.ForkServer:
-        if not made:
-            made.append(fleet.ForkServer("patched"))
-        return made[0]
-
-    yield of
-    for one in made:
-        one.close()
+    return functools.cache(lambda: fleet.ForkServer("patched"))
 
 
 @pytest.mark.parametrize("name", MODELS)

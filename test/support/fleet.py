@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,17 +19,18 @@ from pathlib import Path
 import numpy as np
 from of_release import IS_LATER
 
+from pd_harness import forks
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import chosen_memfabric
 from pd_harness.device import await_peers, device
-from pd_harness.forks import SocketServer
 from pd_harness.ports import HOST, free_ports
 from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
 RANK = "rank_later.py" if IS_LATER else "rank.py"
+LIBRARIES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
@@ -158,7 +160,7 @@ def other_nixl(version: str) -> dict[str, str]:
     """
     prepare("nixl", version)
     nixl = PD_ENV / "nixl" / version
-    first = {"PYTHONPATH": nixl, "LD_LIBRARY_PATH": nixl / "no_cuda"}
+    first = dict(zip(LIBRARIES, (nixl, nixl / "no_cuda")))
     return {
         name: os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
         for name, folder in first.items()
@@ -199,24 +201,32 @@ def why_without_ucx(version: str) -> str:
     )
 
 
-class ForkServer(SocketServer):
+class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
-    use that one instead of base's.
+    use that one instead of base's. What its ranks say is in `log`.
     """
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
-        super().__init__(
+        library = other_nixl(nixl) if nixl else {}
+        self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
+        self.log = Path(self.folder.name) / "log"
+        self.log.touch()
+        self.server = forks.fork_server(
             [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
-            {**os.environ, **host, **(other_nixl(nixl) if nixl else {})},
+            {**os.environ, **host, **library},
+            lambda _: {name: library.get(name, os.environ.get(name)) for name in LIBRARIES},
         )
 
     def spawn(self) -> Rank:
         """A new rank process."""
-        return Rank(self.connected(socket.SOCK_STREAM))
+        connection = self.server.connected(socket.SOCK_STREAM)
+        with self.log.open("ab") as log:
+            socket.send_fds(connection, [b"\n"], [log.fileno()])
+        return Rank(connection)
 
 
 class Rank:

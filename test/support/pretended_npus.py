@@ -156,9 +156,6 @@ class PretendedForkServer:
     def spawn(self):
         return PretendedRank()
 
-    def close(self) -> None:
-        """Nothing was opened."""
-
 
 class PretendedRank:
     pid = 0

@@ -1,7 +1,8 @@
 """The process of a rank: it answers commands, as JSON lines, `{"do": NAME, ...}`.
 
 `python FILE fork SOCKET` imports the engine once and then forks a process for every connection
-to the Unix socket; `fresh` instead of `fork` starts the process anew, `on FD` is such a process.
+to the Unix socket, which begins with a byte and a file for its output; `fresh` instead of `fork`
+starts the process anew, `on FD` is such a process.
 """
 
 import ctypes
@@ -59,6 +60,10 @@ def main(kinds: Kinds) -> None:
                 die_with_parent()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
+                _, (log,), _, _ = socket.recv_fds(connection, 1, 1)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.close(log)
                 if how == "fresh":
                     os.set_inheritable(connection.fileno(), True)
                     this = [sys.executable, sys.argv[0], "on", str(connection.fileno())]

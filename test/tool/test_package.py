@@ -69,9 +69,9 @@ def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
     assert (told.state, told.notes) == ("absent", [])
 
 
-def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
-    engine_copy, environment, tmp_path
-):
+@pytest.fixture
+def installed(environment, tmp_path):
+    """Function: run our wheel's tool, in a virtual environment of its own, with an exit status."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "python"):
@@ -98,23 +98,26 @@ def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(
     pip("--python", python, "install", "--no-deps", "--no-index", wheel)
     assert not (site / "sglang").exists()
     others = [path for path in sys.path if path.endswith("site-packages")]
-    without_ours = {"PYTHONPATH": ":".join(others)}
-    tool = python.with_name("sglang-pd")
-    steps = (("status",), 10), (("apply",), 0), (("status",), 0), (("revert",), 0)
-    for command, code in steps:
-        ran = subprocess.run(
-            [tool, *command, "--engine", engine_copy],
-            env=without_ours,
-            capture_output=True,
-            text=True,
-        )
+    tool, without_ours = python.with_name("sglang-pd"), {"PYTHONPATH": ":".join(others)}
+
+    def run(*words, code: int = 0) -> None:
+        ran = subprocess.run([tool, *words], env=without_ours, capture_output=True, text=True)
         assert ran.returncode == code, ran.stdout + ran.stderr
+
+    return run
+
+
+def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(installed, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(QWEN3))
-    sizes = ("--model", config, "--prefill", "tp=2", "--decode", "tp=1")
-    ran = subprocess.run([tool, "plan", *sizes], env=without_ours, capture_output=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    installed("plan", "--model", config, "--prefill", "tp=2", "--decode", "tp=1")
     assert patches.TREES == ROOT / "python"
+
+
+@pytest.mark.nightly  # every run applies to the same engine from the checkout
+def test_our_wheel_applies_it(installed, engine_copy):
+    for command, code in (("status", 10), ("apply", 0), ("status", 0), ("revert", 0)):
+        installed(command, "--engine", engine_copy, code=code)
 
 
 @pytest.mark.nightly

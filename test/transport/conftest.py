@@ -1,5 +1,6 @@
 """Real transfer engines between real processes: the engine's pools and managers, no model."""
 
+import functools
 import json
 import os
 
@@ -17,16 +18,12 @@ def fork_server():
 
     They use base's NIXL, or the release that SGLANG_PD_NIXL or the caller names.
     """
-    made: dict[tuple[str, str], fleets.ForkServer] = {}
 
+    @functools.cache
     def of(engine: str, nixl: str = os.environ.get("SGLANG_PD_NIXL", "")) -> fleets.ForkServer:
-        if (engine, nixl) not in made:
-            made[engine, nixl] = fleets.ForkServer(engine, nixl=nixl)
-        return made[engine, nixl]
+        return fleets.ForkServer(engine, nixl=nixl)
 
-    yield of
-    for one in made.values():
-        one.close()
+    return of
 
 
 @pytest.fixture()

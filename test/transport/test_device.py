@@ -43,9 +43,6 @@ def test_on_two_npus_the_rest_is_skipped(serve, monkeypatch, fleet, engines, rea
 def test_ranks_that_are_new_interpreters():
     """As on NPUs, whose driver survives no fork."""
     fork_server = fleets.ForkServer("patched", fresh=True)
-    try:
-        with fleets.running(Fleet(backend="ascend", fia=True), fork_server, fork_server) as servers:
-            outcome = servers.request([9, 2, 3], [0, 1, 2])
-            assert outcome.state == "right", outcome
-    finally:
-        fork_server.close()
+    with fleets.running(Fleet(backend="ascend", fia=True), fork_server, fork_server) as servers:
+        outcome = servers.request([9, 2, 3], [0, 1, 2])
+        assert outcome.state == "right", outcome
