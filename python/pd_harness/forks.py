@@ -172,7 +172,9 @@ def _message(connection: socket.socket) -> dict:
 
 
 def fork(python: str, module: str, arguments: Sequence[str], environment, log) -> Fork:
-    """Fork a process that runs a module of the engine; its output goes to the open file ``log``.
+    """Fork a process that runs a module of the engine, or a file whose name ends in ``.py``.
+
+    Its output goes to the open file ``log``.
 
     Raises:
         ForkServerFailed: There is no fork server for it, and none could be started.

@@ -7,14 +7,12 @@ tests, too, and shows in which it fails.
 
 import importlib.util
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from pd_harness import cluster
+from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.releases import release
 
@@ -32,7 +30,7 @@ if not PATCHED:
 
 
 @pytest.fixture(scope="session")
-def stock():
+def stock(tmp_path_factory):
     """A function that runs probes, each [name, arguments...], in the stock engine."""
     try:
         python = cluster.interpreter("stock")
@@ -40,14 +38,12 @@ def stock():
         pytest.skip(f"no stock engine to compare with: {error}")
 
     def ask(*calls: list) -> list:
-        done = subprocess.run(
-            [str(python), str(SUPPORT / "probes.py"), json.dumps(calls)],
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        log = tmp_path_factory.mktemp("stock") / "log"
+        words = str(SUPPORT / "probes.py"), [json.dumps(calls)]
+        with log.open("wb") as file:
+            asked = forks.fork(str(python), *words, ENVIRONMENT, file)
+        status, said = asked.wait(), log.read_text()
+        assert status == 0, said[-2000:]
+        return json.loads(said.splitlines()[-1])
 
     return ask

@@ -73,6 +73,7 @@ class Fleet:
     mla: bool = False
     index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
     hybrid: str = ""  # GQA: every other layer is sliding (swa) or recurrent (mamba, conv)
+    nixl_threads: int = 2  # of a prefill rank; 8 are the engine's, and take 0.3 s of a core
     fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:

@@ -1,5 +1,6 @@
 """What ranks of all releases have: the engine's pools, what is in them, and a request's life."""
 
+import importlib
 import os
 import resource
 import sys
@@ -60,6 +61,20 @@ def deal_heads(total: int, ranks: int) -> list[list[int]]:
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
+def limit_nixl_threads(count: int) -> None:
+    """Let NIXL's agents of this process have so many worker threads; the engine asks for 8."""
+    agent = importlib.import_module("nixl._api").nixl_agent
+    create = agent.create_backend
+
+    def create_with_few(self, backend, parameters=None):
+        parameters = parameters or {}
+        if "num_threads" in parameters:
+            parameters = {**parameters, "num_threads": str(count)}
+        return create(self, backend, parameters)
+
+    agent.create_backend = create_with_few
+
+
 class RankBase(ABC):
     """`config` is one element of `fleet.Fleet.ranks`."""
 
@@ -90,6 +105,8 @@ class RankBase(ABC):
             for row in self._aux_rows():
                 row.fill_(UNWRITTEN)
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
+        if c.backend == "nixl" and c.device == "cpu":
+            limit_nixl_threads(c.nixl_threads)
         self.manager = self._manager()
         self.faults = None
         self.mistakes = None

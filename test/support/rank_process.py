@@ -6,6 +6,8 @@ starts the process anew, `on FD` is such a process.
 """
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
@@ -14,6 +16,9 @@ import sys
 from collections.abc import Callable
 
 from pd_harness.cpu_host.nixl_plugin import load_nixl
+
+# Beside what `rank` imports itself; not Mooncake, which starts threads when it is imported.
+IMPORTED = [f"sglang.srt.disaggregation.{backend}.conn" for backend in ("nixl", "mooncake")]
 
 Kinds = dict[str, Callable[[dict], object]]
 
@@ -50,6 +55,9 @@ def main(kinds: Kinds) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if how == "fork":
         load_nixl()
+        for name in IMPORTED:
+            importlib.import_module(name)
+        gc.freeze()  # else a rank would copy the pages of all that it collects
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
         listener.listen(64)

@@ -30,7 +30,7 @@ TRANSFERS = [1, 2, 3, 4]
 MORE_FILES = 3
 # NIXL's eight worker threads close their sockets to a dead peer when they next have work, which a
 # transfer of many copies (here 5,600 in a chunk) gives to all.
-MANY = {"layers": 4, "page_size": 1, "pages": 4300}
+MANY = {"layers": 4, "page_size": 1, "pages": 4300, "nixl_threads": 8}
 MANY_PAGES = (list(range(1, 4200, 2)), list(range(2, 4202, 2)), [700] * 3)
 # Unused so long, a socket is closed when another is opened; in use it is a minute.
 IDLE_SECONDS = 1.0

@@ -5,10 +5,10 @@ usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks
 For each connection to the Unix socket it forks a keeper (compare `pd_harness.keeper`), which says
 ``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
 ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
-``python -m`` would; what the engine then starts by ``multiprocessing`` is forked, too.  The keeper
-says ``{"keeper": PID}``, its own, and in the end ``{"status": N}``.  When the connection is closed,
-or the server has ended, every process of its group is killed.  The fork server ends with its
-standard input.
+``python -m`` would, or a file whose name ends in ``.py``; what the engine then starts by
+``multiprocessing`` is forked, too.  The keeper says ``{"keeper": PID}``, its own, and in the end
+``{"status": N}``.  When the connection is closed, or the server has ended, every process of its
+group is killed.  The fork server ends with its standard input.
 """
 
 import contextlib
@@ -190,7 +190,11 @@ def serve(asked: dict, scratch: str) -> None:
     sys.orig_argv = [sys.executable, "-m", asked["module"], *asked["arguments"]]
     multiprocessing.context.SpawnProcess._Popen = staticmethod(forked_or_spawned)
     os.register_at_fork(after_in_child=_forget_signals)
-    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    if (file := Path(asked["module"])).suffix == ".py":
+        sys.path.insert(0, str(file.parent))
+        runpy.run_path(str(file), run_name="__main__")
+    else:
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
