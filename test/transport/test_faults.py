@@ -284,6 +284,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
             assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
             assert LOST_PREFILL in decode["reason"], outcome
             assert in_time(decode["seconds"], 15), outcome  # two heartbeats, each with its time-out
+            time.sleep(IDLE_SECONDS)  # since decode told it that the request is over
             servers.start("prefill")
             assert_right(servers)
         note("prefill rank killed in mid-transfer", backend, decode)
