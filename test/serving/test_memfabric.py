@@ -27,6 +27,10 @@ FLEETS = {
 }
 PATIENCE = 120
 ATTEMPTS = 3
+# A rank, seldom, cannot join the store at the moment when another does, and its server ends.
+NOT_JOINED = "smem trans create failed"
+# What releases of MemFabric do now and then, after which servers are started anew.
+BY_CHANCE = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
 
 
 @pytest.mark.parametrize("name", FLEETS)
@@ -35,7 +39,7 @@ def test_right_tokens(memfabric, name, reference):
     prepare("memfabric", memfabric)
     topology, model = FLEETS[name]
     expected = reference(model, NEW_TOKENS)
-    for _ in range(ATTEMPTS if memfabric in MAY_HANG else 1):
+    for _ in range(ATTEMPTS):
         servers = cluster.pd_servers(
             topology,
             model_folder(model),
@@ -44,17 +48,24 @@ def test_right_tokens(memfabric, name, reference):
             "patched",
             {VARIABLE: memfabric},
         )
-        with cluster.running(servers):
-            await_peers(memfabric)
-            *engines, router = servers
-            lost = Lost(*engines)
-            lost.begin()
-            answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE, is_lost=lost)
-            ended = [server.name for server in servers if server.has_ended()]
-        result, detail = outcome(answers, ended, expected)
-        if result != "hang":
+        try:
+            with cluster.running(servers):
+                result, detail = ask(servers, memfabric, expected)
+        except cluster.ServerFailed as error:
+            result, detail = "not joined" if NOT_JOINED in str(error) else "dead", str(error)
+        if memfabric not in BY_CHANCE.get(result, ()):
             break
     assert result == "right", detail
+
+
+def ask(servers, memfabric: str, expected) -> tuple[str, str]:
+    """What became of the prompts."""
+    await_peers(memfabric)
+    *engines, router = servers
+    lost = Lost(*engines)
+    lost.begin()
+    answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE, is_lost=lost)
+    return outcome(answers, [server.name for server in servers if server.has_ended()], expected)
 
 
 # Of these the former refuses what it has registered, the latter does nothing.
