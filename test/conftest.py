@@ -13,6 +13,7 @@ from pd_harness.forks import SHARED
 # pytest's importlib mode leaves that to us.
 HERE = Path(__file__).parent
 LONG = ("serving", "transport")
+LONG_SECONDS = 900  # a limit above that is a test's own
 sys.path += [str(HERE / "serving"), str(HERE / "support")]
 
 
@@ -46,6 +47,7 @@ def pytest_collection_modifyitems(config, items):
     """For several workers: servers beside ranks, which mostly wait, and what is short last.
 
     So neither is slowed down by its like, and none is busy for long when the others have ended.
+    At night the few that take many minutes come first.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -61,7 +63,16 @@ def pytest_collection_modifyitems(config, items):
         found = list(dict.fromkeys(found))
         each = 1 / len(found) if at_night else 1
         order |= {one: (at * each if ring else len(items)) for at, one in enumerate(found)}
-    items.sort(key=lambda item: order[item if at_night else item.path])
+    if at_night:
+        items.sort(key=lambda item: (not is_long(item), order[item]))
+    else:
+        items.sort(key=lambda item: order[item.path])
+
+
+def is_long(item) -> bool:
+    """Whether it may take so long that others must not be done before it begins."""
+    limit = item.get_closest_marker("timeout")
+    return limit is not None and limit.args[0] > LONG_SECONDS
 
 
 def is_nightly(item) -> bool:
