@@ -73,10 +73,13 @@ _started: list[subprocess.Popen] = []
 def close_all() -> None:
     """End the fork servers of this process; what they have forked goes on until it is stopped."""
     while _started:
-        process = _started.pop()
-        process.stdin.close()
-        process.kill()
-        process.wait()
+        _end(_started.pop())
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.kill()
+    process.wait()
 
 
 @functools.cache
@@ -89,9 +92,10 @@ def fork_server(
     environment: Mapping[str, str],
     read: Callable[[ForkServer], dict[str, str | None]],
 ) -> ForkServer:
-    """One that fits; a new one if there is none.
+    """Find a fork server that fits, or start one.
 
-    Its socket is the command's last argument; ``read`` says what a new one's import has read.
+    A new one gets the path of its socket as its last argument, and ``read`` says which variables
+    its import has read.
 
     Raises:
         ForkServerFailed: It does not start.
@@ -125,11 +129,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str], folder: Path)
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _started.append(process)
     awaited(lambda: path.exists() or process.poll() is not None, START_SECONDS)
     if not path.exists():
+        _end(process)
         tail = Path(log).read_text(errors="replace")[-4000:]
         raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
+    _started.append(process)
     return ForkServer(list(command), {}, str(path), process.pid)
 
 

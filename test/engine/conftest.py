@@ -15,8 +15,10 @@ from packaging.version import Version
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.releases import release
+from pd_harness.waiting import awaited
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+STOCK_SECONDS = 120  # for all probes of one question
 
 pytest.importorskip("sglang", reason="no engine here")
 OLD = Version(release()) < Version("0.5.20")
@@ -42,8 +44,10 @@ def stock(tmp_path_factory):
         words = str(SUPPORT / "probes.py"), [json.dumps(calls)]
         with log.open("wb") as file:
             asked = forks.fork(str(python), *words, ENVIRONMENT, file)
-        status, said = asked.wait(), log.read_text()
-        assert status == 0, said[-2000:]
+        awaited(lambda: asked.poll() is not None, STOCK_SECONDS)
+        asked.stop()
+        said = log.read_text()
+        assert asked.returncode == 0, said[-2000:]
         return json.loads(said.splitlines()[-1])
 
     return ask

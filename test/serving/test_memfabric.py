@@ -27,7 +27,7 @@ FLEETS = {
 }
 PATIENCE = 120
 ATTEMPTS = 3
-# A rank, seldom, cannot join the store at the moment when another does, and its server ends.
+# When two ranks join the store at the same moment, one of them may fail so; its server ends.
 NOT_JOINED = "smem trans create failed"
 # What releases of MemFabric do now and then, after which servers are started anew.
 BY_CHANCE = {"hang": MAY_HANG, "not joined": ("1.0.8",)}

@@ -213,13 +213,14 @@ class ForkServer:
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
         library = other_nixl(nixl) if nixl else {}
+        environment = {**os.environ, **host, **library}
         self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
         self.log = Path(self.folder.name) / "log"
         self.log.touch()
         self.server = forks.fork_server(
             [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
-            {**os.environ, **host, **library},
-            lambda _: {name: library.get(name, os.environ.get(name)) for name in LIBRARIES},
+            environment,
+            lambda _: {name: environment.get(name) for name in LIBRARIES},
         )
 
     def spawn(self) -> Rank:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pd_harness.cpu_host.nixl_plugin import load_nixl
 
-# Beside what `rank` imports itself; not Mooncake, which starts threads when it is imported.
+# Beside what `rank` imports itself. These do not import Mooncake's library, which starts threads.
 IMPORTED = [f"sglang.srt.disaggregation.{backend}.conn" for backend in ("nixl", "mooncake")]
 
 Kinds = dict[str, Callable[[dict], object]]

@@ -1,10 +1,14 @@
 """A rank keeps no memory of requests that are over."""
 
+import os
 from pathlib import Path
 
+import fleet as fleets
 import pytest
-from fleet import Fleet, Rank
 from transfer_checks import PAGES
+
+from pd_harness.cluster import why_not_here
+from pd_harness.forks import SHARED
 
 pytestmark = pytest.mark.transport
 
@@ -13,24 +17,35 @@ REQUESTS = 600
 GROWTH_KIB = 150  # a quarter of a KiB for each request
 
 
-def kib(rank: Rank) -> int:
-    """A rank's memory that is no file's, also what it shares with what it is a fork of.
+@pytest.fixture(scope="module")
+def idle_fork_server():
+    """A fork server of this test's own.
 
-    Else a page would be new that only the other has written to.
+    What one writes to that forks ranks for other tests, too, becomes its ranks' private memory.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SHARED, raising=False)
+        return fleets.ForkServer("patched", nixl=os.environ.get("SGLANG_PD_NIXL", ""))
+
+
+def own_kib(rank: fleets.Rank) -> int:
+    """Memory that a rank has written to and shares with no other process."""
     lines = Path(f"/proc/{rank.pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_memory_is_flat(serve, backend):
-    with serve(Fleet(backend=backend)) as servers:
+def test_memory_is_flat(idle_fork_server, backend):
+    fleet = fleets.Fleet(backend=backend)
+    if reason := why_not_here(backend, fleet.size, ("patched",)):
+        pytest.skip(reason)
+    with fleets.running(fleet, idle_fork_server, idle_fork_server) as servers:
         ranks = [*servers.prefill, *servers.decode]
         sizes = []
         for count in (WARM_UP, REQUESTS):
             for _ in range(count):
                 outcome = servers.request(*PAGES)
                 assert outcome.state == "right", outcome
-            sizes.append([kib(rank) for rank in ranks])
+            sizes.append([own_kib(rank) for rank in ranks])
         grown = [after - before for before, after in zip(*sizes)]
         assert max(grown) <= GROWTH_KIB, sizes

@@ -54,6 +54,8 @@ NOTES = """
 - **A decode rank that is gone**: prefill's MemFabric keeps what it has for it. With 1.3.0 a prefill
   rank held 6 files and 5 threads more for each of 50 decode ranks that came and went. Give it
   65,536 open files, and start it anew after some thousands of them.
+- **1.0.8**: when two ranks join the store at the same moment, one of them may fail with
+  `smem trans create failed`; its server ends (seen once). Start it again.
 - **1.2.1**: the first write to a decode rank may never end (seen in about one of ten pairs), and
   holds up one of prefill's four transfer threads. Another release is the only way out.
 - **`device_rdma`** (A2): a batch that fails may have been written in part, and a pair of ranks with
