@@ -13,8 +13,8 @@ from pd_harness.forks import SHARED
 pytestmark = pytest.mark.transport
 
 WARM_UP = 400
-REQUESTS = 600
-GROWTH_KIB = 150  # a quarter of a KiB for each request
+REQUESTS = 400
+GROWTH_KIB = 100  # a quarter of a KiB for each request
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,11 @@ def test_memory_is_flat(idle_fork_server, backend):
     with fleets.running(fleet, idle_fork_server, idle_fork_server) as servers:
         ranks = [*servers.prefill, *servers.decode]
         sizes = []
-        for count in (WARM_UP, REQUESTS):
+        for count in (WARM_UP, REQUESTS, REQUESTS):
             for _ in range(count):
                 outcome = servers.request(*PAGES)
                 assert outcome.state == "right", outcome
             sizes.append([own_kib(rank) for rank in ranks])
-        grown = [after - before for before, after in zip(*sizes)]
-        assert max(grown) <= GROWTH_KIB, sizes
+        # What is leaked grows both times; what is touched for the first time, only once.
+        for first, second, third in zip(*sizes):
+            assert min(second - first, third - second) <= GROWTH_KIB, sizes
