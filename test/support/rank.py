@@ -23,11 +23,6 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 
-try:
-    from sglang.srt.disaggregation.pd import messages
-except ImportError:  # stock has none
-    messages = None
-
 
 class Rank(Lines, RankBase):
     """A rank of 0.5.9."""
@@ -72,9 +67,6 @@ class Rank(Lines, RankBase):
         args = self.manager.kv_args
         return args.state_data_ptrs, args.state_data_lens
 
-    def _peer_sockets(self) -> int:
-        return len(messages.PeerSocket._open) if messages else 0
-
     def _sender(self, room: int):
         return self._class(KVClassType.SENDER)(
             mgr=self.manager,
@@ -105,11 +97,6 @@ class Rank(Lines, RankBase):
     def knows_aborted(self, room: int) -> bool:
         """Whether decode gave up this room, of which no request has come to prefill."""
         return room in self.manager.aborted_early
-
-    def forget_idle_sockets(self, seconds: float) -> dict:
-        """Let those be closed that were unused for so long, instead of a minute."""
-        messages.IDLE_SECONDS = seconds
-        return {"state": "set"}
 
     def back_off(self, seconds: float) -> dict:
         """How long Mooncake leaves a failing peer alone at first."""

@@ -41,6 +41,11 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from pd_harness.waiting import awaited
 
+try:
+    from sglang.srt.disaggregation.pd import peer_sockets
+except ImportError:  # stock has none
+    peer_sockets = None
+
 HOST = "127.0.0.1"
 PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
 AUX_SLOTS = 8
@@ -150,10 +155,6 @@ class RankBase(ABC):
     @abstractmethod
     def _leave(self, sender) -> str:
         """What the scheduler does with a request that leaves unsent; `left` if all is freed."""
-
-    def _peer_sockets(self) -> int:
-        """Open ones to other ranks, where they are counted."""
-        return 0
 
     def _manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
@@ -491,6 +492,11 @@ class RankBase(ABC):
         """The manager's of this name; None if it has none."""
         return getattr(self.manager, name, None)
 
+    def forget_gone_peers(self, seconds: float) -> dict:
+        """Close sockets to peers that are gone after so long, instead of a minute."""
+        peer_sockets.GONE_SECONDS = seconds
+        return {"state": "set"}
+
     def kept(self) -> dict:
         """How many rooms are in each table that the manager has of them; see `TABLES`."""
         tables = {name: self._table(name) for name in self.TABLES}
@@ -572,7 +578,7 @@ class RankBase(ABC):
             "port": self.manager.rank_port,
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "files": len(os.listdir("/proc/self/fd")),
-            "sockets": self._peer_sockets(),
+            "sockets": len(peer_sockets.open_sockets()) if peer_sockets else 0,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         }

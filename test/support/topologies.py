@@ -114,7 +114,7 @@ ASCEND = {
 ONE_HEAD = tp(2, 4, heads=1)
 # What the same requests do on the stock engine, where K and V are of one width.
 # Writes beside a buffer, which MemFabric takes: others' memory changes, or its process dies of it.
-CORRUPTED = ("wrong", "died")
+CORRUPTED = ("wrong", "died", "raised")
 FIRST_STOCK = {
     "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
     "nixl-tp1_to_2": (HEADS["tp1_to_2"], "right"),

@@ -32,8 +32,8 @@ MORE_FILES = 3
 # transfer of many copies (here 5,600 in a chunk) gives to all.
 MANY = {"layers": 4, "page_size": 1, "pages": 4300, "nixl_threads": 8}
 MANY_PAGES = (list(range(1, 4200, 2)), list(range(2, 4202, 2)), [700] * 3)
-# Unused so long, a socket is closed when another is opened; in use it is a minute.
-IDLE_SECONDS = 1.0
+# So long after a peer has gone its socket is closed; in use it is a minute.
+GONE_SECONDS = 1.0
 BACK_OFF = 2.0
 DEATHS = 2
 # Of a decode rank: it takes a server for lost that once does not answer.
@@ -52,10 +52,10 @@ def held(ranks: list[Rank]) -> tuple[list[int], list[tuple[int, list[str]]]]:
     return [health["files"] for health in healths], same
 
 
-def held_with_idle_sockets_closed(ranks: list[Rank]) -> tuple:
-    """The same; from now on these ranks close sockets that were unused for IDLE_SECONDS."""
+def held_without_gone_peers(ranks: list[Rank]) -> tuple:
+    """The same; from now on these ranks close sockets to peers GONE_SECONDS after they went."""
     for rank in ranks:
-        rank.call("forget_idle_sockets", seconds=IDLE_SECONDS)
+        rank.call("forget_gone_peers", seconds=GONE_SECONDS)
     return held(ranks)
 
 
@@ -275,7 +275,7 @@ def test_decode_waits_for_the_other_senders(serve, backend, side, wait, told_wit
 def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
     with serve(Fleet(decode=Side(environment=HEARTBEAT), backend=backend)) as servers:
         assert_right(servers)
-        before = held_with_idle_sockets_closed(servers.decode)
+        before = held_without_gone_peers(servers.decode)
         for _ in range(DEATHS):
             dying = servers.pids("prefill")
             servers.prefill[0].call("plan_faults", how="kill", at=[2], pids=dying)
@@ -284,7 +284,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
             assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
             assert LOST_PREFILL in decode["reason"], outcome
             assert in_time(decode["seconds"], 15), outcome  # two heartbeats, each with its time-out
-            time.sleep(IDLE_SECONDS)  # since decode told it that the request is over
+            time.sleep(GONE_SECONDS)  # since decode told it that the request is over
             servers.start("prefill")
             assert_right(servers)
         note("prefill rank killed in mid-transfer", backend, decode)
@@ -296,7 +296,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
 def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
     with serve(Fleet(backend=backend, **MANY)) as servers:
         assert_right(servers, MANY_PAGES)
-        before = held_with_idle_sockets_closed(servers.prefill)
+        before = held_without_gone_peers(servers.prefill)
         for _ in range(DEATHS):
             dying = servers.pids("decode")
             servers.prefill[0].call("plan_faults", how=how, at=[2], pids=dying, seconds=1)
@@ -308,7 +308,7 @@ def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
                 assert prefill["state"] == "failed", outcome
                 assert LOST_DECODE[backend] in prefill["reason"], outcome
             assert in_time(prefill["seconds"], 60), outcome
-            time.sleep(IDLE_SECONDS)
+            time.sleep(GONE_SECONDS)
             servers.start("decode")
             assert_served_again(servers, MANY_PAGES)
         said = prefill.get("reason", "nothing: all was written")

@@ -4,6 +4,7 @@ request is lost between threads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from sglang.srt.disaggregation.kv_layout import encode_layout, is_ours
 from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
 from sglang.srt.disaggregation.pd.ended import EndingSender
 from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 
@@ -63,6 +65,19 @@ class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
         """As the engine's; a room that another thread has dropped just now is over."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
+    def _send_multipart_locked(
+        self, endpoint: str, parts: List[bytes], is_ipv6: bool = False
+    ) -> None:
+        """Hand over a message to a decode rank; nobody waits for it.
+
+        The engine's closes a socket that another thread may be sending over, which ends the
+        process, and waits for half a minute for a rank that is gone.
+
+        Raises:
+            zmq.Again: See `PeerSocket.send_multipart`.
+        """
+        PeerSocket(endpoint, is_ipv6).send_multipart(parts)
+
     @staticmethod
     def unknown_prefill() -> PrefillServerInfo:
         """A server of one rank, of which nothing else is known."""
@@ -94,6 +109,11 @@ class CommonKVSender(EndingSender, EngineCommonKVSender):
 
 
 class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
+    @classmethod
+    def _connect(cls, endpoint: str, is_ipv6: bool = False):
+        """A socket to a prefill rank, and what the engine holds as it sends; nobody waits."""
+        return PeerSocket(endpoint, is_ipv6), contextlib.nullcontext()
+
     def init(self, prefill_dp_rank: int):
         """As the engine's; a prefill server that does not fit fails the request, and is told."""
         why = self.kv_mgr.why_unfit(self.bootstrap_addr)

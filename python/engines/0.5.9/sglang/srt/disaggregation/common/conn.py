@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.messages import PeerSocket
 from sglang.srt.disaggregation.pd.pairs import LayerPairs
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.prefill_servers import BootstrapServer, PrefillServers
 from sglang.srt.disaggregation.pd.receiver import Receiver
 from sglang.srt.disaggregation.pd.registration import Registrations

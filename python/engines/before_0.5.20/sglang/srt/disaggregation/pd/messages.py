@@ -1,12 +1,11 @@
-"""Sockets between prefill and decode ranks that survive what peers send and when peers die."""
+"""The sockets on which ranks read, which survive what peers send."""
 
 from __future__ import annotations
 
 import logging
 import struct
 import threading
-import time
-from typing import Callable, Dict, List, Tuple
+from typing import Callable, List, Tuple
 
 import zmq
 
@@ -17,8 +16,6 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 32
 # Of pointers and lengths, which take ten times as much once they are read; a rank has thousands.
 MAX_NUMBERS_BYTES = 1 << 20
-LINGER_MS = 5000
-IDLE_SECONDS = 60.0
 
 
 def read_messages(sock: zmq.Socket, take: Callable[[List[bytes]], None]) -> None:
@@ -64,42 +61,3 @@ def bind_again(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
     port = limited.bind_to_random_port(address)
     sock.close(linger=0)
     return port, limited
-
-
-class PeerSocket:
-    """Sends to one endpoint, from any thread; it never waits.
-
-    An endpoint has one ZeroMQ socket. When another endpoint's is opened, those that nothing was
-    sent over for `IDLE_SECONDS` are closed: nobody says when a decode rank has died. A live one's
-    is opened again when it is needed.
-    """
-
-    _lock = threading.Lock()
-    # The socket and when it was used last.
-    _open: Dict[str, Tuple[zmq.Socket, float]] = {}
-
-    def __init__(self, endpoint: str, is_ipv6: bool = False):
-        self.endpoint, self.is_ipv6 = endpoint, is_ipv6
-
-    def send_multipart(self, frames: List[bytes]) -> None:
-        """Hand over a message, also before the peer is connected.
-
-        Raises:
-            zmq.Again: The peer takes none, and a thousand wait for it already.
-        """
-        with self._lock:
-            now = time.monotonic()
-            sock, _ = self._open.get(self.endpoint) or (self._make(now), now)
-            self._open[self.endpoint] = (sock, now)
-            sock.send_multipart(frames, zmq.NOBLOCK)
-
-    def _make(self, now: float) -> zmq.Socket:
-        for endpoint, (sock, used) in list(self._open.items()):
-            if now - used > IDLE_SECONDS:
-                sock.close()
-                del self._open[endpoint]
-        sock = zmq.Context.instance().socket(zmq.PUSH)
-        sock.setsockopt(zmq.IPV6, int(self.is_ipv6))
-        sock.setsockopt(zmq.LINGER, LINGER_MS)
-        sock.connect(self.endpoint)
-        return sock

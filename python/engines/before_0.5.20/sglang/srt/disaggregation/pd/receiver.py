@@ -14,7 +14,7 @@ import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import connected_prefill_ranks, tp_size_conflict
-from sglang.srt.disaggregation.pd.messages import PeerSocket
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer
 from sglang.srt.disaggregation.pd.rooms import ABORT, ENDED, TWO_REQUESTS
 from sglang.srt.disaggregation.pd.sender import ABORTED

@@ -1,0 +1,149 @@
+"""Sockets to other ranks: any thread sends, none waits, and it is known which peer still answers.
+
+send_multipart    one socket an endpoint; it connects, and connects again, by itself
+heartbeats        ZeroMQ asks each peer; one that does not answer has lost its connection
+silent_for        seconds since there was a connection
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Dict, List, Optional
+
+import zmq
+
+# The engine's own limit is ZeroMQ's: 1,023, and a large fleet has more ranks.
+MAX_SOCKETS = 65536
+# Messages that wait for one peer; more are refused.
+MAX_WAITING = 65536
+LINGER_MS = 5000
+# A peer that is stopped, or whose packets vanish, is asked each so often and answers within.
+HEARTBEAT_MS = 1000
+HEARTBEAT_ANSWER_MS = 4000
+# An attempt to connect ends after that; else packets that vanish cost the system's minutes.
+CONNECT_MS = 3000
+RECONNECT_MS = (100, 2000)
+# Sockets of peers that are gone are closed after that, and opened again when needed.
+GONE_SECONDS = 60.0
+LOOK_SECONDS = 0.5
+
+
+class _Open:
+    """One endpoint's socket, what ZeroMQ tells of its connection, and when it was used last.
+
+    `lost_at`: since when there has been no connection, on the monotonic clock; None while there is.
+    """
+
+    def __init__(self, context: zmq.Context, endpoint: str, is_ipv6: bool):
+        self.used = self.lost_at = time.monotonic()
+        self.sock = context.socket(zmq.PUSH)
+        options = {
+            zmq.IPV6: int(is_ipv6),
+            zmq.SNDHWM: MAX_WAITING,
+            zmq.LINGER: LINGER_MS,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_ANSWER_MS,
+            zmq.CONNECT_TIMEOUT: CONNECT_MS,
+            zmq.RECONNECT_IVL: RECONNECT_MS[0],
+            zmq.RECONNECT_IVL_MAX: RECONNECT_MS[1],
+        }
+        for option, value in options.items():
+            self.sock.setsockopt(option, value)
+        self.monitor = self.sock.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.sock.connect(endpoint)
+
+    def take_events(self) -> None:
+        while self.monitor.poll(0):
+            event, _ = self.monitor.recv_multipart()
+            if int.from_bytes(event[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.lost_at = None
+            elif self.lost_at is None:
+                self.lost_at = time.monotonic()
+
+    def is_gone(self) -> bool:
+        now, lost_at = time.monotonic(), self.lost_at
+        return lost_at is not None and now - max(lost_at, self.used) > GONE_SECONDS
+
+    def close(self, linger: Optional[int] = None) -> None:
+        self.sock.disable_monitor()
+        self.monitor.close(linger=0)
+        self.sock.close(linger)
+
+
+class _Sockets:
+    """Of this process, by endpoint, and the thread that looks after them."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.open: Dict[str, _Open] = {}
+        self.context: Optional[zmq.Context] = None
+        self.process = 0
+
+    def of(self, endpoint: str, is_ipv6: bool) -> _Open:
+        """Its socket, made if there is none; the lock is held."""
+        if self.process != os.getpid():  # a fork has its parent's, and may use none of them
+            self._begin()
+        known = self.open.get(endpoint)
+        if known is None:
+            known = self.open[endpoint] = _Open(self.context, endpoint, is_ipv6)
+        return known
+
+    def _begin(self) -> None:
+        self.process, self.open = os.getpid(), {}
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        threading.Thread(target=self._look_after, name="PeerSockets", daemon=True).start()
+
+    def _look_after(self) -> None:
+        while not self.context.closed:
+            time.sleep(LOOK_SECONDS)
+            with self.lock:
+                for endpoint, known in list(self.open.items()):
+                    known.take_events()
+                    if known.is_gone():
+                        known.close(linger=0)
+                        del self.open[endpoint]
+
+
+_sockets = _Sockets()
+
+
+class PeerSocket:
+    """Sends to one endpoint, from any thread; it never waits."""
+
+    def __init__(self, endpoint: str, is_ipv6: bool = False):
+        self.endpoint, self.is_ipv6 = endpoint, is_ipv6
+
+    def send_multipart(self, frames: List[bytes]) -> None:
+        """Hand over a message, also before the peer is connected, or connected again.
+
+        Raises:
+            zmq.Again: The peer takes none, and `MAX_WAITING` wait for it already.
+        """
+        with _sockets.lock:
+            known = _sockets.of(self.endpoint, self.is_ipv6)
+            known.used = time.monotonic()
+            known.sock.send_multipart(frames, zmq.NOBLOCK)
+
+
+def silent_for(endpoint: str) -> float:
+    """Seconds for which there has been no connection; 0 while there is, or nothing was ever sent.
+
+    It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets vanish.
+    """
+    with _sockets.lock:
+        known = _sockets.open.get(endpoint)
+        if known is None or _sockets.process != os.getpid():
+            return 0.0
+        known.take_events()
+        return 0.0 if known.lost_at is None else time.monotonic() - known.lost_at
+
+
+def open_sockets() -> List[str]:
+    """Endpoints that have one."""
+    with _sockets.lock:
+        return list(_sockets.open) if _sockets.process == os.getpid() else []

@@ -1,0 +1,159 @@
+"""Sockets between ranks: shared by threads, never waited for; who does not answer is known."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import zmq
+from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets, silent_for
+
+from pd_harness.waiting import awaited
+
+pytestmark = pytest.mark.engine
+
+ARRIVAL_MS = 10_000
+PATIENCE = 15.0
+# Reads messages for ever, on the port that it prints.
+PEER = """
+import sys, zmq
+sock = zmq.Context.instance().socket(zmq.PULL)
+print(sock.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+while True:
+    print(sock.recv().decode(), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Sockets that are none of another test."""
+    sockets = peer_sockets._Sockets()
+    monkeypatch.setattr(peer_sockets, "_sockets", sockets)
+    yield
+    with sockets.lock:
+        for known in sockets.open.values():
+            known.close(linger=0)
+        sockets.open.clear()
+    if sockets.context is not None:
+        sockets.context.term()
+
+
+@pytest.fixture
+def peer():
+    """A function that makes a peer in this process: its socket and its endpoint."""
+    made = []
+
+    def make() -> tuple[zmq.Socket, str]:
+        sock = zmq.Context.instance().socket(zmq.PULL)
+        sock.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
+        made.append(sock)
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        return sock, f"tcp://127.0.0.1:{port}"
+
+    yield make
+    for sock in made:
+        sock.close(linger=0)
+
+
+@pytest.fixture
+def other_process():
+    """A peer in a process of its own: that, and its endpoint."""
+    process = subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True)
+    yield process, f"tcp://127.0.0.1:{int(process.stdout.readline())}"
+    process.kill()
+    process.wait()
+
+
+def test_one_socket_for_an_endpoint(peer):
+    sock, endpoint = peer()
+    for number in (b"1", b"2"):
+        PeerSocket(endpoint).send_multipart([number, b"more"])
+        assert sock.recv_multipart() == [number, b"more"]
+    assert open_sockets() == [endpoint]
+
+
+def test_threads_share_a_socket(peer):
+    sock, endpoint = peer()
+    senders, each = 8, 100
+
+    def send(sender: int) -> None:
+        for number in range(each):
+            PeerSocket(endpoint).send_multipart([b"%d" % sender, b"%d" % number])
+
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in range(senders)]
+    for thread in threads:
+        thread.start()
+    got = [tuple(map(int, sock.recv_multipart())) for _ in range(senders * each)]
+    assert sorted(got) == [(s, n) for s in range(senders) for n in range(each)]
+    for sender in range(senders):
+        assert [n for s, n in got if s == sender] == list(range(each))  # in order
+    assert open_sockets() == [endpoint]
+
+
+def test_a_peer_that_takes_nothing_makes_nobody_wait(peer, monkeypatch):
+    monkeypatch.setattr(peer_sockets, "MAX_WAITING", 1000)
+    gone, endpoint = peer()
+    gone.close(linger=0)
+    start = time.monotonic()
+    with pytest.raises(zmq.Again):
+        for _ in range(10_000):
+            PeerSocket(endpoint).send_multipart([b"x"])
+    assert time.monotonic() - start < 2
+
+
+def test_what_is_sent_before_the_peer_listens_arrives(peer):
+    gone, endpoint = peer()
+    gone.close(linger=0)
+    for number in range(3000):  # the engine's: refused once, and all are lost
+        PeerSocket(endpoint).send_multipart([b"%d" % number])
+    assert awaited(lambda: silent_for(endpoint) > 0.3, PATIENCE, 0.01)
+    with zmq.Context.instance().socket(zmq.PULL) as late:
+        late.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
+        late.bind(endpoint)
+        assert [int(late.recv()) for _ in range(3000)] == list(range(3000))
+        assert awaited(lambda: silent_for(endpoint) == 0, PATIENCE, 0.01)
+
+
+def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
+    (gone, first), (_, second) = peer(), peer()
+    for endpoint in (first, second):
+        PeerSocket(endpoint).send_multipart([b"before"])
+    assert gone.recv() == b"before"
+    gone.close(linger=0)
+    assert awaited(lambda: silent_for(first) > 0, PATIENCE, 0.01)
+    assert open_sockets() == [first, second]
+    monkeypatch.setattr(peer_sockets, "GONE_SECONDS", 0.0)
+    assert awaited(lambda: open_sockets() == [second], PATIENCE, 0.01)
+    with zmq.Context.instance().socket(zmq.PULL) as again:
+        again.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
+        again.bind(first)
+        PeerSocket(first).send_multipart([b"after"])
+        assert again.recv() == b"after"
+
+
+def test_who_was_never_sent_anything_is_not_silent():
+    assert silent_for("tcp://127.0.0.1:1") == 0
+
+
+@pytest.mark.parametrize("stops", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_ends_or_stops_is_silent(other_process, stops):
+    process, endpoint = other_process
+    PeerSocket(endpoint).send_multipart([b"one"])
+    assert process.stdout.readline() == "one\n"
+    assert silent_for(endpoint) == 0
+    os.kill(process.pid, stops)
+    stopped = time.monotonic()
+    assert awaited(lambda: silent_for(endpoint) > 0, PATIENCE, 0.01)
+    took = time.monotonic() - stopped
+    assert took < (1 if stops == signal.SIGKILL else 7), took
+    # Also while it takes connections, as the system does for a process that is stopped.
+    assert awaited(lambda: silent_for(endpoint) > 3, PATIENCE, 0.01)
+    if stops == signal.SIGSTOP:
+        PeerSocket(endpoint).send_multipart([b"two"])
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.readline() == "two\n"
+        assert awaited(lambda: silent_for(endpoint) == 0, PATIENCE, 0.01)
