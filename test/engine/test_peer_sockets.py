@@ -1,5 +1,6 @@
 """Sockets between ranks: shared by threads, never waited for; who does not answer is known."""
 
+import math
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import time
 import pytest
 import zmq
 from sglang.srt.disaggregation.pd import peer_sockets
-from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets, silent_for
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets
 
 from pd_harness.waiting import awaited
 
@@ -110,12 +111,12 @@ def test_what_is_sent_before_the_peer_listens_arrives(peer):
     gone.close(linger=0)
     for number in range(3000):  # the engine's: refused once, and all are lost
         PeerSocket(endpoint).send_multipart([b"%d" % number])
-    assert awaited(lambda: silent_for(endpoint) > 0.3, PATIENCE, 0.01)
+    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0.3, PATIENCE, 0.01)
     with zmq.Context.instance().socket(zmq.PULL) as late:
         late.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
         late.bind(endpoint)
         assert [int(late.recv()) for _ in range(3000)] == list(range(3000))
-        assert awaited(lambda: silent_for(endpoint) == 0, PATIENCE, 0.01)
+        assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
 
 
 def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
@@ -124,7 +125,7 @@ def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
         PeerSocket(endpoint).send_multipart([b"before"])
     assert gone.recv() == b"before"
     gone.close(linger=0)
-    assert awaited(lambda: silent_for(first) > 0, PATIENCE, 0.01)
+    assert awaited(lambda: PeerSocket(first).silent_for() > 0, PATIENCE, 0.01)
     assert open_sockets() == [first, second]
     monkeypatch.setattr(peer_sockets, "GONE_SECONDS", 0.0)
     assert awaited(lambda: open_sockets() == [second], PATIENCE, 0.01)
@@ -135,8 +136,8 @@ def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
         assert again.recv() == b"after"
 
 
-def test_who_was_never_sent_anything_is_not_silent():
-    assert silent_for("tcp://127.0.0.1:1") == 0
+def test_nothing_is_known_of_who_was_never_connected_to():
+    assert PeerSocket("tcp://127.0.0.1:1").silent_for() == math.inf
 
 
 @pytest.mark.parametrize("stops", [signal.SIGKILL, signal.SIGSTOP])
@@ -144,16 +145,16 @@ def test_a_peer_that_ends_or_stops_is_silent(other_process, stops):
     process, endpoint = other_process
     PeerSocket(endpoint).send_multipart([b"one"])
     assert process.stdout.readline() == "one\n"
-    assert silent_for(endpoint) == 0
+    assert PeerSocket(endpoint).silent_for() == 0
     os.kill(process.pid, stops)
     stopped = time.monotonic()
-    assert awaited(lambda: silent_for(endpoint) > 0, PATIENCE, 0.01)
+    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
     took = time.monotonic() - stopped
     assert took < (1 if stops == signal.SIGKILL else 7), took
     # Also while it takes connections, as the system does for a process that is stopped.
-    assert awaited(lambda: silent_for(endpoint) > 3, PATIENCE, 0.01)
+    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 3, PATIENCE, 0.01)
     if stops == signal.SIGSTOP:
         PeerSocket(endpoint).send_multipart([b"two"])
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == "two\n"
-        assert awaited(lambda: silent_for(endpoint) == 0, PATIENCE, 0.01)
+        assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)

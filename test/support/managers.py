@@ -190,9 +190,11 @@ def rank(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **more):
     kind = (kinds or PATCHED)[backend]
     manager = kind.__new__(kind)
     args = kv_args(layout, more.pop("base", BASE[role]))
-    manager.__dict__.update(_of_any(args, role), **_of_role(role), **_OF_BACKEND[backend](args))
-    manager.__dict__.update(more)
+    made = {**_of_any(args, role), **_of_role(role), **_OF_BACKEND[backend](args), **more}
+    for name, value in made.items():
+        setattr(manager, name, value)
     manager.told = []
+    manager.meet = manager.heard = lambda *peer: None  # no sockets
     manager._send_multipart_locked = lambda endpoint, frames, is_ipv6=False: manager.told.append(
         (endpoint, frames)
     )
@@ -345,6 +347,12 @@ def read(manager, *messages: list[bytes]) -> None:
         contextlib.suppress(NoMore),
     ):
         getattr(manager, start)()
+
+
+def queued(prefill) -> int:
+    """Chunks that no worker has taken."""
+    (queue,) = set(prefill.transfer_queues)
+    return len(queue._buf) if isinstance(queue, FastQueue) else len(queue)
 
 
 def backend_of(manager) -> str:

@@ -69,7 +69,6 @@ def manager():
         attn_tp_rank=0,
         pp_size=1,
         pp_rank=0,
-        transfer_queues=[mooncake.FastQueue()],
         bootstrap_timeout=100,
         failure_lock=threading.Lock(),
         kv_args=SimpleNamespace(
@@ -77,6 +76,8 @@ def manager():
         ),
         _send_status=lambda *_: None,
     )
+    manager.transfer_queues = [mooncake.FastQueue()]
+    manager.meet = manager.heard = lambda *peer: None  # no sockets
     pointers = Pointers([1 << 20])
     manager.decode_kv_args_table = {
         session: SimpleNamespace(

@@ -3,7 +3,7 @@
 import managers
 import numpy as np
 import pytest
-from managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER
+from managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER, queued
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
@@ -26,10 +26,6 @@ def asked(backend, pages=4, own=None, is_registered=True, kinds=PATCHED):
 def add(prefill, first: int, last: int, is_last: bool = True) -> None:
     pages = np.arange(first, last, dtype=np.int32)
     prefill.add_transfer_request(ROOM, pages, slice(first, last), is_last, aux_index=0)
-
-
-def queued(prefill) -> int:
-    return len(prefill.transfer_queues[0]._buf)
 
 
 def has_failed(prefill) -> str:

@@ -40,7 +40,7 @@ def work(prefill) -> None:
     queue.put(None)
     with ThreadPoolExecutor(1) as executor:
         prefill.transfer_worker(queue, executor)
-    assert not queue._buf
+    assert not managers.queued(prefill)
 
 
 def raise_for(prefill, error: Exception, name: str = "send_kvcache") -> None:

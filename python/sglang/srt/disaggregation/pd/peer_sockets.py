@@ -7,12 +7,18 @@ silent_for        seconds since there was a connection
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Dict, List, Optional
+from weakref import WeakMethod
 
 import zmq
+
+logger = logging.getLogger(__name__)
 
 # The engine's own limit is ZeroMQ's: 1,023, and a large fleet has more ranks.
 MAX_SOCKETS = 65536
@@ -80,20 +86,27 @@ class _Sockets:
     def __init__(self):
         self.lock = threading.Lock()
         self.open: Dict[str, _Open] = {}
+        self.looks: List[WeakMethod] = []
         self.context: Optional[zmq.Context] = None
         self.process = 0
 
     def of(self, endpoint: str, is_ipv6: bool) -> _Open:
         """Its socket, made if there is none; the lock is held."""
-        if self.process != os.getpid():  # a fork has its parent's, and may use none of them
-            self._begin()
+        self.begin()
         known = self.open.get(endpoint)
         if known is None:
             known = self.open[endpoint] = _Open(self.context, endpoint, is_ipv6)
         return known
 
-    def _begin(self) -> None:
-        self.process, self.open = os.getpid(), {}
+    def known(self, endpoint: str) -> Optional[_Open]:
+        """Its socket, if there is one; the lock is held."""
+        return self.open.get(endpoint) if self.process == os.getpid() else None
+
+    def begin(self) -> None:
+        """Once in a process; a fork has its parent's sockets, and may use none of them."""
+        if self.process == os.getpid():
+            return
+        self.process, self.open, self.looks = os.getpid(), {}, []
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         threading.Thread(target=self._look_after, name="PeerSockets", daemon=True).start()
@@ -107,6 +120,15 @@ class _Sockets:
                     if known.is_gone():
                         known.close(linger=0)
                         del self.open[endpoint]
+                self.looks = [look for look in self.looks if look() is not None]
+                looks = [look() for look in self.looks]
+            for look in looks:
+                try:
+                    if look is not None:
+                        look()
+                except Exception:
+                    logger.exception("Peers could not be looked after")
+            look = looks = None  # else their owners would live as long as this thread
 
 
 _sockets = _Sockets()
@@ -117,6 +139,18 @@ class PeerSocket:
 
     def __init__(self, endpoint: str, is_ipv6: bool = False):
         self.endpoint, self.is_ipv6 = endpoint, is_ipv6
+
+    @classmethod
+    def to(cls, host: str, port: int) -> PeerSocket:
+        """The socket to this IP address, or name, and port."""
+        host = host.strip("[]")
+        is_ipv6 = ":" in host
+        return cls(f"tcp://[{host}]:{port}" if is_ipv6 else f"tcp://{host}:{port}", is_ipv6)
+
+    def open(self) -> None:
+        """Connect, if nothing was sent before; that a peer is silent is known from then on."""
+        with _sockets.lock:
+            _sockets.of(self.endpoint, self.is_ipv6)
 
     def send_multipart(self, frames: List[bytes]) -> None:
         """Hand over a message, also before the peer is connected, or connected again.
@@ -129,18 +163,33 @@ class PeerSocket:
             known.used = time.monotonic()
             known.sock.send_multipart(frames, zmq.NOBLOCK)
 
+    def silent_for(self) -> float:
+        """Seconds for which there has been no connection; 0 while there is.
 
-def silent_for(endpoint: str) -> float:
-    """Seconds for which there has been no connection; 0 while there is, or nothing was ever sent.
+        It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets
+        vanish. Infinite where no socket is open: nothing was sent, or the peer has long gone.
+        """
+        with _sockets.lock:
+            known = _sockets.known(self.endpoint)
+            if known is None:
+                return math.inf
+            known.take_events()
+            return 0.0 if known.lost_at is None else time.monotonic() - known.lost_at
 
-    It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets vanish.
-    """
+    def note_heard(self) -> None:
+        """The peer lives, as is known from elsewhere: its silence begins anew."""
+        with _sockets.lock:
+            known = _sockets.known(self.endpoint)
+            if known is not None and known.lost_at is not None:
+                known.lost_at = time.monotonic()
+
+
+def look_after(look: Callable[[], None]) -> None:
+    """Have a method called every half second, as long as its object lives; it must not wait."""
     with _sockets.lock:
-        known = _sockets.open.get(endpoint)
-        if known is None or _sockets.process != os.getpid():
-            return 0.0
-        known.take_events()
-        return 0.0 if known.lost_at is None else time.monotonic() - known.lost_at
+        _sockets.begin()
+        if look not in [known() for known in _sockets.looks]:
+            _sockets.looks.append(WeakMethod(look))
 
 
 def open_sockets() -> List[str]:

@@ -35,6 +35,7 @@ from sglang.srt.disaggregation.pd.readers import (
     checked,
 )
 from sglang.srt.disaggregation.pd.session_ids import why_unreachable
+from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class KVArgsRegisterInfo:
     state_slots = ()
 
 
-class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVManager):
+class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, EngineMooncakeKVManager):
     # One frame more, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
@@ -123,6 +124,7 @@ class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVMan
             else:
                 info = TransferInfo.from_zmq(frames)
                 check_room(info)
+                self.hear_asking(info.mooncake_session_id)
                 if why_unreachable(info.mooncake_session_id):
                     frames[7] = b"1"  # ranks without a port share a session id: one opens the room
                 return self.tells_ended(info)
@@ -169,7 +171,12 @@ class MooncakeKVManager(Bounded, SendsDigests, Ended, Plans, EngineMooncakeKVMan
             logger.exception(f"Decode {mooncake_session_id} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
+        self.meet(info)
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
+
+    def is_back(self, name: str) -> None:
+        with self.session_lock:
+            self._unblacklist_session(name)
 
     def _bound_peer(self, session: str, info: KVArgsRegisterInfo) -> None:
         """Note what memory this decode rank has."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+import time
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple
 
 import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
@@ -29,6 +31,7 @@ from sglang.srt.disaggregation.pd.readers import (
     check_sizes,
     check_staging,
 )
+from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -59,9 +62,16 @@ class KVArgsRegisterInfo:
     untried = None
 
 
-class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
+class Queuing(threading.local):
+    """What the chunk waits for that this thread is queuing: an event, or nothing."""
+
+    wait_event: Any = None
+
+
+class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
     # Whether the transfer that this thread began last found its connection lost.
     connection = threading.local()
+    queuing = Queuing()
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
@@ -111,6 +121,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             else:
                 info = TransferInfo.from_zmq(frames[1:])
                 check_room(info)
+                self.hear_asking(info.agent_name)
                 self._try_again(info.agent_name)
                 return self.tells_ended(info)
         return False
@@ -148,6 +159,7 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             info.untried = self.arriving_layout
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
+        self.meet(info)
 
     def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
         return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)
@@ -157,6 +169,27 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
         return self.with_layout(super().build_receiver_registration_message())
 
     # What is sent
+
+    def add_transfer_request(self, *chunk, wait_event: Any = None, **options) -> None:
+        """As the engine's, which forgets the event: until then a forward may write these pages."""
+        self.queuing.wait_event = wait_event
+        super().add_transfer_request(*chunk, wait_event=wait_event, **options)
+        self.queuing.wait_event = None
+
+    def _note_queued(self, chunk: Any) -> FrozenSet[str]:
+        chunk.wait_event = self.queuing.wait_event
+        return super()._note_queued(chunk)
+
+    def _note_taken(self, chunk: Any) -> None:
+        super()._note_taken(chunk)
+        event, chunk.wait_event = chunk.wait_event, None
+        if event is None or self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
+            return
+        try:
+            event.synchronize()
+        except Exception as error:
+            reason = f"Prefill could not wait for the pages of a cached prefix: {error}"
+            self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
 
     def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
         """Name all blocks to NIXL that this decode rank may be sent; a request says which."""
@@ -260,6 +293,22 @@ class NixlKVManager(SendsDigests, Ended, Plans, EngineNixlKVManager):
             raise RuntimeError(f"NIXL made no transfer of {len(src)} copies to decode {peer}")
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
+
+    def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
+        """As the engine's, which waits without end; not for a decode rank that is silent."""
+        room = self.at_work.room
+        while not failure_seen and self._are_running(handles):
+            failure_seen = bool(self.why_silent(room))
+            time.sleep(0)
+        return super()._await_handles(handles, failure_seen=failure_seen)
+
+    def _are_running(self, handles: List[Any]) -> bool:
+        """Whether some are, and none has failed; what cannot be read is left to the engine."""
+        try:
+            states = {self.agent.check_xfer_state(handle) for handle in handles}
+        except Exception:
+            return False
+        return not states <= {"DONE"} and "ERR" not in states
 
     # Connections
 

@@ -35,7 +35,7 @@ class Plans:
 
     `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None where
     the engine's own way is taken, and `refusal`, empty where there is none. `note_chunk` is of
-    `comparing`.
+    `comparing`, `why_silent` of `silence`.
     """
 
     # Of the message that is being read: a description, or nothing; and how large its buffers are.
@@ -161,6 +161,9 @@ class Plans:
     def _why_unsent(self, room: int, index_slice: Any) -> str:
         if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
             return ""  # it is over, and nothing of it is queued
+        silent = self.why_silent(room)
+        if silent:
+            return silent
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
             if info.is_dummy:
                 continue

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.pd.receiver import Receiver
 from sglang.srt.disaggregation.pd.registration import Registrations
 from sglang.srt.disaggregation.pd.rooms import Rooms
 from sglang.srt.disaggregation.pd.sender import Sender
+from sglang.srt.disaggregation.pd.silence import NoticesSilence
 from sglang.srt.disaggregation.pd.verify import Verifies
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     )
 
 
-class CommonKVManager(Rooms, Registrations, PrefillServers, LayerPairs, Verifies, BaseKVManager):
+class CommonKVManager(
+    Rooms, Registrations, NoticesSilence, PrefillServers, LayerPairs, Verifies, BaseKVManager
+):
     REMOVED = ("get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp")
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> PeerSocket:

@@ -255,6 +255,10 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         self.back_off = BackOff()
         self.read_bootstrap_messages()
 
+    def is_back(self, name: str) -> None:
+        """A silent decode rank answers again."""
+        self.back_off.forgive(name)
+
     def _peer_of(self, info: TransferInfo) -> str:
         return info.mooncake_session_id
 

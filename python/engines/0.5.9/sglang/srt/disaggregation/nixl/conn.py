@@ -386,8 +386,7 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
             decode_kv_args.try_again = True
 
     def _open_room(self, info: TransferInfo) -> None:
-        with self.agent_lock:
-            self.out_of_reach.discard(info.agent_name)  # it lives
+        self.is_back(info.agent_name)
         super()._open_room(info)
 
 

@@ -42,6 +42,9 @@ class Notifications:
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_told"):
                 continue
+            if self.is_written_to(room, peer):
+                self.untold.append((room, peer, info, reason))
+                continue
             info.is_told = True
             try:
                 self._notify(peer, notification)

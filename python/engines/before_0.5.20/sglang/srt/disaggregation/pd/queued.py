@@ -1,6 +1,6 @@
 """Chunks that wait in queues to be written by the transfer engine's synchronous calls.
 
-scheduler: add_transfer_request    a queue for each few decode ranks    a thread for each queue
+scheduler: add_transfer_request    a lane for each group of decode ranks    some threads
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import LayoutError, PeerPlan, TransferPlan
 from sglang.srt.disaggregation.pd.batches import write_copies
-from sglang.srt.disaggregation.pd.session_ids import port_of
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 
 logger = logging.getLogger(__name__)
 
 
-class QueuedSends:
-    """A KV manager's, over `StatusMessages`; it has `transfer_queues` and the engine's sends.
+class QueuedSends(PeerQueues):
+    """A KV manager's, over `StatusMessages`; it has the engine's sends.
 
     A chunk is the engine's: `room`, `prefill_kv_indices`, `index_slice` (its place among all pages
     of the request), `is_last`, and with the last one `prefill_aux_index` and `state_indices`. One
@@ -29,10 +29,9 @@ class QueuedSends:
     """
 
     def _enqueue(self, chunk: Any) -> None:
-        """In the queue of its decode ranks, so that a dead one holds up no others."""
-        ports = [port_of(session) for session in list(self.transfer_infos.get(chunk.room, ()))]
-        if ports:
-            self.transfer_queues[sum(ports) % len(self.transfer_queues)].put(chunk)
+        """Behind the other chunks of its decode ranks; nothing where none has asked."""
+        if self.transfer_infos.get(chunk.room):
+            self.transfer_queues[0].put(chunk)
 
     def transfer_worker(self, queue: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
         """Send chunk after chunk. What goes wrong fails its room, never this thread."""

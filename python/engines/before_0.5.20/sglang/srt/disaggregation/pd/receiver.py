@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # Ranks of a prefill server whose addresses are asked for at a time.
 MAX_ASKING = 16
-# How long a failed room waits on decode for the other senders: pages are not freed under a write.
-SENDERS_END_SECONDS = 5.0
 
 
 class Receiver:
@@ -215,13 +213,13 @@ class Receiver:
 
     def _check_timeout(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
-        now = time.time()
+        now, manager = time.time(), self.kv_mgr
         if failing or self.failing_since:
             # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
-            if now - self.failing_since >= SENDERS_END_SECONDS + self.kv_mgr.unsettled_seconds:
+            if now - self.failing_since >= manager.release_seconds + manager.unsettled_seconds:
                 self._fail("not all prefill ranks say that they write no more")
-        elif now - self.init_time >= self.kv_mgr.waiting_timeout:
+        elif now - self.init_time >= manager.waiting_timeout:
             self._abort(
                 f"KV did not arrive within {now - self.init_time:.0f} s; "
                 "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"

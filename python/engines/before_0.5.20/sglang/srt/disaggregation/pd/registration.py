@@ -73,6 +73,7 @@ class Registrations:
 
     A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_of(room_info)`, a
     rank's name, `_check_registration(registration)`, which may refuse one,
+    `meet(registration)` and `heard(name, registration)` (`silence`),
     `_add_remote_peer(registration)`, which makes the rank known, and
     `_tell_failed(room, peers, reason)`.
     """
@@ -102,6 +103,7 @@ class Registrations:
         self._check_registration(info)
         self._plan_transfers(info)
         self._add_remote_peer(info)
+        self.meet(info)
 
     def _plan_transfers(self, info: Registration) -> None:
         """Set its `plan`, or its `refusal`."""
@@ -134,6 +136,7 @@ class Registrations:
     def _open_room(self, info: Any) -> None:
         peer = self._peer_of(info)
         known = self._asking_peer(info, peer)
+        self.heard(peer, known)
         failed = self._add_peer(info, peer, known.refusal)
         if failed:
             self._tell_failed(info.room, {peer: info}, failed)

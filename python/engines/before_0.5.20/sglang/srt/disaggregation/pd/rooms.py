@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Dict, Optional, Set
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.variables import seconds_of
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.pd.sender import Sender
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 ABORT = b"ABORT"
 # Failed rooms that prefill remembers, for ranks to which they come late.
 MAX_ABORTED = 4096
+# How long a failed room waits on decode for the other senders: pages are not freed under a write.
+# The variable is that of later releases.
+RELEASE_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+RELEASE_SECONDS = 30.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
 TWO_REQUESTS = "another request has this bootstrap_room; choose another number for each"
 
@@ -53,6 +58,7 @@ class Rooms:
         self = super().__new__(cls)
         # Rooms are touched by the scheduler and by threads that read messages.
         self.rooms_lock = threading.RLock()
+        self.release_seconds = seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
         self.failure_records: Dict[int, str] = {}
         # Prefill's requests, by room.
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
@@ -134,6 +140,12 @@ class Rooms:
             if len(self.aborted_early) > MAX_ABORTED:
                 self.aborted_early.popitem(last=False)
         self.conclude_failed(room, reason)
+
+    def fail_silent(self, room: int, reason: str) -> None:
+        """Fail an open room, of which a decode rank is silent (`silence`)."""
+        with self.rooms_lock:
+            if self.request_status.get(room) not in ENDED:
+                self.abort_room(room, reason)
 
     def handle_abort(
         self, room: bytes, reason: bytes, session: bytes = b"", name: bytes = b""

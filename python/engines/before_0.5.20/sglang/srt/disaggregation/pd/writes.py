@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import List, Optional, Set
+from typing import Any, List, Optional, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
@@ -21,6 +21,8 @@ from sglang.srt.disaggregation.pd.sender import ABORTED
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 0.5
+# A write whose state cannot be read, and which NIXL does not give up, is over after that.
+UNREAD_SECONDS = 30.0
 # In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
 # of other mistakes, too; a connection that was good is then replaced, which does no harm.
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
@@ -52,16 +54,27 @@ class Chunk:
 
 @dataclass(eq=False)
 class Write:
-    """One transfer to a decode rank; `end` is set when it is over: empty, or why it failed."""
+    """One transfer to a decode rank.
+
+    Attributes:
+        end: Set when nothing is written any more: empty, or why it failed.
+        left: Why nobody here waits for its end: the decode rank is silent.
+        unread_at: When its state could not be read first, on the monotonic clock.
+    """
 
     room: int
     peer: str
     handle: object
     end: Optional[str] = None
+    left: str = ""
+    unread_at: Optional[float] = None
 
 
 class Writes:
-    """A KV manager's, which has the `agent` and, in `decode_kv_args_table`, its peers' metadata."""
+    """A KV manager's, over `NoticesSilence`.
+
+    It has the `agent`, in `decode_kv_args_table` its peers' metadata, and `_tell_failed`.
+    """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
@@ -71,6 +84,9 @@ class Writes:
         self.out_of_reach: Set[str] = set()
         # Those under way. A sender that is collected takes its writes along; NIXL cancels them.
         self.writes: WeakSet[Write] = WeakSet()
+        # Those that nobody waits for, and who is told of their rooms when they have ended.
+        self.left_writes: List[Write] = []
+        self.untold: List[Tuple[int, str, Any, str]] = []
         return self
 
     def _start(self, peer: str, src, dst, notif: bytes) -> Write:
@@ -130,7 +146,7 @@ class Writes:
         return True
 
     def has_ended(self, write: Write) -> bool:
-        """Whether it is over; `write.end` says how."""
+        """Whether nothing is written any more; `write.end` says how it ended."""
         with self.agent_lock:
             if write.end is not None:
                 return True
@@ -138,12 +154,50 @@ class Writes:
                 state = self.agent.check_xfer_state(write.handle)
                 reason = "NIXL reports an error"
             except Exception as error:
-                state, reason = "ERR", str(error)
+                state, reason = self._state_of_unread(write), str(error)
             if state not in ("DONE", "ERR"):
                 return False
             write.end, write.handle = reason if state == "ERR" else "", None
             self.writes.discard(write)
             return True
+
+    def _state_of_unread(self, write: Write) -> str:
+        """Of a write whose state cannot be read: over if NIXL gives it up, or long ago."""
+        now = time.monotonic()
+        write.unread_at = write.unread_at or now
+        try:
+            self.agent.release_xfer_handle(write.handle)
+        except Exception:
+            return "PROC" if now - write.unread_at < UNREAD_SECONDS else "ERR"
+        return "ERR"
+
+    def is_over(self, write: Write) -> bool:
+        """Whether its sender need not wait: it has ended, or its decode rank is silent."""
+        if write.left or self.has_ended(write):
+            return True
+        write.left = self.silent.get(write.peer, "")
+        if write.left:
+            self.left_writes.append(write)
+        return bool(write.left)
+
+    def look_at_peers(self) -> None:
+        """As `NoticesSilence`; of writes that nobody waited for, decode is told once they end."""
+        super().look_at_peers()
+        if self.left_writes or self.untold:
+            with self.agent_lock:
+                self.left_writes = [one for one in self.left_writes if not self.has_ended(one)]
+                waiting, self.untold = self.untold, []
+            for room, peer, info, reason in waiting:
+                self._tell_failed(room, {peer: info}, reason)
+
+    def is_written_to(self, room: int, peer: str) -> bool:
+        """Whether a write that nobody waits for may go on: decode must keep the room's pages."""
+        return any((write.room, write.peer) == (room, peer) for write in self.left_writes)
+
+    def is_back(self, name: str) -> None:
+        """A decode rank lives: it may take a new connection."""
+        with self.agent_lock:
+            self.out_of_reach.discard(name)
 
     def conclude_failed(self, room: int, reason: str) -> None:
         """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
@@ -188,11 +242,11 @@ class WritingSender:
 
     def _drop_ended_writes(self) -> None:
         """Forget the writes that are done; one that failed fails the room."""
-        ended = [write for write in self.xfer_handles if self.kv_mgr.has_ended(write)]
-        for write in ended:
+        over = [write for write in self.xfer_handles if self.kv_mgr.is_over(write)]
+        for write in over:
             self.xfer_handles.remove(write)
-            if write.end:
-                reason = f"Prefill's write to decode failed: {write.end}"
+            if write.end or write.left:
+                reason = f"Prefill's write to decode failed: {write.end or write.left}"
                 self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def is_busy(self) -> bool:

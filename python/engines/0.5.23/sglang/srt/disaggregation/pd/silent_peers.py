@@ -1,0 +1,37 @@
+"""Prefill: a decode rank that does not answer holds up nobody else's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
+from sglang.srt.disaggregation.pd.silence import NoticesSilence
+
+ENDED = (KVPoll.Success, KVPoll.Failed)
+
+
+class SilentPeers(NoticesSilence, PeerQueues):
+    """A prefill rank's KV manager, over `Ended` and the engine's."""
+
+    def fail_silent(self, room: int, reason: str) -> None:
+        """Fail an open room, of which a decode rank is silent.
+
+        The others keep its pages until we say that nothing is written; the engine says so.
+        """
+        if self.request_status.get(room, KVPoll.Failed) in ENDED:
+            return
+        if self.may_free(room):
+            self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+        else:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+
+    def is_back(self, name: str) -> None:
+        """A silent decode rank answers again."""
+
+    def hear_asking(self, name: str) -> None:
+        """A decode rank asks for a room."""
+        info: Any = self.decode_kv_args_table.get(name)
+        if info is not None:
+            self.heard(name, info)

@@ -1,0 +1,148 @@
+"""Prefill's queue: each group of decode ranks is sent to in order, and none holds up another."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
+
+from pd_harness.waiting import awaited
+
+pytestmark = pytest.mark.engine
+
+PATIENCE = 10.0
+
+
+def chunk(room: int, *peers: str) -> SimpleNamespace:
+    return SimpleNamespace(room=room, peers=frozenset(peers))
+
+
+def new_queue(taken=lambda chunk: None) -> PeerQueue:
+    return PeerQueue(lambda chunk: chunk.peers, taken)
+
+
+@pytest.fixture
+def workers():
+    """A function that lets workers serve a queue; they send by `send(chunk)`, and end at None."""
+    started = []
+
+    def start(queue: PeerQueue, count: int, send) -> None:
+        def work() -> None:
+            while (one := queue.get()) is not None:
+                send(one)
+
+        for _ in range(count):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            started.append((queue, thread))
+
+    yield start
+    for queue, _ in started:
+        queue.put(None)
+    for _, thread in started:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_chunks_of_the_same_ranks_come_in_order_and_one_at_a_time(workers):
+    queue, sent, at_once = new_queue(), [], []
+    sending = []
+
+    def send(one) -> None:
+        sending.append(one)
+        at_once.append(len(sending))
+        time.sleep(0.001)
+        sent.append(one.room)
+        sending.remove(one)
+
+    workers(queue, 4, send)
+    for room in range(50):
+        queue.put(chunk(room, "a", "b"))
+    assert awaited(lambda: len(sent) == 50, PATIENCE, 0.01)
+    assert sent == list(range(50))
+    assert set(at_once) == {1}
+
+
+def test_one_that_does_not_return_holds_up_its_own_ranks_alone(workers):
+    queue, sent, go_on = new_queue(), [], threading.Event()
+
+    def send(one) -> None:
+        if "stopped" in one.peers:
+            go_on.wait(PATIENCE)
+        sent.append(one.room)
+
+    workers(queue, 2, send)
+    for room in range(100):
+        queue.put(chunk(room, "stopped"))
+        queue.put(chunk(100 + room, f"live {room % 7}"))
+        queue.put(chunk(200 + room, "stopped", "its neighbour"))
+    assert awaited(lambda: len(sent) == 100, PATIENCE, 0.01)
+    assert min(sent) == 100 and len(queue) == 199
+    go_on.set()
+    assert awaited(lambda: len(sent) == 300, PATIENCE, 0.01)
+
+
+def test_ranks_that_share_one_wait_for_each_other(workers):
+    queue, sent, go_on = new_queue(), [], threading.Event()
+
+    def send(one) -> None:
+        if one.room == 0:
+            go_on.wait(PATIENCE)
+        sent.append(one.room)
+
+    workers(queue, 2, send)
+    queue.put(chunk(0, "a", "b"))
+    assert awaited(lambda: not len(queue), PATIENCE, 0.01)
+    queue.put(chunk(1, "b"))
+    queue.put(chunk(2, "c"))
+    assert awaited(lambda: sent == [2], PATIENCE, 0.01)
+    go_on.set()
+    assert awaited(lambda: len(sent) == 3, PATIENCE, 0.01)
+    assert sent[1:] == [0, 1]
+
+
+def test_lanes_take_turns():
+    queue = new_queue()
+    for room in range(3):
+        queue.put(chunk(room, "a"))
+    for room in range(3, 5):
+        queue.put(chunk(room, "b"))
+    assert [queue.get().room for _ in range(5)] == [0, 3, 1, 4, 2]
+
+
+def test_what_fails_before_a_chunk_is_sent_does_not_end_the_worker():
+    def fail(one) -> None:
+        raise OSError("no event")
+
+    queue = new_queue(fail)
+    queue.put(chunk(1, "a"))
+    queue.put(None)
+    assert queue.get().room == 1
+    assert queue.get() is None
+
+
+class Manager(PeerQueues):
+    def __init__(self, enable_staging: bool):
+        self.enable_staging = enable_staging
+        self.transfer_infos = {7: {"a": None, "b": None}}
+        self.transfer_queues = [object() for _ in range(4)]
+
+
+def test_all_queues_of_a_manager_are_one():
+    manager = Manager(enable_staging=False)
+    first, *others = manager.transfer_queues
+    assert others == [first] * 3
+    others[0].put(SimpleNamespace(room=7))
+    assert list(first._lanes) == [frozenset("ab")]
+    assert manager.at_work.room is None
+    assert first.get().room == manager.at_work.room == 7
+    manager.transfer_queues = []
+    assert manager.transfer_queues == []
+
+
+def test_with_staging_buffers_each_remains_one_of_its_own():
+    queues = Manager(enable_staging=True).transfer_queues
+    assert len(set(map(id, queues))) == 4
+    queues[2].put(SimpleNamespace(room=7))
+    assert [len(queue) for queue in queues] == [0, 0, 1, 0]
