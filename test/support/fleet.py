@@ -30,6 +30,8 @@ from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
 RANK = "rank_later.py" if IS_LATER else "rank.py"
+# Of a machine. MemFabric lets none with another number join, and whoever sends to it waits for ever.
+DEVICES = 16
 LIBRARIES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
@@ -110,7 +112,7 @@ class Fleet:
                 "bootstrap_port": bootstrap_port,
                 "store": store_url(store_port),
                 "device": device(),
-                "gpu_id": first + pp_rank * side.tp + tp_rank,
+                "gpu_id": (first + pp_rank * side.tp + tp_rank) % DEVICES,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
