@@ -30,7 +30,7 @@ from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
 RANK = "rank_later.py" if IS_LATER else "rank.py"
-# Of a machine. MemFabric lets none with another number join, and whoever sends to it waits for ever.
+# Of a machine. MemFabric lets no other number join: whoever sends to it waits for ever.
 DEVICES = 16
 LIBRARIES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
