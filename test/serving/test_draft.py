@@ -5,7 +5,7 @@ accepted says whether what it needs has come with the KV.
 """
 
 import pytest
-from serving_checks import Lost, outcome, record
+from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record
 from serving_scenarios import (
     DECODE,
     DRAFTED,
@@ -104,10 +104,13 @@ def serves(reference):
         with cluster.running(servers):
             if drafted.topology.backend == "ascend":
                 await_peers(memfabric_for(engine))
-            answers = ask(servers[-1], is_lost=Lost(*servers[:2]))
+            may_hang = engine == "stock" and drafted.stock == "hang"
+            lost_after = LOST_SECONDS if may_hang else SLOW_SECONDS
+            answers = ask(servers[-1], is_lost=Lost(*servers[:2], lost_after))
             result, detail = outcome(answers, ended(servers), expected)
             if result == "right":
-                together = ask(servers[-1], at_once=None, is_lost=Lost(*servers[:2]))
+                lost = Lost(*servers[:2], lost_after)
+                together = ask(servers[-1], at_once=None, is_lost=lost)
                 result, detail = outcome(together, ended(servers), expected)
         record(
             "draft",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from of_release import IS_DEFAULT
-from serving_checks import Lost, outcome, record, retractions
+from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record, retractions
 from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
 from stray import send_stray
 
@@ -27,7 +27,7 @@ STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
 
 
 def serve(
-    scenario: Scenario, prefill_engine: str, decode_engine: str, seconds: float
+    scenario: Scenario, prefill_engine: str, decode_engine: str, seconds: float, lost_after: float
 ) -> tuple[list[cluster.Answer], list[str]]:
     """Answers of a fleet made for the scenario and stopped again; names of servers that ended."""
     label = f"{scenario.name}-{prefill_engine}-{decode_engine}"
@@ -39,7 +39,7 @@ def serve(
         decode_engine,
     )
     with cluster.running(servers):
-        lost = Lost(*servers[:-1])
+        lost = Lost(*servers[:-1], lost_after)
         if scenario.topology.backend == "ascend":
             await_peers(memfabric_for(decode_engine))
         if scenario.stray is not None:
@@ -92,13 +92,15 @@ def serves(reference):
     It skips the test where this device cannot serve it.
     """
 
-    def served(scenario, prefill_engine, decode_engine, seconds) -> tuple[str, str]:
+    def served(
+        scenario, prefill_engine, decode_engine, seconds, lost_after=SLOW_SECONDS
+    ) -> tuple[str, str]:
         topology, engines = scenario.topology, (prefill_engine, decode_engine)
         if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), engines):
             pytest.skip(reason)
         expected = reference(scenario.model, scenario.new_tokens, scenario.asked())
         start = time.monotonic()
-        answers, ended = serve(scenario, prefill_engine, decode_engine, seconds)
+        answers, ended = serve(scenario, prefill_engine, decode_engine, seconds, lost_after)
         result, detail = outcome(answers, ended, expected)
         record(
             "serving",
@@ -123,7 +125,8 @@ def test_patched(scenario, serves):
 @pytest.mark.parametrize("scenario", on("stock", TABLE))
 def test_stock(scenario, serves):
     """Keeps the table honest: were the stock engine right, the patch would not be needed."""
-    result, detail = serves(scenario, "stock", "stock", STOCK_PATIENCE)
+    lost_after = LOST_SECONDS if "hang" in scenario.stock else SLOW_SECONDS
+    result, detail = serves(scenario, "stock", "stock", STOCK_PATIENCE, lost_after)
     assert result == scenario.stock, detail
 
 
