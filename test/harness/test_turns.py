@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -69,5 +70,20 @@ def test_it_is_given_back_after_an_error(name, holder):
     turn = Turn(name, patience=30)
     with pytest.raises(ZeroDivisionError), turn.taken():
         1 / 0  # noqa: B018
+    with turn.taken() as held:
+        assert held
+
+
+def test_threads_too_wait_no_longer_than_agreed(name):
+    turn = Turn(name, patience=0.2)
+    with turn.taken() as first, ThreadPoolExecutor(1) as pool:
+
+        def second() -> tuple[bool, float]:
+            begun = time.monotonic()
+            with turn.taken() as held:
+                return held, time.monotonic() - begun
+
+        held, took = pool.submit(second).result()
+    assert first and not held and 0.2 <= took < 5
     with turn.taken() as held:
         assert held

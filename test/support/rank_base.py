@@ -291,27 +291,34 @@ class RankBase(ABC):
         return self._await(sender, seconds)
 
     def send_at_once(self, requests: list, seconds: float) -> dict:
-        """Several requests, `[room, pages]` each, all of which are begun before one is waited for.
+        """Several requests, `[room, pages]` each, whose senders are polled in turns.
 
-        `ends` are as those of `send`, in this order.
+        `ends` are as those of `send`, in this order, with the seconds that each took; `pause` is
+        the longest turn in seconds.
         """
-        senders = []
         for room, pages in requests:
             self.fill(room, pages)
-            sender = self._sender(room)
-            end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
-            if end["state"] == "waiting":
-                self._write_metadata(self._aux_rows(), room, room % AUX_SLOTS)
-                sender.init(len(pages), room % AUX_SLOTS)
-            senders.append((sender, end))
-        for (_, pages), (sender, end) in zip(requests, senders):
-            if end["state"] == "waiting":
-                sender.send(np.array(pages, dtype=np.int32), None)
-        ends = [
-            self._await(sender, seconds) if end["state"] == "waiting" else end
-            for sender, end in senders
-        ]
-        return {"state": "sent", "ends": ends}
+        begun = turn = time.monotonic()
+        senders = [self._sender(room) for room, _ in requests]
+        ends: list[dict | None] = [None] * len(requests)
+        sent: set[int] = set()
+        pause = 0.0
+        while None in ends and turn - begun < seconds:
+            for at, ((room, pages), sender) in enumerate(zip(requests, senders)):
+                if ends[at] is not None:
+                    continue
+                end = self._await(sender, 0, leave_at=KVPoll.WaitingForInput)
+                if end["state"] == "waiting" and room not in sent:
+                    sent.add(room)
+                    self._write_metadata(self._aux_rows(), room, room % AUX_SLOTS)
+                    sender.init(len(pages), room % AUX_SLOTS)
+                    sender.send(np.array(pages, dtype=np.int32), None)
+                elif end["state"] not in ("waiting", "hang"):
+                    ends[at] = {**end, "seconds": round(time.monotonic() - begun, 2)}
+            now = time.monotonic()
+            pause, turn = max(pause, now - turn), now
+            time.sleep(PAUSE)
+        return {"state": "sent", "ends": [end or {"state": "hang"} for end in ends], "pause": pause}
 
     def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
         """Where the request's state is: its pages' index keys, its last pages' places among those

@@ -27,19 +27,23 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[bool]:
-        """Whether it was had."""
-        with self.lock:
-            held = self._held()
-            try:
-                yield held
-            finally:
-                if held:
-                    fcntl.lockf(self.file, fcntl.LOCK_UN)
+        """Whether it was had, from other processes and from this one's threads."""
+        end = time.monotonic() + self.patience
+        if not self.lock.acquire(timeout=self.patience):
+            yield False
+            return
+        held = False
+        try:
+            held = self._held(end)
+            yield held
+        finally:
+            if held:
+                fcntl.lockf(self.file, fcntl.LOCK_UN)
+            self.lock.release()
 
-    def _held(self) -> bool:
+    def _held(self, end: float) -> bool:
         if self.pid != os.getpid():  # a fork has a file of its own
             self.file, self.pid = self.path.open("a"), os.getpid()
-        end = time.monotonic() + self.patience
         while True:
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
