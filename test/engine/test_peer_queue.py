@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
+from sglang.srt.disaggregation.pd.peer_queue import AtWork, PeerQueue, PeerQueues
 
 from pd_harness.waiting import awaited
 
@@ -125,6 +125,7 @@ def test_what_fails_before_a_chunk_is_sent_does_not_end_the_worker():
 class Manager(PeerQueues):
     def __init__(self, enable_staging: bool):
         self.enable_staging = enable_staging
+        self.at_work = AtWork()
         self.transfer_infos = {7: {"a": None, "b": None}}
         self.transfer_queues = [object() for _ in range(4)]
 

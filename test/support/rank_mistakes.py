@@ -35,9 +35,11 @@ class Mistakes:
             for info in manager.decode_kv_args_table.values():
                 info.plan = replace(info.plan, kv=_Plan(info.plan.kv, self))
         if hasattr(manager, "prepared"):
-            for peer, (prepared, *lists) in manager.prepared.items():
-                manager.prepared[peer] = (_Prepared(prepared, self), *lists)
-            self._write, manager._write_prepared = manager._write_prepared, self._write_blocks
+            for peer, known in manager.prepared.items():
+                if known is not None:
+                    prepared, *lists = known
+                    manager.prepared[peer] = (_Prepared(prepared, self), *lists)
+            self._write, manager._write_planned = manager._write_planned, self._write_blocks
 
     def _room_digests(self, *args) -> bytes:
         return b"junk!" if self.what == "junk digests" else self._digests(*args)
@@ -52,12 +54,12 @@ class Mistakes:
             self._verifier.kv.pages[-1][int(pages[0]), 0] += 1
         return self._check(room, frames, pages, *rest)
 
-    def _write_blocks(self, peer, src_pages, dst_pages):
+    def _write_blocks(self, peer, what, src_pages, dst_pages):
         """No block is a part of a page: such copies are named one by one."""
-        if self.what in ("heads", "last token"):
+        if what == "kv" and self.what in ("heads", "last token"):
             plan = self._manager.plan_of(peer).kv
             return self._manager._write_copies(peer, plan.copies(src_pages, dst_pages))
-        return self._write(peer, src_pages, dst_pages)
+        return self._write(peer, what, src_pages, dst_pages)
 
     def pages(self, src_pages, dst_pages):
         """From and to which pages a request is copied."""

@@ -51,6 +51,8 @@ def test_another_server_is_served(serve, name):
         rooms = range(5000, 5000 + OPEN)
         for page, room in enumerate(rooms):
             first.call("ask", room=room, pages=[page])
+        # What decode has not sent yet when it is stopped, prefill never reads.
+        assert awaited(lambda: prefill.call("kept")["transfer_infos"] == OPEN, 10)
         with stopped(first), ThreadPoolExecutor(2) as pool:
             live = {"room": 9001, "pages": [OPEN + 2], "arrives": arrives}
             received = pool.submit(other.timed, "receive", leave_out=0, seconds=30, **live)

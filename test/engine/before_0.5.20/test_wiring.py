@@ -160,3 +160,39 @@ def test_a_draft_without_state_of_its_own(wire):
     )
     args = wire(nsa_pool(2), draft)
     assert keys(args.layout.state) == [("index_k", False, 0), ("index_k", False, 1)]
+
+
+class OtherPool(MLATokenToKVPool):
+    """One that nobody knows here, with two buffers more than an MLA pool has."""
+
+    def get_contiguous_buf_infos(self):
+        ptrs, lens, items = super().get_contiguous_buf_infos()
+        return [*ptrs, 1 << 40, 2 << 40], [*lens, 640, 320], [*items, 64, 32]
+
+
+def other_pool(layers=2) -> OtherPool:
+    return OtherPool(
+        size=128,
+        page_size=64,
+        dtype=torch.float32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def test_a_pool_that_is_not_known_is_sent_as_it_lies(wire, caplog):
+    layout = wire(other_pool()).layout
+    assert keys(layout.kv) == [("opaque", False, n) for n in range(4)]
+    assert [buffer.page_bytes for buffer in layout.kv[2:]] == [64, 32]
+    assert [buffer.pages for buffer in layout.kv[2:]] == [10, 10]
+    assert "OtherPool is sent as it lies: " in caplog.text
+
+
+def test_so_is_one_that_cannot_be_looked_at(wire, caplog):
+    pool = other_pool()
+    pool.start_layer = None
+    assert len(wire(pool).layout.kv) == 4
+    assert "TypeError" in caplog.text

@@ -530,3 +530,35 @@ def test_an_abort_with_numbers_that_are_none_ends_no_thread(backend, frames):
     managers.read(prefill, [common.ABORT_TAG, *frames])
     assert not prefill.unrequested
     del sender
+
+
+REFUSED = ("5555", ROOM, KVPoll.Failed, "too long")
+
+
+@backends
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_request_that_is_refused_before_it_has_a_sender(backend, asks_first):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    managers.read(prefill, managers.registration(decode))
+    if asks_first:
+        ask(prefill, decode)
+    prefill.refuse(ROOM, "too long")
+    if not asks_first:
+        ask(prefill, decode)
+    assert told(prefill) == [REFUSED]
+    assert not prefill.request_status and not prefill.transfer_infos
+    assert not prefill.unrequested and not prefill.requested
+    ask(prefill, decode)  # it knows: this is another request of that number
+    assert told(prefill) == []
+    assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
+
+
+@backends
+def test_a_refusal_does_not_touch_another_request_of_that_number(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    managers.read(prefill, managers.registration(decode))
+    sender = new(prefill)
+    ask(prefill, decode)
+    prefill.refuse(ROOM, "too long")
+    assert told(prefill) == []
+    assert sender.poll() == KVPoll.WaitingForInput

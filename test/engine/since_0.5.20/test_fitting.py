@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
-from sglang.srt.disaggregation.pd import fitting
+from sglang.srt.disaggregation.pd import fitting, routes
 from sglang.srt.disaggregation.pd.fitting import Untold
 
 from pd_harness.ports import HOST, free_ports
@@ -73,6 +73,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The scheduler waits for an answer as long as it takes here."""
+    monkeypatch.setattr(routes, "WAIT_SECONDS", 10.0)
 
 
 @pytest.fixture

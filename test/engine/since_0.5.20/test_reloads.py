@@ -136,13 +136,93 @@ def test_the_first_of_its_pair_sends_its_head():
     assert len(send(prefill)) == 2 * 2 * len(PAGES[0]) * managers.PAGE
 
 
-def test_connections_that_are_lost_again_within_a_second_are_not_sent_over():
-    """The engine loads a peer once a second."""
+def test_a_connection_that_is_lost_again_within_a_second_is_left_for_that_long():
+    """The engine loads a peer once a second; one that is forgotten until then is out of reach."""
     prefill = met(managers.latents(), managers.latents())
     lose(prefill)
-    prefill.connection.is_lost = True
+    prefill.connection.lost.add(NAME)
     prefill._reload_invalidated_peers({NAME: None})
-    assert not prefill.agent.peers
+    assert prefill.agent.peers == {NAME} and prefill.connection.lost == {NAME}
     prefill._peer_reload_times.clear()
     prefill._reload_invalidated_peers({NAME: None})
+    assert prefill.agent.peers == {NAME} and not prefill.connection.lost
     assert send(prefill) == ALL
+
+
+def test_other_peers_of_the_room_are_not_forgotten():
+    prefill = met(managers.latents(), managers.latents())
+    other = managers.rank("nixl", managers.latents(), DECODE)
+    other.agent = managers.Agent("other")
+    managers.read(prefill, managers.registration(other))
+    assert prefill.agent.peers == {NAME, "other"}
+    dropped = []
+    remove = prefill.agent.remove_remote_agent
+    prefill.agent.remove_remote_agent = lambda name: (dropped.append(name), remove(name))
+    prefill.connection.lost.add(NAME)
+    prefill._reload_invalidated_peers({NAME: None, "other": None})
+    assert dropped == [NAME] and prefill.agent.peers == {NAME, "other"}
+
+
+def test_a_lost_peer_of_another_room_is_kept_for_that_one():
+    prefill = met(managers.latents(), managers.latents())
+    prefill.connection.lost.add(NAME)
+    prefill._reload_invalidated_peers({"other": None})
+    assert prefill.connection.lost == {NAME}
+    prefill._reload_invalidated_peers({NAME: None})
+    assert not prefill.connection.lost
+
+
+@pytest.mark.parametrize("is_described", [True, False])
+def test_state_is_sent_by_lists_that_were_made_before(is_described):
+    """As the engine's; where a peer does not say how many pages it has, each request names its."""
+    own = managers.latents(index_keys=(512, 0, 512, 512))
+    prefill = managers.rank("nixl", own)
+    decode = managers.rank("nixl", own, DECODE)
+    managers.read(prefill, managers.registration(decode, is_described))
+    listed, made = [], prefill.agent.make_prepped_xfer
+    prefill.agent.make_prepped_xfer = lambda *given: (listed.append(given), made(*given))[1]
+    pages = (4, 6), (8, 11)  # no run of pages, which would be one copy
+    state = ([list(pages[0])], [], [list(pages[1])])
+    handles = list(prefill.maybe_send_extra(NAME, *state, 0))
+    assert len(handles) == 1 and len(listed) == is_described
+    starts = managers.STATE + BASE[PREFILL], managers.STATE + BASE[DECODE]
+    assert sorted(prefill.agent.writes) == [
+        (starts[0] + layer * BUFFER + int(a) * 512, starts[1] + layer * BUFFER + int(b) * 512, 512)
+        for layer in (0, 2, 3)
+        for a, b in zip(*pages)
+    ]
+
+
+def test_a_registration_that_fails_for_good_is_tried_every_ten_seconds(monkeypatch):
+    """At once when its rank first asks for a room; others wait while it is tried."""
+    prefill = managers.rank("nixl", managers.latents())
+    decode = managers.rank("nixl", managers.latents(), DECODE)
+    tried = []
+
+    def fail(metadata: bytes) -> None:
+        tried.append(metadata)
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    prefill.agent.add_remote_agent = fail
+    managers.read(prefill, managers.registration(decode))
+    for _ in range(3):
+        managers.read(prefill, managers.request(decode, 7, range(4)))
+    assert len(tried) == 2
+    assert "NIXL_ERR_BACKEND" in managers.known(prefill).refusal
+    managers.known(prefill).not_before = 0.0  # ten seconds later
+    del prefill.agent.add_remote_agent
+    managers.read(prefill, managers.request(decode, 8, range(4)))
+    assert managers.known(prefill).refusal == ""
+    assert send(prefill) == ALL
+
+
+def test_metadata_that_name_nobody_are_not_checked(caplog):
+    """A release of NIXL may write them in another way; then all decode ranks would be dropped."""
+    prefill = managers.rank("nixl", managers.latents())
+    decode = managers.rank("nixl", managers.latents(), DECODE)
+    for agent in (prefill.agent, decode.agent):
+        agent.get_agent_metadata = lambda: b"length: 4" + b"peer"
+    prefill.agent.add_remote_agent = lambda metadata: prefill.agent.peers.add(NAME)
+    managers.read(prefill, managers.registration(decode))
+    assert managers.known(prefill).refusal == "" and send(prefill) == ALL
+    assert "metadata are not checked" in caplog.text

@@ -38,7 +38,7 @@ from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
-from .pools import describe_pools, keeps_own_state, memory_kind
+from .pools import describe_pools, describe_unknown, keeps_own_state, memory_kind
 from .prepared import PreparedPlan, prepare
 from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
 from .wire import (
@@ -80,6 +80,7 @@ __all__ = [
     "decode_digests",
     "decode_layout",
     "describe_pools",
+    "describe_unknown",
     "described_memory",
     "described_rows",
     "difference",

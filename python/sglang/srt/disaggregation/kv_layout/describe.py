@@ -101,6 +101,15 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"TP {self.tp_rank}/{self.tp_size} PP {self.pp_rank}/{self.pp_size}"
 
 
+# Of a buffer of a pool that is not known: its number is its place among those of its rank.
+OPAQUE = "opaque"
+
+
+def is_opaque(layout: RankLayout) -> bool:
+    """What the rank's buffers hold is not known: pages go, whole, to the buffer in that place."""
+    return any(buffer.component == OPAQUE for buffer in layout.kv)
+
+
 def is_recurrent(layout: RankLayout) -> bool:
     """The model keeps recurrent (Mamba) state, one slot a request, which no TP rank can split."""
     return any(buffer.component.startswith("mamba") for buffer in layout.state)

@@ -20,6 +20,7 @@ from .describe import (
     Heads,
     LayoutError,
     RankLayout,
+    is_opaque,
     is_recurrent,
     joins_convolutions,
 )
@@ -67,6 +68,14 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
             f"recurrent state: prefill TP size {src.tp_size}, decode TP size {dst.tp_size}; its "
             "convolutions lie in one buffer, which cannot be cut: use one TP size for this model"
         )
+    if is_opaque(src) or is_opaque(dst):
+        ours, theirs = ((side.tp_size, len(side.kv), len(side.state)) for side in (src, dst))
+        if ours != theirs:
+            reasons.append(
+                "this model's KV pool is not known to the patch set, so that both servers must "
+                f"split it alike: TP size, KV and state buffers are {ours} on prefill, {theirs} on "
+                "decode; use one TP and PP size, and a draft model on both sides or on none"
+            )
     for what, ours, theirs in (
         ("page size", src.page_size, dst.page_size),
         ("number of layers", src.total_layers, dst.total_layers),

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from .describe import Buffer, Heads, LayoutError
+from .describe import OPAQUE, Buffer, Heads, LayoutError
 from .heads import heads_of_rank
 
 Components = list[tuple[str, list[int], Optional[int]]]  # name, layers, KV heads held by the rank
@@ -75,6 +75,14 @@ def describe_pools(
         for (is_draft, component, layer, heads, idle), page_bytes, data_bytes in zip(
             parts, item_lens, data_lens
         )
+    )
+
+
+def describe_unknown(item_lens: Sequence[int], data_lens: Sequence[int]) -> tuple[Buffer, ...]:
+    """The same of pools that are not known here: one rank's fit another's of the same sizes."""
+    return tuple(
+        Buffer(OPAQUE, False, number, page_bytes, None, data_bytes // (page_bytes or 1))
+        for number, (page_bytes, data_bytes) in enumerate(zip(item_lens, data_lens))
     )
 
 

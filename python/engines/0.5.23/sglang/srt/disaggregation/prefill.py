@@ -1,13 +1,16 @@
-"""The scheduler, which knows the model, is known while buffers are registered."""
+"""The scheduler, which knows the model, is known while buffers are registered; decode hears of
+requests that are refused.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.pd.refused import tell_refused
 from sglang.srt.disaggregation.pd.registered import describing
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.prefill import CommonKVManager, EnginePrefillBootstrapQueue
+    from sglang.srt.disaggregation.prefill import CommonKVManager, EnginePrefillBootstrapQueue, Req
 
 RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
@@ -17,3 +20,8 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
         """As the engine's, whose buffers are described (`KVArgs.layout`)."""
         with describing(self.scheduler):
             return super()._init_kv_manager()
+
+    def add(self, req: Req, num_kv_heads: int) -> None:
+        """As the engine's; decode hears of one that is refused."""
+        super().add(req, num_kv_heads)
+        tell_refused(self.kv_manager, req)

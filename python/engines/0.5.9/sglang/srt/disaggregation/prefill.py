@@ -1,4 +1,4 @@
-"""The prefill queue: its KV manager, wired through `utils`, and requests that leave it unsent."""
+"""The prefill queue: its KV manager, wired through `utils`, and requests that it does not send."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.describe import make_kv_manager
+from sglang.srt.disaggregation.pd.refused import tell_refused
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
     get_kv_class,
+    prepare_abort,
 )
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.prefill import Req, ReqToMetadataIdxAllocator
+    from sglang.srt.disaggregation.prefill import (
+        EnginePrefillBootstrapQueue,
+        Req,
+        ReqToMetadataIdxAllocator,
+    )
+
+RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
@@ -26,7 +35,7 @@ def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocato
         req.disagg_kv_sender.leave()
 
 
-class PrefillBootstrapQueue:
+class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def _init_kv_manager(self) -> BaseKVManager:
         """Register this rank's pools with the transfer backend and start its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
@@ -35,3 +44,16 @@ class PrefillBootstrapQueue:
         kv_args.prefill_pp_size = self.pp_size
         kv_args.prefill_start_layer = self.token_to_kv_pool.start_layer
         return make_kv_manager(self, kv_args, DisaggregationMode.PREFILL)
+
+    def add(self, req: Req, num_kv_heads: int) -> None:
+        """As the engine's; decode hears of one that is refused.
+
+        The engine computes one token for a request that is too long, and sends its KV to decode.
+        """
+        end = req.to_finish
+        if isinstance(end, FINISH_ABORT):
+            prepare_abort(req, end.message, status_code=end.status_code)
+            self.scheduler.stream_output([req], req.return_logprob)
+        else:
+            super().add(req, num_kv_heads)
+        tell_refused(self.kv_manager, req)

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
 from sglang.srt.disaggregation.pd.ended import EndingSender
 from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.routes import Routes
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import GathersReports
 
@@ -40,7 +41,7 @@ RENAMED = (
 )
 
 
-class CommonKVManager(Fitting, TakesDigests, EngineCommonKVManager):
+class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.status_lock = threading.Lock()
@@ -124,9 +125,20 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room)
 
+    def send_metadata(self, *where, **more):
+        """As the engine's; it is known which prefill ranks the request waits for."""
+        super().send_metadata(*where, **more)
+        if self.init_time is not None:
+            self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
+
+    def _clear(self) -> None:
+        self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
+        super()._clear()
+
     def _get_bootstrap_info_from_server(self, *rank):
-        """As the engine's; None also for an answer that says no address."""
-        info = super()._get_bootstrap_info_from_server(*rank)
+        """As the engine's, of what is known by now; None also for an answer without an address."""
+        info = self.kv_mgr.known_rank(self.bootstrap_addr, rank)
+        info = info or super()._get_bootstrap_info_from_server(*rank)
         if (
             info is None
             or isinstance(info.get("rank_ip"), str)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Set, Tuple
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -16,6 +17,7 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     PreparedPlan,
     RankLayout,
+    TransferPlan,
     prepare,
 )
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
@@ -35,6 +37,7 @@ from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
+        _PEER_RELOAD_MIN_INTERVAL_S,
         ABORT_TAG,
         GUARD,
         EngineNixlKVManager,
@@ -46,6 +49,10 @@ RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
 
 # In NIXL's errors: the connection to a peer is lost.
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
+# Of a decode rank that could not be registered.
+TRY_AGAIN_SECONDS = 10.0
+# Of a registration; it grows with memory ranges and NICs.
+METADATA_FRAME = 5
 
 
 class TransferInfo:
@@ -60,6 +67,17 @@ class KVArgsRegisterInfo:
     refusal = ""
     # Its description, where it could not be registered for no fault of its own.
     untried = None
+    # When that is tried again, on the monotonic clock.
+    not_before = 0.0
+
+
+class Connection(threading.local):
+    """The decode rank that a worker is sending to, and those to which it found none."""
+
+    peer = ""
+
+    def __init__(self):
+        self.lost: Set[str] = set()
 
 
 class Queuing(threading.local):
@@ -69,15 +87,14 @@ class Queuing(threading.local):
 
 
 class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
-    # Whether the transfer that this thread began last found its connection lost.
-    connection = threading.local()
+    connection = Connection()
     queuing = Queuing()
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By decode rank: its plan, and NIXL's lists of our blocks and of the rank's; None where
-        # each transfer names its copies.
-        self.prepared: Dict[str, Optional[tuple[PreparedPlan, Any, Any]]] = {}
+        # By decode rank, of "kv" and "state": the plan, and NIXL's lists of our blocks and of the
+        # rank's; None where each transfer names its copies.
+        self.prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = {}
         self.own_blocks: Dict[tuple, Any] = {}
         return self
 
@@ -113,9 +130,10 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
                 raise ValueError("this is no decode rank's message")
             check_name(frames[4])
             if frames[1] == b"None":
-                check_sizes(frames)
                 info = KVArgsRegisterInfo.from_zmq(frames[1:])
-                check_metadata(frames[4], info.agent_metadata)
+                check_sizes([frame for frame in frames if frame is not frames[METADATA_FRAME]])
+                if self.metadata_have_names:
+                    check_metadata(frames[4], info.agent_metadata)
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
                 self.read_layout(frames)
             else:
@@ -126,11 +144,26 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
                 return self.tells_ended(info)
         return False
 
+    @functools.cached_property
+    def metadata_have_names(self) -> bool:
+        """Whether NIXL writes an agent's metadata as `check_metadata` reads them."""
+        try:
+            check_metadata(self.agent.name.encode(), self.agent.get_agent_metadata())
+        except Exception as error:
+            logger.warning(f"Decode ranks' metadata are not checked, ours are others: {error}")
+            return False
+        return True
+
     def _try_again(self, name: str) -> None:
-        """Register a decode rank that asks for a room, and could not be registered before."""
+        """Register a decode rank that asks for a room, and could not be registered before.
+
+        At once, and then every so often: it may take seconds, in which others wait.
+        """
         info = self.decode_kv_args_table.get(name)
-        if info is not None and info.untried is not None:
+        now = time.monotonic()
+        if info is not None and info.untried is not None and now >= info.not_before:
             self.arriving_layout, info.untried = info.untried, None
+            info.not_before = now + TRY_AGAIN_SECONDS
             self._add_remote_peer(info)
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
@@ -193,31 +226,42 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
 
     def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
         """Name all blocks to NIXL that this decode rank may be sent; a request says which."""
-        self.prepared.pop(peer_info.agent_name, None)
+        peer = peer_info.agent_name
+        for what in ("kv", "state"):
+            self.prepared.pop((peer, what), None)
         if peer_info.plan is None:
             return super()._prepare_payload_xfer(peer_info)
         plan: PeerPlan = peer_info.plan
-        own = self.kv_args.layout
-        memory = kind_of_peer(own, plan.layout)
         slots = self._num_slots_src
+        memory = kind_of_peer(self.kv_args.layout, plan.layout)
         peer_info.dst_homogeneous_mem_kind = memory
+        kv = self._prepared(peer_info, plan.kv, memory, slots, peer_info.dst_num_slots or slots)
+        self.prepared[peer, "kv"] = kv
+        if plan.state is not None:
+            self.prepared[peer, "state"] = self._prepared(peer_info, plan.state, memory)
+
+    def _prepared(
+        self, info: KVArgsRegisterInfo, plan: TransferPlan, memory: str, *pages: int
+    ) -> Optional[tuple[PreparedPlan, Any, Any]]:
+        """A plan with NIXL's lists of both sides' blocks; None where there are too many, or none.
+
+        pages: How many each side has, where the plan does not know.
+        """
+        src_pages, dst_pages = pages or (0, 0)
+        if not (plan.src_pages or src_pages) or not (plan.dst_pages or dst_pages):
+            return None
         try:
-            prepared = prepare(plan.kv, slots, peer_info.dst_num_slots or slots)
+            prepared = prepare(plan, src_pages, dst_pages)
         except LayoutError as error:
-            logger.info(f"Decode {peer_info.agent_name}: {error}; each transfer names its own")
-            prepared = None
-        if prepared is None or not prepared.src:
-            self.prepared[peer_info.agent_name] = None
-            return
+            logger.info(f"Decode {info.agent_name}: {error}; each transfer names its own")
+            return None
+        if not prepared.src:
+            return None
         ours = tuple(prepared.src)
         if ours not in self.own_blocks:
             self.own_blocks[ours] = self._listed("", ours, "VRAM", self.kv_args.gpu_id)
-        theirs = (peer_info.agent_name, prepared.dst, memory, peer_info.gpu_id)
-        self.prepared[peer_info.agent_name] = (
-            prepared,
-            self.own_blocks[ours],
-            self._listed(*theirs),
-        )
+        theirs = self._listed(info.agent_name, prepared.dst, memory, info.gpu_id)
+        return prepared, self.own_blocks[ours], theirs
 
     def _listed(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
         """NIXL's list of the blocks of these runs, ours where `peer` is empty."""
@@ -226,22 +270,27 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
 
     def send_kvcache(self, peer: str, src_pages, dst_ptrs, dst_pages, *more, **options):
         """Begin to write these pages of all layers. Returns NIXL's handle, None for nothing."""
+        self.connection.peer = peer
         if self.plan_of(peer) is None:
             return super().send_kvcache(peer, src_pages, dst_ptrs, dst_pages, *more, **options)
-        return self._write_prepared(peer, src_pages, dst_pages)
+        return self._write_planned(peer, "kv", src_pages, dst_pages)
 
     def send_kvcache_slice(self, peer: str, src_pages, dst_pages):
         """The same between TP sizes: the heads that both sides hold."""
+        self.connection.peer = peer
         if self.plan_of(peer) is None:
             return super().send_kvcache_slice(peer, src_pages, dst_pages)
-        return self._write_prepared(peer, src_pages, dst_pages)
+        return self._write_planned(peer, "kv", src_pages, dst_pages)
 
-    def _write_prepared(self, peer: str, src_pages, dst_pages) -> Optional[Any]:
-        if peer not in self.prepared:
+    def _write_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
+        """Begin to write these pages of "kv" or "state"."""
+        if (peer, what) not in self.prepared:
             raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
-        if self.prepared[peer] is None:
-            return self._write_copies(peer, self.plan_of(peer).kv.copies(src_pages, dst_pages))
-        prepared, ours, theirs = self.prepared[peer]
+        known = self.prepared[peer, what]
+        if known is None:
+            plan = getattr(self.plan_of(peer), what)
+            return self._write_copies(peer, plan.copies(src_pages, dst_pages))
+        prepared, ours, theirs = known
         src, dst = prepared.blocks(src_pages, dst_pages)
         if not src.size:
             return None
@@ -253,6 +302,7 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
 
     def send_aux(self, peer: str, own_slot: int, dst_ptrs: List[int], dst_slot: int):
         """Begin to write the request's metadata. Returns NIXL's handle."""
+        self.connection.peer = peer
         plan = self.aux_plan_of(peer)
         if plan is None:
             return super().send_aux(peer, own_slot, dst_ptrs, dst_slot)
@@ -266,13 +316,14 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
         self, peer: str, src_state: list, dst_ptrs: list, dst_state: list, gpu_id: int, *more, **by
     ):
         """Begin to write state. Gives NIXL's handles."""
+        self.connection.peer = peer
         plan = self.plan_of(peer)
         if plan is None or plan.state is None:
             sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
             yield from super().maybe_send_extra(peer, *sent, **by)
             return
         pages = self.planned_state_pages(src_state, dst_state, strict=True)
-        handle = self._write_copies(peer, plan.state.copies(*pages))
+        handle = self._write_planned(peer, "state", *pages)
         if handle is not None:
             yield handle
 
@@ -313,18 +364,23 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
     # Connections
 
     def _post_xfer(self, xfer_handle: Any, error_msg: str) -> None:
-        """As the engine's; it is noted where the connection is lost."""
+        """As the engine's; it is noted to whom the connection is lost."""
         try:
             super()._post_xfer(xfer_handle, error_msg)
         except Exception as error:
-            self.connection.is_lost = CONNECTION_LOST in str(error)
+            if CONNECTION_LOST in str(error):
+                self.connection.lost.add(self.connection.peer)
             raise
 
     def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
-        """As the engine's, also for a peer that NIXL knows still and has no connection to."""
-        if getattr(self.connection, "is_lost", False):
-            self.connection.is_lost = False
-            for peer in room_transfer_infos:
+        """As the engine's, also for a peer that NIXL knows still and has no connection to.
+
+        No other one is forgotten, and none within the second for which the engine lets it be.
+        """
+        for peer in self.connection.lost.intersection(room_transfer_infos):
+            last = self._peer_reload_times.get(peer)
+            if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
+                self.connection.lost.discard(peer)
                 with contextlib.suppress(Exception):  # NIXL may not know it any more
                     self.agent.remove_remote_agent(peer)
         super()._reload_invalidated_peers(room_transfer_infos)

@@ -79,6 +79,17 @@ class Ended:
         if len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
 
+    def refuse(self, room: int, reason: str) -> None:
+        """A request has failed that never had a sender: decode ranks are told, or when they ask."""
+        self.drop_left()
+        with self._between_asks(), self.ended_lock:
+            if room in self.requested:  # another of that number
+                return
+            self._note_ended(room, reason, set())
+            self.tell_who_has_asked(room)
+            self.unrequested.pop(room, None)
+            self._drop_room(room)
+
     def tell_who_has_asked(self, room: int) -> None:
         """Decode ranks that asked for an ended request in time, and do not know that it has."""
         with self.ended_lock:

@@ -22,6 +22,9 @@ UNFIT_SECONDS = 10.0
 # A request may come to prefill a little later than to decode, which refuses it at once.
 TELL_AFTER_SECONDS = 0.5
 MAX_UNTOLD = 4096
+# For how long a server's ranks are known, and of how many servers.
+KNOWN_SECONDS = 60.0
+MAX_SERVERS = 1024
 
 
 class Fitting:
@@ -81,7 +84,7 @@ class Untold:
     """Tells the ranks of prefill servers that requests have failed which decode never asked for.
 
     Nobody would tell them else, and they would wait for decode. One thread, for it asks bootstrap
-    servers for every rank.
+    servers for every rank, once a minute.
     """
 
     def __init__(self, tell: Callable[[dict, int], None]):
@@ -89,6 +92,8 @@ class Untold:
         self.tell = tell
         self.rooms: Deque[Tuple[float, str, int]] = deque(maxlen=MAX_UNTOLD)
         self.arrived = threading.Semaphore(0)
+        # By bootstrap address: its ranks, and until when they are taken for these.
+        self.known: Dict[str, Tuple[list[dict], float]] = {}
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def add(self, bootstrap_addr: str, room: int) -> None:
@@ -107,24 +112,39 @@ class Untold:
                 continue
             time.sleep(max(0.0, when - time.monotonic()))
             try:
-                for rank in _ranks(address):
+                for rank in self._ranks(address):
                     self.tell(rank, room)
             except Exception as error:
                 logger.warning(f"Prefill {address} was not told that room {room} failed: {error}")
 
+    def _ranks(self, address: str) -> list[dict]:
+        ranks, until = self.known.get(address, ([], 0.0))
+        if time.monotonic() >= until:
+            ranks = _all_ranks(address)
+            if len(self.known) >= MAX_SERVERS:
+                self.known.clear()
+            self.known[address] = (ranks, time.monotonic() + KNOWN_SECONDS)
+        return ranks
 
-def _ranks(address: str) -> list[dict]:
+
+def _all_ranks(address: str) -> list[dict]:
     """Where each rank of a prefill server reads messages, by its bootstrap server."""
-    whole = _asked(address, -1, -1, -1, -1)
-    names = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
-    sizes = [int(whole[name]) for name in names]
-    numbers = itertools.product(*map(range, sizes))
-    return [_asked(address, *number) for number in numbers]
+    with requests.Session() as session:
+        whole = asked(address, -1, -1, -1, -1, session)
+        names = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
+        sizes = [int(whole[name]) for name in names]
+        numbers = itertools.product(*map(range, sizes))
+        return [asked(address, *number, session) for number in numbers]
 
 
-def _asked(address: str, dp: int, cp: int, tp: int, pp: int) -> dict:
+def asked(address: str, dp: int, cp: int, tp: int, pp: int, session: requests.Session) -> dict:
+    """What a bootstrap server says of a rank, or with -1 for each number of the whole server.
+
+    Raises:
+        requests.RequestException: It does not answer, or does not know the rank.
+    """
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     query = dict(zip(names, (dp, cp, tp, pp)))
-    response = requests.get(f"http://{address}/route", params=query, timeout=ANSWER_SECONDS)
+    response = session.get(f"http://{address}/route", params=query, timeout=ANSWER_SECONDS)
     response.raise_for_status()
     return response.json()

@@ -67,6 +67,9 @@ def describe(
             kv_args.layout = _layout(kv_args, *pools, total_layers)
         except (AttributeError, LayoutError) as error:
             why = str(error)
+        except Exception:  # of a pool to come: the engine knows it
+            why = "it cannot be described"
+            logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
         logger.info(f"{type(token_to_kv_pool).__name__} is left to the engine alone: {why}")
     if verify_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import struct
 import uuid
@@ -68,6 +69,10 @@ class KVArgsRegisterInfo(Registration):
     @property
     def attn_tp(self) -> Tuple[int, int]:
         return self.decode_tp_rank, self.decode_tp_size
+
+
+def _is_in(metadata: bytes, name: bytes) -> bool:
+    return struct.pack("<Q", len(name)) + name in metadata
 
 
 class NixlKVManager(Notifications, Writes, CommonKVManager):
@@ -363,8 +368,16 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
         name = info.name.encode("ascii")
         # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
-        if struct.pack("<Q", len(name)) + name not in info.agent_metadata:
+        if self.metadata_have_names and not _is_in(info.agent_metadata, name):
             raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
+
+    @functools.cached_property
+    def metadata_have_names(self) -> bool:
+        """Whether NIXL writes an agent's name in its metadata as it is looked for there."""
+        has_own = _is_in(self.agent.get_agent_metadata(), self.agent.name.encode("ascii"))
+        if not has_own:
+            logger.warning("Decode ranks' metadata are not checked: our own have no name either")
+        return has_own
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
         """Make a decode rank known, also to NIXL; its name is another in each process.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Optional
+import logging
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 from sglang.srt.disaggregation.kv_layout import (
     HIDDEN_STATES,
+    Buffer,
+    LayoutError,
     RankLayout,
     describe_pools,
+    describe_unknown,
     memory_kind,
 )
 from sglang.srt.disaggregation.pd.verify import make_verifier
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
@@ -80,38 +86,54 @@ def describe_kv_args(
 ) -> None:
     """Set `kv_args.layout`: what each buffer that is now registered holds.
 
-    Raises:
-        LayoutError: A pool that the patch set does not know.
+    Of pools that the patch set does not know, or that cannot be described, no more than their
+    sizes: they are sent as stock sends them, between servers that split the model alike.
     """
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    try:
+        kv, state = _described(kv_args, scheduler, *pools)
+    except Exception as error:
+        is_known = isinstance(error, LayoutError)
+        logger.warning(
+            f"{type(token_to_kv_pool).__name__} is sent as it lies: {error}", exc_info=not is_known
+        )
+        kv = describe_unknown(kv_args.kv_item_lens, kv_args.kv_data_lens)
+        state = describe_unknown(kv_args.state_item_lens, kv_args.state_data_lens)
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
-    runner = scheduler.tp_worker.model_runner
-    computed = range(runner.start_layer, runner.end_layer)
-    tp = (get_attention_tp_rank(), get_attention_tp_size())
-    pools = (token_to_kv_pool, draft_token_to_kv_pool)
-    heads = (
-        kv_args.total_kv_head_num,
-        None if draft_token_to_kv_pool is None else _draft_kv_head_num(scheduler),
-    )
     kv_args.layout = RankLayout(
-        tp_rank=tp[0],
-        tp_size=tp[1],
+        tp_rank=get_attention_tp_rank(),
+        tp_size=get_attention_tp_size(),
         pp_rank=kv_args.pp_rank,
         pp_size=scheduler.server_args.pp_size,
         page_size=kv_args.page_size,
         dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
         memory=memory_kind(token_to_kv_pool),
         total_layers=scheduler.model_config.num_hidden_layers,
-        kv=describe_pools(
-            *pools, kv_args.kv_item_lens, kv_args.kv_data_lens, False, tp, *heads, computed
-        ),
-        state=describe_pools(
-            *pools, kv_args.state_item_lens, kv_args.state_data_lens, True, tp, *heads, computed
-        ),
+        kv=kv,
+        state=state,
         aux=_aux_widths(kv_args, scheduler),
         aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
         verifies=bool(verify_mode()),
     )
+
+
+def _described(
+    args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
+) -> Tuple[Tuple[Buffer, ...], Tuple[Buffer, ...]]:
+    """What the buffers of KV and of state hold."""
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    runner = scheduler.tp_worker.model_runner
+    known = (
+        (get_attention_tp_rank(), get_attention_tp_size()),
+        args.total_kv_head_num,
+        None if draft is None else _draft_kv_head_num(scheduler),
+        range(runner.start_layer, runner.end_layer),
+    )
+    kv = describe_pools(target, draft, args.kv_item_lens, args.kv_data_lens, False, *known)
+    state = describe_pools(target, draft, args.state_item_lens, args.state_data_lens, True, *known)
+    return kv, state
 
 
 def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ decode: (ABORT, room, reason, ...)                see `rooms`
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
+# Of a decode rank that could not be registered.
+TRY_AGAIN_SECONDS = 10.0
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Registration:
     plan: Optional[PeerPlan] = field(default=None, kw_only=True)
     refusal: str = field(default="", kw_only=True)
     try_again: bool = field(default=False, kw_only=True)
+    # When that is tried, on the monotonic clock.
+    not_before: float = field(default=0.0, kw_only=True)
     reads_reasons: bool = field(default=False, kw_only=True)
     # What memory it has, see `pd.bounded`.
     bounds: Any = field(default=None, kw_only=True)
@@ -144,7 +149,8 @@ class Registrations:
     def _asking_peer(self, info: Any, peer: str) -> Registration:
         """The registration of the decode rank that asks for a room; refuse one that asks wrongly.
 
-        A registration that failed for no fault of the peer is tried again.
+        A registration that failed for no fault of the peer is tried again, at once and then every
+        so often: it may take seconds, in which others wait.
         """
         known = self.decode_kv_args_table.get(peer)
         if known is None:
@@ -153,7 +159,9 @@ class Registrations:
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
             raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
-        if known.try_again:
+        now = time.monotonic()
+        if known.try_again and now >= known.not_before:
+            known.not_before = now + TRY_AGAIN_SECONDS
             self._register_decode(known)
         return known
 

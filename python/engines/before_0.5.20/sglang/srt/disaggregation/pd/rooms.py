@@ -141,6 +141,15 @@ class Rooms:
                 self.aborted_early.popitem(last=False)
         self.conclude_failed(room, reason)
 
+    def refuse(self, room: int, reason: str) -> None:
+        """A request has failed that never had a sender: decode ranks are told, or when they ask."""
+        with self.rooms_lock:
+            sender = self.senders.get(room)
+            if sender is not None and not sender.is_over:  # another of that number
+                return
+            self.record_failure(room, reason)
+        self.finish_failed(room)
+
     def fail_silent(self, room: int, reason: str) -> None:
         """Fail an open room, of which a decode rank is silent (`silence`)."""
         with self.rooms_lock:

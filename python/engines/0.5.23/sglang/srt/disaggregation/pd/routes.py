@@ -1,0 +1,127 @@
+"""Decode: bootstrap servers are asked in threads; a scheduler that waited would serve nobody.
+
+not known     asked for its sizes, and then for every rank that serves this one
+answered      at once as a rule, and else when the scheduler looks again, a second later
+lost          a rank's connection is lost: it may have been started anew, and is asked again
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from concurrent.futures import Future, TimeoutError
+from typing import Any, Dict, List, Optional, Tuple
+
+import requests
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.fitting import asked
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.silence import VARIABLE
+
+logger = logging.getLogger(__name__)
+
+# For how long the scheduler waits for an answer that is nearly there.
+WAIT_SECONDS = 0.03
+# A connection that was lost for so long is not being made for the first time.
+LOST_SECONDS = 1.0
+
+RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
+
+
+class Routes:
+    """A decode rank's KV manager, over `Fitting`; the scheduler alone calls it."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.asking: Dict[str, Future] = {}
+        # By bootstrap address: the server as it was when it was asked, and its ranks.
+        self.routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = {}
+        # By room: the prefill ranks that were asked for it.
+        self.asked_ranks: Dict[int, List[dict]] = {}
+        return self
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As the engine's; False also while the server is being asked."""
+        asking = self.asking.get(bootstrap_addr)
+        if asking is None:
+            if bootstrap_addr in self.prefill_info_table:
+                return True
+            asking = self.asking[bootstrap_addr] = Future()
+            find = super().try_ensure_parallel_info
+            given = (bootstrap_addr, find, asking)
+            threading.Thread(target=self._find, args=given, daemon=True).start()
+        try:
+            is_known = asking.result(WAIT_SECONDS)
+        except TimeoutError:
+            return False
+        del self.asking[bootstrap_addr]
+        return is_known
+
+    def _find(self, address: str, find: Any, asking: Future) -> None:
+        is_known = False
+        try:
+            is_known = find(address)
+            if is_known:
+                peer_sockets.look_after(self.look_at_servers)
+                self._find_ranks(address)
+        except Exception as error:  # each request asks for what is missing
+            logger.error(f"Bootstrap server {address} does not tell all ranks: {error}")
+        asking.set_result(is_known)
+
+    def _find_ranks(self, address: str) -> None:
+        """Ask for the ranks that serve this one, of all DP ranks."""
+        info = self.prefill_info_table.get(address)
+        if info is None or address in self.unfit or not info.target_tp_ranks:
+            return
+        ranks: Dict[RankNumbers, dict] = {}
+        self.routes[address] = (info, ranks)
+        targets = (info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks)
+        with requests.Session() as session:
+            for numbers in itertools.product(range(info.dp_size), *targets):
+                ranks[numbers] = {**asked(address, *numbers, session), "pp_rank": numbers[-1]}
+
+    def look_at_servers(self) -> None:
+        """Note prefill ranks whose connection is lost, and fail what has waited for them too long.
+
+        The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
+        again. No request that another process has is failed for it.
+        """
+        with self.connection_lock:
+            pools = dict(self.connection_pool)
+        for key, ranks in pools.items():
+            if max(map(_silent_for, ranks), default=0.0) >= LOST_SECONDS:
+                self._forget_server(key.partition("_")[0])
+        for room, ranks in list(self.asked_ranks.items()):
+            if max(map(_silent_for, ranks), default=0.0) >= self.silent_seconds:
+                self.asked_ranks.pop(room, None)
+                self._fail_waiting(room)
+
+    def _forget_server(self, address: str) -> None:
+        logger.warning(f"A rank of prefill {address} has ended; it is asked for its ranks again")
+        self.prefill_info_table.pop(address, None)
+        self.routes.pop(address, None)
+        with self.connection_lock:
+            for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
+                del self.connection_pool[key]
+
+    def _fail_waiting(self, room: int) -> None:
+        if self.request_status.get(room) in (KVPoll.Success, KVPoll.Failed, None):
+            return
+        self.record_failure(
+            room, f"a prefill rank has not answered for {self.silent_seconds:g} s ({VARIABLE})"
+        )
+        self.update_status(room, KVPoll.Failed)
+
+    def known_rank(self, address: str, numbers: RankNumbers) -> Optional[dict]:
+        """What the bootstrap server has said of this rank; None if it has not, or another has."""
+        info, ranks = self.routes.get(address, (None, {}))
+        if info is None or self.prefill_info_table.get(address) is not info:
+            return None
+        rank = ranks.get(numbers)
+        return None if rank is None else dict(rank)
+
+
+def _silent_for(rank: dict) -> float:
+    return PeerSocket.to(rank["rank_ip"], rank["rank_port"]).silent_for()

@@ -1,0 +1,21 @@
+"""Decode hears of requests that prefill refuses for their priority."""
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.pd.refused import tell_refused
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import EngineScheduler, Req
+
+RENAMED = (("Scheduler", "EngineScheduler"),)
+
+
+class Scheduler(EngineScheduler):
+    def _set_or_validate_priority(self, req: Req) -> bool:
+        """As the engine's: whether this request may have its priority."""
+        is_taken = super()._set_or_validate_priority(req)
+        if not is_taken and self.disaggregation_mode == DisaggregationMode.PREFILL:
+            manager = self.disagg_prefill_bootstrap_queue.kv_manager
+            tell_refused(manager, req, "this server does not take priorities")
+        return is_taken

@@ -1,0 +1,177 @@
+"""Decode: the scheduler waits for no bootstrap server, and one that is started anew is found."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import managers
+import pytest
+from managers import BACKENDS, DECODE
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
+from sglang.srt.disaggregation.pd import routes
+
+from pd_harness.ports import free_ports
+from pd_harness.waiting import awaited
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+RECEIVERS = {"mooncake": MooncakeKVReceiver, "nixl": NixlKVReceiver}
+ADDRESS, PATIENCE = "127.0.0.1:8998", 10.0
+SIZES = {
+    **{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 2, "pp_size": 1},
+    **{"page_size": managers.PAGE, "kv_cache_dtype": "bfloat16", "follow_bootstrap_room": True},
+}
+
+
+class BootstrapServer:
+    """What is asked by HTTP, answered here; `open` lets answers through."""
+
+    def __init__(self, port: int = 1):
+        self.port, self.asked = port, []
+        self.open = threading.Event()
+        self.open.set()
+
+    def get(self, url: str, params=None, timeout=None) -> SimpleNamespace:
+        assert self.open.wait(PATIENCE)
+        given = params or dict(pair.split("=") for pair in url.partition("?")[2].split("&"))
+        dp = int(given["prefill_dp_rank"])
+        self.asked.append(dp)
+        answer = dict(SIZES) if dp == -1 else {"rank_ip": "127.0.0.1", "rank_port": self.port + dp}
+        return SimpleNamespace(
+            status_code=200, text="", json=lambda: answer, raise_for_status=lambda: None
+        )
+
+
+@pytest.fixture
+def bootstrap(monkeypatch):
+    server = BootstrapServer()
+    session = SimpleNamespace(get=server.get, __enter__=lambda: None, __exit__=lambda *_: None)
+
+    class Session:
+        get = staticmethod(server.get)
+
+        def __enter__(self):
+            return session
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(common, "_get_bootstrap_session", lambda address: session)
+    monkeypatch.setattr(common.requests, "get", server.get)
+    monkeypatch.setattr(routes.requests, "Session", Session)
+    return server
+
+
+def decode_rank(backend):
+    return managers.rank(backend, managers.latents(), DECODE, heartbeat_failures={})
+
+
+def becomes_known(decode) -> bool:
+    return awaited(lambda: decode.try_ensure_parallel_info(ADDRESS), PATIENCE, 0.01)
+
+
+@backends
+def test_a_server_that_answers_is_known_with_all_its_ranks(backend, bootstrap):
+    decode = decode_rank(backend)
+    assert becomes_known(decode)
+    assert bootstrap.asked == [-1, 0, 1]
+    receiver = RECEIVERS[backend](decode, ADDRESS, 7)
+    found = receiver._get_bootstrap_info_from_server(1, 0, 0, 0)
+    assert (found["rank_port"], found["pp_rank"]) == (2, 0)
+    found["is_dummy"] = True  # the engine's, of this request
+    assert "is_dummy" not in receiver._get_bootstrap_info_from_server(1, 0, 0, 0)
+    assert decode.try_ensure_parallel_info(ADDRESS)
+    assert bootstrap.asked == [-1, 0, 1]
+
+
+@backends
+def test_a_server_that_is_stopped_does_not_stop_the_scheduler(backend, bootstrap):
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    begun = time.monotonic()
+    assert not any(decode.try_ensure_parallel_info(ADDRESS) for _ in range(5))
+    assert time.monotonic() - begun < 1
+    bootstrap.open.set()
+    assert becomes_known(decode)
+    assert bootstrap.asked == [-1, 0, 1]  # once
+
+
+def test_the_engines_scheduler_waits(bootstrap):
+    decode = decode_rank("nixl")
+    ask = common.EngineCommonKVManager.try_ensure_parallel_info
+    bootstrap.open.clear()
+    threading.Timer(0.5, bootstrap.open.set).start()
+    begun = time.monotonic()
+    assert ask(decode, ADDRESS)
+    assert time.monotonic() - begun > 0.4
+
+
+@backends
+def test_a_rank_that_is_not_known_yet_is_asked_for_by_the_request(backend, bootstrap, monkeypatch):
+    decode = decode_rank(backend)
+
+    def unknown(*_):
+        raise OSError("404")
+
+    monkeypatch.setattr(routes, "asked", unknown)
+    assert becomes_known(decode)
+    receiver = RECEIVERS[backend](decode, ADDRESS, 7)
+    assert receiver._get_bootstrap_info_from_server(1, 0, 0, 0)["rank_port"] == 2
+    assert bootstrap.asked == [-1, 1]
+
+
+@backends
+def test_ranks_of_a_server_that_was_forgotten_are_asked_for_anew(backend, bootstrap):
+    """Heartbeats have failed, and it is another process by now."""
+    decode = decode_rank(backend)
+    assert becomes_known(decode)
+    decode.prefill_info_table.pop(ADDRESS)
+    bootstrap.port = 100
+    assert becomes_known(decode)
+    receiver = RECEIVERS[backend](decode, ADDRESS, 7)
+    assert receiver._get_bootstrap_info_from_server(0, 0, 0, 0)["rank_port"] == 100
+
+
+@pytest.fixture
+def asked(bootstrap, monkeypatch):
+    """A decode rank that has asked a prefill rank, which is not there, for room 7."""
+    monkeypatch.setattr(routes, "LOST_SECONDS", 0.5)
+    monkeypatch.setenv("SGLANG_PD_SILENT_SECONDS", "5")
+    (bootstrap.port,) = free_ports(1)
+    decode = decode_rank("nixl")
+    decode.silent_seconds = 1.5
+    decode.update_status(7, KVPoll.Bootstrapping)
+    assert becomes_known(decode)
+    receiver = NixlKVReceiver(decode, ADDRESS, 7)
+    receiver.init(0)
+    receiver.send_metadata(managers.np.array([1, 2], managers.np.int32), 0, None)
+    assert list(decode.asked_ranks) == [7]
+    return decode, receiver
+
+
+def test_a_lost_rank_has_its_server_asked_again(asked):
+    decode, _ = asked
+    assert awaited(lambda: ADDRESS not in decode.prefill_info_table, PATIENCE, 0.01)
+    assert not decode.connection_pool and not decode.routes
+    assert decode.request_status[7] != KVPoll.Failed
+
+
+def test_a_request_that_waits_for_a_lost_rank_fails(asked):
+    decode, receiver = asked
+    assert awaited(lambda: decode.request_status[7] == KVPoll.Failed, PATIENCE, 0.01)
+    assert "has not answered for 1.5 s" in decode.failure_records[7]
+    assert not decode.asked_ranks
+    receiver.clear()
+
+
+def test_a_request_that_is_over_is_not_looked_at(asked):
+    decode, receiver = asked
+    decode.update_status(7, KVPoll.Success)
+    receiver.clear()
+    assert not decode.asked_ranks
+    time.sleep(2.5)
+    assert not decode.failure_records
