@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from of_release import at_night_elsewhere
+from of_release import IS_LATER, at_night_elsewhere
 from serving_checks import holds_nothing
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
@@ -25,6 +25,8 @@ REFUSED = {
     "too long for prefill's pool": ({"input_ids": list(range(1, 400))}, "maximum"),
     "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not take priorities"),
 }
+if not IS_LATER:  # which takes priorities on prefill, whatever its options say
+    del REFUSED["with a priority"]
 FITS = {"input_ids": [5, 6, 7, 8]}
 
 

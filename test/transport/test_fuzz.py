@@ -40,6 +40,8 @@ RIGHT_ROOM = 1_570_629_301  # and those that follow are not attacked
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "5",
+    # Some garbled messages end a room on one side alone, and decode waits for the other.
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
 MAX_GROWTH = 48 << 20
 BIG = 8 << 20
