@@ -1,0 +1,155 @@
+"""NIXL: writes to a decode rank that is silent, and those of which the state cannot be read."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
+from sglang.srt.disaggregation.pd import writes
+from sglang.srt.disaggregation.pd.writes import Write
+
+pytestmark = pytest.mark.engine
+
+ROOM, STOPPED, LIVE = 7, "stopped", "live"
+SILENT = {STOPPED: "decode 10.0.0.1:1 has not answered for 10 s"}
+
+
+class Agent:
+    """NIXL's: the state of each handle, which may be an error, and which handles it gives up."""
+
+    def __init__(self):
+        self.states, self.released, self.keeps = {}, [], set()
+
+    def check_xfer_state(self, handle) -> str:
+        state = self.states.get(handle, "PROC")
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def release_xfer_handle(self, handle) -> None:
+        if handle in self.keeps:
+            raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
+        self.released.append(handle)
+
+
+class Info(SimpleNamespace):
+    def is_dummy(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def manager():
+    """Prefill's, with a room that two decode ranks have asked for."""
+    manager = NixlKVManager.__new__(NixlKVManager)
+    manager.__dict__.update(
+        agent=Agent(),
+        request_status={ROOM: KVPoll.WaitingForInput},
+        transfer_infos={ROOM: {STOPPED: Info(), LIVE: Info()}},
+        decode_kv_args_table={},
+        bootstrap_timeout=100,
+        **{"attn_tp_rank": 0, "pp_rank": 0, "pp_size": 1},
+    )
+    manager.told = []
+    manager._notify = lambda peer, notification: manager.told.append(peer)
+    return manager
+
+
+def begun(manager) -> NixlKVSender:
+    """A sender of which a write to each decode rank is under way."""
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    sender.has_sent = True
+    sender.xfer_handles = [Write(ROOM, peer, f"to {peer}") for peer in (STOPPED, LIVE)]
+    manager.writes.update(sender.xfer_handles)
+    return sender
+
+
+def end(sender) -> str:
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(RuntimeError) as raised:
+        sender.failure_exception()
+    return str(raised.value)
+
+
+def test_a_request_does_not_wait_for_a_silent_rank(manager):
+    sender = begun(manager)
+    assert sender.poll() == KVPoll.Transferring
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    assert sender.poll() == KVPoll.Transferring
+    manager.silent = dict(SILENT)
+    assert end(sender) == f"Prefill's write to decode failed: {SILENT[STOPPED]}"
+    assert manager.told == [LIVE]
+
+
+def test_the_silent_rank_is_told_when_nothing_is_written_any_more(manager):
+    """It may come back, and would give its pages to others under the write."""
+    sender = begun(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    manager.silent = dict(SILENT)
+    end(sender)
+    for _ in range(2):
+        manager.look_at_peers()
+        assert manager.told == [LIVE] and len(manager.left_writes) == 1
+    manager.agent.states[f"to {STOPPED}"] = "ERR"
+    manager.look_at_peers()
+    assert manager.told == [LIVE, STOPPED]
+    assert not manager.left_writes and not manager.untold and not manager.writes
+    manager.look_at_peers()
+    assert manager.told == [LIVE, STOPPED]
+
+
+def test_a_request_waits_for_its_other_ranks(manager):
+    sender = begun(manager)
+    manager.silent = dict(SILENT)
+    assert sender.poll() == KVPoll.Transferring
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    end(sender)
+
+
+def test_a_write_whose_state_cannot_be_read_is_over_if_nixl_gives_it_up(manager):
+    write = Write(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    assert manager.has_ended(write)
+    assert write.end == "NIXL_ERR_BACKEND" and manager.agent.released == ["it"]
+
+
+def test_else_it_may_go_on_for_a_while(manager, monkeypatch):
+    write = Write(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    manager.agent.keeps.add("it")
+    assert not manager.has_ended(write)
+    monkeypatch.setattr(writes, "UNREAD_SECONDS", 0.0)
+    assert manager.has_ended(write) and write.end == "NIXL_ERR_BACKEND"
+
+
+def test_one_that_can_be_read_again_ends_as_it_does(manager):
+    write = Write(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    manager.agent.keeps.add("it")
+    assert not manager.has_ended(write)
+    manager.agent.states["it"] = "DONE"
+    assert manager.has_ended(write) and write.end == ""
+
+
+def test_an_open_room_of_a_silent_rank_fails(manager):
+    manager.senders.clear()
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.fail_silent(ROOM, SILENT[STOPPED])
+    assert end(sender) == SILENT[STOPPED]
+    assert sorted(manager.told) == [LIVE, STOPPED]
+    manager.fail_silent(ROOM, SILENT[STOPPED])  # it is over
+    assert len(manager.told) == 2
+
+
+def test_a_refused_request_fails_for_who_has_asked_and_for_who_asks_later(manager):
+    manager.request_status.clear()
+    manager.refuse(ROOM, "too long")
+    assert sorted(manager.told) == [LIVE, STOPPED]
+    assert manager.aborted[ROOM].reason == "too long"
+    assert not manager.request_status and not manager.transfer_infos
+
+
+def test_a_refusal_does_not_touch_another_request_of_that_number(manager):
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.refuse(ROOM, "too long")
+    assert not manager.told and sender.poll() != KVPoll.Failed
