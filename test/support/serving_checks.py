@@ -1,10 +1,11 @@
 """What the serving tests look at, and how they keep it: answers, what a server holds, evidence."""
 
+import contextlib
 import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import psutil
@@ -135,6 +136,19 @@ def seconds_until(condition: Callable[[], bool], patience: float, pause: float =
 def resident_mib(server: cluster.Server) -> float:
     """Memory of a server's processes."""
     return sum(process.memory_info().rss for process in _processes(server)) / 2**20
+
+
+@contextlib.contextmanager
+def stopped(server: cluster.Server) -> Iterator[None]:
+    """All of a server's processes stand still."""
+    processes = _processes(server)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def open_files(server: cluster.Server) -> int:
