@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 class Manager(NoticesSilence):
     def __init__(self):
-        self.decode_kv_args_table, self.transfer_infos = {}, {}
+        self.transfer_infos = {}
         self.failed, self.back = [], []
 
     def fail_silent(self, room: int, reason: str) -> None:
@@ -32,8 +32,7 @@ class Manager(NoticesSilence):
 
     def register(self, name: str, port: int) -> SimpleNamespace:
         info = SimpleNamespace(endpoint="127.0.0.1", dst_port=port)
-        self.decode_kv_args_table[name] = info
-        self.meet(info)
+        self.meet(name, info)
         return info
 
 
@@ -119,6 +118,15 @@ def test_one_that_never_answered_is_silent(manager, listening):
     gone.close(linger=0)
     manager.register("a", port)
     assert awaited(lambda: "a" in manager.silent, PATIENCE, 0.01)
+
+
+def test_one_that_is_being_registered_is_not_silent(manager, listening):
+    """That may take a while, in which there is no socket to it."""
+    _, port = listening()
+    manager.register("a", port)
+    manager.transfer_infos[1] = {"b": None}
+    manager.look_at_peers()
+    assert manager.why_silent(1) == "" and not manager.failed
 
 
 def test_a_manager_that_is_gone_is_not_kept(monkeypatch, listening):

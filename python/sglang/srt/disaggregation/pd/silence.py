@@ -25,22 +25,25 @@ LEAST_SECONDS = 5.0
 class NoticesSilence:
     """A prefill rank's KV manager.
 
-    `decode_kv_args_table` has the decode ranks that have registered, `transfer_infos` those of each
-    room, both by name. It has `fail_silent(room, reason)` and `is_back(name)`.
+    `transfer_infos` has the decode ranks of each room by name. It has `fail_silent(room, reason)`
+    and `is_back(name)`.
     """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, LEAST_SECONDS)
-        # Why nothing is sent to these decode ranks.
+        # Decode ranks that have registered, and that we have a socket to, or had.
+        self.met: Dict[str, Any] = {}
+        # Why nothing is sent to these.
         self.silent: Dict[str, str] = {}
         self.look_lock = threading.Lock()
         return self
 
-    def meet(self, info: Any) -> None:
+    def meet(self, name: str, info: Any) -> None:
         """A decode rank registers: connect to it now, not when the first request ends."""
         try:
             PeerSocket.to(info.endpoint, info.dst_port).open()
+            self.met[name] = info
             peer_sockets.look_after(self.look_at_peers)
         except Exception as error:
             logger.warning(f"Decode {info.endpoint}:{info.dst_port}: {error}")
@@ -61,7 +64,7 @@ class NoticesSilence:
 
     def _look_at_peers(self) -> None:
         silent = {}
-        for name, info in list(self.decode_kv_args_table.items()):
+        for name, info in list(self.met.items()):
             seconds = PeerSocket.to(info.endpoint, info.dst_port).silent_for()
             if seconds >= self.silent_seconds:
                 silent[name] = (

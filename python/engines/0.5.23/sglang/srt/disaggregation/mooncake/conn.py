@@ -171,7 +171,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
             logger.exception(f"Decode {mooncake_session_id} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
-        self.meet(info)
+        self.meet(mooncake_session_id, info)
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
 
     def is_back(self, name: str) -> None:

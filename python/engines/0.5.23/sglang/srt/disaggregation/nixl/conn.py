@@ -192,7 +192,7 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
             info.untried = self.arriving_layout
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
-        self.meet(info)
+        self.meet(name, info)
 
     def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
         return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)

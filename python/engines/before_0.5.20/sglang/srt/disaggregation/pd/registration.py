@@ -78,7 +78,7 @@ class Registrations:
 
     A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_of(room_info)`, a
     rank's name, `_check_registration(registration)`, which may refuse one,
-    `meet(registration)` and `heard(name, registration)` (`silence`),
+    `meet(name, registration)` and `heard(name, registration)` (`silence`),
     `_add_remote_peer(registration)`, which makes the rank known, and
     `_tell_failed(room, peers, reason)`.
     """
@@ -108,7 +108,7 @@ class Registrations:
         self._check_registration(info)
         self._plan_transfers(info)
         self._add_remote_peer(info)
-        self.meet(info)
+        self.meet(info.name, info)
 
     def _plan_transfers(self, info: Registration) -> None:
         """Set its `plan`, or its `refusal`."""
