@@ -7,6 +7,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.disaggregation.pd import writes
 from sglang.srt.disaggregation.pd.writes import Write
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 pytestmark = pytest.mark.engine
 
@@ -43,6 +44,7 @@ def manager():
     manager = NixlKVManager.__new__(NixlKVManager)
     manager.__dict__.update(
         agent=Agent(),
+        disaggregation_mode=DisaggregationMode.PREFILL,
         request_status={ROOM: KVPoll.WaitingForInput},
         transfer_infos={ROOM: {STOPPED: Info(), LIVE: Info()}},
         decode_kv_args_table={},
