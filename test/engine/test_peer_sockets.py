@@ -129,6 +129,8 @@ def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
     assert open_sockets() == [first, second]
     monkeypatch.setattr(peer_sockets, "GONE_SECONDS", 0.0)
     assert awaited(lambda: open_sockets() == [second], PATIENCE, 0.01)
+    since = PeerSocket(first).silent_for()
+    assert 0 < since < PATIENCE  # it is remembered
     with zmq.Context.instance().socket(zmq.PULL) as again:
         again.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
         again.bind(first)

@@ -18,6 +18,7 @@ from pd_harness.waiting import awaited, in_time
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.alone,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not IS_LATER, reason="0.5.9's scheduler asks bootstrap servers itself"),
 ]

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Dict, List, Optional
 from weakref import WeakMethod
@@ -33,6 +34,8 @@ CONNECT_MS = 3000
 RECONNECT_MS = (100, 2000)
 # Sockets of peers that are gone are closed after that, and opened again when needed.
 GONE_SECONDS = 60.0
+# Of so many it is remembered when they went.
+MAX_GONE = 4096
 LOOK_SECONDS = 0.5
 
 
@@ -86,6 +89,8 @@ class _Sockets:
     def __init__(self):
         self.lock = threading.Lock()
         self.open: Dict[str, _Open] = {}
+        # Since when those had no connection whose sockets are closed.
+        self.gone: OrderedDict[str, float] = OrderedDict()
         self.looks: List[WeakMethod] = []
         self.context: Optional[zmq.Context] = None
         self.process = 0
@@ -96,6 +101,7 @@ class _Sockets:
         known = self.open.get(endpoint)
         if known is None:
             known = self.open[endpoint] = _Open(self.context, endpoint, is_ipv6)
+            self.gone.pop(endpoint, None)
         return known
 
     def known(self, endpoint: str) -> Optional[_Open]:
@@ -107,6 +113,7 @@ class _Sockets:
         if self.process == os.getpid():
             return
         self.process, self.open, self.looks = os.getpid(), {}, []
+        self.gone.clear()
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         threading.Thread(target=self._look_after, name="PeerSockets", daemon=True).start()
@@ -120,6 +127,9 @@ class _Sockets:
                     if known.is_gone():
                         known.close(linger=0)
                         del self.open[endpoint]
+                        self.gone[endpoint] = known.lost_at
+                while len(self.gone) > MAX_GONE:
+                    self.gone.popitem(last=False)
                 self.looks = [look for look in self.looks if look() is not None]
                 looks = [look() for look in self.looks]
             for look in looks:
@@ -167,14 +177,16 @@ class PeerSocket:
         """Seconds for which there has been no connection; 0 while there is.
 
         It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets
-        vanish. Infinite where no socket is open: nothing was sent, or the peer has long gone.
+        vanish. Infinite where nothing was ever sent, or the peer has long gone.
         """
         with _sockets.lock:
             known = _sockets.known(self.endpoint)
             if known is None:
-                return math.inf
-            known.take_events()
-            return 0.0 if known.lost_at is None else time.monotonic() - known.lost_at
+                lost_at = _sockets.gone.get(self.endpoint, -math.inf)
+            else:
+                known.take_events()
+                lost_at = known.lost_at
+            return 0.0 if lost_at is None else time.monotonic() - lost_at
 
     def note_heard(self) -> None:
         """The peer lives, as is known from elsewhere: its silence begins anew."""
