@@ -12,6 +12,7 @@ from serving_scenarios import SEVEN_LAYERS, model_folder
 
 from pd_harness import cluster
 from pd_harness.cluster import Topology
+from pd_harness.device import device
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
 
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.nightly,
     pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="three servers of NIXL or Mooncake"),
     pytest.mark.skipif(not IS_LATER, reason="0.5.9's scheduler asks bootstrap servers itself"),
 ]
 
