@@ -160,3 +160,28 @@ def test_a_peer_that_ends_or_stops_is_silent(other_process, stops):
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == "two\n"
         assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+
+
+def test_time_for_which_this_process_stood_still_does_not_count(peer, monkeypatch):
+    """Else all requests of a peer would fail that had just lost its connection before."""
+    monkeypatch.setattr(peer_sockets, "STOOD_STILL_SECONDS", 1.0)
+    gone, endpoint = peer()
+    PeerSocket(endpoint).send_multipart([b"before"])
+    assert gone.recv() == b"before"
+    gone.close(linger=0)
+    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
+    seen, noted = [], threading.Event()
+
+    class Watcher:
+        def look(self) -> None:
+            if noted.is_set():
+                seen.append(PeerSocket(endpoint).silent_for())
+
+    watcher = Watcher()
+    peer_sockets.look_after(watcher.look)
+    with peer_sockets._sockets.lock:  # nobody looks meanwhile
+        noted.set()
+        time.sleep(3)
+    assert awaited(lambda: seen, PATIENCE, 0.01)
+    assert seen[0] < 1, seen
+    assert awaited(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # it is silent, all the same

@@ -1,5 +1,7 @@
 """NIXL: writes to a decode rank that is silent, and those of which the state cannot be read."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +100,34 @@ def test_the_silent_rank_is_told_when_nothing_is_written_any_more(manager):
     assert not manager.left_writes and not manager.untold and not manager.writes
     manager.look_at_peers()
     assert manager.told == [LIVE, STOPPED]
+
+
+def test_a_write_that_is_left_while_others_are_looked_at_is_not_forgotten(manager):
+    """Else decode would be told, and would free its pages, under it."""
+    first, second = (Write(ROOM, STOPPED, handle) for handle in ("first", "second"))
+    manager.left_writes = [first]
+    leaving, looking = threading.Event(), threading.Event()
+
+    class Silent(dict):
+        def get(self, *peer) -> str:
+            leaving.set()
+            looking.wait(0.5)
+            return super().get(*peer)
+
+    def look(handle) -> str:
+        if handle == "first":
+            looking.set()
+            time.sleep(0.2)  # the other thread goes on
+        return "PROC"
+
+    manager.silent = Silent(SILENT)
+    manager.agent.check_xfer_state = look
+    sender = threading.Thread(target=manager.is_over, args=(second,))
+    sender.start()
+    assert leaving.wait(5)
+    manager.look_at_peers()
+    sender.join()
+    assert {write.handle for write in manager.left_writes} == {"first", "second"}
 
 
 def test_a_request_waits_for_its_other_ranks(manager):

@@ -6,6 +6,7 @@ import pytest
 from managers import BASE, BUFFER, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, PREFILL
 from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import Heads
+from sglang.srt.disaggregation.pd import readers
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -226,3 +227,25 @@ def test_metadata_that_name_nobody_are_not_checked(caplog):
     managers.read(prefill, managers.registration(decode))
     assert managers.known(prefill).refusal == "" and send(prefill) == ALL
     assert "metadata are not checked" in caplog.text
+
+
+@pytest.mark.parametrize("limit", ["MAX_METADATA", "MAX_REGISTERED"])
+def test_a_frame_that_is_too_long_is_not_read_at_all(monkeypatch, limit):
+    """Its numbers would take several times as much memory."""
+    prefill = managers.rank("nixl", managers.latents())
+    message = managers.registration(managers.rank("nixl", managers.latents(), DECODE))
+    metadata = managers.nixl.METADATA_FRAME
+    lengths = [len(frame) for at, frame in enumerate(message) if at != metadata]
+    longest = len(message[metadata]) if limit == "MAX_METADATA" else max(lengths)
+    monkeypatch.setattr(readers, limit, longest)
+    managers.read(prefill, message)
+    assert NAME in prefill.decode_kv_args_table
+    prefill.decode_kv_args_table.clear()
+    monkeypatch.setattr(readers, limit, longest - 1)
+    parse = managers.nixl.KVArgsRegisterInfo.from_zmq
+    read = []
+    monkeypatch.setattr(
+        managers.nixl.KVArgsRegisterInfo, "from_zmq", lambda frames: (read.append(1), parse(frames))
+    )
+    managers.read(prefill, message)
+    assert not read and not prefill.decode_kv_args_table

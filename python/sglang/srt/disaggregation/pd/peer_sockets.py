@@ -3,6 +3,7 @@
 send_multipart    one socket an endpoint; it connects, and connects again, by itself
 heartbeats        ZeroMQ asks each peer; one that does not answer has lost its connection
 silent_for        seconds since there was a connection
+look_after        calls who wants to know, again and again
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ GONE_SECONDS = 60.0
 # Of so many it is remembered when they went.
 MAX_GONE = 4096
 LOOK_SECONDS = 0.5
+# This process was stopped itself: how long its peers were silent, it does not know.
+STOOD_STILL_SECONDS = 3.0
 
 
 class _Open:
@@ -119,11 +122,16 @@ class _Sockets:
         threading.Thread(target=self._look_after, name="PeerSockets", daemon=True).start()
 
     def _look_after(self) -> None:
+        looked = time.monotonic()
         while not self.context.closed:
             time.sleep(LOOK_SECONDS)
             with self.lock:
+                before, looked = looked, time.monotonic()
+                stood_still = looked - before > STOOD_STILL_SECONDS
                 for endpoint, known in list(self.open.items()):
                     known.take_events()
+                    if stood_still and known.lost_at is not None:
+                        known.lost_at = looked  # it could not connect meanwhile
                     if known.is_gone():
                         known.close(linger=0)
                         del self.open[endpoint]

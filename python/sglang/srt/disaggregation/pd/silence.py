@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_PD_SILENT_SECONDS"
 DEFAULT_SECONDS = 10.0
-# ZeroMQ takes some to connect again after a link was cut.
+# After a link was cut for a moment, ZeroMQ may take as long to connect again.
 LEAST_SECONDS = 5.0
 
 

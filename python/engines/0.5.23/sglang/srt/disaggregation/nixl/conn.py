@@ -51,7 +51,7 @@ RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
 # Of a decode rank that could not be registered.
 TRY_AGAIN_SECONDS = 10.0
-# Of a registration; it grows with memory ranges and NICs.
+# Of a registration: the frame with its NIXL agent's metadata.
 METADATA_FRAME = 5
 
 
@@ -130,8 +130,8 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
                 raise ValueError("this is no decode rank's message")
             check_name(frames[4])
             if frames[1] == b"None":
+                check_sizes(frames, METADATA_FRAME)
                 info = KVArgsRegisterInfo.from_zmq(frames[1:])
-                check_sizes([frame for frame in frames if frame is not frames[METADATA_FRAME]])
                 if self.metadata_have_names:
                     check_metadata(frames[4], info.agent_metadata)
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)

@@ -16,6 +16,8 @@ MAX_FRAMES = 64
 MAX_NAME = 256
 # Bytes of a registration's frame: pointers take several times as much once they are read.
 MAX_REGISTERED = 4 << 20
+# Of NIXL's metadata, which grow with memory ranges and NICs.
+MAX_METADATA = 64 << 20
 MAX_CHUNKS = 1 << 16
 # Messages about staging buffers, and at which frame their numbers end.
 STAGING = {b"WATERMARK": 3, b"STAGING_RSP": 6, b"STAGING_REQ": 4}
@@ -93,11 +95,18 @@ def check_name(name: bytes) -> None:
         raise ValueError(f"a decode rank with a name of {len(name)} bytes")
 
 
-def check_sizes(registration: Frames) -> None:
-    """Raises ValueError for a frame that is longer than any rank's pointers."""
-    largest = max(map(len, registration))
-    if largest > MAX_REGISTERED:
-        raise ValueError(f"a registration with {largest} bytes in a frame of at most 4 MiB")
+def check_sizes(registration: Frames, metadata: Optional[int] = None) -> None:
+    """Raises ValueError for a frame that is longer than any rank's pointers.
+
+    metadata: Number of the frame with NIXL's, which may be longer.
+    """
+    for number, frame in enumerate(registration):
+        most = MAX_METADATA if number == metadata else MAX_REGISTERED
+        if len(frame) > most:
+            raise ValueError(
+                f"a registration with {len(frame)} bytes in frame {number}, "
+                f"of at most {most >> 20} MiB"
+            )
 
 
 def check_metadata(name: bytes, metadata: bytes) -> None:

@@ -94,9 +94,10 @@ class Routes:
             if max(map(_silent_for, ranks), default=0.0) >= LOST_SECONDS:
                 self._forget_server(key.partition("_")[0])
         for room, ranks in list(self.asked_ranks.items()):
-            if max(map(_silent_for, ranks), default=0.0) >= self.silent_seconds:
+            silent = [rank for rank in ranks if _silent_for(rank) >= self.silent_seconds]
+            if silent:
                 self.asked_ranks.pop(room, None)
-                self._fail_waiting(room)
+                self._fail_waiting(room, silent[0])
 
     def _forget_server(self, address: str) -> None:
         logger.warning(f"A rank of prefill {address} has ended; it is asked for its ranks again")
@@ -106,11 +107,13 @@ class Routes:
             for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
                 del self.connection_pool[key]
 
-    def _fail_waiting(self, room: int) -> None:
+    def _fail_waiting(self, room: int, rank: dict) -> None:
         if self.request_status.get(room) in (KVPoll.Success, KVPoll.Failed, None):
             return
         self.record_failure(
-            room, f"a prefill rank has not answered for {self.silent_seconds:g} s ({VARIABLE})"
+            room,
+            f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
+            f"{self.silent_seconds:g} s ({VARIABLE})",
         )
         self.update_status(room, KVPoll.Failed)
 

@@ -42,8 +42,7 @@ class Notifications:
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_told"):
                 continue
-            if self.is_written_to(room, peer):
-                self.untold.append((room, peer, info, reason))
+            if self.puts_off(room, peer, info, reason):
                 continue
             info.is_told = True
             try:

@@ -173,26 +173,33 @@ class Writes:
 
     def is_over(self, write: Write) -> bool:
         """Whether its sender need not wait: it has ended, or its decode rank is silent."""
-        if write.left or self.has_ended(write):
-            return True
-        write.left = self.silent.get(write.peer, "")
-        if write.left:
-            self.left_writes.append(write)
-        return bool(write.left)
+        with self.agent_lock:
+            if write.left or self.has_ended(write):
+                return True
+            write.left = self.silent.get(write.peer, "")
+            if write.left:
+                self.left_writes.append(write)
+            return bool(write.left)
 
     def look_at_peers(self) -> None:
         """As `NoticesSilence`; of writes that nobody waited for, decode is told once they end."""
         super().look_at_peers()
-        if self.left_writes or self.untold:
-            with self.agent_lock:
-                self.left_writes = [one for one in self.left_writes if not self.has_ended(one)]
-                waiting, self.untold = self.untold, []
-            for room, peer, info, reason in waiting:
-                self._tell_failed(room, {peer: info}, reason)
+        with self.agent_lock:
+            self.left_writes = [one for one in self.left_writes if not self.has_ended(one)]
+            waiting, self.untold = self.untold, []
+        for room, peer, info, reason in waiting:
+            self._tell_failed(room, {peer: info}, reason)
 
-    def is_written_to(self, room: int, peer: str) -> bool:
-        """Whether a write that nobody waits for may go on: decode must keep the room's pages."""
-        return any((write.room, write.peer) == (room, peer) for write in self.left_writes)
+    def puts_off(self, room: int, peer: str, info: Any, reason: str) -> bool:
+        """Whether a write that nobody waits for may go on: decode must keep the room's pages.
+
+        Then `look_at_peers` tells it that the room failed.
+        """
+        with self.agent_lock:
+            is_written_to = (room, peer) in {(one.room, one.peer) for one in self.left_writes}
+            if is_written_to:
+                self.untold.append((room, peer, info, reason))
+            return is_written_to
 
     def is_back(self, name: str) -> None:
         """A decode rank lives: it may take a new connection."""
