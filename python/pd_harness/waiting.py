@@ -1,7 +1,9 @@
 """Waiting by looking again and again, and how long is long on a busy machine."""
 
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Seen = TypeVar("Seen")
@@ -29,3 +31,14 @@ def busy(seconds: float = 1.0) -> float:
 def in_time(seconds: float, limit: float) -> bool:
     """Whether something took no longer than it may; on a busy machine, than it may there."""
     return seconds < limit or seconds < limit * busy()
+
+
+def own_time() -> float:
+    """Seconds on a clock that stands still while this thread could run and is given no core.
+
+    Kernels that do not say so count that time, too.
+    """
+    waited = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.monotonic() - waited / 1e9

@@ -39,7 +39,7 @@ from sglang.srt.disaggregation.utils import (
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from pd_harness.waiting import awaited
+from pd_harness.waiting import awaited, own_time
 
 try:
     from sglang.srt.disaggregation.pd import peer_sockets
@@ -294,16 +294,16 @@ class RankBase(ABC):
         """Several requests, `[room, pages]` each, whose senders are polled in turns.
 
         `ends` are as those of `send`, in this order, with the seconds that each took; `pause` is
-        the longest turn in seconds.
+        the longest turn in seconds, without the time for which others had this thread's core.
         """
         for room, pages in requests:
             self.fill(room, pages)
-        begun = turn = time.monotonic()
+        begun, turn = time.monotonic(), own_time()
         senders = [self._sender(room) for room, _ in requests]
         ends: list[dict | None] = [None] * len(requests)
         sent: set[int] = set()
         pause = 0.0
-        while None in ends and turn - begun < seconds:
+        while None in ends and time.monotonic() - begun < seconds:
             for at, ((room, pages), sender) in enumerate(zip(requests, senders)):
                 if ends[at] is not None:
                     continue
@@ -315,7 +315,7 @@ class RankBase(ABC):
                     sender.send(np.array(pages, dtype=np.int32), None)
                 elif end["state"] not in ("waiting", "hang"):
                     ends[at] = {**end, "seconds": round(time.monotonic() - begun, 2)}
-            now = time.monotonic()
+            now = own_time()
             pause, turn = max(pause, now - turn), now
             time.sleep(PAUSE)
         return {"state": "sent", "ends": [end or {"state": "hang"} for end in ends], "pause": pause}

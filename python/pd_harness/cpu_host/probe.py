@@ -4,7 +4,8 @@ With a folder in ``SGLANG_PD_PROBE`` every scheduler writes ``PID.json`` there w
 is set up, and again at each SIGUSR1:
 
 - ``disaggregation``, ``pp_rank``, ``tp_rank``: whose process it is
-- ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn
+- ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn,
+  without that for which other processes had its core
 - ``queues``: how many requests are in each queue
 - ``rooms``: the rooms in each table of the KV manager that has any
 
@@ -25,6 +26,8 @@ import time
 from collections import deque
 from pathlib import Path
 from types import ModuleType
+
+from pd_harness.waiting import own_time
 
 FOLDER = "SGLANG_PD_PROBE"
 HOLD = "hold"
@@ -80,7 +83,7 @@ class Probe:
     def __init__(self, scheduler, folder: Path):
         self.scheduler = scheduler
         self.file = folder / f"{os.getpid()}.json"
-        self.pause, self.last = 0.0, time.monotonic()
+        self.pause, self.last = 0.0, own_time()
         self.write()
         signal.signal(signal.SIGUSR1, lambda number, frame: self.write())
 
@@ -89,7 +92,7 @@ class Probe:
         while word := self._held_by():
             self.file.with_name(f"held-{word}").touch()
             time.sleep(0.005)
-        now = time.monotonic()
+        now = own_time()
         self.pause = max(self.pause, now - self.last)
         self.last = now
 
@@ -106,7 +109,7 @@ class Probe:
 
     def write(self) -> None:
         """Write the file, whole or not at all, and forget all pauses but that which may last."""
-        pause = max(self.pause, time.monotonic() - self.last)
+        pause = max(self.pause, own_time() - self.last)
         self.pause = 0.0
         scheduler = self.scheduler
         queue = _queue(scheduler)
