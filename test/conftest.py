@@ -9,11 +9,31 @@ from pathlib import Path
 import pytest
 
 from pd_harness.forks import SHARED
+from pd_harness.releases import default_release, release
 
 # pytest's importlib mode leaves that to us.
 HERE = Path(__file__).parent
 LONG = ("serving", "transport")
 LONG_SECONDS = 900  # a limit above that is a test's own
+# Of these every run has the default release alone, others the night: they are long, and what they
+# look at is shared by all, or has quicker tests.
+LONG_AND_SHARED = {
+    "engine/test_peer_sockets.py",
+    "engine/test_silence.py",
+    *(
+        f"transport/test_{subject}.py"
+        for subject in (
+            "bounds",
+            "faults",
+            "fuzz",
+            "memfabric_faults",
+            "memory",
+            "metadata",
+            "one_peers_trouble",
+            "verify",
+        )
+    ),
+}
 sys.path += [str(HERE / "serving"), str(HERE / "support")]
 
 
@@ -40,6 +60,13 @@ def pytest_sessionstart(session):
     plugins = session.config.pluginmanager
     if (terminal := plugins.get_plugin("terminalreporter")) and not plugins.has_plugin("Failed"):
         plugins.register(Failed(terminal), "Failed")
+
+
+def pytest_itemcollected(item):
+    file = "/".join(item.path.parts[-2:])
+    if file in LONG_AND_SHARED and release() != default_release() and not is_nightly(item):
+        item.add_marker("nightly")
+        item.add_marker("elsewhere")
 
 
 @pytest.hookimpl(trylast=True)  # what is left out is, by then
