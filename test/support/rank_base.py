@@ -519,6 +519,18 @@ class RankBase(ABC):
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
         return kept
 
+    def rest_after(self, seconds: float, resting: int) -> dict:
+        """Decode ranks that are silent for so long are let go, and of more than so many forgotten."""
+        from sglang.srt.disaggregation.pd import peer_sockets, silence
+
+        peer_sockets.GONE_SECONDS = silence.REST_SECONDS = seconds
+        silence.MAX_RESTING = resting
+        return {"state": "set"}
+
+    def peers(self) -> dict:
+        """How many decode ranks a prefill rank knows."""
+        return {"known": len(self.manager.decode_kv_args_table)}
+
     def plan_faults(self, **plan) -> dict:
         """See `rank_faults.Faults.plan`."""
         self.faults = self.faults or Faults(self.manager)
