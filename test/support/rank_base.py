@@ -520,7 +520,7 @@ class RankBase(ABC):
         return kept
 
     def rest_after(self, seconds: float, resting: int) -> dict:
-        """Decode ranks that are silent for so long are let go, and of more than so many forgotten."""
+        """Decode ranks that are silent for so long rest, so many of them; others are forgotten."""
         from sglang.srt.disaggregation.pd import peer_sockets, silence
 
         peer_sockets.GONE_SECONDS = silence.REST_SECONDS = seconds

@@ -96,7 +96,8 @@ class NoticesSilence:
                 long_silent.append((seconds, name))
         back = self.silent.keys() - silent.keys()
         for name in silent.keys() - self.silent.keys():
-            logger.error(f"{silent[name]}; its requests fail")
+            until = "" if name in self.replaced else " until it does"
+            logger.error(f"{silent[name]}; its requests fail{until}")
         self.silent = silent
         for name in back:
             self.resting.discard(name)
