@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fleet as fleets
 import pytest
+from of_release import IS_LATER
 from rank_faults import kill
 from transfer_checks import PAGES
 
@@ -76,6 +77,8 @@ def grown(servers, restarts: int) -> float:
 @pytest.mark.parametrize("engine", ["patched", "stock"])
 def test_decode_servers_that_are_gone_are_forgotten(serve, engine):
     """A hundred over NIXL, one after the other; stock keeps what it knows of each."""
+    if engine == "stock" and not IS_LATER:
+        pytest.skip("stock 0.5.9's prefill raises when a decode server ends")
     with serve(fleets.Fleet(), engine, engine) as servers:
         (prefill,) = servers.prefill
         if engine == "patched":

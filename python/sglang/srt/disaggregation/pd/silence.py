@@ -96,8 +96,10 @@ class NoticesSilence:
                 long_silent.append((seconds, name))
         back = self.silent.keys() - silent.keys()
         for name in silent.keys() - self.silent.keys():
-            until = "" if name in self.replaced else " until it does"
-            logger.error(f"{silent[name]}; its requests fail{until}")
+            if name in self.replaced:
+                logger.warning(f"{silent[name]}, and its requests fail")
+            else:
+                logger.error(f"{silent[name]}; its requests fail until it does")
         self.silent = silent
         for name in back:
             self.resting.discard(name)
