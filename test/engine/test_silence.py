@@ -20,8 +20,9 @@ PATIENCE = 10.0
 
 class Manager(NoticesSilence):
     def __init__(self):
-        self.transfer_infos = {}
-        self.failed, self.back = [], []
+        self.transfer_infos, self.decode_kv_args_table = {}, {}
+        self.failed, self.back, self.rested, self.dropped = [], [], [], []
+        self.is_writing = False
 
     def fail_silent(self, room: int, reason: str) -> None:
         self.failed.append((room, reason))
@@ -32,8 +33,17 @@ class Manager(NoticesSilence):
 
     def register(self, name: str, port: int) -> SimpleNamespace:
         info = SimpleNamespace(endpoint="127.0.0.1", dst_port=port)
+        self.decode_kv_args_table[name] = info
         self.meet(name, info)
         return info
+
+    def rest(self, name: str) -> bool:
+        if not self.is_writing:
+            self.rested.append(name)
+        return not self.is_writing
+
+    def drop(self, name: str) -> None:
+        self.dropped.append(name)
 
 
 @pytest.fixture
@@ -127,6 +137,78 @@ def test_one_that_is_being_registered_is_not_silent(manager, listening):
     manager.transfer_infos[1] = {"b": None}
     manager.look_at_peers()
     assert manager.why_silent(1) == "" and not manager.failed
+
+
+def silent_for_long(manager, monkeypatch, seconds: dict[int, float]) -> None:
+    """These ports have been silent for so long."""
+    ports = {f"tcp://127.0.0.1:{port}": since for port, since in seconds.items()}
+    monkeypatch.setattr(
+        peer_sockets.PeerSocket, "silent_for", lambda self: ports.get(self.endpoint, 0.0)
+    )
+    manager.look_at_peers()
+
+
+def test_a_rank_that_is_silent_for_long_rests_once_and_may_come_back(manager, monkeypatch):
+    for name, port in (("a", 1), ("b", 2)):
+        manager.register(name, port)
+    silent_for_long(manager, monkeypatch, {1: silence.REST_SECONDS - 1})
+    assert set(manager.silent) == {"a"} and not manager.rested
+    for _ in range(2):
+        silent_for_long(manager, monkeypatch, {1: silence.REST_SECONDS})
+        assert manager.rested == ["a"] and set(manager.decode_kv_args_table) == {"a", "b"}
+    silent_for_long(manager, monkeypatch, {})
+    assert manager.back == ["a"] and not manager.resting
+    silent_for_long(manager, monkeypatch, {1: silence.REST_SECONDS})
+    assert manager.rested == ["a", "a"] and not manager.dropped
+    manager.register("a", 1)
+    assert not manager.resting
+
+
+def test_none_rests_that_has_a_room_or_is_written_to(manager, monkeypatch):
+    manager.register("a", 1)
+    manager.fail_silent = lambda room, reason: None
+    manager.transfer_infos = {5: {"b": None, "a": None}}
+    silent_for_long(manager, monkeypatch, {1: 9e9})
+    assert not manager.rested
+    manager.transfer_infos, manager.is_writing = {}, True
+    manager.look_at_peers()
+    assert not manager.resting
+    manager.is_writing = False
+    manager.look_at_peers()
+    assert manager.resting == {"a"}
+
+
+def test_of_too_many_the_longest_silent_are_forgotten(manager, monkeypatch):
+    """All that is kept of them: a decode server that is restarted leaves a name each time."""
+    monkeypatch.setattr(silence, "MAX_RESTING", 3)
+    ports = range(1, 6)
+    for port in ports:
+        manager.register(f"rank {port}", port)
+    manager.fail_silent = lambda room, reason: None
+    manager.transfer_infos = {5: {"rank 5": None}}
+    silent_for_long(manager, monkeypatch, {port: 1000.0 + port for port in ports})
+    assert manager.dropped == ["rank 4"]
+    manager.transfer_infos.clear()
+    manager.look_at_peers()
+    assert manager.dropped == ["rank 4", "rank 5"]
+    left = {"rank 1", "rank 2", "rank 3"}
+    tables = (manager.met, manager.silent, manager.resting, manager.decode_kv_args_table)
+    assert all(set(table) == left for table in tables)
+
+
+def test_a_rank_whose_endpoint_is_anothers_fails_its_rooms_and_is_forgotten(manager, listening):
+    """It seems to answer: who does is the other."""
+    _, port = listening()
+    manager.register("a", port)
+    manager.transfer_infos = {1: {"a": None}, 2: {"b": None}}
+    manager.register("b", port)
+    assert awaited(lambda: "a" not in manager.met, PATIENCE, 0.01)
+    assert manager.failed == [(1, f"decode 127.0.0.1:{port} is another process by now")]
+    assert manager.dropped == ["a"] and set(manager.decode_kv_args_table) == {"b"}
+    assert not (manager.replaced or manager.silent or manager.resting)
+    manager.register("b", port)
+    manager.look_at_peers()
+    assert set(manager.met) == {"b"} and not manager.silent
 
 
 def test_a_manager_that_is_gone_is_not_kept(monkeypatch, listening):

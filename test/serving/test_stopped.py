@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from of_release import IS_LATER
 from serving_checks import holds_nothing, stopped
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="three servers of NIXL or Mooncake"),
-    pytest.mark.skipif(not IS_LATER, reason="0.5.9's scheduler asks bootstrap servers itself"),
 ]
 
 AT_ONCE = 3  # seconds, for an answer of the server that lives; one wait of stock's takes 5

@@ -65,6 +65,7 @@ class Fleet:
     backend: str = "nixl"
     kv_heads: int = 4
     draft_heads: int = 4
+    window_heads: int = 0  # swa: of layers with a window; 0: as many as the others
     layers: int = 2
     stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as can be
     hidden_size: int = 64  # of metadata's hidden states on a side that speculates; 16 elsewhere

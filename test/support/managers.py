@@ -248,6 +248,8 @@ def _of_role(role) -> dict:
     return {
         "connection_pool": {},
         "connection_lock": threading.Lock(),
+        "session_pool": {},
+        "session_pool_lock": threading.Lock(),
         "prefill_info_table": {},
         "prefill_response_tracker": {},
         "required_prefill_response_num_table": {},

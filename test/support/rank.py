@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import rank_process
-from rank_base import AUX_SLOTS, HOST, RankBase
+from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase
 from rank_lines import Lines, Sent
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
@@ -22,6 +22,10 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
+
+from pd_harness.waiting import awaited
+
+PREFILL_SECONDS = 15  # so long prefill's server is looked for
 
 
 class Rank(Lines, RankBase):
@@ -87,12 +91,15 @@ class Rank(Lines, RankBase):
         return None if slots is None else np.array(slots, dtype=np.int32)
 
     def _receiver(self, room: int):
-        return self._class(KVClassType.RECEIVER)(
+        receiver = self._class(KVClassType.RECEIVER)(
             mgr=self.manager,
             bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
             bootstrap_room=room,
             prefill_dp_rank=0,
         )
+        # As the engine's queue, which sets nothing aside before prefill is found.
+        awaited(lambda: receiver.poll() != KVPoll.Bootstrapping, PREFILL_SECONDS, PAUSE)
+        return receiver
 
     def knows_aborted(self, room: int) -> bool:
         """Whether decode gave up this room, of which no request has come to prefill."""

@@ -101,9 +101,10 @@ class RankBase(ABC):
             False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
             True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        self.pool = make_pool(c, pool_layers(c), len(self.heads[False]))
-        drafts = range(c.draft_layers)
-        self.draft = make_pool(c, drafts, len(self.heads[True])) if drafts else None
+        self.window_heads = deal_heads(c.window_heads or c.kv_heads, c.tp_size)[c.tp_rank]
+        self.pool = make_pool(c, pool_layers(c), len(self.heads[False]), len(self.window_heads))
+        drafts, heads = range(c.draft_layers), len(self.heads[True])
+        self.draft = make_pool(c, drafts, heads, heads) if drafts else None
         hidden = (c.hidden_size, torch.bfloat16) if c.speculates else (16, torch.float32)
         self.aux = MetadataBuffers(AUX_SLOTS, *hidden, **self.METADATA)
         if not self.is_prefill:
@@ -160,7 +161,10 @@ class RankBase(ABC):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
         c = self.config
         decode_queue = DecodePreallocQueue
-        draft = SimpleNamespace(get_total_num_kv_heads=lambda: c.draft_heads)
+        draft = SimpleNamespace(
+            get_total_num_kv_heads=lambda: c.draft_heads,
+            get_swa_num_kv_heads=lambda _: c.draft_heads,
+        )
         draft_runner = SimpleNamespace(model_config=draft)
         queue = object.__new__(prefill.PrefillBootstrapQueue if self.is_prefill else decode_queue)
         queue.__dict__.update(
@@ -178,6 +182,7 @@ class RankBase(ABC):
                 model_config=SimpleNamespace(
                     num_hidden_layers=c.model_layers,
                     get_total_num_kv_heads=lambda: c.kv_heads,
+                    get_swa_num_kv_heads=lambda _: c.window_heads or c.kv_heads,
                     hf_text_config=SimpleNamespace(
                         full_attention_layer_ids=range(1, c.model_layers, 2)
                     ),
@@ -264,6 +269,8 @@ class RankBase(ABC):
                 buffer[page] = says if self.is_recurrent else says[0]
             return
         heads = [0] if self.config.mla else self.heads[is_draft]
+        if component.startswith("state") and not is_draft:
+            heads = self.window_heads
         size = self.config.page_size
         number += room * 32
         for i, page in enumerate(pages):
@@ -511,6 +518,18 @@ class RankBase(ABC):
         if "addr_to_rooms_tracker" in kept:
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
         return kept
+
+    def rest_after(self, seconds: float, resting: int) -> dict:
+        """Decode ranks that are silent for so long rest, so many of them; others are forgotten."""
+        from sglang.srt.disaggregation.pd import peer_sockets, silence
+
+        peer_sockets.GONE_SECONDS = silence.REST_SECONDS = seconds
+        silence.MAX_RESTING = resting
+        return {"state": "set"}
+
+    def peers(self) -> dict:
+        """How many decode ranks a prefill rank knows."""
+        return {"known": len(self.manager.decode_kv_args_table)}
 
     def plan_faults(self, **plan) -> dict:
         """See `rank_faults.Faults.plan`."""

@@ -41,7 +41,7 @@ def pool_layers(c: SimpleNamespace) -> range:
     return range(c.start_layer, min(stop + more, c.model_layers))
 
 
-def make_pool(c: SimpleNamespace, layers: range, heads: int):
+def make_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: int):
     """The pool for these layers; `c` is a rank's configuration."""
     common = {
         "size": c.pages * c.page_size,
@@ -50,7 +50,7 @@ def make_pool(c: SimpleNamespace, layers: range, heads: int):
         "device": c.device,
     }
     if c.hybrid:
-        pool = _hybrid_pool(c, layers, heads, common)
+        pool = _hybrid_pool(c, layers, heads, window_heads, common)
     else:
         common |= {
             "layer_num": len(layers),
@@ -86,7 +86,7 @@ def _npu_pool(c: SimpleNamespace, heads: int, common: dict):
     )
 
 
-def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
+def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: int, common: dict):
     special, full = ([layer for layer in layers if layer % 2 == odd] for odd in (0, 1))
     common |= {
         "head_num": heads,
@@ -96,8 +96,8 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, common: dict):
     if not IS_LATER:
         common["enable_kvcache_transpose"] = False
     if c.hybrid == "swa":
-        size = common["size"]
-        return SWAKVPool(size_swa=size, swa_attention_layer_ids=special, **common)
+        common |= {"size_swa": common["size"], "swa_head_num": window_heads}
+        return SWAKVPool(swa_attention_layer_ids=special, **common)
     shape = Mamba2StateShape.create(
         tp_world_size=c.tp_size,
         intermediate_size=CHANNELS,

@@ -76,6 +76,10 @@ RIGHT = {
     "swa_tp2_to_2": swa(tp=(2, 2)),
     "swa_tp2_to_1": swa(tp=(2, 1)),
     "swa_tp1_to_2": swa(tp=(1, 2)),
+    # Layers with a window have more heads than the others, as in MiMo-V2, or fewer.
+    "swa_more_heads_tp2_to_1": swa(tp=(2, 1), kv_heads=1, window_heads=2),
+    "swa_more_heads_tp1_to_2": swa(tp=(1, 2), kv_heads=1, window_heads=2),
+    "swa_fewer_heads_tp2_to_1": swa(tp=(2, 1), kv_heads=4, window_heads=1),
     "mamba": mamba(),
     "mamba_tp2_to_2": mamba(tp=(2, 2)),
     "short_convolution": mamba(hybrid="conv"),

@@ -3,7 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from kv_layout import Heads, LayoutError, describe_pools, keeps_own_state, memory_kind
+from kv_layout import (
+    Heads,
+    LayoutError,
+    describe_pools,
+    keeps_own_state,
+    memory_kind,
+    total_heads,
+)
 
 
 def mha(layers=2, start=0, heads=2):
@@ -132,6 +139,20 @@ def test_sliding_window_hybrid():
     )
     assert [layer for _, _, layer in described(pool)[0]] == [0, 2, 0, 2]
     assert described(pool, count=2, state=True)[0] == [("swa_k", False, 1), ("swa_v", False, 1)]
+
+
+def test_heads_of_layers_with_a_window_are_counted_by_themselves():
+    """As in MiMo-V2: over eight ranks each has one head of either kind."""
+    config = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 4, get_swa_num_kv_heads=lambda ranks: 8 // ranks
+    )
+    pool = SimpleNamespace(full_kv_pool=mha(1), swa_kv_pool=mha(1, heads=1))
+    pool.layers_mapping = {0: (0, False), 1: (0, True)}
+    assert total_heads(config, pool, False) == 4
+    assert total_heads(config, mha(), True) == 4
+    total = total_heads(config, pool, True)
+    heads = described(pool, count=2, state=True, tp=(5, 8), total=total)[1]
+    assert set(heads) == {Heads(5, 6, 8)}
 
 
 @pytest.mark.parametrize("draft", [False, True])

@@ -4,6 +4,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
@@ -185,3 +186,45 @@ def test_a_refusal_does_not_touch_another_request_of_that_number(manager):
     sender = NixlKVSender(manager, "", ROOM, [0], 0)
     manager.refuse(ROOM, "too long")
     assert not manager.told and sender.poll() != KVPoll.Failed
+
+
+class Registered(SimpleNamespace):
+    """A registration that NIXL has taken; `name` is the decode rank's."""
+
+    refusal, plan, is_connected = "", object(), True
+    try_again, not_before = False, 1e9
+
+
+def test_a_rank_that_is_written_to_does_not_rest(manager):
+    sender = begun(manager)
+    manager.agent.peers = {STOPPED, LIVE}
+    manager.agent.remove_remote_agent = manager.agent.peers.remove
+    info = manager.decode_kv_args_table[STOPPED] = Registered(name=STOPPED)
+    assert not manager.rest(STOPPED)
+    assert info.is_connected and manager.agent.peers == {STOPPED, LIVE} and sender.xfer_handles
+    manager.agent.states[f"to {STOPPED}"] = "ERR"
+    manager.out_of_reach.add(STOPPED)
+    assert manager.rest(STOPPED)
+    assert manager.agent.peers == {LIVE} and not manager.out_of_reach
+    assert (info.plan, info.is_connected, info.try_again) == (None, False, True)
+
+
+def test_a_rank_that_rests_is_registered_again_when_it_asks(manager):
+    """It was cut off for long, has its process still, and so does not register."""
+    manager.agent.remove_remote_agent = lambda name: None
+    info = manager.decode_kv_args_table[LIVE] = Registered(name=LIVE)
+    done, manager.heard = [], lambda name, info: done.append(("heard", name))
+    manager._register_decode = lambda info: done.append(("registered", info.name))
+    asks = SimpleNamespace(room=9, required_dst_info_num=1, dst_aux_index=0)
+    asks.dst_kv_indices = asks.dst_state_indices = np.arange(2)
+    manager._asking_peer(asks, LIVE)
+    assert done == [("heard", LIVE)]
+    manager.rest(LIVE)
+    manager._asking_peer(asks, LIVE)
+    assert done[1:] == [("heard", LIVE), ("registered", LIVE)] and info.not_before > 0
+
+
+def test_a_refused_rank_is_not_registered_again(manager):
+    manager.agent.remove_remote_agent = lambda name: None
+    info = manager.decode_kv_args_table[LIVE] = Registered(name=LIVE, refusal="page sizes differ")
+    assert manager.rest(LIVE) and not info.try_again

@@ -36,7 +36,11 @@ def wire(request, monkeypatch):
     monkeypatch.setattr(dp_attention, "_ATTN_DP_SIZE", 1)
 
     def kv_args(target, draft=None, computed=LAYERS) -> KVArgs:
-        model = SimpleNamespace(num_hidden_layers=LAYERS, get_total_num_kv_heads=lambda: 2)
+        model = SimpleNamespace(
+            num_hidden_layers=LAYERS,
+            get_total_num_kv_heads=lambda: 2,
+            get_swa_num_kv_heads=lambda ranks: 2,
+        )
         queue = object.__new__(QUEUES[request.param])
         queue.__dict__.update(
             token_to_kv_pool=target,

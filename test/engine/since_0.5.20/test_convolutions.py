@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.configs.gigachat35 import GigaChat35Config
+from sglang.srt.configs.jet_nemotron import JetNemotronConfig
 from sglang.srt.configs.mamba_utils import (
     Mamba2CacheParams,
     Mamba2StateDType,
@@ -87,12 +88,31 @@ class GigaChat:
         return [channel for part in parts for channel in cut(part, tp)[rank].tolist()]
 
 
+@dataclass
+class JetNemotron:
+    """q and k of 8 heads by 3 channels, of which there is no window; v of 8 by 2."""
+
+    def shape(self, tp: int) -> Mamba2StateShape:
+        block = {"num_heads": 8, "head_dim": 3, "expand_v": 2 / 3, "conv_size": 4}
+        block |= {"mode": "", "norm_eps": "0", "dconv_implementation": ""}
+        block["dconv_generator_reduction"] = 1
+        config = JetNemotronConfig()
+        config.efficient_attention_config, config.layer_types = {"jet": block}, ["jet"]
+        with get_parallel().override(attn_tp_size=tp):
+            return config.mamba2_cache_params.shape
+
+    def channels(self, rank: int, tp: int) -> list[int]:
+        parts = (range(24), range(100, 124), range(200, 216))
+        return [channel for part in parts for channel in cut(part, tp)[rank].tolist()]
+
+
 MODELS = {
     "eight groups": Mamba2(8),
     "four groups": Mamba2(4),
     "one group": Mamba2(1),
     "short": Short(),
     "gigachat": GigaChat(),
+    "jet": JetNemotron(),
 }
 
 

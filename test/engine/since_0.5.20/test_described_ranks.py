@@ -66,7 +66,7 @@ def layout(monkeypatch):
     """A function from pools to the layout of the first of two TP ranks; None is the engine's."""
     parallel = {"attn_tp_rank": 0, "attn_tp_size": 2, "pp_size": 1, "attn_cp_size": 1}
     parallel |= {"attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, get_swa_num_kv_heads=lambda ranks: 1)
     draft_model = SimpleNamespace(get_total_num_kv_heads=lambda: 1)
     runner = SimpleNamespace(model_config=draft_model)
     worker = SimpleNamespace(_draft_model_runners=lambda: [runner])
@@ -135,6 +135,8 @@ def test_windows_are_sent_by_plan(where, layout):
     assert [(b.component, b.layer) for b in found.state] == [
         (component, layer) for component in ("swa_k", "swa_v") for layer in (1, 2)
     ]
+    # Of these layers the model has one head, which both ranks have.
+    assert {buffer.heads for buffer in found.state} == {Heads(0, 1, 1)}
 
 
 def test_windows_with_heads_first_are_the_engines(layout):

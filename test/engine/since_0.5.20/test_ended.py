@@ -562,3 +562,14 @@ def test_a_refusal_does_not_touch_another_request_of_that_number(backend):
     prefill.refuse(ROOM, "too long")
     assert told(prefill) == []
     assert sender.poll() == KVPoll.WaitingForInput
+
+
+@backends
+def test_rooms_that_were_written_to_last_of_all_are_remembered(backend, monkeypatch):
+    """The engine remembers each until its number comes again, which may be never."""
+    monkeypatch.setattr(ended, "MAX_POISONED", 3)
+    prefill = prefill_rank(backend)
+    for room in (1, 2, 3, 2, 4, 5):
+        prefill._staging_outstanding[room] += 1
+        prefill.poison_deferred_ack_room(room)
+    assert prefill._deferred_ack_poisoned_rooms == {2, 4, 5} == set(prefill._staging_outstanding)

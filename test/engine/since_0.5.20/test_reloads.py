@@ -103,6 +103,39 @@ def test_a_peer_that_says_its_connection_is_lost_is_loaded_anew():
 
 
 @pytest.mark.parametrize("is_described", [True, False])
+def test_a_peer_that_rests_is_made_anew_when_it_asks(is_described):
+    """It was cut off for long, has its process still, and so does not register."""
+    prefill = managers.rank("nixl", managers.latents((64,) * 4))
+    decode = managers.rank("nixl", managers.latents((64,) * 4), DECODE)
+    managers.read(prefill, managers.registration(decode, is_described))
+    plan = prefill.plan_of(NAME)
+    for _ in range(2):
+        assert prefill.rest(NAME)
+        assert not prefill.prepared and not prefill.agent.peers and prefill.plan_of(NAME) is None
+    managers.read(prefill, managers.request(decode, 7, [8, 9]))
+    assert prefill.agent.peers == {NAME} and prefill.plan_of(NAME).layout == plan.layout
+    assert prefill._why_unsent(7, slice(0, 2)) == ""
+    assert send(prefill) == ALL
+
+
+def test_a_peer_that_rests_and_registers_again():
+    prefill = met(managers.latents(), managers.latents())
+    prefill.rest(NAME)
+    managers.read(prefill, managers.registration(managers.rank("nixl", managers.latents(), DECODE)))
+    assert send(prefill) == ALL and not managers.known(prefill).refusal
+
+
+def test_nothing_is_kept_of_a_peer_that_is_forgotten():
+    prefill = met(managers.latents(), managers.latents())
+    prefill.met[NAME] = managers.known(prefill)
+    lose(prefill)
+    prefill.rest(NAME)
+    prefill._forget(NAME)
+    tables = (prefill.decode_kv_args_table, prefill.prepared, prefill.agent.peers, prefill.met)
+    assert not any((*tables, prefill._peer_reload_times, prefill.prep_handles))
+
+
+@pytest.mark.parametrize("is_described", [True, False])
 def test_a_peer_with_more_pages_than_prefill(is_described):
     own = managers.latents()
     peer = replace(own, kv=tuple(replace(buffer, pages=3 * buffer.pages) for buffer in own.kv))

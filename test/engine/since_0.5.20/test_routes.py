@@ -155,8 +155,10 @@ def asked(bootstrap, monkeypatch):
 
 def test_a_lost_rank_has_its_server_asked_again(asked):
     decode, _ = asked
+    decode.session_pool[ADDRESS], decode.heartbeat_failures[ADDRESS] = object(), 1
     assert awaited(lambda: ADDRESS not in decode.prefill_info_table, PATIENCE, 0.01)
     assert not decode.connection_pool and not decode.routes
+    assert not decode.session_pool and not decode.heartbeat_failures
     assert decode.request_status[7] != KVPoll.Failed
 
 

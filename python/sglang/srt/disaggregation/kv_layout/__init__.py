@@ -38,7 +38,13 @@ from .infer import PeerFacts, counted_layout, infer_layout
 from .match import Pair, match_buffers, one_sided_draft, refusals
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
-from .pools import describe_pools, describe_unknown, keeps_own_state, memory_kind
+from .pools import (
+    describe_pools,
+    describe_unknown,
+    keeps_own_state,
+    memory_kind,
+    total_heads,
+)
 from .prepared import PreparedPlan, prepare
 from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
 from .wire import (
@@ -111,6 +117,7 @@ __all__ = [
     "sum_up",
     "told_memory",
     "told_sizes",
+    "total_heads",
     "tp_size_conflict",
     "unsent",
     "unsent_rows",

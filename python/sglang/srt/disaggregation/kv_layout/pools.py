@@ -51,7 +51,7 @@ def describe_pools(
         data_lens: Bytes of each whole buffer.
         state: Describe what is sent as state instead of KV.
         tp: Attention TP rank and size.
-        total_kv_heads, draft_kv_heads: Of the whole model, from its configuration; None if unknown.
+        total_kv_heads, draft_kv_heads: Of the whole model, see `total_heads`; None if unknown.
         computed: Layers of the target that this rank's stage computes; None for all of the pool's.
 
     Raises:
@@ -76,6 +76,16 @@ def describe_pools(
             parts, item_lens, data_lens
         )
     )
+
+
+def total_heads(config: Any, pool: Any, state: bool) -> Optional[int]:
+    """KV heads of a whole model by the engine's configuration of it; of state, its windows'.
+
+    Layers with a window may have other heads than those with full attention.
+    """
+    if state and hasattr(pool, "swa_kv_pool"):
+        return config.get_swa_num_kv_heads(1)
+    return config.get_total_num_kv_heads()
 
 
 def describe_unknown(item_lens: Sequence[int], data_lens: Sequence[int]) -> tuple[Buffer, ...]:

@@ -178,6 +178,13 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         with self.session_lock:
             self._unblacklist_session(name)
 
+    def drop(self, name: str) -> None:
+        """As `NoticesSilence`."""
+        with self.session_lock:
+            self._unblacklist_session(name)
+            self.state_layout_rejections.pop(name, None)
+            self.state_strides_validated.discard(name)
+
     def _bound_peer(self, session: str, info: KVArgsRegisterInfo) -> None:
         """Note what memory this decode rank has."""
         try:

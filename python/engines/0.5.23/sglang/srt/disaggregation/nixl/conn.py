@@ -65,7 +65,8 @@ class KVArgsRegisterInfo:
     # How this decode rank is served, see `pd.plans`.
     plan = None
     refusal = ""
-    # Its description, where it could not be registered for no fault of its own.
+    # Its description, and once more where it is to be registered again when it asks for a room.
+    described = b""
     untried = None
     # When that is tried again, on the monotonic clock.
     not_before = 0.0
@@ -179,6 +180,7 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
             del self.decode_kv_args_table[name]  # it may do better now
         elif known is not None:
             return super()._add_remote_peer(info)
+        info.described = self.arriving_layout
         tp = (info.decode_tp_rank, info.decode_tp_size)
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
@@ -193,6 +195,25 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
         self.meet(name, info)
+
+    def rest(self, name: str) -> bool:
+        """As `NoticesSilence`: its blocks, which NIXL lists for each, and its NIXL agent."""
+        info = self.decode_kv_args_table.get(name)
+        if info is not None and info.untried is None:
+            info.refusal = "its connection was lost long ago, and it is registered again"
+            info.untried, info.not_before, info.plan = info.described, 0.0, None
+            self.drop(name)
+        return True
+
+    def drop(self, name: str) -> None:
+        """As `NoticesSilence`."""
+        for what in ("kv", "state"):
+            self.prepared.pop((name, what), None)
+        lists = (self.prep_handles, self.prep_handles_slice_dst, self._prepared_state_plans)
+        for table in (*lists, self._peer_reload_times, self._state_layout_rejections):
+            table.pop(name, None)
+        with contextlib.suppress(Exception):  # NIXL may not know it any more
+            self.agent.remove_remote_agent(name)
 
     def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
         return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)

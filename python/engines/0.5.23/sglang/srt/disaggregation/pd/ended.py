@@ -25,6 +25,8 @@ MAX_ENDED = 4096
 ABORTED = "Aborted on prefill"
 # Decode ranks that are remembered for having heard of one room, or given it up; a fleet has fewer.
 MAX_TOLD = 1024
+# Rooms that are remembered for having been written to without a known end; a rank has fewer open.
+MAX_POISONED = 1 << 16
 ABORT = b"ABORT"
 MAX_ASK_SECONDS = 0.1
 
@@ -55,6 +57,7 @@ class Ended:
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
         self.unrequested: OrderedDict[int, None] = OrderedDict()
+        self.poisoned: OrderedDict[int, None] = OrderedDict()
         return self
 
     def note_requested(self, room: int, sender: Any) -> None:
@@ -110,6 +113,17 @@ class Ended:
         return (
             self.enable_deferred_decode_kv_release and room not in self._deferred_ack_poisoned_rooms
         )
+
+    def poison_deferred_ack_room(self, room: int) -> None:
+        """As the engine's, which forgets a room only when its number comes again."""
+        super().poison_deferred_ack_room(room)
+        with self.ended_lock:
+            self.poisoned[room] = None
+            self.poisoned.move_to_end(room)
+            if len(self.poisoned) > MAX_POISONED:
+                oldest, _ = self.poisoned.popitem(last=False)
+                self._deferred_ack_poisoned_rooms.discard(oldest)
+                self._staging_outstanding.pop(oldest, None)
 
     def drop_left(self) -> None:
         """Rooms of requests that are gone, and that nobody has cleared.

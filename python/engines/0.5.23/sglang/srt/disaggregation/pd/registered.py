@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.kv_layout import (
     RankLayout,
     describe_pools,
     memory_kind,
+    total_heads,
 )
 from sglang.srt.disaggregation.pd.comparing import check_comparable
 from sglang.srt.disaggregation.pd.verify import make_verifier
@@ -100,10 +101,11 @@ def _layout(
     if not args.num_draft_entries:
         draft = None
     heads = (
-        _scheduler.model_config.get_total_num_kv_heads(),
+        total_heads(_scheduler.model_config, target, False),
         None if draft is None else _draft_kv_heads(_scheduler),
     )
     kv = describe_pools(target, draft, args.kv_item_lens, args.kv_data_lens, False, tp, *heads)
+    heads = (total_heads(_scheduler.model_config, target, True), heads[1])
     return RankLayout(
         tp_rank=tp[0],
         tp_size=tp[1],

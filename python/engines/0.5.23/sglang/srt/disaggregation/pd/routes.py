@@ -103,6 +103,9 @@ class Routes:
         logger.warning(f"A rank of prefill {address} has ended; it is asked for its ranks again")
         self.prefill_info_table.pop(address, None)
         self.routes.pop(address, None)
+        with self.session_pool_lock:  # of heartbeats, which are not sent to it any more
+            self.session_pool.pop(address, None)
+            self.heartbeat_failures.pop(address, None)
         with self.connection_lock:
             for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
                 del self.connection_pool[key]

@@ -259,6 +259,10 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         """A silent decode rank answers again."""
         self.back_off.forgive(name)
 
+    def drop(self, name: str) -> None:
+        """As `NoticesSilence`."""
+        self.back_off.forgive(name)
+
     def _peer_of(self, info: TransferInfo) -> str:
         return info.mooncake_session_id
 
@@ -342,6 +346,8 @@ class MooncakeKVReceiver(CommonKVReceiver):
         """The room's state; it ends when every prefill rank has said how its part ended."""
         if self.conclude_state is not None:
             return self.conclude_state
+        if self.is_asking():
+            return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.check_status(room) not in ENDED and self.init_time is not None:
             self._check_timeout(room in manager.failing_rooms)

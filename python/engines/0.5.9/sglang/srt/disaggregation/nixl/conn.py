@@ -398,6 +398,26 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
             logger.error(f"Decode {name} is not known to NIXL: {error}")
             decode_kv_args.try_again = True
 
+    def rest(self, name: str) -> bool:
+        """As `NoticesSilence`: its NIXL agent and its plan; not while it is being written to."""
+        info = self.decode_kv_args_table.get(name)
+        with self.agent_lock:
+            if any(write.peer == name and not self.has_ended(write) for write in list(self.writes)):
+                return False
+            self.drop(name)
+        if info is not None and not info.refusal:
+            info.plan, info.try_again, info.not_before = None, True, 0.0
+        return True
+
+    def drop(self, name: str) -> None:
+        """As `NoticesSilence`."""
+        info = self.decode_kv_args_table.get(name)
+        with self.agent_lock, contextlib.suppress(Exception):  # NIXL may not know it any more
+            self.out_of_reach.discard(name)
+            if info is not None:
+                info.is_connected = False
+            self.agent.remove_remote_agent(name)
+
     def _open_room(self, info: TransferInfo) -> None:
         self.is_back(info.agent_name)
         super()._open_room(info)
@@ -448,6 +468,8 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def poll(self) -> KVPoll:
         """The room's state; it succeeds when every sender's KV, aux and state are written."""
+        if self.conclude_state is None and self.is_asking():
+            return KVPoll.Bootstrapping
         if self.conclude_state is None:
             self._take_in()
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state

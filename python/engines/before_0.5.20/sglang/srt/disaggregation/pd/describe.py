@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.kv_layout import (
     describe_pools,
     describe_unknown,
     memory_kind,
+    total_heads,
 )
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -125,15 +126,19 @@ def _described(
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
     runner = scheduler.tp_worker.model_runner
-    known = (
-        (get_attention_tp_rank(), get_attention_tp_size()),
-        args.total_kv_head_num,
-        None if draft is None else _draft_kv_head_num(scheduler),
-        range(runner.start_layer, runner.end_layer),
-    )
-    kv = describe_pools(target, draft, args.kv_item_lens, args.kv_data_lens, False, *known)
-    state = describe_pools(target, draft, args.state_item_lens, args.state_data_lens, True, *known)
-    return kv, state
+    tp = (get_attention_tp_rank(), get_attention_tp_size())
+    computed = range(runner.start_layer, runner.end_layer)
+    drafts = None if draft is None else _draft_config(scheduler)
+
+    def described(lens: Any, sizes: Any, is_state: bool) -> Tuple[Buffer, ...]:
+        heads = [
+            None if config is None else total_heads(config, pool, is_state)
+            for config, pool in ((scheduler.model_config, target), (drafts, draft))
+        ]
+        return describe_pools(target, draft, lens, sizes, is_state, tp, *heads, computed)
+
+    kv = described(args.kv_item_lens, args.kv_data_lens, False)
+    return kv, described(args.state_item_lens, args.state_data_lens, True)
 
 
 def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
@@ -147,8 +152,8 @@ def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _draft_kv_head_num(scheduler: Scheduler) -> int:
-    """KV heads of the whole draft model; its worker is wrapped once more under overlap."""
+def _draft_config(scheduler: Scheduler) -> Any:
+    """Of the draft model; its worker is wrapped once more under overlap."""
     worker = scheduler.draft_worker
     inner = getattr(worker, "draft_worker", None)
     if inner is not None:
@@ -157,4 +162,4 @@ def _draft_kv_head_num(scheduler: Scheduler) -> int:
             if hasattr(inner, "draft_runner_list")
             else inner.draft_runner
         )
-    return worker.model_config.get_total_num_kv_heads()
+    return worker.model_config

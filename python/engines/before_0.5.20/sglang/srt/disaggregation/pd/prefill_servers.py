@@ -1,28 +1,40 @@
-"""What a decode server knows of prefill servers: sizes, where their ranks are, who is lost."""
+"""What a decode server knows of prefill servers: sizes, where their ranks are, who is lost.
+
+not known     asked in a thread; a scheduler that waited would serve nobody
+lost          a rank's connection is lost: the server may be another one by now, and is asked again
+silent        requests that have waited for a rank without a connection for some seconds fail
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.silence import VARIABLE
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
 
 # Of a server's TP, DP, PP and page size.
 MAX_SIZE = 1 << 16
-# Seconds that a bootstrap server has for an answer, to connect and in all; a scheduler waits. One
-# that let them pass is not asked again for some more.
+# Seconds that a bootstrap server has for an answer, to connect and in all. One that let them pass
+# is not asked again for some more.
 ANSWER_SECONDS = (2, 5)
 SILENT_SECONDS = 10.0
 MAX_SILENT = 4096
 HEALTH_SECONDS = (2, 3)
+# A connection that was lost for so long is not being made for the first time.
+LOST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,28 @@ class PrefillServers:
         # By bootstrap address: those in use, and when those that did not answer are asked again.
         self.prefill_servers: Dict[str, PrefillServer] = {}
         self.silent_until: Dict[str, float] = {}
+        self.asking: Dict[str, Future] = {}
+        # By room: the prefill ranks that were asked for it, and why it is not waited for any more.
+        self.asked_ranks: Dict[int, List[dict]] = {}
+        self.silent_rooms: Dict[int, str] = {}
         return self
+
+    def have_asked(self, address: str, ask: Callable[[], None]) -> Future:
+        """Have a thread ask a bootstrap server by `ask`, which does not raise; one at a time.
+
+        Returns what ends when it has been asked, by this `ask` or one that was under way.
+        """
+        asking = self.asking.get(address)
+        if asking is None:
+            asking = self.asking[address] = Future()
+
+            def serve() -> None:
+                ask()
+                del self.asking[address]
+                asking.set_result(None)
+
+            threading.Thread(target=serve, daemon=True).start()
+        return asking
 
     def prefill_server(self, address: str) -> Optional[PrefillServer]:
         """Its sizes, the first time from its bootstrap server; None if that does not tell."""
@@ -115,14 +148,49 @@ class PrefillServers:
                         self._handle_node_failure(address)
 
         threading.Thread(target=watch, daemon=True).start()
+        peer_sockets.look_after(self.look_at_servers)
+
+    def look_at_servers(self) -> None:
+        """Forget servers of which a rank's connection is lost, and note whose requests wait.
+
+        Such a server may have been started anew, sooner than heartbeats tell.
+        """
+        known: Dict[Tuple[str, int], float] = {}
+
+        def silent_for(rank: dict) -> float:
+            place = (rank["rank_ip"], rank["rank_port"])
+            if place not in known:
+                known[place] = PeerSocket.to(*place).silent_for()
+            return known[place]
+
+        with self.connection_lock:
+            pools = dict(self.connection_pool)
+        for key, ranks in pools.items():
+            if max(map(silent_for, ranks), default=0.0) >= LOST_SECONDS:
+                self._forget_server(key.rpartition("_")[0].rpartition("_")[0])
+        silent = {}
+        for room, ranks in list(self.asked_ranks.items()):
+            for rank in ranks:
+                if silent_for(rank) >= self.silent_seconds:
+                    silent[room] = (
+                        f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
+                        f"{self.silent_seconds:g} s ({VARIABLE})"
+                    )
+        self.silent_rooms = silent
+
+    def _forget_server(self, address: str) -> None:
+        """Ask anew for its sizes and ranks."""
+        with self.connection_lock:
+            for key in list(self.connection_pool):
+                if key.startswith(f"{address}_"):
+                    del self.connection_pool[key]
+            if self.prefill_servers.pop(address, None) is not None:
+                logger.warning(f"Prefill server {address} is asked for its ranks again")
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Fail the rooms of a prefill server, and ask anew for its ranks if it returns."""
+        self._forget_server(failed_bootstrap_addr)
         with self.connection_lock:
-            for key in list(self.connection_pool):
-                if key.startswith(f"{failed_bootstrap_addr}_"):
-                    del self.connection_pool[key]
-            self.prefill_servers.pop(failed_bootstrap_addr, None)
             rooms: List[int] = list(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
         over = (KVPoll.Success, None)
         lost = [room for room in rooms if self.request_status.get(room) not in over]

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Iterable, List, Optional, Tuple
 
 import numpy as np
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Ranks of a prefill server whose addresses are asked for at a time.
 MAX_ASKING = 16
+# For how long the scheduler waits for an answer that is nearly there.
+WAIT_SECONDS = 0.03
 
 
 class Receiver:
@@ -49,6 +51,9 @@ class Receiver:
     has_aborted = False
     is_aborted = False  # by the engine
     prefill: Optional[PrefillServer] = None
+    # While prefill's bootstrap server is being asked; what it has said of the ranks.
+    asking: Optional[Future] = None
+    found: Optional[List[dict]] = None
     # Another request has the room.
     is_second = False
     # Prefill ranks send digests of their pages (`verify`).
@@ -70,30 +75,81 @@ class Receiver:
             self.is_second, self.conclude_state = True, KVPoll.Failed
             return
         mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
-        self.prefill = mgr.prefill_server(bootstrap_addr)
-        if self.prefill is None:
-            self._fail(f"Bootstrap server {bootstrap_addr} does not tell prefill's sizes")
-            return
-        if prefill_dp_rank is None:
-            prefill_dp_rank = bootstrap_room % self.prefill.dp_size
-        self.prefill_dp_rank = self.target_dp_group = prefill_dp_rank
-        conflict = self._conflict_with(self.prefill)
+        self.prefill_dp_rank = prefill_dp_rank
+        is_first = bootstrap_addr not in mgr.asking
+        self._find_prefill()
+        if self.asking is not None and is_first:
+            wait([self.asking], WAIT_SECONDS)
+            self.is_asking()
+
+    def is_asking(self) -> bool:
+        """Whether it is not known yet where prefill's ranks are; nobody waits for that."""
+        if self.asking is None:
+            return False
+        has_failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
+        if not self.asking.done():
+            return not has_failed
+        self.asking = None
+        if has_failed:
+            return False
+        if self.found is None:  # another request had it asked, for ranks of another DP rank
+            self._find_prefill()
+        else:
+            self._meet_ranks(self.found)
+        return self.asking is not None
+
+    def _find_prefill(self) -> None:
+        """Take what is known of prefill's ranks, or have their bootstrap server asked."""
+        known = self.kv_mgr.prefill_servers.get(self.bootstrap_addr)
+        if known is not None:
+            if not self._fits(known):
+                return
+            ranks = self.kv_mgr.connection_pool.get(self._pool_key())
+            if ranks:
+                self._meet_ranks(ranks)
+                return
+        self.asking = self.kv_mgr.have_asked(self.bootstrap_addr, self._ask)
+
+    def _ask(self) -> None:
+        """In a thread: ask the bootstrap server for its sizes and ranks; fail the room without."""
+        try:
+            known = self.kv_mgr.prefill_server(self.bootstrap_addr)
+            if known is None:
+                self._fail(f"Bootstrap server {self.bootstrap_addr} does not tell prefill's sizes")
+            elif self._fits(known):
+                self.found = self._fetch_bootstrap_infos()
+        except Exception as error:
+            self._fail(f"Bootstrap server {self.bootstrap_addr} could not be asked: {error!r}")
+
+    def _fits(self, prefill: PrefillServer) -> bool:
+        """Map its ranks to this one; False, and the room fails, where the servers do not fit."""
+        self.prefill = prefill
+        if self.prefill_dp_rank is None:
+            self.prefill_dp_rank = self.bootstrap_room % prefill.dp_size
+        self.target_dp_group = self.prefill_dp_rank
+        conflict = self._conflict_with(prefill)
         if conflict:
             self._refuse(conflict)
-            return
+            return False
+        self._resolve_rank_mapping(prefill)
+        return True
+
+    def _pool_key(self) -> str:
+        return f"{self.bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
+
+    def _meet_ranks(self, ranks: List[dict]) -> None:
+        """Take these prefill ranks; they are told of our buffers once, not for each request."""
+        manager = self.kv_mgr
+        manager.required_prefill_response_num_table[self.bootstrap_room] = (
+            self.required_prefill_response_num
+        )
         self.expects_digests = self._expects_digests()
-        self._resolve_rank_mapping(self.prefill)
-        mgr.required_prefill_response_num_table[bootstrap_room] = self.required_prefill_response_num
-        key = f"{bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
-        # The heartbeat thread empties the pool when a prefill server is lost.
-        self.bootstrap_infos = mgr.connection_pool.get(key)
-        infos = None if self.bootstrap_infos else self._fetch_bootstrap_infos()
-        if infos:
-            self.bootstrap_infos = infos
-            # Once for each prefill rank, not for each request.
+        self.bootstrap_infos = ranks
+        # The thread that looks after peers empties the pool when a prefill server is lost.
+        if manager.connection_pool.get(self._pool_key()) is not ranks:
             self._register_kv_args()
-            if mgr.check_status(bootstrap_room) != KVPoll.Failed:
-                mgr.connection_pool[key] = infos
+            if manager.check_status(self.bootstrap_room) != KVPoll.Failed:
+                manager.connection_pool[self._pool_key()] = ranks
 
     def _expects_digests(self) -> bool:
         """Whether prefill ranks send digests of their pages, which are compared with ours."""
@@ -181,6 +237,7 @@ class Receiver:
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             return  # its pages are freed
         self.init_time = time.time()
+        self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
         if self.expects_digests:
             self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
@@ -214,11 +271,14 @@ class Receiver:
     def _check_timeout(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
         now, manager = time.time(), self.kv_mgr
+        silent = manager.silent_rooms.get(self.bootstrap_room)
         if failing or self.failing_since:
             # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
             if now - self.failing_since >= manager.release_seconds + manager.unsettled_seconds:
                 self._fail("not all prefill ranks say that they write no more")
+        elif silent:
+            self._abort(silent)
         elif now - self.init_time >= manager.waiting_timeout:
             self._abort(
                 f"KV did not arrive within {now - self.init_time:.0f} s; "
@@ -247,7 +307,17 @@ class Receiver:
     def _await_senders(self, reason: str) -> None:
         """Have our senders end the room; from now on it is waited for that."""
         self.failing_since = self.failing_since or time.time()
-        self._send_abort(reason, self.bootstrap_infos or ())
+        if self.asking is None:
+            self._send_abort(reason, self.bootstrap_infos or ())
+        else:
+            given = (self.asking, reason)
+            threading.Thread(target=self._abort_when_known, args=given, daemon=True).start()
+
+    def _abort_when_known(self, asking: Future, reason: str) -> None:
+        wait([asking])
+        if self.found is None:  # another request had them asked for
+            self._ask()
+        self._send_abort(reason, self.found or ())
 
     def _send_abort(self, reason: str, infos: Iterable[dict]) -> None:
         """Have these prefill ranks end the room, if their server reads that."""
@@ -300,6 +370,7 @@ class Receiver:
         """Forget the room; returns why it failed, if it did."""
         if self.is_second:
             return TWO_REQUESTS
+        self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
         return self.kv_mgr.forget(self.bootstrap_room)
 

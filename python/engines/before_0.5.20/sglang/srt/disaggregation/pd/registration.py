@@ -141,7 +141,6 @@ class Registrations:
     def _open_room(self, info: Any) -> None:
         peer = self._peer_of(info)
         known = self._asking_peer(info, peer)
-        self.heard(peer, known)
         failed = self._add_peer(info, peer, known.refusal)
         if failed:
             self._tell_failed(info.room, {peer: info}, failed)
@@ -159,6 +158,7 @@ class Registrations:
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
             raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
+        self.heard(peer, known)  # from now on nothing is let go that it needs
         now = time.monotonic()
         if known.try_again and now >= known.not_before:
             known.not_before = now + TRY_AGAIN_SECONDS

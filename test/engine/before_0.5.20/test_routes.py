@@ -1,0 +1,212 @@
+"""Decode: the scheduler waits for no bootstrap server, and one that is started anew is found."""
+
+import threading
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
+from sglang.srt.disaggregation.pd import prefill_servers, receiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from pd_harness.waiting import awaited
+
+pytestmark = pytest.mark.engine
+
+ADDRESS, PATIENCE = "127.0.0.1:8998", 10.0
+KINDS = {
+    "mooncake": (MooncakeKVManager, MooncakeKVReceiver),
+    "nixl": (NixlKVManager, NixlKVReceiver),
+}
+backends = pytest.mark.parametrize("backend", KINDS)
+
+
+class PrefillRank:
+    """Where a prefill rank reads; `port` changes when it is started anew."""
+
+    def __init__(self):
+        self.listen()
+
+    def listen(self) -> None:
+        self.sock = zmq.Context.instance().socket(zmq.PULL)
+        self.port = self.sock.bind_to_random_port("tcp://127.0.0.1")
+
+    def read(self) -> list[bytes] | None:
+        return self.sock.recv_multipart() if self.sock.poll(5000) else None
+
+    def start_anew(self) -> None:
+        self.sock.close(linger=0)
+        self.listen()
+
+
+class BootstrapServer:
+    """What is asked by HTTP, answered here; `open` lets answers through."""
+
+    def __init__(self, rank: PrefillRank):
+        self.rank, self.asked, self.tp_size = rank, [], 1
+        self.open = threading.Event()
+        self.open.set()
+
+    def get(self, url: str, params: dict, timeout) -> SimpleNamespace:
+        self.asked.append(params["engine_rank"])
+        assert self.open.wait(PATIENCE)
+        sizes = {"attn_tp_size": self.tp_size, "dp_size": 1, "pp_size": 1, "page_size": 16}
+        answer = {"rank_ip": "127.0.0.1", "rank_port": self.rank.port}
+        if params["engine_rank"] == -1:
+            answer = {f"prefill_{name}": size for name, size in sizes.items()}
+            answer["takes_aborts"] = True
+        return SimpleNamespace(status_code=200, text="", json=lambda: answer)
+
+
+@pytest.fixture
+def bootstrap(monkeypatch):
+    rank = PrefillRank()
+    server = BootstrapServer(rank)
+    monkeypatch.setattr(prefill_servers.requests, "get", server.get)
+    yield server
+    rank.sock.close(linger=0)
+
+
+def decode_rank(backend):
+    kind, _ = KINDS[backend]
+    manager = kind.__new__(kind)
+    manager.__dict__.update(
+        kv_args=SimpleNamespace(page_size=16, engine_rank=0, verifier=None, gpu_id=0),
+        disaggregation_mode=DisaggregationMode.DECODE,
+        is_mla_backend=False,
+        request_status={},
+        connection_pool={},
+        connection_lock=threading.Lock(),
+        addr_to_rooms_tracker=defaultdict(set),
+        required_prefill_response_num_table={},
+        prefill_response_tracker=defaultdict(set),
+        transfer_statuses={},
+        asked_rooms=set(),
+        failing_rooms=set(),
+        agent=SimpleNamespace(name="decode", get_new_notifs=dict),
+        engine=SimpleNamespace(get_session_id=lambda: "127.0.0.1:1"),
+        waiting_timeout=100,
+        heartbeat_interval=100,
+        max_failures=2,
+        local_ip="127.0.0.1",
+        rank_port=1,
+        **{"attn_tp_rank": 0, "attn_tp_size": 1, "pp_rank": 0, "pp_size": 1},
+    )
+    manager.silent_seconds = 1.5
+    manager.watch_prefill_servers()
+    return manager
+
+
+def receiver_of(backend, decode, room: int, **more):
+    _, kind = KINDS[backend]
+
+    class Registering(kind):
+        def _register_kv_args(self):
+            self._register([b"registers"])
+
+    return Registering(decode, ADDRESS, room, **more)
+
+
+def send_pages(made) -> None:
+    made.init(np.array([1, 2], np.int32), 0, None)
+
+
+def becomes_known(made) -> bool:
+    return awaited(lambda: made.poll() == KVPoll.WaitingForInput, PATIENCE, 0.01)
+
+
+@backends
+def test_a_server_that_answers_is_known_and_registered_with_once(backend, bootstrap):
+    decode = decode_rank(backend)
+    for room in (7, 8):
+        made = receiver_of(backend, decode, room)
+        assert becomes_known(made)
+        send_pages(made)
+    assert bootstrap.asked == [-1, 0]
+    frames = [bootstrap.rank.read() for _ in range(3)]
+    assert frames[0] == [b"registers"]
+    assert [b"7" in frames[1], b"8" in frames[2]] == [True, True]
+    assert decode.required_prefill_response_num_table == {7: 1, 8: 1}
+
+
+@backends
+def test_a_server_that_is_stopped_does_not_stop_the_scheduler(backend, bootstrap):
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    begun = time.monotonic()
+    made = [receiver_of(backend, decode, room) for room in range(100)]
+    assert {one.poll() for one in made} == {KVPoll.Bootstrapping}
+    assert time.monotonic() - begun < 1
+    assert bootstrap.asked == [-1]
+    bootstrap.open.set()
+    assert all(map(becomes_known, made))
+    assert bootstrap.asked == [-1, 0]  # once
+    assert not decode.asking
+
+
+@backends
+def test_a_server_that_tells_nothing_fails_the_request(backend, bootstrap, monkeypatch):
+    def refuses(*_, **__):
+        raise prefill_servers.requests.ConnectionError("nobody there")
+
+    monkeypatch.setattr(prefill_servers.requests, "get", refuses)
+    decode = decode_rank(backend)
+    made = receiver_of(backend, decode, 7)
+    assert awaited(lambda: made.poll() == KVPoll.Failed, PATIENCE, 0.01)
+    assert "does not tell prefill's sizes" in decode.failure_records[7]
+    assert made.asking is None
+
+
+@backends
+@pytest.mark.parametrize("is_first", [True, False])
+def test_prefill_hears_of_a_request_that_is_aborted_while_it_is_looked_for(
+    backend, bootstrap, is_first
+):
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    first, made = (receiver_of(backend, decode, room) for room in (7, 8))
+    made = first if is_first else made
+    made.abort()
+    assert made.poll() == KVPoll.Failed
+    bootstrap.open.set()
+    frames = bootstrap.rank.read()
+    assert receiver.ABORT in frames and str(made.bootstrap_room).encode() in frames
+
+
+@backends
+def test_a_server_that_is_started_anew_is_asked_again(backend, bootstrap, monkeypatch):
+    """Sooner than heartbeats tell, and with other sizes."""
+    monkeypatch.setattr(prefill_servers, "LOST_SECONDS", 0.3)
+    decode = decode_rank(backend)
+    assert becomes_known(receiver_of(backend, decode, 7))
+    assert bootstrap.rank.read() == [b"registers"]
+    bootstrap.rank.start_anew()
+    assert awaited(lambda: not decode.connection_pool, PATIENCE, 0.01)
+    assert not decode.prefill_servers
+    bootstrap.tp_size = 2
+    made = receiver_of(backend, decode, 8)
+    assert becomes_known(made)
+    assert (made.prefill.attn_tp_size, made.required_prefill_response_num) == (2, 2)
+    assert bootstrap.rank.read() == [b"registers"]
+
+
+@backends
+def test_a_request_that_waits_for_a_lost_rank_fails(backend, bootstrap):
+    """When nothing of it can be written any more, as far as anybody knows."""
+    decode = decode_rank(backend)
+    decode.release_seconds = 1.0
+    made = receiver_of(backend, decode, 7)
+    assert becomes_known(made)
+    send_pages(made)
+    assert made.poll() == KVPoll.WaitingForInput and not decode.silent_rooms
+    bootstrap.rank.sock.close(linger=0)
+    assert awaited(lambda: made.poll() == KVPoll.Failed, PATIENCE, 0.01)
+    assert "has not answered for 1.5 s" in decode.failure_records[7]
+    with pytest.raises(Exception, match="has not answered"):
+        made.failure_exception()
+    assert not decode.asked_ranks
