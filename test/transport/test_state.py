@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fleet import Fleet, Side
 from of_release import IS_LATER
-from transfer_checks import HANG_SECONDS, of_first
+from transfer_checks import HANG_SECONDS, assert_failed, of_first
 
 pytestmark = pytest.mark.transport
 
@@ -142,6 +142,43 @@ def test_stock_stages_of_sliding_windows(serve, backend, name):
     # Later ones over NIXL take no stages of these pools.
     ends = "hang" if IS_LATER and backend == "nixl" else "wrong"
     assert answer["state"] == ends, answer
+
+
+# Fleets, and how many pages of state the request has.
+LISTED = {"nsa": (nsa(), 5), "swa": (swa(), 2)}
+
+
+def one_page_less(serve, fleet, engine, seconds=10):
+    """What comes of a request for which decode lists its state without the first page."""
+    with serve(fleet, engine, engine) as servers:
+        servers.prefill[0].call("lie", what="window")
+        outcome = servers.request(*REQUESTS[1], seconds=seconds)
+        servers.prefill[0].call("lie", what="")
+        return outcome, servers.request(*REQUESTS[1], seconds=seconds).state
+
+
+@pytest.mark.parametrize(
+    "name, backend", [("nsa", "mooncake"), ("swa", "mooncake"), ("swa", "ascend")]
+)
+def test_lists_of_state_pages_that_differ(serve, backend, name):
+    """They pair by position, and nothing says which end is missing. On NPUs index keys are KV."""
+    fleet, pages = LISTED[name]
+    outcome, following = one_page_less(serve, over(backend, fleet), "patched")
+    assert_failed(outcome, f"prefill sends {pages} pages of")
+    assert f"decode has set aside {pages - 1};" in outcome.reasons
+    assert following == "right"
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_stock_cuts_such_lists(serve, name):
+    """All that it sends lies one page off. The first release's thread ends of it."""
+    seconds = 10 if IS_LATER else HANG_SECONDS
+    outcome, following = one_page_less(serve, over("mooncake", LISTED[name][0]), "stock", seconds)
+    if IS_LATER:
+        assert (outcome.state, following) == ("wrong", "right"), outcome
+        assert "state" in outcome.reasons or "swa" in outcome.reasons, outcome
+    else:
+        assert (outcome.state, following) == ("hang", "hang"), outcome
 
 
 RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}
