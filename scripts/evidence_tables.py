@@ -214,7 +214,7 @@ def drafts() -> list[str]:
             return ""
         if row["outcome"] != "right":
             return row["outcome"]
-        same = ", of each prompt as alone" if row.get("as_alone") else ""
+        same = ", as alone" if row.get("as_alone") else ""
         return f"right, {row['tokens_a_round']} tokens a round{same}"
 
     def alone_of(rows: dict[str, dict]) -> str:
@@ -225,7 +225,8 @@ def drafts() -> list[str]:
         "Draft models (EAGLE for a Llama, NEXTN for MLA, topk 1): six prompts one by one, 40",
         "tokens each, which must be those of one server without a draft. Tokens a round of decode,",
         "from what servers report of each request (`spec_verify_ct`): 1 is no accepted draft.",
-        "Alone: one stock server with this draft, which prefills and decodes.",
+        "Alone: one stock server with this draft, which prefills and decodes; as alone: of each",
+        "prompt as many rounds.",
         "",
         "| fleet | alone | stock | patched |",
         "|---" * 4 + "|",

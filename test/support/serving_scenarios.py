@@ -333,6 +333,7 @@ DRAFTED = [
     llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
     llama("both", SIDES, "right", "right", backend="mooncake", page_size=16),
     llama("both_tp2_to_1", SIDES, "right", "right", backend="mooncake", prefill_tp=2),
+    llama("both_tp1_to_2", SIDES, "right", "right", backend="mooncake", decode_tp=2),
     llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
     llama("decode_alone", DECODE, "right", "right"),
     llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
