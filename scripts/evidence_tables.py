@@ -212,18 +212,27 @@ def drafts() -> list[str]:
     def cell_of(row: dict | None) -> str:
         if row is None:
             return ""
-        accepted = f", {row['tokens_a_round']} tokens a round" if row["outcome"] == "right" else ""
-        return row["outcome"] + accepted
+        if row["outcome"] != "right":
+            return row["outcome"]
+        same = ", as alone" if row.get("as_alone") else ""
+        return f"right, {row['tokens_a_round']} tokens a round{same}"
+
+    def alone_of(rows: dict[str, dict]) -> str:
+        measured = {str(row["tokens_alone"]) for row in rows.values() if "tokens_alone" in row}
+        return ", ".join(sorted(measured))
 
     return [
         "Draft models (EAGLE for a Llama, NEXTN for MLA, topk 1): six prompts one by one, 40",
-        "tokens each, which must be those of one server without a draft. Tokens a round of decode:",
-        "1 is no accepted draft.",
+        "tokens each, which must be those of one server without a draft. Tokens a round of decode,",
+        "from what servers report of each request (`spec_verify_ct`): 1 is no accepted draft.",
+        "Alone: one stock server with this draft, which prefills and decodes; as alone: of each",
+        "prompt as many rounds.",
         "",
-        "| fleet | stock | patched |",
-        "|---" * 3 + "|",
+        "| fleet | alone | stock | patched |",
+        "|---" * 4 + "|",
         *(
-            f"| {name} | {cell_of(rows.get('stock'))} | {cell_of(rows.get('patched'))} |"
+            f"| {name} | {alone_of(rows)} | {cell_of(rows.get('stock'))} | "
+            f"{cell_of(rows.get('patched'))} |"
             for name, rows in latest.items()
         ),
         "",

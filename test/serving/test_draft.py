@@ -5,7 +5,7 @@ accepted says whether what it needs has come with the KV.
 """
 
 import pytest
-from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record
+from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record, tool
 from serving_scenarios import (
     DECODE,
     DRAFTED,
@@ -38,26 +38,31 @@ NEW_TOKENS = 40
 @pytest.fixture(scope="module")
 def drafted_alone():
     """Function: rounds, for each prompt, of one stock server with a model's draft."""
-    known: dict[str, list[int]] = {}
+    known: dict[tuple, list[int]] = {}
 
     def rounds(drafted: Drafted) -> list[int]:
-        if drafted.name not in known:
-            model = drafted.model
-            server = cluster.engine_server(
-                "single",
-                "stock",
-                model_folder(model),
-                PD_ENV / "logs" / "serving" / "drafted",
-                page_size=drafted.topology.page_size,
-                attention=drafted.topology.attention,
-                draft=draft_folder(model),
-            )
+        key = (drafted.model, drafted.topology.page_size, drafted.topology.attention)
+        if key not in known:
+            server = alone(drafted)
             with cluster.running([server]):
                 answers = ask(server)
-            known[drafted.name] = [answer.rounds for answer in answers]
-        return known[drafted.name]
+            known[key] = [answer.rounds for answer in answers]
+        return known[key]
 
     return rounds
+
+
+def alone(drafted: Drafted) -> cluster.Server:
+    """One stock server with the scenario's model and draft."""
+    return cluster.engine_server(
+        "single",
+        "stock",
+        model_folder(drafted.model),
+        PD_ENV / "logs" / "serving" / "drafted",
+        page_size=drafted.topology.page_size,
+        attention=drafted.topology.attention,
+        draft=draft_folder(drafted.model),
+    )
 
 
 def draft_folder(model: TinyModel):
@@ -73,7 +78,7 @@ def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster
     return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once, **more)
 
 
-def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
+def fleet(drafted: Drafted, engine: str, **environment: str) -> tuple[cluster.Server, ...]:
     (store_port,) = free_ports(1)
     logs = PD_ENV / "logs" / "serving" / f"draft-{drafted.name}-{engine}"
     servers = [
@@ -83,7 +88,7 @@ def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
             model_folder(drafted.model),
             logs,
             store_port,
-            environment=drafted.topology.memfabric(engine),
+            environment={**drafted.topology.memfabric(engine), **environment},
             draft=draft_folder(drafted.model) if side in drafted.sides else None,
         )
         for side, start in zip(SIDES, (cluster.prefill_server, cluster.decode_server))
@@ -92,14 +97,14 @@ def fleet(drafted: Drafted, engine: str) -> tuple[cluster.Server, ...]:
 
 
 @pytest.fixture
-def serves(reference):
+def serves(reference, drafted_alone):
     """Function: answers of a scenario's fleet, one by one; what became of those and of all at once.
 
     The outcome is recorded.
     """
 
     def served(drafted: Drafted, engine: str) -> tuple[list[cluster.Answer], str, str]:
-        expected = reference(drafted.model, NEW_TOKENS)
+        expected, by_one = reference(drafted.model, NEW_TOKENS), drafted_alone(drafted)
         servers = fleet(drafted, engine)
         with cluster.running(servers):
             if drafted.topology.backend == "ascend":
@@ -112,13 +117,16 @@ def serves(reference):
                 lost = Lost(*servers[:2], lost_after)
                 together = ask(servers[-1], at_once=None, is_lost=lost)
                 result, detail = outcome(together, ended(servers), expected)
+        rounds = [answer.rounds for answer in answers]
         record(
             "draft",
             scenario=drafted.name,
             engine=engine,
             outcome=result,
-            rounds=[answer.rounds for answer in answers],
-            tokens_a_round=tokens_a_round([answer.rounds for answer in answers]),
+            rounds=rounds,
+            tokens_a_round=tokens_a_round(rounds),
+            tokens_alone=tokens_a_round(by_one),
+            as_alone=rounds == by_one,
             detail=detail,
         )
         return answers, result, detail
@@ -143,12 +151,12 @@ def parameters() -> list:
 def test_patched(drafted, serves, drafted_alone):
     answers, result, detail = serves(drafted, "patched")
     assert result == "right", detail
-    rounds, alone = [answer.rounds for answer in answers], drafted_alone(drafted)
-    assert tokens_a_round(alone) > 1.1, f"this draft foresees nothing: {alone}"
+    rounds, by_one = [answer.rounds for answer in answers], drafted_alone(drafted)
+    assert tokens_a_round(by_one) > 1.1, f"this draft foresees nothing: {by_one}"
     if drafted.sides == SIDES:
-        assert rounds == alone, "the draft lacks what it had in one server"
+        assert rounds == by_one, "the draft lacks what it had in one server"
     elif drafted.sides == DECODE:
-        assert sum(alone) < sum(rounds), "the draft has what nobody gave it"
+        assert sum(by_one) < sum(rounds), "the draft has what nobody gave it"
     else:
         assert not any(rounds), "decode has no draft"
 
@@ -159,3 +167,16 @@ def test_stock(drafted, serves):
     """Keeps the table honest."""
     _, result, detail = serves(drafted, "stock")
     assert result == drafted.stock, detail
+
+
+@pytest.mark.nightly
+def test_what_the_tool_says_of_drafts():
+    """Beside one server with that draft."""
+    (drafted,) = (one for one in DRAFTED if one.name == "nixl-both_tp2_to_1")
+    servers, single = fleet(drafted, "patched", SGLANG_PD_VERIFY="1"), alone(drafted)
+    with cluster.running([*servers, single]):
+        asked = ("--router", servers[-1].url, "--reference", single.url, "--lengths", "40")
+        status, found = tool("verify", *asked, "--requests", "2", "--new-tokens", str(NEW_TOKENS))
+    assert status == 0, found
+    steps = found["tokens_a_verify_step"]
+    assert steps["fleet"] == steps["reference"] > 1.1, steps

@@ -1,13 +1,11 @@
 """`sglang-pd verify` on real servers: right where all is right; what it says where it is not."""
 
 import contextlib
-import json
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 from of_release import ELSEWHERE_AT_NIGHT, at_night_elsewhere
-from serving_checks import record
+from serving_checks import record, tool
 from serving_scenarios import SCENARIOS, Scenario, model_folder
 
 from pd_harness import cluster
@@ -63,16 +61,6 @@ def doctor(scenario: Scenario, *urls: str) -> list[dict]:
     engine, backend = str(cluster.engine_folder("patched")), scenario.topology.backend
     _, found = tool("doctor", "--engine", engine, "--backend", backend, *asked)
     return [one for one in found["findings"] if one["group"] == "servers"]
-
-
-def tool(*words: str) -> tuple[int, dict]:
-    """Exit status, and what it found."""
-    command = [str(cluster.interpreter("base")), "-m", "sglang_pd", *words, "--json"]
-    done = subprocess.run(
-        command, cwd=cluster.CHECKOUT / "python", capture_output=True, text=True, timeout=600
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
 
 
 def on(names: set[str], always: str) -> list:

@@ -49,6 +49,7 @@ def published():
         ):
             stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
         widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
+        widths["enable_kv_cache_sharding"] = False
         stack.enter_context(get_parallel().override(**widths))
         yield
 

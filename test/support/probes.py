@@ -251,6 +251,17 @@ def copy_by_token(kind: str, page_size: int) -> bool:
     return all(torch.equal(layer[slots], kept) for layer, kept in zip(keys, before))
 
 
+def npu_move(kind: str, native: bool, target: int, source: int) -> list[int]:
+    """The slots that change when a token moves to another slot of a pool with pages of 16."""
+    pool = mla_pool(False, 16) if kind == "mla" else mha_pool(kind == "fia", 16)
+    pool.use_native_move_kv_cache = native
+    first = pool.k_buffer[0].view(pool.size + pool.page_size, -1)
+    first.copy_(torch.arange(first.numel(), dtype=first.dtype).view(first.shape))
+    before = first.clone()
+    pool.move_kv_cache(torch.tensor([target]), torch.tensor([source]))
+    return (first != before).any(1).nonzero().flatten().tolist()
+
+
 def imports_torch_npu_unasked() -> bool:
     """Whether the NPU pools' module imports torch_npu wherever it is imported."""
     module = inspect.getmodule(NPUMHATokenToKVPool)

@@ -8,6 +8,7 @@ class Lies:
 
     metadata    the slot behind the last one
     state       the slot of state behind the last one
+    window      state without its first page
     """
 
     def __init__(self, manager):
@@ -27,4 +28,9 @@ class Lies:
             lens, items = args.state_data_lens, args.state_item_lens
             slot = lens[0][0] // items[0][0] if of_kinds else lens[0] // items[0]
             info.dst_state_indices = [[slot]] if of_kinds else [slot]
+        elif self.what == "window":
+            of_kinds = isinstance(info.dst_state_indices[0], list)
+            lists = info.dst_state_indices if of_kinds else [info.dst_state_indices]
+            shorter = [pages[1:] for pages in lists]
+            info.dst_state_indices = shorter if of_kinds else shorter[0]
         return info

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,16 @@ LOGPROB_TOLERANCE = {"float32": 2e-3, "float16": 0.05}
 LOST_SECONDS = 8
 SLOW_SECONDS = 60
 TOKENS_MUST_AGREE = {"float32": True, "float16": False}
+
+
+def tool(*words: str) -> tuple[int, dict]:
+    """Exit status of `sglang-pd`, and what it found."""
+    command = [str(cluster.interpreter("base")), "-m", "sglang_pd", *words, "--json"]
+    done = subprocess.run(
+        command, cwd=cluster.CHECKOUT / "python", capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
 
 
 def outcome(

@@ -319,8 +319,8 @@ class Drafted(OfReleases):
     outcomes: tuple[str | Lacks, ...]
 
 
-def llama(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
-    return Drafted(f"nixl-{name}", Topology("nixl", **sizes), LLAMA, sides, outcomes)
+def llama(name: str, sides, *outcomes: str | Lacks, backend: str = "nixl", **sizes) -> Drafted:
+    return Drafted(f"{backend}-{name}", Topology(backend, **sizes), LLAMA, sides, outcomes)
 
 
 def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
@@ -331,11 +331,15 @@ def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
 DRAFTED = [
     llama("both", SIDES, "right", "right", page_size=16),
     llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
+    llama("both", SIDES, "right", "right", backend="mooncake", page_size=16),
+    llama("both_tp2_to_1", SIDES, "right", "right", backend="mooncake", prefill_tp=2),
+    llama("both_tp1_to_2", SIDES, "right", "right", backend="mooncake", decode_tp=2),
     llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
     llama("decode_alone", DECODE, "right", "right"),
     llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
     llama("prefill_alone", PREFILL, "dead", "hang"),
     deepseek("both", SIDES, "right", "right"),
+    deepseek("both_tp2_to_1", SIDES, "right", "right", prefill_tp=2),
     deepseek("both_pp2", SIDES, NO_STAGES, "right", prefill_pp=2),
     deepseek("decode_alone", DECODE, "right", "right"),
     deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),

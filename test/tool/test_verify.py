@@ -34,6 +34,7 @@ class Servers:
     uncompared: int = 0
     asked: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    rounds: dict[str, int] = field(default_factory=dict)  # of three tokens, by host
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -87,7 +88,7 @@ class Servers:
         token = sum(body["input_ids"]) % 200
         if host == "single":
             token += length in self.differs
-            return tokens(token)
+            return tokens(token, self.rounds.get(host))
         self.asked.append(length)
         if length in self.unanswered:
             return httpx.Response(500, text="no")
@@ -95,12 +96,14 @@ class Servers:
         if length in self.differs:
             self.said.append(f"KV of {length} tokens")
             return httpx.Response(500, text=f"KV is not what prefill has: {length} tokens")
-        return tokens(token + (length in self.unsteady and self.asked.count(length) > 1))
+        token += length in self.unsteady and self.asked.count(length) > 1
+        return tokens(token, self.rounds.get(host))
 
 
-def tokens(first: int) -> httpx.Response:
+def tokens(first: int, rounds: int | None = None) -> httpx.Response:
     rows = [[-0.5, first + n, None] for n in range(4)]
-    return httpx.Response(200, json={"meta_info": {"output_token_logprobs": rows}})
+    drafted = {} if rounds is None else {"spec_verify_ct": rounds}
+    return httpx.Response(200, json={"meta_info": {"output_token_logprobs": rows, **drafted}})
 
 
 @pytest.fixture
@@ -181,6 +184,26 @@ def test_a_reference(found):
     assert not verdict.is_right
     assert all("31 tokens" in line for line in verdict.from_reference)
     assert verdict.from_reference
+
+
+@pytest.mark.parametrize(
+    "rounds, reference, here, there, said",
+    [
+        ({}, "", None, None, ""),
+        ({}, REFERENCE, None, None, ""),
+        ({"router": 2}, "", 1.5, None, "drafts: 1.50 tokens a verify step; 1 is no accepted draft"),
+        ({"router": 2, "single": 2}, REFERENCE, 1.5, 1.5, "step, 1.50 in the reference\n"),
+        ({"router": 3, "single": 2}, REFERENCE, 1.0, 1.5, "does the draft's KV arrive?"),
+        ({"single": 2}, REFERENCE, None, 1.5, "the reference has a draft model, the fleet none"),
+    ],
+)
+def test_drafts(found, rounds, reference, here, there, said):
+    """Fewer accepted ones are told, and no failure: on accelerators sums are not always alike."""
+    verdict = found(Servers(rounds=rounds), reference)
+    assert verdict.is_right
+    assert as_json(verdict)["tokens_a_verify_step"] == {"fleet": here, "reference": there}
+    text = shown(verdict)
+    assert said in text and ("drafts: " in text) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fleet import Fleet, Side
 from of_release import IS_LATER
-from transfer_checks import HANG_SECONDS, of_first
+from transfer_checks import HANG_SECONDS, assert_failed, of_first
 
 pytestmark = pytest.mark.transport
 
@@ -146,6 +146,43 @@ def test_stock_stages_of_sliding_windows(serve, backend, name):
     # Later ones over NIXL take no stages of these pools.
     ends = "hang" if IS_LATER and backend == "nixl" else "wrong"
     assert answer["state"] == ends, answer
+
+
+# Fleets, how many pages of state the request has, and what comes of it and of the next on stock
+# 0.5.9: its thread ends where NumPy does not pair the lists.
+LISTED = {"nsa": (nsa(), 5, ("hang", "hang")), "swa": (swa(), 2, ("wrong", "right"))}
+
+
+def one_page_less(serve, fleet, engine, seconds=10):
+    """What comes of a request for which decode lists its state without the first page."""
+    with serve(fleet, engine, engine) as servers:
+        servers.prefill[0].call("lie", what="window")
+        outcome = servers.request(*REQUESTS[1], seconds=seconds)
+        servers.prefill[0].call("lie", what="")
+        return outcome, servers.request(*REQUESTS[1], seconds=seconds).state
+
+
+@pytest.mark.parametrize(
+    "name, backend", [("nsa", "mooncake"), ("swa", "mooncake"), ("swa", "ascend")]
+)
+def test_lists_of_state_pages_that_differ(serve, backend, name):
+    """They pair by position, and nothing says which end is missing. On NPUs index keys are KV."""
+    fleet, pages, _ = LISTED[name]
+    outcome, following = one_page_less(serve, over(backend, fleet), "patched")
+    assert_failed(outcome, f"prefill sends {pages} pages")
+    assert f"decode has set aside {pages - 1};" in outcome.reasons
+    assert following == "right"
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_stock_cuts_such_lists(serve, name):
+    """What it sends lies one page off."""
+    fleet, _, of_first = LISTED[name]
+    ends = ("wrong", "right") if IS_LATER else of_first
+    seconds = HANG_SECONDS if ends[0] == "hang" else 10
+    outcome, following = one_page_less(serve, over("mooncake", fleet), "stock", seconds)
+    assert (outcome.state, following) == ends, outcome
+    assert ends[0] == "hang" or "state" in outcome.reasons
 
 
 RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}

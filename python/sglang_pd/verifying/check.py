@@ -15,6 +15,24 @@ LOGPROB_TOLERANCE = 0.1
 
 
 @dataclass
+class Drafted:
+    """What servers say of the drafts of some answers."""
+
+    tokens: int = 0
+    rounds: int = 0
+
+    def note(self, answer: Answer) -> None:
+        """The first token is prefill's, and no draft's."""
+        self.tokens += max(0, len(answer.ids) - 1)
+        self.rounds += answer.rounds
+
+    @property
+    def tokens_a_round(self) -> float | None:
+        """Accepted and the target's own, 1 where none is accepted; None without a draft model."""
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@dataclass
 class Verdict:
     """What a check has found.
 
@@ -29,6 +47,9 @@ class Verdict:
         seconds: Of the transfers, from asking prefill until all had arrived.
         comparing: Seconds that the decode ranks took to compare, in all.
         from_reference: Prompts whose answer is not the reference's; None without one.
+        drafted, reference_drafted: Of the same prompts, the fleet's drafts and the reference's.
+            Those that are sent at once are left out: how they are cut into chunks is chance, and
+            at the end of a chunk a draft is told what the target would have said there.
     """
 
     requests: int = 0
@@ -41,6 +62,8 @@ class Verdict:
     seconds: list[float] = field(default_factory=list)
     comparing: float = 0.0
     from_reference: list[str] | None = None
+    drafted: Drafted = field(default_factory=Drafted)
+    reference_drafted: Drafted = field(default_factory=Drafted)
 
     @property
     def answered(self) -> int:
@@ -81,6 +104,9 @@ async def check(
         _note(verdict, group, first, second)
         if reference:
             await _compare(verdict, group, first, fleet.client, reference, new_tokens)
+        elif not group.at_once:
+            for one in first:
+                verdict.drafted.note(one)
     await _gather(verdict, fleet, prefills, before)
     return verdict
 
@@ -122,9 +148,12 @@ async def _compare(
             verdict.from_reference.append(f"{what}: the reference does not answer: {want.failure}")
         elif got.failure:
             continue  # it is among the failures
-        elif got.ids != want.ids:
+        elif got.ids != want.ids:  # other tokens, of which others are foreseen
             verdict.from_reference.append(f"{what}: {got.ids}, the reference has {want.ids}")
         else:
+            if not group.at_once:
+                verdict.drafted.note(got)
+                verdict.reference_drafted.note(want)
             far = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs)), default=0.0)
             if far > LOGPROB_TOLERANCE:
                 verdict.from_reference.append(f"{what}: a logprob is {far:.3f} off the reference's")

@@ -17,12 +17,17 @@ SPARE = 64  # tokens of a context that are left for the answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids and their logprobs, or why there are none; seconds until it was there."""
+    """Token ids and their logprobs, or why there are none; seconds until it was there.
+
+    `rounds` is how often the server says that it verified what a draft model had proposed; 0
+    without one.
+    """
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     failure: str = ""
     seconds: float = 0.0
+    rounds: int = 0
 
 
 class Count(msgspec.Struct):
@@ -203,5 +208,7 @@ async def answer(client: httpx.AsyncClient, url: str, body: dict) -> Answer:
         return Answer(
             failure=f"HTTP {response.status_code}: {response.text[:2000]}", seconds=seconds
         )
-    rows = response.json()["meta_info"]["output_token_logprobs"]
-    return Answer(tuple(row[1] for row in rows), tuple(row[0] for row in rows), "", seconds)
+    about = response.json()["meta_info"]
+    rows, rounds = about["output_token_logprobs"], about.get("spec_verify_ct") or 0
+    ids, logprobs = (tuple(row[at] for row in rows) for at in (1, 0))
+    return Answer(ids, logprobs, "", seconds, rounds)

@@ -10,6 +10,8 @@ from rich.text import Text
 from sglang_pd.verifying.check import Verdict
 
 SHOWN = 10  # of a list of things that are wrong
+# Of a reference's accepted drafts; on accelerators sums differ with what else is computed.
+FEWER = 0.95
 
 
 def as_json(verdict: Verdict) -> dict:
@@ -29,6 +31,10 @@ def as_json(verdict: Verdict) -> dict:
         "failures": verdict.failures,
         "unequal_answers": verdict.unequal,
         "from_reference": verdict.from_reference,
+        "tokens_a_verify_step": {
+            "fleet": verdict.drafted.tokens_a_round,
+            "reference": verdict.reference_drafted.tokens_a_round,
+        },
         "transfer_seconds": _spread(verdict.seconds),
         "comparing_seconds": verdict.comparing,
     }
@@ -56,7 +62,28 @@ def show(verdict: Verdict, console: Console) -> None:
             f"transfers: median {spread['median'] * 1000:.0f} ms, longest "
             f"{spread['longest'] * 1000:.0f} ms; comparing took {verdict.comparing:.2f} s in all"
         )
+    drafts = _drafts(verdict)
+    if drafts:
+        console.print(drafts)
     console.print(_sentence(verdict))
+
+
+def _drafts(verdict: Verdict) -> Text | None:
+    """How well the draft model foresees here, and in the reference; None without one."""
+    here, there = verdict.drafted.tokens_a_round, verdict.reference_drafted.tokens_a_round
+    if here is None:
+        return (
+            None
+            if there is None
+            else Text("drafts: the reference has a draft model, the fleet none")
+        )
+    line = f"drafts: {here:.2f} tokens a verify step"
+    if there is None:
+        return Text(f"{line}; 1 is no accepted draft")
+    if here >= FEWER * there:
+        return Text(f"{line}, {there:.2f} in the reference")
+    why = "does the draft's KV arrive? See docs/trouble.md, few drafts are accepted"
+    return Text(f"{line}, {there:.2f} in the reference: {why}", style="yellow")
 
 
 def _sentence(verdict: Verdict) -> Text:

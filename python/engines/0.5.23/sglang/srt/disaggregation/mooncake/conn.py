@@ -6,6 +6,7 @@ import concurrent.futures
 import logging
 import struct
 import threading
+from itertools import zip_longest
 from typing import TYPE_CHECKING, List, Optional
 
 import numpy as np
@@ -25,7 +26,7 @@ from sglang.srt.disaggregation.pd.bounded import Bounded, outermost
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.memory import only_logged_later, register_apart
-from sglang.srt.disaggregation.pd.plans import Plans
+from sglang.srt.disaggregation.pd.plans import Plans, check_state_pages
 from sglang.srt.disaggregation.pd.readers import (
     STAGING,
     check_room,
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger(__name__)
+
+# State of which a request has slots, and no pages that are paired.
+UNPAGED = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
 RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
 
@@ -304,12 +308,25 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         """Write state to the peer. Returns the transfer engine's status."""
         plan = self.plan_of(req.mooncake_session_id)
         if plan is None or plan.state is None:
+            self._check_state_lists(req, prefill_state_indices)
             self.check_state_slots(req.mooncake_session_id, self._state_slots(req))
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )
         pages = self.planned_state_pages(prefill_state_indices, req.dst_state_indices)
         return self.write_planned(req.mooncake_session_id, plan.state, *pages, executor)
+
+    def _check_state_lists(self, req: TransferInfo, own: List) -> None:
+        """Raise LayoutError for lists of pages of which the engine would cut the longer one.
+
+        A kind of state that decode has not registered is left to it.
+        """
+        registered = self.decode_kv_args_table[req.mooncake_session_id].dst_state_data_ptrs
+        for kind, ours, ptrs, theirs in zip_longest(
+            self.kv_args.state_types, own, registered, req.dst_state_indices
+        ):
+            if kind not in UNPAGED and ours is not None and ptrs:
+                check_state_pages(kind, ours, theirs or ())
 
     def _state_slots(self, req: TransferInfo) -> List:
         """What decode has set aside of each kind of state; of a DSA tail its row alone.

@@ -343,7 +343,7 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
             sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
             yield from super().maybe_send_extra(peer, *sent, **by)
             return
-        pages = self.planned_state_pages(src_state, dst_state, strict=True)
+        pages = self.planned_state_pages(src_state, dst_state)
         handle = self._write_planned(peer, "state", *pages)
         if handle is not None:
             yield handle

@@ -30,6 +30,21 @@ from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 logger = logging.getLogger(__name__)
 
 
+def check_state_pages(kind: Any, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Both sides list pages by one rule, from decode's prefix or the window's first page on, so
+    they pair by position. Where one list is shorter, nothing says which of its ends is missing.
+
+    Raises:
+        LayoutError: The two lists differ in length.
+    """
+    if len(ours) != len(theirs):
+        raise LayoutError(
+            f"prefill sends {len(ours)} pages of {kind.value} state where decode has set aside "
+            f"{len(theirs)}; the two servers disagree about this request's length, its cached "
+            "prefix or the window: start both with the same model and configuration"
+        )
+
+
 class Plans:
     """A prefill rank's KV manager.
 
@@ -124,15 +139,16 @@ class Plans:
         return plan.aux if plan is not None and plan.aux.widths else None
 
     def planned_state_pages(
-        self, src: Sequence, dst: Sequence, strict: bool = False
+        self, src: Sequence, dst: Sequence
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Pages of the one kind of state that is sent by plan, from and to.
 
-        Both sides' first so many, unless `strict`: they may differ by a page, as in the engine.
+        Raises:
+            LayoutError: The two lists differ in length.
         """
         ours, theirs = (side[0] if len(side) and side[0] is not None else () for side in (src, dst))
-        count = max(len(ours), len(theirs)) if strict else min(len(ours), len(theirs))
-        return ours[:count], theirs[:count]
+        check_state_pages(self.kv_args.state_types[0], ours, theirs)
+        return ours, theirs
 
     def add_transfer_request(
         self,

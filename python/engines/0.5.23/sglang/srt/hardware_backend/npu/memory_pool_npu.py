@@ -1,7 +1,8 @@
-"""The NPU pools: their copy to the host and back, where the engine's does not fit the buffers."""
+"""The NPU pools: copies to the host and back, and of tokens to other slots, where the engine's do
+not fit the buffers."""
 
 from collections.abc import Iterator
-from typing import Any, List, Tuple
+from typing import Any, List, NoReturn, Tuple
 
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
@@ -49,6 +50,14 @@ class NPUMHATokenToKVPool:
             return self._load_equally_wide(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
 
+    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy tokens of all layers to other slots, as trees of drafts need it: the engine's kernel
+        takes tables that these pools do not have, its other way pages for tokens."""
+        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
+        for layer in self._layers():
+            for rows in layer:
+                rows[target] = rows[source]
+
     def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer as [tokens, heads, width]."""
         return [
@@ -92,6 +101,42 @@ class NPUMLATokenToKVPool:
             return self._load_by_token(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         for copied, part in zip(kv_cache_cpu, list(self._parts(indices)), strict=True):
             copy_from_host(copied, *part)
+
+    @property
+    def kv_buffer(self) -> NoReturn:
+        """What CUDA's pools have, and whoever is written for those reads.
+
+        Raises:
+            AttributeError: Always, so that `hasattr` says what it says of the engine's.
+        """
+        raise AttributeError(
+            "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
+            "page after page. What asked for it supports no NPU; choose an attention backend or "
+            "cache that does, such as --attention-backend ascend"
+        )
+
+    def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
+        """What CUDA's attention backends read. Raises AttributeError."""
+        return self.kv_buffer
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy tokens, index keys with them, to other slots, as trees of drafts need it.
+
+        Raises:
+            NotImplementedError: A token's bytes are not by themselves, or on another rank.
+        """
+        self._raise_if_native_kv_cache_disabled()
+        if self._in_tiles() or self.dcp_size > 1:
+            raise NotImplementedError(
+                "drafts with --speculative-eagle-topk above 1 move single tokens, which NPU MLA "
+                f"pools cannot do with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode "
+                f"context parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or "
+                "neither"
+            )
+        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
+        for layer in range(self.layer_num):
+            for rows in self._get_cpu_offload_layer_buffers(layer):
+                rows[target] = rows[source]
 
     def _in_tiles(self) -> bool:
         """Latents and RoPE parts lie tile after tile in a page; packed records never do."""
