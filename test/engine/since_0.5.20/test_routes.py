@@ -177,3 +177,32 @@ def test_a_request_that_is_over_is_not_looked_at(asked):
     assert not decode.asked_ranks
     time.sleep(2.5)
     assert not decode.failure_records
+
+
+class LookedUp(dict):
+    """While a server is looked for, something else happens in another thread."""
+
+    def __init__(self, known: dict, meanwhile):
+        super().__init__(known)
+        self.meanwhile = meanwhile
+
+    def __contains__(self, address) -> bool:
+        is_in = super().__contains__(address)
+        thread = threading.Thread(target=self.meanwhile, args=(address,), daemon=True)
+        thread.start()
+        thread.join(0.3)
+        return is_in
+
+
+@backends
+@pytest.mark.parametrize("forget", ["_forget_server", "_handle_node_failure"])
+def test_a_server_that_is_lost_while_a_request_is_opened(backend, forget, bootstrap):
+    """The scheduler would end with a KeyError."""
+    decode = decode_rank(backend)
+    assert becomes_known(decode)
+    receiver = RECEIVERS[backend](decode, ADDRESS, 7)
+    known = LookedUp(decode.prefill_info_table, getattr(decode, forget))
+    decode.prefill_info_table = known
+    receiver.init(0)
+    assert awaited(lambda: known.get(ADDRESS) is None, PATIENCE, 0.01)
+    receiver.clear()

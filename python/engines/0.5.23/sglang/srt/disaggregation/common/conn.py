@@ -119,7 +119,8 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         """As the engine's; a prefill server that does not fit fails the request, and is told."""
         why = self.kv_mgr.why_unfit(self.bootstrap_addr)
         if why is None or self.conclude_state == KVPoll.Failed:
-            return super().init(prefill_dp_rank)
+            with self.kv_mgr.servers_lock:
+                return super().init(prefill_dp_rank)
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)

@@ -200,9 +200,11 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
         """As `NoticesSilence`: its blocks, which NIXL lists for each, and its NIXL agent."""
         info = self.decode_kv_args_table.get(name)
         if info is not None and info.untried is None:
-            info.refusal = "its connection was lost long ago, and it is registered again"
-            info.untried, info.not_before, info.plan = info.described, 0.0, None
+            info.plan = None
             self.drop(name)
+            info.refusal = "its connection was lost long ago, and it is registered again"
+            info.not_before = 0.0
+            info.untried = info.described  # last: the thread that reads messages begins with it
         return True
 
     def drop(self, name: str) -> None:

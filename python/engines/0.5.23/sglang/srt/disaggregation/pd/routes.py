@@ -36,6 +36,8 @@ class Routes:
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.asking: Dict[str, Future] = {}
+        # Held while a request is opened, which looks a server up twice, and while one is forgotten.
+        self.servers_lock = threading.RLock()
         # By bootstrap address: the server as it was when it was asked, and its ranks.
         self.routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = {}
         # By room: the prefill ranks that were asked for it.
@@ -101,14 +103,20 @@ class Routes:
 
     def _forget_server(self, address: str) -> None:
         logger.warning(f"A rank of prefill {address} has ended; it is asked for its ranks again")
-        self.prefill_info_table.pop(address, None)
-        self.routes.pop(address, None)
-        with self.session_pool_lock:  # of heartbeats, which are not sent to it any more
-            self.session_pool.pop(address, None)
-            self.heartbeat_failures.pop(address, None)
-        with self.connection_lock:
-            for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
-                del self.connection_pool[key]
+        with self.servers_lock:
+            self.prefill_info_table.pop(address, None)
+            self.routes.pop(address, None)
+            with self.session_pool_lock:  # of heartbeats, which are not sent to it any more
+                self.session_pool.pop(address, None)
+                self.heartbeat_failures.pop(address, None)
+            with self.connection_lock:
+                for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
+                    del self.connection_pool[key]
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str):
+        """As the engine's, but not while a request is opened."""
+        with self.servers_lock:
+            super()._handle_node_failure(failed_bootstrap_addr)
 
     def _fail_waiting(self, room: int, rank: dict) -> None:
         if self.request_status.get(room) in (KVPoll.Success, KVPoll.Failed, None):
