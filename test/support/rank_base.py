@@ -38,6 +38,7 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from slow_links import slowed
 
 from pd_harness.waiting import awaited
 
@@ -568,6 +569,13 @@ class RankBase(ABC):
     def cut_connections(self) -> dict:
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
+
+    def slow_connections(self, seconds: float) -> dict:
+        """What registers from now on is reached over slow connections; see `slow_links`."""
+        agent, manager = self.manager.agent, self.manager
+        slow = slowed(agent.get_agent_metadata(), seconds, {manager.rank_port})
+        agent.get_agent_metadata = lambda: slow
+        return {"state": "slow"}
 
     def count_agent_calls(self) -> dict:
         """See `rank_faults.AgentCalls`; the counts since this was asked first."""

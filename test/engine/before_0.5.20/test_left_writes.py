@@ -185,3 +185,14 @@ def test_a_refusal_does_not_touch_another_request_of_that_number(manager):
     sender = NixlKVSender(manager, "", ROOM, [0], 0)
     manager.refuse(ROOM, "too long")
     assert not manager.told and sender.poll() != KVPoll.Failed
+
+
+@pytest.mark.parametrize("refusal", ["", "other page sizes"])
+def test_a_decode_rank_that_registers_is_connected_to_once(manager, refusal):
+    told, asked = [], []
+    manager.agent.add_remote_agent = told.append
+    manager.connect_early = lambda *peer: asked.append(peer)
+    info = Info(agent_name=LIVE, agent_metadata=b"its", dst_aux_ptrs=[1, 2], refusal=refusal)
+    for _ in range(2):
+        manager._add_remote_peer(info)
+    assert told == [b"its"] and asked == ([] if refusal else [(LIVE, [1, 2])])

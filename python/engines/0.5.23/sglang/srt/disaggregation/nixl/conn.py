@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.kv_layout import (
     prepare,
 )
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
+from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
@@ -86,7 +87,7 @@ class Queuing(threading.local):
     wait_event: Any = None
 
 
-class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
+class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
     connection = Connection()
     queuing = Queuing()
 
@@ -193,6 +194,12 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
         self.meet(name, info)
+        if not info.refusal:
+            self.connect_early(name, info.dst_aux_ptrs)
+
+    def could_not_connect(self, peer: str) -> None:
+        """The engine tells NIXL again, which its next request would have it do at its expense."""
+        self._reload_invalidated_peers({peer: None})
 
     def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
         return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)
