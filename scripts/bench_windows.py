@@ -54,8 +54,8 @@ class Nixl:
 
     def __init__(self, own, theirs, peer: str):
         self.blocks = [memory(one, side)[0] for side, one in enumerate((own, theirs), 1)]
-        names = (str(uuid.uuid4()), peer)
-        self.agents = [nixl_agent(name, nixl_agent_config(num_threads=0)) for name in names]
+        alone = nixl_agent_config(enable_prog_thread=False)  # its time would be counted, too
+        self.agents = [nixl_agent(name, alone) for name in (str(uuid.uuid4()), peer)]
         for agent, block in zip(self.agents, self.blocks):
             agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], HOST)
         self.agent, other = self.agents

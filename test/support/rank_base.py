@@ -1,6 +1,8 @@
 """What ranks of all releases have: the engine's pools, what is in them, and a request's life."""
 
 import importlib
+import logging
+import logging.handlers
 import os
 import resource
 import sys
@@ -118,6 +120,7 @@ class RankBase(ABC):
         self.mistakes = None
         self.lies = None
         self.agent_calls = None
+        self.early = None
         self.asked = {}
         self.group = None
 
@@ -569,6 +572,16 @@ class RankBase(ABC):
     def cut_connections(self) -> dict:
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
+
+    def connected_early(self) -> dict:
+        """How often NIXL has connected to a decode rank early since this was asked first."""
+        logger = logging.getLogger("sglang.srt.disaggregation.pd.early_connections")
+        if self.early is None:
+            self.early = logging.handlers.BufferingHandler(1 << 30)
+            logger.addHandler(self.early)
+            logger.setLevel(logging.INFO)
+        said = [record.getMessage() for record in self.early.buffer]
+        return {"count": sum(line.startswith("Connected to decode ") for line in said)}
 
     def slow_connections(self, seconds: float) -> dict:
         """What registers from now on is reached over slow connections; see `slow_links`."""

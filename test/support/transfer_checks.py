@@ -1,7 +1,6 @@
 """Requests between ranks, and what is looked at in their outcomes."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from fleet import Fleet, Outcome, Rank, Servers
@@ -20,7 +19,6 @@ SETTLED = 5  # seconds, after which nothing is kept of a request that is over
 PROBE_SECONDS = 0.1
 PROBING = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
-CONNECTED = "Connected to decode "  # said when NIXL has read of it
 JOINS = 50
 JOIN_SECONDS = 120
 # (pages on prefill, pages on decode, chunks): one page, a run, scattered, scattered in chunks
@@ -114,9 +112,12 @@ def assert_ranks_may_join(serve) -> None:
         assert calls["count"] > JOINS and calls["at_once"] == 0, calls
 
 
-def assert_connected_early(servers: Servers, log: Path) -> None:
-    """Each prefill rank says that NIXL has connected to each decode rank, before it is large."""
-    told = log.read_text(errors="replace").count(CONNECTED)
+def assert_connected_early(servers: Servers) -> None:
+    """NIXL connects each prefill rank to each decode rank, before anything large is sent."""
+
+    def counts() -> list[int]:
+        return [rank.call("connected_early")["count"] for rank in servers.prefill]
+
+    counts()
     assert_right(servers, ([1], [1]))
-    ranks = len(servers.prefill) * len(servers.decode)
-    eventually(lambda: log.read_text(errors="replace").count(CONNECTED) - told, ranks)
+    eventually(counts, [len(servers.decode)] * len(servers.prefill))

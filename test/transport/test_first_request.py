@@ -1,21 +1,26 @@
 """NIXL: the first large request to a decode rank takes no longer than the next ones."""
 
+import os
+import signal
 import time
 
 import pytest
 from fleet import Fleet, Side
 from transfer_checks import assert_connected_early
 
+from pd_harness.waiting import in_time
+
 pytestmark = pytest.mark.transport
 
+TCP = Side(environment={"UCX_TLS": "tcp"})
 SECONDS = 1.0  # that a byte takes to the other side
 TRIP = 2 * SECONDS  # there and back
 LARGE = (range(1, 41), range(2, 42))  # of single tokens' heads: 10,240 copies to each rank
 
 
-def test_a_decode_rank_is_connected_to_when_it_registers(serve, fork_server):
-    with serve(Fleet()) as servers:
-        assert_connected_early(servers, fork_server("patched").log)
+def test_decode_ranks_are_connected_to_when_they_register(serve):
+    with serve(Fleet(Side(), Side(tp=2))) as servers:
+        assert_connected_early(servers)
 
 
 def seconds(servers, pages: tuple) -> float:
@@ -43,3 +48,22 @@ def test_over_a_slow_network(serve, engine):
             assert first - min(others) > 2 * TRIP
         else:
             assert first - max(others) < 1.5 * TRIP
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_is_gone_meanwhile_holds_up_no_other(serve, how):
+    with serve(Fleet(TCP, TCP)) as servers:
+        (first,), (other,) = servers.decode, servers.more("decode")
+        first.call("slow_connections", seconds=5 * SECONDS)
+        first.call("begin", room=9001)
+        time.sleep(SECONDS)  # it has registered by then, and nothing has come back over NIXL
+        os.kill(first.pid, how)
+        try:
+            for _ in range(3):
+                (outcome,) = servers.requests_at_once([(other, [1], [1])])
+                assert outcome.state == "right", outcome
+                assert in_time(outcome.decode[0]["seconds"], 3), outcome
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(first.pid, signal.SIGCONT)
