@@ -196,3 +196,14 @@ def test_a_decode_rank_that_registers_is_connected_to_once(manager, refusal):
     for _ in range(2):
         manager._add_remote_peer(info)
     assert told == [b"its"] and asked == ([] if refusal else [(LIVE, [1, 2])])
+
+
+def test_a_decode_rank_that_is_being_read_gets_no_other_connection(manager):
+    """NIXL would forget memory that it is reading."""
+    dropped = []
+    manager.agent.remove_remote_agent = dropped.append
+    manager.decode_kv_args_table = {LIVE: Info(endpoint="127.0.0.1", dst_port=1)}
+    manager.connecting.add(LIVE)
+    assert not manager._connect_again(LIVE) and not dropped
+    manager.connecting.clear()
+    assert not manager._connect_again(LIVE) and dropped == [LIVE]  # nobody listens there

@@ -251,6 +251,19 @@ def test_a_frame_that_is_too_long_is_not_read_at_all(monkeypatch, limit):
     assert not read and not prefill.decode_kv_args_table
 
 
+def test_a_peer_that_is_being_read_is_forgotten_when_that_is_over():
+    prefill = met(managers.latents(), managers.latents())
+    dropped = []
+    prefill.agent.remove_remote_agent = dropped.append
+    prefill.connection.lost.add(NAME)
+    prefill.connecting.add(NAME)
+    prefill._reload_invalidated_peers({NAME: None})
+    assert not dropped
+    prefill.connecting.clear()
+    prefill._reload_invalidated_peers({NAME: None})
+    assert dropped == [NAME]
+
+
 def asked_early(prefill) -> list[tuple]:
     asked = []
     prefill.connect_early = lambda *peer: asked.append(peer)

@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, List, Tuple
+from typing import Any, List, Set, Tuple
 
 import numpy as np
 from sglang.srt.environ import envs
@@ -52,6 +52,8 @@ class EarlyConnections:
         self = super().__new__(cls)
         self.to_connect: SimpleQueue[Tuple[str, int]] = SimpleQueue()
         self.connects = False
+        # Those that are being read; NIXL must not forget one of them meanwhile.
+        self.connecting: Set[str] = set()
         return self
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
@@ -98,10 +100,12 @@ class EarlyConnections:
                 for at in (ours, theirs)
             )
             with self.agent_lock:
+                self.connecting.add(peer)
                 handle = self.agent.initialize_xfer("READ", own, peers, peer)
                 if not handle or self.agent.transfer(handle) == "ERR":
                     raise RuntimeError("NIXL did not begin to read")
         except Exception as error:
+            self.connecting.discard(peer)
             self._note_failed(peer, str(error))
             return []
         return [Reading(peer, handle, begun)]
@@ -117,6 +121,7 @@ class EarlyConnections:
             if state not in ("DONE", "ERR") and seconds < CONNECT_SECONDS:
                 return False
             reading.handle = None  # freed, or cancelled
+            self.connecting.discard(reading.peer)
         if state == "DONE":
             logger.info(f"Connected to decode {reading.peer} in {seconds:.1f} s")
         elif state == "ERR":

@@ -384,7 +384,7 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
 
         No other one is forgotten, and none within the second for which the engine lets it be.
         """
-        for peer in self.connection.lost.intersection(room_transfer_infos):
+        for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
             last = self._peer_reload_times.get(peer)
             if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
                 self.connection.lost.discard(peer)
