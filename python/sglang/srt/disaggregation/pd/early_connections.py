@@ -96,7 +96,7 @@ class EarlyConnections:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
             copies = max(1, threads * COPIES_OF_A_THREAD)
             own, peers = (
-                self.agent.get_xfer_descs(np.array([[at, 1, 0]] * copies, np.uint64), "DRAM")
+                self.agent.get_xfer_descs(np.tile(np.uint64([at, 1, 0]), (copies, 1)), "DRAM")
                 for at in (ours, theirs)
             )
             with self.agent_lock:
