@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Annotated
 
 import bench_later
+import bench_windows
 import numpy as np
 import typer
 from rich.console import Console
@@ -54,6 +55,10 @@ NO_SLOWER = 0.9
 TARGETS = {
     ("MLA k v index_k, Ascend", 1024, "full", "arrays"): 25.0,
     ("MLA k v index_k, Ascend", 1024, "full", "ours"): 6.0,
+    **{
+        ("Windows, pages of 1, NIXL", bench_windows.WINDOW, fragments, "ours"): 0.95
+        for fragments in FRAGMENTS
+    },
 }
 
 
@@ -105,11 +110,20 @@ class Kind:
     sliced: bool
     lists: bool
     later: bool = False
+    held: int = HELD
+
+    def transport(self):
+        """What takes the copies where a call is timed."""
+        return Transport()
+
+    def addresses(self, layout, side: int) -> tuple[list[int], ...]:
+        """Of KV's buffers, and of the state's if there are any."""
+        return (pointers(layout, side),)
 
     def caller(self, manager_class: type, transport: Transport) -> Callable:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
         manager = self._manager(manager_class, transport)
-        dst, page_bytes = pointers(self.peer, 2), self.peer.kv[0].page_bytes
+        (dst, *_), page_bytes = self.addresses(self.peer, 2), self.peer.kv[0].page_bytes
         sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
         if self.lists:
             executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
@@ -136,7 +150,7 @@ class Kind:
         manager.enable_custom_mem_pool = False
         manager.kv_args = SimpleNamespace(
             engine_rank=own.tp_rank,
-            kv_data_ptrs=pointers(own, 1),
+            kv_data_ptrs=self.addresses(own, 1)[0],
             kv_item_lens=[buffer.page_bytes for buffer in own.kv],
             kv_head_num=own.kv[0].heads and own.kv[0].heads.count,
             page_size=own.page_size,
@@ -144,23 +158,46 @@ class Kind:
             gpu_id=0,
             layout=own,
         )
-        dst = pointers(self.peer, 2)
+        dst = self.addresses(self.peer, 2)[0]
         info = SimpleNamespace(
             plan=self.plan(), refusal="", agent_name=PEER, gpu_id=0, dst_kv_ptrs=dst
         )
         manager.decode_kv_args_table = {PEER: info}
         if self.later:
-            bench_later.complete(manager, info, own, self.peer, HELD)
+            bench_later.complete(manager, info, own, self.peer, self.held)
         return manager
 
     def plan(self):
         """Ours for this pair of ranks, as made when decode registers."""
         kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
         own, peer = (
-            kv_layout.Pointers(pointers(layout, side))
+            kv_layout.Pointers(*self.addresses(layout, side))
             for side, layout in enumerate((self.own, self.peer), 1)
         )
         return kv_layout.plan_for_peer(self.own, own, self.peer, peer)
+
+
+class Windows(Kind):
+    """A request's state; NIXL is real where it is timed."""
+
+    def transport(self):
+        return bench_windows.Nixl(self.own, self.peer, PEER)
+
+    def addresses(self, layout, side: int) -> tuple[list[int], ...]:
+        return bench_windows.memory(layout, side)[1:]
+
+    def caller(self, manager_class: type, transport) -> Callable:
+        manager = self._manager(manager_class, transport)
+        info = manager.decode_kv_args_table[PEER]
+        bench_windows.add_state(manager, info, self.own, self.peer, self.later)
+        return bench_windows.sender(manager, info, PEER, NOTICE, self.later)
+
+
+def windows(page_size: int, **more) -> Windows:
+    pool = bench_windows.layout(sys.modules[f"{ENGINE}.kv_layout"], page_size)
+    held = 2 * bench_windows.held(page_size)
+    name = f"Windows, pages of {page_size}, NIXL"
+    return Windows(name, held=held, **more, **whole(pool))
 
 
 def pointers(layout, side: int) -> list[int]:
@@ -202,6 +239,7 @@ def kinds() -> list[Kind]:
     plain, indexed, mla_kv = (whole(mla(widths)) for widths in (NPU_MLA, NPU_INDEXED_MLA, MLA))
     gathered = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
     spread = {"own": gqa(0, 1), "peer": gqa(1, 2), "sliced": True}
+    state = [windows(page_size, **nixl) for page_size in bench_windows.PAGE_SIZES]
     if later:
         return [
             Kind("MLA k v index_k, Ascend", **ascend, **indexed),
@@ -211,6 +249,7 @@ def kinds() -> list[Kind]:
             Kind("MLA, NIXL", **nixl, **mla_kv),
             Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
             Kind("GQA TP 1 to 2, NIXL", **nixl, **spread),
+            *state,
         ]
     return [
         Kind("MLA k v, Ascend", **ascend, **plain),
@@ -218,6 +257,7 @@ def kinds() -> list[Kind]:
         Kind("MLA k v index_k, NIXL", **nixl, **indexed),
         Kind("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
         Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
+        *state,
     ]
 
 
@@ -271,6 +311,9 @@ def pages_of(count: int, fragments: str, seed: int) -> np.ndarray:
 def cases(every: list[Kind]) -> Iterator[tuple[Kind, int, str]]:
     """Kind, pages, fragmentation of each row."""
     for kind in every:
+        if isinstance(kind, Windows):
+            yield from ((kind, kind.held // 2, fragments) for fragments in FRAGMENTS)
+            continue
         for count in SWEEP if kind.sliced else SWEEP + LARGE:
             if kind.sliced or count == 1:  # tokens are copied alike however their pages lie
                 wanted = ["full"]
@@ -335,8 +378,8 @@ def measure(kind: Kind, count: int, fragments: str) -> dict:
     src, dst = (pages_of(count, fragments, seed) for seed in (1, 2))
     copies = check(kind, src, dst)
     calls = {
-        "stock": kind.caller(kind.stock, Transport()),
-        "ours": kind.caller(kind.ours, Transport()),
+        "stock": kind.caller(kind.stock, kind.transport()),
+        "ours": kind.caller(kind.ours, kind.transport()),
     }
     if kind.lists and not kind.sliced:
         plan = kind.plan().kv

@@ -8,7 +8,8 @@
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
 #
 #   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
-#                 slower anywhere (by a tenth, for noise), or misses a target
+#                 slower anywhere (by a tenth, for noise), or misses a target; of sliding windows
+#                 with what NIXL takes to make the transfer
 #   cpu-copy      a request's KV to the host and back, against a loop and one memcpy, a minute
 #   serve         real pairs of servers, stock and patched in turns: time to the first token and
 #                 requests a second, half an hour; status 1 if ours is slower by more than the noise

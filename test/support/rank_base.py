@@ -1,6 +1,8 @@
 """What ranks of all releases have: the engine's pools, what is in them, and a request's life."""
 
 import importlib
+import logging
+import logging.handlers
 import os
 import resource
 import sys
@@ -38,6 +40,7 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from slow_links import slowed
 
 from pd_harness.waiting import awaited, own_time
 
@@ -118,6 +121,7 @@ class RankBase(ABC):
         self.mistakes = None
         self.lies = None
         self.agent_calls = None
+        self.early = None
         self.asked = {}
         self.group = None
 
@@ -587,6 +591,23 @@ class RankBase(ABC):
     def cut_connections(self) -> dict:
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
+
+    def connected_early(self) -> dict:
+        """How often NIXL has connected to a decode rank early since this was asked first."""
+        logger = logging.getLogger("sglang.srt.disaggregation.pd.early_connections")
+        if self.early is None:
+            self.early = logging.handlers.BufferingHandler(1 << 30)
+            logger.addHandler(self.early)
+            logger.setLevel(logging.INFO)
+        said = [record.getMessage() for record in self.early.buffer]
+        return {"count": sum(line.startswith("Connected to decode ") for line in said)}
+
+    def slow_connections(self, seconds: float) -> dict:
+        """What registers from now on is reached over slow connections; see `slow_links`."""
+        agent, manager = self.manager.agent, self.manager
+        slow = slowed(agent.get_agent_metadata(), seconds, {manager.rank_port})
+        agent.get_agent_metadata = lambda: slow
+        return {"state": "slow"}
 
     def count_agent_calls(self) -> dict:
         """See `rank_faults.AgentCalls`; the counts since this was asked first."""

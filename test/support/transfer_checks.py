@@ -110,3 +110,14 @@ def assert_ranks_may_join(serve) -> None:
         assert_right(servers, many)
         calls = prefill.call("count_agent_calls")
         assert calls["count"] > JOINS and calls["at_once"] == 0, calls
+
+
+def assert_connected_early(servers: Servers) -> None:
+    """NIXL connects each prefill rank to each decode rank, before anything large is sent."""
+
+    def counts() -> list[int]:
+        return [rank.call("connected_early")["count"] for rank in servers.prefill]
+
+    counts()
+    assert_right(servers, ([1], [1]))
+    eventually(counts, [len(servers.decode)] * len(servers.prefill))

@@ -10,6 +10,7 @@ from reasons import CUT, FAILING
 from transfer_checks import (
     PAGES,
     REQUESTS,
+    assert_connected_early,
     assert_failed,
     assert_ranks_may_join,
     assert_right,
@@ -84,6 +85,11 @@ def test_a_live_peer_is_connected_again(serve):
             if IS_LATER and (outcome := servers.request(*PAGES)).state != "right":
                 assert_failed(outcome, CUT["nixl"])
             assert_served_again(servers)
+
+
+def test_decode_ranks_are_connected_to_when_they_register(serve):
+    with serve(Fleet(Side(), Side(tp=2))) as servers:
+        assert_connected_early(servers)
 
 
 @of_first("later agents of NIXL lock themselves")

@@ -228,3 +228,25 @@ def test_a_refused_rank_is_not_registered_again(manager):
     manager.agent.remove_remote_agent = lambda name: None
     info = manager.decode_kv_args_table[LIVE] = Registered(name=LIVE, refusal="page sizes differ")
     assert manager.rest(LIVE) and not info.try_again
+
+
+@pytest.mark.parametrize("refusal", ["", "other page sizes"])
+def test_a_decode_rank_that_registers_is_connected_to_once(manager, refusal):
+    told, asked = [], []
+    manager.agent.add_remote_agent = told.append
+    manager.connect_early = lambda *peer: asked.append(peer)
+    info = Info(agent_name=LIVE, agent_metadata=b"its", dst_aux_ptrs=[1, 2], refusal=refusal)
+    for _ in range(2):
+        manager._add_remote_peer(info)
+    assert told == [b"its"] and asked == ([] if refusal else [(LIVE, [1, 2])])
+
+
+def test_a_decode_rank_that_is_being_read_gets_no_other_connection(manager):
+    """NIXL would forget memory that it is reading."""
+    dropped = []
+    manager.agent.remove_remote_agent = dropped.append
+    manager.decode_kv_args_table = {LIVE: Info(endpoint="127.0.0.1", dst_port=1)}
+    manager.connecting.add(LIVE)
+    assert not manager._connect_again(LIVE) and not dropped
+    manager.connecting.clear()
+    assert not manager._connect_again(LIVE) and dropped == [LIVE]  # nobody listens there

@@ -282,3 +282,46 @@ def test_a_frame_that_is_too_long_is_not_read_at_all(monkeypatch, limit):
     )
     managers.read(prefill, message)
     assert not read and not prefill.decode_kv_args_table
+
+
+def test_a_peer_that_is_being_read_is_forgotten_when_that_is_over():
+    prefill = met(managers.latents(), managers.latents())
+    dropped = []
+    prefill.agent.remove_remote_agent = dropped.append
+    prefill.connection.lost.add(NAME)
+    prefill.connecting.add(NAME)
+    prefill._reload_invalidated_peers({NAME: None})
+    assert not dropped
+    prefill.connecting.clear()
+    prefill._reload_invalidated_peers({NAME: None})
+    assert dropped == [NAME]
+
+
+def asked_early(prefill) -> list[tuple]:
+    asked = []
+    prefill.connect_early = lambda *peer: asked.append(peer)
+    return asked
+
+
+def test_a_decode_rank_that_registers_is_connected_to_once():
+    prefill = managers.rank("nixl", managers.latents())
+    asked = asked_early(prefill)
+    decode = managers.rank("nixl", managers.latents(), DECODE)
+    managers.read(prefill, *[managers.registration(decode)] * 2)
+    assert asked == [(NAME, list(decode.kv_args.aux_data_ptrs))]
+
+
+def test_one_that_is_refused_is_not_connected_to():
+    prefill = managers.rank("nixl", managers.latents())
+    asked = asked_early(prefill)
+    other = managers.rank("nixl", replace(managers.latents(), page_size=128), DECODE)
+    managers.read(prefill, managers.registration(other))
+    assert managers.known(prefill).refusal and not asked
+
+
+def test_one_that_nixl_forgot_when_it_could_not_connect_is_known_for_its_first_request():
+    prefill = met(managers.latents(), managers.latents())
+    prefill.agent.peers.discard(NAME)
+    prefill.could_not_connect(NAME)
+    assert prefill.agent.peers == {NAME}
+    assert send(prefill) == ALL

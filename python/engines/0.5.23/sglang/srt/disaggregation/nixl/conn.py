@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.kv_layout import (
     prepare,
 )
 from sglang.srt.disaggregation.pd.comparing import SendsDigests
+from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.ended import Ended
 from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
 from sglang.srt.disaggregation.pd.plans import Plans
@@ -87,7 +88,7 @@ class Queuing(threading.local):
     wait_event: Any = None
 
 
-class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
+class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
     connection = Connection()
     queuing = Queuing()
 
@@ -195,6 +196,12 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
         # Also where it failed: an entry that is missing would be worse, its rooms would wait.
         self.decode_kv_args_table[name] = info
         self.meet(name, info)
+        if not info.refusal:
+            self.connect_early(name, info.dst_aux_ptrs)
+
+    def could_not_connect(self, peer: str) -> None:
+        """The engine tells NIXL again, which its next request would have it do at its expense."""
+        self._reload_invalidated_peers({peer: None})
 
     def rest(self, name: str) -> bool:
         """As `NoticesSilence`: its blocks, which NIXL lists for each, and its NIXL agent."""
@@ -400,7 +407,7 @@ class NixlKVManager(SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager
 
         No other one is forgotten, and none within the second for which the engine lets it be.
         """
-        for peer in self.connection.lost.intersection(room_transfer_infos):
+        for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
             last = self._peer_reload_times.get(peer)
             if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
                 self.connection.lost.discard(peer)

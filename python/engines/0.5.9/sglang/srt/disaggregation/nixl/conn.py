@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encode_layout
+from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.notifications import Notifications
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
@@ -75,7 +76,7 @@ def _is_in(metadata: bytes, name: bytes) -> bool:
     return struct.pack("<Q", len(name)) + name in metadata
 
 
-class NixlKVManager(Notifications, Writes, CommonKVManager):
+class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
@@ -394,6 +395,8 @@ class NixlKVManager(Notifications, Writes, CommonKVManager):
             with self.agent_lock:
                 self.agent.add_remote_agent(decode_kv_args.agent_metadata)
             decode_kv_args.is_connected = True
+            if not decode_kv_args.refusal:
+                self.connect_early(name, decode_kv_args.dst_aux_ptrs)
         except Exception as error:
             logger.error(f"Decode {name} is not known to NIXL: {error}")
             decode_kv_args.try_again = True

@@ -73,7 +73,8 @@ class Write:
 class Writes:
     """A KV manager's, over `NoticesSilence`.
 
-    It has the `agent`, in `decode_kv_args_table` its peers' metadata, and `_tell_failed`.
+    It has the `agent`, in `decode_kv_args_table` its peers' metadata, `_tell_failed`, and in
+    `connecting` the peers that are being read.
     """
 
     def __new__(cls, *args, **kwargs):
@@ -129,7 +130,9 @@ class Writes:
         A rank that takes none is not tried again until it asks for another room.
         """
         under_way = [write for write in self.writes if write.peer == peer]
-        if peer in self.out_of_reach or not all(map(self.has_ended, under_way)):
+        if peer in self.out_of_reach or peer in self.connecting:
+            return False
+        if not all(map(self.has_ended, under_way)):
             return False
         info = self.decode_kv_args_table[peer]
         try:

@@ -1,0 +1,138 @@
+"""NIXL, prefill: a decode rank is connected when it registers, not by its first large write.
+
+told of the rank      NIXL makes an endpoint for each of its threads, and sends the first message
+                      over it; UCX needs some round trips more before it carries anything
+later                 a thread makes these while it has something to send, and not before
+
+So each thread is given something to send: it reads a byte of the rank's metadata, which the rank
+does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, List, Set, Tuple
+
+import numpy as np
+from sglang.srt.environ import envs
+
+logger = logging.getLogger(__name__)
+
+# NIXL divides a transfer among its threads if each of them gets so many copies.
+COPIES_OF_A_THREAD = 1024
+# A rank that has not answered after that is left to its first request.
+CONNECT_SECONDS = 60.0
+POLL_SECONDS = 0.01
+
+
+@dataclass
+class Reading:
+    """A transfer from a decode rank, begun on the monotonic clock."""
+
+    peer: str
+    handle: Any
+    begun: float
+
+
+class EarlyConnections:
+    """A prefill rank's KV manager; it has NIXL's `agent`.
+
+    One thread connects to all decode ranks, and waits for none of them. It holds `agent_lock`,
+    where NIXL's callers must take turns, only while NIXL begins a transfer or says how one is.
+    """
+
+    agent_lock: Any = contextlib.nullcontext()
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.to_connect: SimpleQueue[Tuple[str, int]] = SimpleQueue()
+        self.connects = False
+        # Those that are being read; NIXL must not forget one of them meanwhile.
+        self.connecting: Set[str] = set()
+        return self
+
+    def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
+        """Have NIXL connect to a decode rank that it has been told of; returns at once.
+
+        Args:
+            aux_pointers: Where the rank has registered its metadata, in host memory.
+        """
+        if not aux_pointers or envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX":
+            return
+        try:
+            if not self.connects:
+                threading.Thread(target=self._connect, name="nixl-connect", daemon=True).start()
+                self.connects = True
+            self.to_connect.put((peer, aux_pointers[0]))
+        except Exception as error:
+            logger.warning(f"Decode {peer} is connected to by its first request: {error}")
+
+    def could_not_connect(self, peer: str) -> None:
+        """NIXL may have forgotten a decode rank to which it found no connection."""
+
+    def _connect(self) -> None:
+        byte, readings = np.zeros(1, np.uint8), []
+        try:
+            with self.agent_lock:
+                self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
+        except Exception as error:
+            logger.warning(f"Decode ranks are connected to by their first requests: {error}")
+            return
+        while True:
+            with contextlib.suppress(Empty):
+                asked = self.to_connect.get(timeout=POLL_SECONDS if readings else None)
+                readings += self._begin(*asked, byte.ctypes.data)
+            readings = [one for one in readings if not self._is_over(one)]
+
+    def _begin(self, peer: str, theirs: int, ours: int) -> List[Reading]:
+        """Begin to read; empty where that fails."""
+        begun = time.monotonic()
+        try:
+            threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
+            copies = max(1, threads * COPIES_OF_A_THREAD)
+            own, peers = (
+                self.agent.get_xfer_descs(np.tile(np.uint64([at, 1, 0]), (copies, 1)), "DRAM")
+                for at in (ours, theirs)
+            )
+            with self.agent_lock:
+                self.connecting.add(peer)
+                handle = self.agent.initialize_xfer("READ", own, peers, peer)
+                if not handle or self.agent.transfer(handle) == "ERR":
+                    raise RuntimeError("NIXL did not begin to read")
+        except Exception as error:
+            self.connecting.discard(peer)
+            self._note_failed(peer, str(error))
+            return []
+        return [Reading(peer, handle, begun)]
+
+    def _is_over(self, reading: Reading) -> bool:
+        seconds = time.monotonic() - reading.begun
+        reason = "it reports an error"
+        with self.agent_lock:
+            try:
+                state = self.agent.check_xfer_state(reading.handle)
+            except Exception as error:
+                state, reason = "ERR", str(error)
+            if state not in ("DONE", "ERR") and seconds < CONNECT_SECONDS:
+                return False
+            reading.handle = None  # freed, or cancelled
+            self.connecting.discard(reading.peer)
+        if state == "DONE":
+            logger.info(f"Connected to decode {reading.peer} in {seconds:.1f} s")
+        elif state == "ERR":
+            self._note_failed(reading.peer, reason)
+        else:
+            logger.warning(f"Decode {reading.peer} has not answered NIXL for {seconds:.0f} s")
+        return True
+
+    def _note_failed(self, peer: str, reason: str) -> None:
+        logger.warning(f"NIXL could not connect to decode {peer}, a request will: {reason}")
+        try:
+            self.could_not_connect(peer)
+        except Exception:
+            logger.exception(f"Decode {peer} is left to its first request")

@@ -1,0 +1,139 @@
+"""NIXL: a decode rank that registers is connected to at once, and holds up nobody."""
+
+import threading
+import time
+
+import pytest
+from sglang.srt.disaggregation.pd import early_connections
+from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
+
+from pd_harness.waiting import awaited
+
+pytestmark = pytest.mark.engine
+
+THREADS = 4
+AUX = [1 << 20, 1 << 21]
+
+
+class Agent:
+    """NIXL's, of which each call notes its thread; a rank's `states` come one after the other."""
+
+    def __init__(self):
+        self.begun, self.states, self.unknown, self.threads = {}, {}, set(), set()
+        self.registered = []
+
+    def get_backend_params(self, backend: str) -> dict[str, str]:
+        return {"num_threads": str(THREADS)}
+
+    def register_memory(self, regions, memory: str):
+        self.registered += [(*region[:2], memory) for region in regions]
+
+    def get_xfer_descs(self, rows, memory: str):
+        return rows.tolist(), memory
+
+    def initialize_xfer(self, operation: str, ours, theirs, peer: str):
+        self.threads.add(threading.get_ident())
+        if peer in self.unknown:
+            raise RuntimeError("NIXL_ERR_NOT_FOUND")
+        self.begun[peer] = operation, ours, theirs
+        return peer
+
+    def transfer(self, peer: str) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, peer: str) -> str:
+        states = self.states.get(peer, ["DONE"])
+        state = states.pop(0) if len(states) > 1 else states[0]
+        if state == "raises":
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        return state
+
+
+class Manager(EarlyConnections):
+    def __init__(self):
+        self.agent, self.failed = Agent(), []
+
+    def could_not_connect(self, peer: str) -> None:
+        self.failed.append(peer)
+
+
+@pytest.fixture
+def manager() -> Manager:
+    return Manager()
+
+
+def said(caplog, text: str) -> bool:
+    return awaited(lambda: text in caplog.text, 10)
+
+
+def test_each_thread_of_nixl_reads_a_byte_of_the_ranks_metadata(manager, caplog):
+    caplog.set_level("INFO")
+    manager.connect_early("decode", AUX)
+    assert said(caplog, "Connected to decode decode in ")
+    operation, (ours, own_memory), (theirs, memory) = manager.agent.begun["decode"]
+    assert (operation, own_memory, memory) == ("READ", "DRAM", "DRAM")
+    # NIXL divides a transfer in parts of 1,024 copies at least, one for each thread.
+    assert theirs == [[AUX[0], 1, 0]] * THREADS * 1024
+    ((byte, length, kind),) = manager.agent.registered
+    assert ours == [[byte, 1, 0]] * len(theirs) and (length, kind) == (1, "DRAM")
+    assert threading.get_ident() not in manager.agent.threads
+
+
+def test_one_that_does_not_answer_holds_up_no_other(manager, caplog, monkeypatch):
+    """One thread serves all."""
+    caplog.set_level("INFO")
+    manager.agent.states["silent"] = ["PROC"]
+    before = threading.active_count()
+    begun = time.monotonic()
+    for peer in ("silent", *map(str, range(20))):
+        manager.connect_early(peer, AUX)
+    assert time.monotonic() - begun < 0.5
+    assert said(caplog, "Connected to decode 19 in ") and "silent" not in caplog.text
+    assert len(manager.agent.threads) == 1 and threading.active_count() <= before + 1
+    monkeypatch.setattr(early_connections, "CONNECT_SECONDS", 0.0)
+    assert said(caplog, "Decode silent has not answered NIXL for ")
+    assert not manager.failed
+
+
+@pytest.mark.parametrize("how", ["unknown", "raises", "ERR"])
+def test_what_fails_is_left_to_the_first_request(manager, caplog, how):
+    caplog.set_level("INFO")
+    manager.agent.states["lost"] = ["PROC", how]
+    if how == "unknown":
+        manager.agent.unknown.add("lost")
+    for peer in ("lost", "other"):
+        manager.connect_early(peer, AUX)
+    assert said(caplog, "NIXL could not connect to decode lost, a request will: ")
+    assert said(caplog, "Connected to decode other in ")
+    assert manager.failed == ["lost"] and not manager.connecting
+
+
+def test_nothing_is_held_while_a_rank_is_waited_for(manager):
+    manager.agent_lock = threading.Lock()
+    manager.agent.states["silent"] = ["PROC"]
+    manager.connect_early("silent", AUX)
+    assert awaited(lambda: "silent" in manager.agent.begun, 10)
+    assert awaited(lambda: manager.connecting == {"silent"}, 10)
+    for _ in range(20):
+        assert manager.agent_lock.acquire(timeout=1)
+        manager.agent_lock.release()
+    manager.agent.states["silent"] = ["DONE"]
+    assert awaited(lambda: not manager.connecting, 10)
+
+
+@pytest.mark.parametrize("aux, backend", [([], "UCX"), (AUX, "LIBFABRIC")])
+def test_what_is_not_connected_early(manager, monkeypatch, aux, backend):
+    """A rank without metadata in host memory, and what is not UCX."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", backend)
+    manager.connect_early("decode", aux)
+    assert not manager.connects and manager.to_connect.empty()
+
+
+def test_no_memory_can_be_registered(manager, caplog):
+    def refuse(regions, memory):
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    manager.agent.register_memory = refuse
+    manager.connect_early("decode", AUX)
+    assert said(caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND")
+    assert not manager.agent.begun

@@ -1,0 +1,85 @@
+"""TCP connections of this process that are slow: each byte takes a while, either way."""
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+
+from pd_harness.ports import HOST
+
+
+def slowed(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
+    """A NIXL agent's metadata, by which others reach it through a proxy that keeps bytes so long.
+
+    UCX writes there where it listens, in network byte order, behind the agent's name. The ports in
+    `spare` are others'.
+    """
+    for address, port in listening():
+        if port in spare:
+            continue
+        listener = socket.create_server(("0.0.0.0", 0))
+        place = struct.pack(">H", port)
+        if place in metadata:
+            own = struct.pack(">H", listener.getsockname()[1])
+            metadata = metadata.replace(place, own, 1)
+            _start(_accept, listener, (address, port), seconds)
+        else:
+            listener.close()
+    return metadata
+
+
+def listening() -> list[tuple[str, int]]:
+    """Where this process accepts connections over IPv4."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue  # the listing's own
+    found = []
+    with open("/proc/net/tcp") as table:
+        for line in table.readlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                address, port = local.split(":")
+                host = socket.inet_ntoa(struct.pack("<I", int(address, 16)))
+                found.append((HOST if host == "0.0.0.0" else host, int(port, 16)))
+    return found
+
+
+def _start(work, *args) -> None:
+    threading.Thread(target=work, args=args, daemon=True).start()
+
+
+def _accept(listener: socket.socket, to: tuple[str, int], seconds: float) -> None:
+    while True:
+        near, _ = listener.accept()
+        far = socket.create_connection(to)
+        for source, sink in ((near, far), (far, near)):
+            kept: queue.SimpleQueue = queue.SimpleQueue()
+            _start(_take, source, kept, seconds)
+            _start(_give, sink, kept)
+
+
+def _take(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> None:
+    part = b"first"
+    while part:
+        try:
+            part = source.recv(1 << 16)
+        except OSError:
+            part = b""
+        kept.put((time.monotonic() + seconds, part))
+
+
+def _give(sink: socket.socket, kept: queue.SimpleQueue) -> None:
+    while True:
+        due, part = kept.get()
+        time.sleep(max(0.0, due - time.monotonic()))
+        try:
+            if not part:
+                return sink.shutdown(socket.SHUT_WR)
+            sink.sendall(part)
+        except OSError:
+            return

@@ -1,0 +1,69 @@
+"""NIXL: the first large request to a decode rank takes no longer than the next ones."""
+
+import os
+import signal
+import time
+
+import pytest
+from fleet import Fleet, Side
+from transfer_checks import assert_connected_early
+
+from pd_harness.waiting import in_time
+
+pytestmark = pytest.mark.transport
+
+TCP = Side(environment={"UCX_TLS": "tcp"})
+SECONDS = 1.0  # that a byte takes to the other side
+TRIP = 2 * SECONDS  # there and back
+LARGE = (range(1, 41), range(2, 42))  # of single tokens' heads: 10,240 copies to each rank
+
+
+def test_decode_ranks_are_connected_to_when_they_register(serve):
+    with serve(Fleet(Side(), Side(tp=2))) as servers:
+        assert_connected_early(servers)
+
+
+def seconds(servers, pages: tuple) -> float:
+    outcome = servers.request(*map(list, pages))
+    assert outcome.state == "right", outcome
+    return max(answer["seconds"] for answer in outcome.decode)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["stock", "patched"])
+def test_over_a_slow_network(serve, engine):
+    """NIXL's threads have connected by then; stock's begin with the first write that is large."""
+    environment = {"UCX_TLS": "tcp"}
+    sides = (Side(environment=environment), Side(tp=2, environment=environment))
+    with serve(
+        Fleet(*sides, layers=2, pages=44, page_size=64, v_width=4), engine, engine
+    ) as servers:
+        for rank in servers.decode:
+            rank.call("slow_connections", seconds=SECONDS)
+        seconds(servers, ([1], [1]))
+        time.sleep(6 * TRIP)
+        first = seconds(servers, LARGE)
+        others = [seconds(servers, LARGE) for _ in range(2)]
+        if engine == "stock":
+            assert first - min(others) > 2 * TRIP
+        else:
+            assert first - max(others) < 1.5 * TRIP
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_is_gone_meanwhile_holds_up_no_other(serve, how):
+    with serve(Fleet(TCP, TCP)) as servers:
+        (first,), (other,) = servers.decode, servers.more("decode")
+        first.call("slow_connections", seconds=5 * SECONDS)
+        first.call("begin", room=9001)
+        time.sleep(SECONDS)  # it has registered by then, and nothing has come back over NIXL
+        os.kill(first.pid, how)
+        try:
+            for _ in range(3):
+                (outcome,) = servers.requests_at_once([(other, [1], [1])])
+                assert outcome.state == "right", outcome
+                assert in_time(outcome.decode[0]["seconds"], 3), outcome
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(first.pid, signal.SIGCONT)
