@@ -1,0 +1,246 @@
+"""What many ranks cost each other, stock beside patched: `scripts/bench.sh scale`.
+
+Prefill has PP 4 and TP `ranks / 4`; decode are as many servers of one rank, so that each rank has
+to do with all of the other side. Ranks are processes with the engine's managers and no model, and
+a transfer library that writes nothing (`null_transfer`).
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
+import fleet as fleets  # noqa: E402
+
+ENGINES = ("stock", "patched")
+BACKENDS = ("mooncake", "nixl")
+RANKS = (8, 16, 32, 64)  # of each side
+STAGES = 4
+REQUESTS = 256  # of all decode ranks together, while processor time is measured
+REST_SECONDS = 4.0
+RESTART_SECONDS = 20.0  # under load, of which a decode rank is killed after
+KILL_SECONDS = 6.0
+LIMIT = 600.0  # seconds, which only a hang reaches
+# What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
+GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
+# Exponents of patched's growth and stock's may be so far apart at least: a tenth from 8 to 64.
+LEAST_NOISE = 0.05
+
+
+class Ranks:
+    """A running fleet, all of whose ranks can be asked at once."""
+
+    def __init__(self, servers: fleets.Servers, ranks: int):
+        self.servers, self.rooms = servers, itertools.count(1)
+        self.pool = ThreadPoolExecutor(2 * ranks + 1)
+        self.decode = [*servers.decode, *self._more(ranks - 1)]
+
+    def _more(self, count: int) -> list[fleets.Rank]:
+        with ThreadPoolExecutor(4) as few:
+            return [one for (one,) in few.map(lambda _: self.servers.more("decode"), range(count))]
+
+    @property
+    def every(self) -> list[fleets.Rank]:
+        return [*self.servers.prefill, *self.decode]
+
+    def ask(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
+        ranks = self.every if ranks is None else ranks
+        return list(self.pool.map(lambda one: one.call(do, **given), ranks))
+
+    def total(self, figure: str) -> float:
+        return sum(one[figure] for one in self.ask("figures"))
+
+    def lanes(self, requests: int) -> list[list[int]]:
+        """Rooms of each decode rank."""
+        return [list(itertools.islice(self.rooms, requests)) for _ in self.decode]
+
+    def begin(self, lanes: list[list[int]], seconds: float, more: list | None = None) -> list:
+        """Have all ranks serve these rooms, of `more` prefill alone; futures, decode's last."""
+        given = [(one, [*lanes, *(more or [])]) for one in self.servers.prefill]
+        given += [(one, [lane]) for one, lane in zip(self.decode, lanes)]
+        return [
+            self.pool.submit(one.call, "serve", lanes=own, seconds=seconds) for one, own in given
+        ]
+
+    def serve(self, requests: int) -> None:
+        """So many requests of each decode rank. Raises RuntimeError where one does not succeed."""
+        answers = [one.result() for one in self.begin(self.lanes(requests), LIMIT)]
+        for answer in answers:
+            states = {state for _, state, *_ in answer.get("ends", ())} or {str(answer)}
+            if states != {"success"} or answer["open"]:
+                raise RuntimeError(f"a rank's requests ended so: {states}, open: {answer['open']}")
+
+
+@contextlib.contextmanager
+def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
+    # Stock NIXL has wrong results, or hangs, for GQA between such sides.
+    fleet = fleets.Fleet(
+        prefill=fleets.Side(tp=ranks // STAGES, pp=STAGES),
+        backend=backend,
+        layers=STAGES,
+        kv_heads=max(RANKS) // STAGES,
+        mla=backend == "nixl",
+        pages=4,
+    )
+    server = fleets.ForkServer(engine, program="rank_scale.py")
+    with fleets.running(fleet, server, server) as servers:
+        yield Ranks(servers, ranks)
+
+
+def measure(engine: str, backend: str, ranks: int) -> dict:
+    """One row."""
+    requests = max(2, REQUESTS // ranks)
+    with running(engine, backend, ranks) as fleet:
+        before = fleet.ask("figures")
+        begun = time.monotonic()
+        fleet.serve(1)
+        seconds = time.monotonic() - begun
+        met = fleet.ask("figures")
+        grown = [after["private_kib"] - one["private_kib"] for one, after in zip(before, met)]
+        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST_SECONDS))
+        start = fleet.ask("figures")
+        fleet.serve(requests)
+        end = fleet.ask("figures")
+        spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
+        each = ranks * requests
+        row = {
+            "meet_s": seconds,
+            "meet_cpu_s": sum(b["all_s"] - a["all_s"] for a, b in zip(before, met)),
+            "meet_http": sum(b["asked_http"] - a["asked_http"] for a, b in zip(before, met)),
+            "kib_a_peer": statistics.mean(grown) / ranks,
+            "messages": spent["messages"] / each,
+            "scheduler_ms": 1e3 * spent["scheduler_s"] / each,
+            "reader_ms": 1e3 * spent["reader_s"] / each,
+            "cpu_ms": 1e3 * (spent["scheduler_s"] + spent["reader_s"]) / each,
+            "all_ms": 1e3 * spent["all_s"] / each,
+            "rest_percent": 100 * rest,
+            **restarted(fleet),
+        }
+    return {"engine": engine, "backend": backend, "ranks": ranks, **row}
+
+
+def restarted(fleet: Ranks) -> dict:
+    """One decode rank is killed under load, and another takes its place; others' longest gaps.
+
+    A gap is the longest time in which a decode rank has no request end.
+    """
+    many = 4000
+    lanes, (new,) = fleet.lanes(many), fleet.lanes(many)[:1]
+    begun = time.monotonic()
+    serving = fleet.begin(lanes, RESTART_SECONDS, more=[new])
+    time.sleep(KILL_SECONDS)
+    os.kill(fleet.decode[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    (other,) = fleet.servers.more("decode")
+    left = RESTART_SECONDS - (time.monotonic() - begun)
+    answer = other.call("serve", lanes=[new], seconds=left)
+    answers = [one.result() for one in serving]
+    prefill, others = answers[: len(fleet.servers.prefill)], answers[-len(fleet.decode) + 1 :]
+    ends = [[end for _, _, _, end in one["ends"]] for one in others]
+    failed = sum(state != "success" for one in others for _, state, *_ in one["ends"])
+    first = min((end for _, state, _, end in answer["ends"] if state == "success"), default=None)
+    return {
+        "gap_before_s": max(longest_gap(one, begun + 1, killed) for one in ends),
+        "gap_after_s": max(longest_gap(one, killed, begun + RESTART_SECONDS) for one in ends),
+        "others_failed": failed,
+        "prefill_died": sum("ends" not in one for one in prefill),
+        "new_rank_s": first and first - killed,
+    }
+
+
+def longest_gap(ends: list[float], since: float, until: float) -> float:
+    """The longest time between two of these within the two limits, which count as well."""
+    within = [since, *sorted(end for end in ends if since < end < until), until]
+    return max(b - a for a, b in itertools.pairwise(within))
+
+
+def growth(rows: list[dict], figure: str) -> float:
+    """The exponent with which it grows with ranks: least squares of logarithms."""
+    points = [(math.log(row["ranks"]), math.log(max(row[figure], 1e-9))) for row in rows]
+    return statistics.linear_regression(*zip(*points)).slope
+
+
+def growths(rows: list[dict], rounds: int) -> list[dict]:
+    """Of each backend and figure: exponents of both engines, and how far rounds are apart."""
+    found = []
+    for backend, figure in itertools.product(dict.fromkeys(r["backend"] for r in rows), GROWTHS):
+        own = {
+            engine: [
+                growth([r for r in rows if (r["engine"], r["backend"], r["round"]) == key], figure)
+                for key in ((engine, backend, number) for number in range(rounds))
+            ]
+            for engine in ENGINES
+        }
+        noise = max(max(values) - min(values) for values in own.values())
+        means = {engine: statistics.mean(values) for engine, values in own.items()}
+        found.append({"backend": backend, "figure": figure, **means, "noise": noise})
+    return found
+
+
+def faster(found: list[dict]) -> list[str]:
+    """What grows faster than in stock, in words."""
+    return [
+        f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
+        f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
+        for one in found
+        if one["patched"] > one["stock"] + max(one["noise"], LEAST_NOISE)
+    ]
+
+
+def table(rows: list[dict]) -> Table:
+    shown = Table(title="Ranks of each side, and what they cost; see docs/evidence")
+    names = [name for name in rows[0] if name != "round"]
+    for name in names:
+        shown.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        values = (row[name] for name in names)
+        shown.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in values))
+    return shown
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(show_default=False, help="Of each side, multiples of 4.")
+    ] = None,
+    only: Annotated[str, typer.Option("--only", metavar="WORD", help="This backend.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Of stock and patched in turns.")] = 2,
+) -> None:
+    """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
+    console, rows = Console(width=200), []
+    sizes = sorted(ranks or RANKS)
+    for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
+        for size, engine in itertools.product(sizes, ENGINES):
+            rows.append({**measure(engine, backend, size), "round": number})
+            console.print(rows[-1], highlight=False)
+    found = growths(rows, rounds) if len(sizes) > 1 else []
+    missed = faster(found)
+    console.print(table(rows))
+    for line in missed:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        load = os.getloadavg()[0]
+        figures = {"rows": rows, "growths": found, "missed": missed, "load": load}
+        json_file.write_text(json.dumps(figures, indent=1))
+    raise typer.Exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

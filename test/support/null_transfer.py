@@ -1,0 +1,112 @@
+"""Transfer libraries that write nothing: of a request what its ranks tell each other is left.
+
+A NIXL agent's notifications go over datagram sockets of this machine; 0.5.9 has its requests end
+by them.
+"""
+
+import socket
+import struct
+from contextlib import suppress
+
+LENGTH = "<Q"  # of the name in an agent's metadata
+
+
+class NullAgent:
+    """Stands in for `nixl_agent`."""
+
+    def __init__(self, name: str, *config):
+        self.name = name
+        self.peers: set[str] = set()
+        self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.notices.bind(f"\0{name}")
+
+    def get_plugin_list(self) -> list[str]:
+        return ["UCX"]
+
+    def create_backend(self, *given) -> None:
+        pass
+
+    def register_memory(self, *given):
+        return given
+
+    def get_agent_metadata(self) -> bytes:
+        return struct.pack(LENGTH, len(self.name)) + self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        name = metadata[struct.calcsize(LENGTH) :].decode()
+        self.peers.add(name)
+        return name
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.peers.discard(name)
+
+    def check_remote_metadata(self, name: str) -> bool:
+        return name in self.peers
+
+    def get_xfer_descs(self, *given):
+        return given
+
+    def prep_xfer_dlist(self, *given):
+        return given
+
+    def make_prepped_xfer(self, *given, notif_msg: bytes = b""):
+        return given
+
+    def initialize_xfer(self, operation, ours, theirs, peer: str, notice: bytes = b""):
+        return peer, notice
+
+    def transfer(self, handle) -> str:
+        peer, notice = handle if len(handle) == 2 else ("", b"")
+        try:
+            if notice:
+                self.notices.sendto(self.name.encode() + b" " + notice, f"\0{peer}")
+        except OSError:
+            return "ERR"  # nobody is there
+        return "DONE"
+
+    def check_xfer_state(self, handle) -> str:
+        return "DONE"
+
+    def release_xfer_handle(self, handle) -> None:
+        pass
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        found: dict[str, list[bytes]] = {}
+        with suppress(BlockingIOError):
+            while True:
+                name, _, notice = self.notices.recv(4096, socket.MSG_DONTWAIT).partition(b" ")
+                found.setdefault(name.decode(), []).append(notice)
+        return found
+
+
+class NullEngine:
+    """Stands in for the engine's `MooncakeTransferEngine`."""
+
+    def __init__(self):
+        self.port = socket.socket()
+        self.port.bind(("127.0.0.1", 0))
+
+    def get_session_id(self) -> str:
+        return "{}:{}".format(*self.port.getsockname())
+
+    def batch_register(self, *given) -> int:
+        return 0
+
+    def batch_transfer_sync(self, *given) -> int:
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        return 0
+
+
+def use_null_transfer(backend: str) -> None:
+    """Have this process's managers get one of these. Call it before they are made."""
+    if backend == "nixl":
+        from nixl import _api
+
+        _api.nixl_agent = NullAgent
+    else:
+        from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
+
+        module._mooncake_transfer_engine = NullEngine()
+        module.init_mooncake_transfer_engine = lambda *given: module._mooncake_transfer_engine
