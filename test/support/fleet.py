@@ -211,9 +211,7 @@ class ForkServer:
     use that one instead of base's. What its ranks say is in `log`.
     """
 
-    def __init__(
-        self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK
-    ):
+    def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
         library = other_nixl(nixl) if nixl else {}

@@ -17,6 +17,7 @@ class NullAgent:
     def __init__(self, name: str, *config):
         self.name = name
         self.peers: set[str] = set()
+        self.nixl_mems = {"DRAM": 0, "VRAM": 1}
         self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notices.bind(f"\0{name}")
 

@@ -24,7 +24,7 @@ release = importlib.import_module("rank_later" if IS_LATER else "rank")
 POLL_SECONDS = 0.01
 OPEN = 2  # requests of each decode rank at a time
 PAGE = [1]
-ENDS = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
+STALLED_SECONDS = 20.0
 
 
 class Counted:
@@ -81,13 +81,15 @@ class Rank(release.Rank):
     def serve(self, lanes: list[list[int]], seconds: float) -> dict:
         """The life of these rooms on this side, of each lane `OPEN` at a time and in order.
 
-        Decode has one lane. `ends` are (room, state, when it began, when it ended), on the
-        machine's monotonic clock; it is over when all have ended, or after so many seconds.
+        A lane is its first room and the one after its last; decode has one lane. `ends` are (room,
+        when it began, when it ended) on the machine's monotonic clock. It is over when all have
+        ended, after so many seconds, or when none has ended for `STALLED_SECONDS`; `lost` are then
+        open, or have failed.
         """
-        waiting, open_rooms, ends = [deque(lane) for lane in lanes], {}, []
-        until = time.monotonic() + seconds
+        waiting, open_rooms, ends = [deque(range(*lane)) for lane in lanes], {}, []
+        until, stalled, lost = time.monotonic() + seconds, time.monotonic() + STALLED_SECONDS, []
         begin = self._send if self.is_prefill else self._ask
-        while (any(waiting) or open_rooms) and time.monotonic() < until:
+        while (any(waiting) or open_rooms) and time.monotonic() < min(until, stalled):
             for number, lane in enumerate(waiting):
                 held = sum(of == number for of, *_ in open_rooms.values())
                 while lane and held < OPEN:
@@ -96,14 +98,19 @@ class Rank(release.Rank):
                     open_rooms[room] = (number, begun, self._timed(begin, room))
             for room, (_, begun, request) in list(open_rooms.items()):
                 state = self._turn(request)
+                if state == "success":
+                    ends.append((room, begun, time.monotonic()))
+                elif state is not None:
+                    lost.append((room, state))
                 if state is not None:
-                    ends.append((room, state, begun, time.monotonic()))
+                    stalled = time.monotonic() + STALLED_SECONDS
                     del open_rooms[room]
             time.sleep(POLL_SECONDS)
-        return {"ends": ends, "open": len(open_rooms)}
+        lost += [(room, f"status {one['last']}") for room, (*_, one) in open_rooms.items()]
+        return {"ends": ends, "lost": lost}
 
     def _timed(self, call: Callable, *given):
-        """What the scheduler's thread does; how often it looks in vain says nothing, see `_turn`."""
+        """What the scheduler's thread does, but not how often it looks in vain, see `_turn`."""
         begun = time.thread_time()
         result = call(*given)
         self.scheduler_seconds += time.thread_time() - begun
@@ -118,7 +125,7 @@ class Rank(release.Rank):
         return {"room": room, "poller": receiver, "last": None}
 
     def _turn(self, request: dict) -> str | None:
-        """How the request has ended, None if it has not."""
+        """`success` or why the request has failed; None if it has not ended."""
         poller, begun = request["poller"], time.thread_time()
         state = poller.poll()
         if state == request["last"]:
@@ -129,10 +136,10 @@ class Rank(release.Rank):
             self._timed(poller.init, len(PAGE), request["room"] % AUX_SLOTS)
             self._timed(poller.send, np.array(PAGE, dtype=np.int32), None)
         elif state == KVPoll.Failed:
-            self._timed(failure, poller)
+            return self._timed(failure, poller)["reason"]
         elif state == KVPoll.Success and hasattr(poller, "clear"):
             self._timed(poller.clear)
-        return ENDS.get(state)
+        return "success" if state == KVPoll.Success else None
 
     def rest(self, seconds: float) -> dict:
         """Processor seconds a second while nothing is asked for."""
