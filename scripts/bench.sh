@@ -16,7 +16,7 @@
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, time to the first token without and with
 #                 it, ten minutes
 #   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched
-#                 in turns: what they cost each other, SCALE_MINUTES; status 1 if a figure
+#                 in turns: what they cost each other, an hour; status 1 if a figure
 #                 grows faster with ranks than in stock
 #   --only WORD   of these the fleets with WORD in their name
 #   --json FILE   the figures, for scripts/evidence.sh

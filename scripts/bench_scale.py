@@ -6,6 +6,7 @@ a transfer library that writes nothing (`null_transfer`).
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -31,17 +32,16 @@ BACKENDS = ("mooncake", "nixl")
 RANKS = (8, 16, 32, 64)  # of each side
 STAGES = 4
 REQUESTS = 256  # of all decode ranks together, while processor time is measured
-REST_SECONDS = 4.0
-RESTART_SECONDS = 20.0  # under load, of which a decode rank is killed after
-KILL_SECONDS = 6.0
+SECONDS = 20.0  # under load, in the first third of which a decode rank is killed
+REST = 0.2  # of that: at rest
 MANY = 4000  # requests, more than are served meanwhile
 LIMIT = 600.0  # seconds, which only a hang reaches
-# Stock loses a transfer worker now and then, and with it requests: what that costs says nothing.
-ATTEMPTS = 4
+# Stock may lose requests; what a fleet costs that does says nothing.
+ATTEMPTS = 3
 # What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
 GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
-# Exponents of patched's growth and stock's may be so far apart at least: a tenth from 8 to 64.
-LEAST_NOISE = 0.05
+# Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
+LEAST_NOISE = 0.1
 
 
 Rooms = tuple[int, int]  # the first, and the one after the last
@@ -95,6 +95,11 @@ class Ranks:
         return last - begun, [lost for answer in answers for lost in answer["lost"]]
 
 
+@functools.cache
+def fork_server(engine: str) -> fleets.ForkServer:
+    return fleets.ForkServer(engine, program="rank_scale.py")
+
+
 @contextlib.contextmanager
 def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
     # Stock NIXL has wrong results, or hangs, for GQA between such sides.
@@ -106,25 +111,25 @@ def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
         mla=backend == "nixl",
         pages=4,
     )
-    server = fleets.ForkServer(engine, program="rank_scale.py")
+    server = fork_server(engine)
     with fleets.running(fleet, server, server) as servers:
         yield Ranks(servers, ranks)
 
 
-def measure(engine: str, backend: str, ranks: int) -> dict:
-    """One row."""
+def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> dict:
+    """One row; `seconds` are under load."""
     requests = max(2, REQUESTS // ranks)
     with running(engine, backend, ranks) as fleet:
         fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
         before = fleet.ask("figures")
-        seconds, lost = fleet.serve(1)
+        meet_seconds, lost = fleet.serve(1)
         met = fleet.ask("figures")
         prefill = slice(len(fleet.servers.prefill))
         grown = [
             after["private_kib"] - one["private_kib"]
             for one, after in zip(before[prefill], met[prefill])
         ]
-        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST_SECONDS))
+        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST * seconds))
         start = fleet.ask("figures")
         lost += fleet.serve(requests)[1]
         end = fleet.ask("figures")
@@ -132,7 +137,8 @@ def measure(engine: str, backend: str, ranks: int) -> dict:
         each = ranks * requests
         row = {
             "lost": len(lost),
-            "meet_s": seconds,
+            "workers_ended": sum(one["dropped"] for one in end),
+            "meet_s": meet_seconds,
             "meet_cpu_s": sum(b["all_s"] - a["all_s"] for a, b in zip(before, met)),
             "meet_http": sum(b["asked_http"] - a["asked_http"] for a, b in zip(before, met)),
             "kib_a_peer": statistics.mean(grown) / (ranks - 1),
@@ -142,32 +148,41 @@ def measure(engine: str, backend: str, ranks: int) -> dict:
             "cpu_ms": 1e3 * (spent["scheduler_s"] + spent["reader_s"]) / each,
             "all_ms": 1e3 * spent["all_s"] / each,
             "rest_percent": 100 * rest,
-            **restarted(fleet),
+            **restarted(fleet, seconds),
         }
     return {"engine": engine, "backend": backend, "ranks": ranks, **row}
 
 
-def restarted(fleet: Ranks) -> dict:
+def measured(*fleet) -> dict:
+    """The first row of several in which no request was lost, else the last; see `measure`."""
+    for attempt in range(1, ATTEMPTS + 1):
+        row = {**measure(*fleet), "attempt": attempt}
+        if not row["lost"]:
+            break
+    return row
+
+
+def restarted(fleet: Ranks, seconds: float) -> dict:
     """One decode rank is killed under load, and another takes its place; others' longest gaps.
 
     A gap is the longest time in which a decode rank has no request end.
     """
     lanes, new = {one: fleet.take(MANY) for one in fleet.decode}, fleet.take(MANY)
     begun = time.monotonic()
-    serving = fleet.begin(lanes, RESTART_SECONDS, new)
-    time.sleep(KILL_SECONDS)
+    serving = fleet.begin(lanes, seconds, new)
+    time.sleep(seconds / 3)
     os.kill(fleet.decode[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     (other,) = fleet.servers.more("decode")
-    left = RESTART_SECONDS - (time.monotonic() - begun)
+    left = max(1.0, begun + seconds - time.monotonic())
     answer = other.call("serve", lanes=[new], seconds=left)
     answers = [one.result() for one in serving]
     prefill, others = answers[: len(fleet.servers.prefill)], answers[-len(fleet.decode) + 1 :]
     ends = [[end for *_, end in one["ends"]] for one in others]
     first = min((end for *_, end in answer["ends"]), default=None)
     return {
-        "gap_before_s": max(longest_gap(one, begun + 1, killed) for one in ends),
-        "gap_after_s": max(longest_gap(one, killed, begun + RESTART_SECONDS) for one in ends),
+        "gap_before_s": max(longest_gap(one, begun, killed) for one in ends),
+        "gap_after_s": max(longest_gap(one, killed, begun + seconds) for one in ends),
         "prefill_died": sum("ends" not in one for one in prefill),
         "new_rank_s": first and first - killed,
     }
@@ -241,18 +256,17 @@ def main(
     ] = None,
     only: Annotated[str, typer.Option("--only", metavar="WORD", help="This backend.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Of stock and patched in turns.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Under load while a rank is killed.")] = SECONDS,
 ) -> None:
     """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
     console, rows = Console(width=200), []
     sizes = sorted(ranks or RANKS)
+    importing = ThreadPoolExecutor()  # a fork server ends with the thread that started it
+    list(importing.map(fork_server, ENGINES))
     for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
         for size, engine in itertools.product(sizes, ENGINES):
-            for attempt in range(1, ATTEMPTS + 1):
-                row = {**measure(engine, backend, size), "round": number, "attempt": attempt}
-                console.print(row, highlight=False)
-                if not row["lost"]:
-                    break
-            rows.append(row)
+            rows.append({**measured(engine, backend, size, seconds), "round": number})
+            console.print(rows[-1], highlight=False)
     found = growths(rows, rounds) if len(sizes) > 1 else []
     missed = [*faster(found), *lossy(rows)]
     console.print(table(rows))

@@ -63,9 +63,25 @@ class Rank(release.Rank):
         self.scheduler_seconds = 0.0
         use_null_transfer(config["backend"])
         super().__init__(config)
+        self.dropped = 0
+        self._keep_workers(self.manager.check_status)
+
+    def _keep_workers(self, check: Callable) -> None:
+        """Stock's transfer worker ends, and no room of its is served any more, where the scheduler
+        drops the one at which it looks. Here it lives, that other figures can be compared."""
+
+        def check_status(room: int):
+            try:
+                return check(room)
+            except KeyError:
+                self.dropped += 1
+                return KVPoll.Failed
+
+        self.manager.check_status = check_status
 
     def figures(self) -> dict:
-        """Of this process since it began: processor seconds, messages sent, and private KiB now."""
+        """Of this process since it began: processor seconds, messages sent, how often a transfer
+        worker of stock would have ended; and private KiB now."""
         rollup = Path("/proc/self/smaps_rollup").read_text().split("\n")
         return {
             "private_kib": sum(int(row.split()[1]) for row in rollup if row.startswith("Private_")),
@@ -75,7 +91,7 @@ class Rank(release.Rank):
             "messages": self.counted.sent,
             "asked_http": self.counted.asked,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
-            "threads": threading.active_count(),
+            "dropped": self.dropped,
         }
 
     def serve(self, lanes: list[list[int]], seconds: float) -> dict:
