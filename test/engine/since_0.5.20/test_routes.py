@@ -175,3 +175,19 @@ def test_a_request_that_is_over_is_not_looked_at(asked):
     assert not decode.asked_ranks
     time.sleep(2.5)
     assert not decode.failure_records
+
+
+def test_a_look_asks_once_for_a_rank_that_many_rooms_wait_for(asked, monkeypatch):
+    decode, receiver = asked
+    (rank,), looked = decode.asked_ranks[7], []
+
+    def silent_for(*of) -> float:
+        looked.append((threading.current_thread(), *of))  # sockets' own thread looks, too
+        return 0.0
+
+    monkeypatch.setattr(routes, "_silent_for", silent_for)
+    decode.asked_ranks |= {room: [dict(rank)] for room in range(100)}
+    decode.look_at_servers()
+    ours = [of for thread, *of in looked if thread is threading.current_thread()]
+    assert ours == [["127.0.0.1", rank["rank_port"]]]
+    receiver.clear()

@@ -7,6 +7,7 @@ lost          a rank's connection is lost: it may have been started anew, and is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -88,13 +89,18 @@ class Routes:
         The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
         again. No request that another process has is failed for it.
         """
+        seconds = functools.cache(_silent_for)  # hundreds of rooms wait for the same ranks
+
+        def silent_for(rank: dict) -> float:
+            return seconds(rank["rank_ip"], rank["rank_port"])
+
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if max(map(_silent_for, ranks), default=0.0) >= LOST_SECONDS:
+            if max(map(silent_for, ranks), default=0.0) >= LOST_SECONDS:
                 self._forget_server(key.partition("_")[0])
         for room, ranks in list(self.asked_ranks.items()):
-            silent = [rank for rank in ranks if _silent_for(rank) >= self.silent_seconds]
+            silent = [rank for rank in ranks if silent_for(rank) >= self.silent_seconds]
             if silent:
                 self.asked_ranks.pop(room, None)
                 self._fail_waiting(room, silent[0])
@@ -126,5 +132,5 @@ class Routes:
         return None if rank is None else dict(rank)
 
 
-def _silent_for(rank: dict) -> float:
-    return PeerSocket.to(rank["rank_ip"], rank["rank_port"]).silent_for()
+def _silent_for(host: str, port: int) -> float:
+    return PeerSocket.to(host, port).silent_for()
