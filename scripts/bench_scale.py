@@ -36,8 +36,8 @@ SECONDS = 20.0  # under load, in the first third of which a decode rank is kille
 REST = 0.2  # of that: at rest
 MANY = 4000  # requests, more than are served meanwhile
 LIMIT = 600.0  # seconds, which only a hang reaches
-# Stock may lose requests; what a fleet costs that does says nothing.
-ATTEMPTS = 3
+# What a fleet costs that has lost more of its requests says nothing; stock loses some.
+ATTEMPTS, MOST_LOST = 2, 0.05
 # What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
 GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
 # Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
@@ -80,8 +80,8 @@ class Ranks:
             self.pool.submit(one.call, "serve", lanes=own, seconds=seconds) for one, own in given
         ]
 
-    def serve(self, requests: int, decode: list[fleets.Rank] | None = None) -> tuple[float, list]:
-        """So many requests of each decode rank; seconds until the last was served, and lost ones.
+    def serve(self, requests: int, decode: list[fleets.Rank] | None = None) -> tuple[float, int]:
+        """So many requests of each decode rank; seconds until the last was served, and how many.
 
         Raises RuntimeError where a rank has ended.
         """
@@ -92,7 +92,9 @@ class Ranks:
             if "ends" not in answer:
                 raise RuntimeError(f"a rank does not serve: {answer}")
         last = max(end for answer in answers for *_, end in answer["ends"])
-        return last - begun, [lost for answer in answers for lost in answer["lost"]]
+        for why in sorted({str(lost) for answer in answers for lost in answer["lost"]})[:5]:
+            print(f"lost, or open after all others: room, why: {why}", file=sys.stderr)
+        return last - begun, sum(len(answer["ends"]) for answer in answers[-len(lanes) :])
 
 
 @functools.cache
@@ -122,7 +124,7 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
     with running(engine, backend, ranks) as fleet:
         fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
         before = fleet.ask("figures")
-        meet_seconds, lost = fleet.serve(1)
+        meet_seconds, met_ranks = fleet.serve(1)
         met = fleet.ask("figures")
         prefill = slice(len(fleet.servers.prefill))
         grown = [
@@ -131,12 +133,13 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
         ]
         rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST * seconds))
         start = fleet.ask("figures")
-        lost += fleet.serve(requests)[1]
+        _, each = fleet.serve(requests)
         end = fleet.ask("figures")
         spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
-        each = ranks * requests
+        asked = ranks * (1 + requests)
         row = {
-            "lost": len(lost),
+            "lost": asked - met_ranks - each,
+            "lost_part": 1 - (met_ranks + each) / asked,
             "workers_ended": sum(one["dropped"] for one in end),
             "meet_s": meet_seconds,
             "meet_cpu_s": sum(b["all_s"] - a["all_s"] for a, b in zip(before, met)),
@@ -154,10 +157,10 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
 
 
 def measured(*fleet) -> dict:
-    """The first row of several in which no request was lost, else the last; see `measure`."""
+    """The first row of several in which few requests were lost, else the last; see `measure`."""
     for attempt in range(1, ATTEMPTS + 1):
         row = {**measure(*fleet), "attempt": attempt}
-        if not row["lost"]:
+        if row["lost_part"] <= MOST_LOST:
             break
     return row
 

@@ -292,14 +292,14 @@ def scale() -> list[str]:
         "request: of all ranks together, messages sent, and processor time of schedulers (without",
         "polls in vain) and of threads that read messages, then of whole processes. At rest: of a",
         "rank. Gap: the longest in which a decode rank had no request end, before and after",
-        "another was killed; then after how long the one in its place was served. Tries: a fleet",
-        "that loses requests is started anew. Workers: transfer workers that would have ended, if",
-        f"the bench did not keep them. Load average at the end {found['load']:.0f}.",
+        "another was killed; then after how long the one in its place was served. Lost: requests;",
+        "a fleet that loses a twentieth is started anew, once. Workers: transfer workers that had",
+        f"ended, did the bench not keep them. Load average at the end {found['load']:.0f}.",
         "",
         f"![What grows with ranks](scale-{RELEASE}.svg)",
         "",
         "| backend | ranks | engine | known s | CPU s | KiB a peer | messages | scheduler ms "
-        "| reader ms | all ms | at rest % | gap s | after s | new after s | tries | workers |",
+        "| reader ms | all ms | at rest % | gap s | after s | new after s | lost | workers |",
         "|---" * 16 + "|",
     ]
     numbers = (
@@ -308,9 +308,8 @@ def scale() -> list[str]:
     )
     for row in sorted(found["rows"], key=lambda row: (row["backend"], row["ranks"])):
         cells = ("-" if row[name] is None else f"{row[name]:.3g}" for name in numbers)
-        tries = f"{row['attempt']}, lost {row['lost']}" if row["lost"] else row["attempt"]
         who = f"{row['backend']} | {row['ranks']} | {row['engine']}"
-        lines.append(f"| {who} | {' | '.join(cells)} | {tries} | {row['workers_ended']} |")
+        lines.append(f"| {who} | {' | '.join(cells)} | {row['lost']} | {row['workers_ended']} |")
     lines += ["", "| grows with ranks to the power | stock | patched | noise |", "|---" * 4 + "|"]
     for one in found["growths"]:
         powers = (f"{one[name]:.2f}" for name in ("stock", "patched", "noise"))

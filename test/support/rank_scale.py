@@ -25,6 +25,7 @@ POLL_SECONDS = 0.01
 OPEN = 2  # requests of each decode rank at a time
 PAGE = [1]
 STALLED_SECONDS = 20.0
+release.PREFILL_SECONDS = 60  # all decode ranks ask at once
 
 
 class Counted:
