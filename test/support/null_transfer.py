@@ -1,12 +1,10 @@
 """Transfer libraries that write nothing: of a request what its ranks tell each other is left.
 
-A NIXL agent's notifications go over datagram sockets of this machine; 0.5.9 has its requests end
-by them.
+NIXL's notifications, by which requests of 0.5.9 end, are not among that.
 """
 
 import socket
 import struct
-from contextlib import suppress
 
 LENGTH = "<Q"  # of the name in an agent's metadata
 
@@ -18,8 +16,6 @@ class NullAgent:
         self.name = name
         self.peers: set[str] = set()
         self.nixl_mems = {"DRAM": 0, "VRAM": 1}
-        self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.notices.bind(f"\0{name}")
 
     def get_plugin_list(self) -> list[str]:
         return ["UCX"]
@@ -50,19 +46,13 @@ class NullAgent:
     def prep_xfer_dlist(self, *given):
         return given
 
-    def make_prepped_xfer(self, *given, notif_msg: bytes = b""):
+    def make_prepped_xfer(self, *given):
         return given
 
-    def initialize_xfer(self, operation, ours, theirs, peer: str, notice: bytes = b""):
-        return peer, notice
+    def initialize_xfer(self, *given):
+        return given
 
     def transfer(self, handle) -> str:
-        peer, notice = handle if len(handle) == 2 else ("", b"")
-        try:
-            if notice:
-                self.notices.sendto(self.name.encode() + b" " + notice, f"\0{peer}")
-        except OSError:
-            return "ERR"  # nobody is there
         return "DONE"
 
     def check_xfer_state(self, handle) -> str:
@@ -70,14 +60,6 @@ class NullAgent:
 
     def release_xfer_handle(self, handle) -> None:
         pass
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        found: dict[str, list[bytes]] = {}
-        with suppress(BlockingIOError):
-            while True:
-                name, _, notice = self.notices.recv(4096, socket.MSG_DONTWAIT).partition(b" ")
-                found.setdefault(name.decode(), []).append(notice)
-        return found
 
 
 class NullEngine:
