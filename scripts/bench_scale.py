@@ -266,8 +266,6 @@ def main(
     """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
     console, rows = Console(width=200), []
     sizes = sorted(ranks or RANKS)
-    importing = ThreadPoolExecutor()  # a fork server ends with the thread that started it
-    list(importing.map(fork_server, ENGINES))
     for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
         for size, engine in itertools.product(sizes, ENGINES):
             rows.append({**measured(engine, backend, size, seconds), "round": number})
