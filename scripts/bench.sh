@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Time what the patch set does beside what it replaces; see scripts/bench.py, bench_cpu_copy.py,
-# bench_serve.py, bench_verify.py.
+# bench_serve.py, bench_verify.py, bench_scale.py.
 #
 # usage: scripts/bench.sh [--release RELEASE] plan [--json FILE] [--check]
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
+#        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
 #
 #   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
 #                 slower anywhere (by a tenth, for noise), or misses a target; of sliding windows
@@ -15,6 +16,9 @@
 #                 requests a second, half an hour; status 1 if ours is slower by more than the noise
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, time to the first token without and with
 #                 it, ten minutes
+#   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched
+#                 in turns: what they cost each other, an hour; status 1 if a figure
+#                 grows faster with ranks than in stock
 #   --only WORD   of these the fleets with WORD in their name
 #   --json FILE   the figures, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
@@ -34,10 +38,10 @@ if [[ ${1:-} == verify ]]; then
     "$root/scripts/setup.sh"
     exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_verify.py" "${@:2}"
 fi
-if [[ ${1:-} == serve ]]; then
+if [[ ${1:-} == serve || ${1:-} == scale ]]; then
     "$root/scripts/setup.sh"
-    exec env PYTHONPATH="$root/python" "$root/.pd-env/base/bin/python" "$root/scripts/bench_serve.py" \
-        "${@:2}"
+    exec env PYTHONPATH="$root/python" "$root/.pd-env/base/bin/python" \
+        "$root/scripts/bench_$1.py" "${@:2}"
 fi
 "$root/scripts/setup.sh"
 exec "$root/scripts/cpu_host.sh" --engine stock python "$root/scripts/bench.py" "$@"

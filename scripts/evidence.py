@@ -19,10 +19,12 @@ from evidence_tables import (
     PLANNING,
     RELEASE,
     ROOT,
+    SCALE,
     SERVE,
     VERIFY,
     tables,
 )
+from scale_plot import draw
 
 REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
 
@@ -117,6 +119,12 @@ def measure_verify() -> None:
         sys.exit("evidence: scripts/bench.sh failed")
 
 
+def measure_scale() -> None:
+    """What grows faster is in the figures; nothing else may go wrong."""
+    if timed(["scripts/bench.sh", "scale", "--json", str(SCALE)], ROOT)[0] not in (0, 1):
+        sys.exit("evidence: scripts/bench.sh failed")
+
+
 def tested(command: list[str]) -> dict:
     status, seconds, output = timed(command, ROOT)
     found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
@@ -132,6 +140,8 @@ def report() -> None:
     draft = REPORT.with_suffix(".draft")
     draft.write_text(text)
     draft.replace(REPORT)
+    if SCALE.exists():
+        draw(json.loads(SCALE.read_text())["rows"], REPORT.with_name(f"scale-{RELEASE}.svg"))
     print(f"evidence: wrote {REPORT.relative_to(ROOT)}")
 
 
@@ -144,6 +154,7 @@ STEPS = {
     "cpu-copy": measure_cpu_copy,
     "serve": measure_serve,
     "verify": measure_verify,
+    "scale": measure_scale,
     "report": report,
 }
 

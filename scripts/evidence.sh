@@ -2,7 +2,7 @@
 # Measure what this project claims, and write docs/evidence/RELEASE.md from the measurements.
 #
 # usage: scripts/evidence.sh [--release RELEASE]
-#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|report...]
+#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|scale|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
@@ -12,7 +12,8 @@
 #   cpu-copy scripts/bench.sh cpu-copy; as well
 #   serve    scripts/bench.sh serve; as well
 #   verify   scripts/bench.sh verify; as well
-#   report   docs/evidence/RELEASE.md from what was measured last
+#   scale    scripts/bench.sh scale; as well
+#   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from what was measured last
 #
 # Without a step: all of them, about two hours on two cores; what is measured is kept in
 # .pd-env/RELEASE/evidence. Without a release: the default one.

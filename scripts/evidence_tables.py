@@ -27,6 +27,7 @@ PLANNING = KEPT / "bench-plan.json"
 SERVE = KEPT / "bench-serve.json"
 CPU_COPY = KEPT / "bench-cpu-copy.json"
 VERIFY = KEPT / "bench-verify.json"
+SCALE = KEPT / "bench-scale.json"
 VERIFIED = KEPT / "verify.jsonl"
 
 
@@ -38,7 +39,7 @@ def tables() -> list[str]:
     # Later releases' queues are the engine's own.
     queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
     attacked = (faults, hang_ups, event_loop, *queued, soak)
-    parts = (line for table in (*measured, *proven, *attacked) for line in table())
+    parts = (line for table in (*measured, scale, *proven, *attacked) for line in table())
     return [*heading(), *figures(measures), "", *parts]
 
 
@@ -284,6 +285,45 @@ def serving_speed() -> list[str]:
         *(f"Slower: {miss}." for miss in found["missed"]),
         *([""] if found["missed"] else []),
     ]
+
+
+def scale() -> list[str]:
+    """Two tables: what many ranks cost each other, and how that grows with them; and a plot."""
+    if not SCALE.exists():
+        return ["Many ranks: not measured.", ""]
+    found = json.loads(SCALE.read_text())
+    lines = [
+        "Many ranks (`scripts/bench.sh scale`): prefill PP 4 and TP a fourth of the ranks, decode",
+        "as many servers of one rank, each of which has to do with all prefill ranks (Mooncake:",
+        "GQA; NIXL: MLA). Managers without a model, each in a process of its own; the transfer",
+        "library writes nothing. Known: until all have served each other once, by the clock, and",
+        "processor seconds of all together. Memory: of a prefill rank, for each decode rank. A",
+        "request: of all ranks together, messages sent, and processor time of schedulers (without",
+        "polls in vain) and of threads that read messages, then of whole processes. At rest: of a",
+        "rank. Gap: the longest in which a decode rank had no request end, before and after",
+        "another was killed; then after how long the one in its place was served. Lost: requests;",
+        "a fleet that loses a twentieth is started anew, once. Workers: transfer workers that had",
+        f"ended, did the bench not keep them. Load average at the end {found['load']:.0f}.",
+        "",
+        f"![What grows with ranks](scale-{RELEASE}.svg)",
+        "",
+        "| backend | ranks | engine | known s | CPU s | KiB a peer | messages | scheduler ms "
+        "| reader ms | all ms | at rest % | gap s | after s | new after s | lost | workers |",
+        "|---" * 16 + "|",
+    ]
+    numbers = (
+        *("meet_s", "meet_cpu_s", "kib_a_peer", "messages", "scheduler_ms", "reader_ms"),
+        *("all_ms", "rest_percent", "gap_before_s", "gap_after_s", "new_rank_s"),
+    )
+    for row in sorted(found["rows"], key=lambda row: (row["backend"], row["ranks"])):
+        cells = ("-" if row[name] is None else f"{row[name]:.3g}" for name in numbers)
+        who = f"{row['backend']} | {row['ranks']} | {row['engine']}"
+        lines.append(f"| {who} | {' | '.join(cells)} | {row['lost']} | {row['workers_ended']} |")
+    lines += ["", "| grows with ranks to the power | stock | patched | noise |", "|---" * 4 + "|"]
+    for one in found["growths"]:
+        powers = (f"{one[name]:.2f}" for name in ("stock", "patched", "noise"))
+        lines.append(f"| {one['backend']}: {one['figure']} | {' | '.join(powers)} |")
+    return [*lines, "", *(f"Missed: {miss}." for miss in found["missed"]), ""]
 
 
 def hang_ups() -> list[str]:

@@ -137,3 +137,10 @@ def test_no_memory_can_be_registered(manager, caplog):
     manager.connect_early("decode", AUX)
     assert said(caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND")
     assert not manager.agent.begun
+
+
+@pytest.mark.parametrize("said, connects", [("0", False), ("", True)])
+def test_it_can_be_left_to_the_first_request(manager, monkeypatch, said, connects):
+    monkeypatch.setenv(early_connections.VARIABLE, said)
+    manager.connect_early("decode", AUX)
+    assert manager.connects == connects

@@ -13,6 +13,7 @@ import zmq
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets
 
+from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.engine
@@ -160,6 +161,18 @@ def test_a_peer_that_ends_or_stops_is_silent(other_process, stops):
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == "two\n"
         assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+
+
+def test_a_connection_that_never_was_is_not_lost(peer):
+    (port,) = free_ports(1)
+    never = PeerSocket(f"tcp://127.0.0.1:{port}")
+    never.open()
+    gone, endpoint = peer()
+    PeerSocket(endpoint).send_multipart([b"before"])
+    assert gone.recv() == b"before" and PeerSocket(endpoint).lost_for() == 0
+    gone.close(linger=0)
+    assert awaited(lambda: PeerSocket(endpoint).lost_for() > 0, PATIENCE, 0.01)
+    assert never.silent_for() > 0 and never.lost_for() == 0
 
 
 def test_time_for_which_this_process_stood_still_does_not_count(peer, monkeypatch):

@@ -212,7 +212,7 @@ class ForkServer:
     use that one instead of base's. What its ranks say is in `log`.
     """
 
-    def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
+    def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
         library = other_nixl(nixl) if nixl else {}
@@ -221,7 +221,7 @@ class ForkServer:
         self.log = Path(self.folder.name) / "log"
         self.log.touch()
         self.server = forks.fork_server(
-            [str(interpreter(engine)), str(HERE / RANK), "fresh" if fresh else "fork"],
+            [str(interpreter(engine)), str(HERE / program), "fresh" if fresh else "fork"],
             environment,
             lambda _: {name: environment.get(name) for name in LIBRARIES},
         )

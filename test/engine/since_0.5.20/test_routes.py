@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.pd import routes
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 
 from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited
@@ -162,6 +163,18 @@ def test_a_lost_rank_has_its_server_asked_again(asked):
     assert decode.request_status[7] != KVPoll.Failed
 
 
+def test_a_first_connection_that_takes_its_time_is_not_lost(asked):
+    """In a large fleet it takes seconds, and to ask and register again would take more."""
+    decode, receiver = asked
+    decode.silent_seconds = 60
+    (rank,) = decode.asked_ranks[7]
+    socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
+    assert awaited(lambda: socket.silent_for() > 1, PATIENCE, 0.01)
+    decode.look_at_servers()
+    assert ADDRESS in decode.prefill_info_table
+    receiver.clear()
+
+
 def test_a_request_that_waits_for_a_lost_rank_fails(asked):
     decode, receiver = asked
     assert awaited(lambda: decode.request_status[7] == KVPoll.Failed, PATIENCE, 0.01)
@@ -205,4 +218,20 @@ def test_a_server_that_is_lost_while_a_request_is_opened(backend, forget, bootst
     decode.prefill_info_table = known
     receiver.init(0)
     assert awaited(lambda: known.get(ADDRESS) is None, PATIENCE, 0.01)
+    receiver.clear()
+
+
+def test_a_look_asks_once_for_a_rank_that_many_rooms_wait_for(asked, monkeypatch):
+    decode, receiver = asked
+    (rank,), looked = decode.asked_ranks[7], []
+
+    def without_connection(*of) -> tuple[float, float]:
+        looked.append((threading.current_thread(), *of))  # sockets' own thread looks, too
+        return 0.0, 0.0
+
+    monkeypatch.setattr(routes, "_without_connection", without_connection)
+    decode.asked_ranks |= {room: [dict(rank)] for room in range(100)}
+    decode.look_at_servers()
+    ours = [of for thread, *of in looked if thread is threading.current_thread()]
+    assert ours == [["127.0.0.1", rank["rank_port"]]]
     receiver.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
+VARIABLE = "SGLANG_PD_CONNECT_EARLY"  # "0": by the first request, as the engine
 # NIXL divides a transfer among its threads if each of them gets so many copies.
 COPIES_OF_A_THREAD = 1024
 # A rank that has not answered after that is left to its first request.
@@ -62,7 +64,8 @@ class EarlyConnections:
         Args:
             aux_pointers: Where the rank has registered its metadata, in host memory.
         """
-        if not aux_pointers or envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX":
+        is_ucx = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() == "UCX"
+        if not aux_pointers or not is_ucx or os.environ.get(VARIABLE) == "0":
             return
         try:
             if not self.connects:

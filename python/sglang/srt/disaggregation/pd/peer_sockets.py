@@ -46,7 +46,10 @@ class _Open:
     """One endpoint's socket, what ZeroMQ tells of its connection, and when it was used last.
 
     `lost_at`: since when there has been no connection, on the monotonic clock; None while there is.
+    `has_met`: whether there was one.
     """
+
+    has_met = False
 
     def __init__(self, context: zmq.Context, endpoint: str, is_ipv6: bool):
         self.used = self.lost_at = time.monotonic()
@@ -72,7 +75,7 @@ class _Open:
         while self.monitor.poll(0):
             event, _ = self.monitor.recv_multipart()
             if int.from_bytes(event[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.lost_at = None
+                self.lost_at, self.has_met = None, True
             elif self.lost_at is None:
                 self.lost_at = time.monotonic()
 
@@ -195,6 +198,16 @@ class PeerSocket:
                 known.take_events()
                 lost_at = known.lost_at
             return 0.0 if lost_at is None else time.monotonic() - lost_at
+
+    def lost_for(self) -> float:
+        """As `silent_for`; 0 also while the first connection is being made."""
+        with _sockets.lock:
+            known = _sockets.known(self.endpoint)
+            if known is not None:
+                known.take_events()
+                if not known.has_met:
+                    return 0.0
+        return self.silent_for()
 
     def note_heard(self) -> None:
         """The peer lives, as is known from elsewhere: its silence begins anew."""

@@ -7,6 +7,7 @@ lost          a rank's connection is lost: it may have been started anew, and is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # For how long the scheduler waits for an answer that is nearly there.
 WAIT_SECONDS = 0.03
-# A connection that was lost for so long is not being made for the first time.
+# A connection that was lost for so long does not come back by itself at once.
 LOST_SECONDS = 1.0
 
 RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
@@ -90,13 +91,21 @@ class Routes:
         The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
         again. No request that another process has is failed for it.
         """
+        seconds = functools.cache(_without_connection)  # hundreds of rooms wait for the same ranks
+
+        def is_silent(rank: dict) -> bool:
+            return seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
+
+        def is_lost(rank: dict) -> bool:
+            return seconds(rank["rank_ip"], rank["rank_port"])[1] >= LOST_SECONDS
+
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if max(map(_silent_for, ranks), default=0.0) >= LOST_SECONDS:
+            if any(is_lost(rank) or is_silent(rank) for rank in ranks):
                 self._forget_server(key.partition("_")[0])
         for room, ranks in list(self.asked_ranks.items()):
-            silent = [rank for rank in ranks if _silent_for(rank) >= self.silent_seconds]
+            silent = [rank for rank in ranks if is_silent(rank)]
             if silent:
                 self.asked_ranks.pop(room, None)
                 self._fail_waiting(room, silent[0])
@@ -137,5 +146,7 @@ class Routes:
         return None if rank is None else dict(rank)
 
 
-def _silent_for(rank: dict) -> float:
-    return PeerSocket.to(rank["rank_ip"], rank["rank_port"]).silent_for()
+def _without_connection(host: str, port: int) -> Tuple[float, float]:
+    """Seconds without a connection to a rank, and without one that there was before."""
+    socket = PeerSocket.to(host, port)
+    return socket.silent_for(), socket.lost_for()

@@ -7,6 +7,7 @@ silent        requests that have waited for a rank without a connection for some
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -33,7 +34,7 @@ ANSWER_SECONDS = (2, 5)
 SILENT_SECONDS = 10.0
 MAX_SILENT = 4096
 HEALTH_SECONDS = (2, 3)
-# A connection that was lost for so long is not being made for the first time.
+# A connection that was lost for so long does not come back by itself at once.
 LOST_SECONDS = 1.0
 
 
@@ -155,27 +156,26 @@ class PrefillServers:
 
         Such a server may have been started anew, sooner than heartbeats tell.
         """
-        known: Dict[Tuple[str, int], float] = {}
+        seconds = functools.cache(_without_connection)  # hundreds of rooms wait for the same ranks
 
-        def silent_for(rank: dict) -> float:
-            place = (rank["rank_ip"], rank["rank_port"])
-            if place not in known:
-                known[place] = PeerSocket.to(*place).silent_for()
-            return known[place]
+        def is_silent(rank: dict) -> bool:
+            return seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
+
+        def is_lost(rank: dict) -> bool:
+            return seconds(rank["rank_ip"], rank["rank_port"])[1] >= LOST_SECONDS
 
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if max(map(silent_for, ranks), default=0.0) >= LOST_SECONDS:
+            if any(is_lost(rank) or is_silent(rank) for rank in ranks):
                 self._forget_server(key.rpartition("_")[0].rpartition("_")[0])
         silent = {}
         for room, ranks in list(self.asked_ranks.items()):
-            for rank in ranks:
-                if silent_for(rank) >= self.silent_seconds:
-                    silent[room] = (
-                        f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
-                        f"{self.silent_seconds:g} s ({VARIABLE})"
-                    )
+            for rank in filter(is_silent, ranks):
+                silent[room] = (
+                    f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
+                    f"{self.silent_seconds:g} s ({VARIABLE})"
+                )
         self.silent_rooms = silent
 
     def _forget_server(self, address: str) -> None:
@@ -199,6 +199,12 @@ class PrefillServers:
         logger.error(
             f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
         )
+
+
+def _without_connection(host: str, port: int) -> Tuple[float, float]:
+    """Seconds without a connection to a rank, and without one that there was before."""
+    socket = PeerSocket.to(host, port)
+    return socket.silent_for(), socket.lost_for()
 
 
 def _is_healthy(address: str) -> bool:

@@ -1,0 +1,287 @@
+"""What many ranks cost each other, stock beside patched: `scripts/bench.sh scale`.
+
+Prefill has PP 4 and TP `ranks / 4`; decode are as many servers of one rank, so that each rank has
+to do with all of the other side. Ranks are processes with the engine's managers and no model, and
+a transfer library that writes nothing (`null_transfer`).
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
+import fleet as fleets  # noqa: E402
+from of_release import IS_LATER  # noqa: E402
+
+ENGINES = ("stock", "patched")
+# NIXL's requests end in 0.5.9 by the library's own notifications.
+BACKENDS = ("mooncake", "nixl") if IS_LATER else ("mooncake",)
+RANKS = (8, 16, 32, 64)  # of each side
+STAGES = 4
+REQUESTS = 256  # of all decode ranks together, while processor time is measured
+SECONDS = 20.0  # under load, in the first third of which a decode rank is killed
+REST = 0.2  # of that: at rest
+MANY = 4000  # requests, more than are served meanwhile
+LIMIT = 600.0  # seconds, which only a hang reaches
+# What a fleet costs that has lost more of its requests says nothing; stock loses some.
+ATTEMPTS, MOST_LOST = 2, 0.05
+# What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
+GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
+# Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
+LEAST_NOISE = 0.1
+
+
+Rooms = tuple[int, int]  # the first, and the one after the last
+
+
+class Ranks:
+    """A running fleet, all of whose ranks can be asked at once."""
+
+    def __init__(self, servers: fleets.Servers, ranks: int):
+        self.servers, self.next_room = servers, 1
+        self.pool = ThreadPoolExecutor(2 * ranks + 1)
+        self.decode = [*servers.decode, *self._more(ranks - 1)]
+
+    def _more(self, count: int) -> list[fleets.Rank]:
+        with ThreadPoolExecutor(4) as few:
+            return [one for (one,) in few.map(lambda _: self.servers.more("decode"), range(count))]
+
+    @property
+    def every(self) -> list[fleets.Rank]:
+        return [*self.servers.prefill, *self.decode]
+
+    def ask(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
+        ranks = self.every if ranks is None else ranks
+        return list(self.pool.map(lambda one: one.call(do, **given), ranks))
+
+    def take(self, count: int) -> Rooms:
+        """New rooms."""
+        first, self.next_room = self.next_room, self.next_room + count
+        return first, self.next_room
+
+    def begin(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
+        """Have decode ranks serve these rooms, and prefill `more`, too; futures, decode's last."""
+        given = [(one, [*lanes.values(), *more]) for one in self.servers.prefill]
+        given += [(one, [lane]) for one, lane in lanes.items()]
+        return [
+            self.pool.submit(one.call, "serve", lanes=own, seconds=seconds) for one, own in given
+        ]
+
+    def serve(self, requests: int, decode: list[fleets.Rank] | None = None) -> tuple[float, int]:
+        """So many requests of each decode rank; seconds until the last was served, and how many.
+
+        Raises RuntimeError where a rank has ended.
+        """
+        begun = time.monotonic()
+        lanes = {one: self.take(requests) for one in decode or self.decode}
+        answers = [one.result() for one in self.begin(lanes, LIMIT)]
+        for answer in answers:
+            if "ends" not in answer:
+                raise RuntimeError(f"a rank does not serve: {answer}")
+        last = max(end for answer in answers for *_, end in answer["ends"])
+        for why in sorted({str(lost) for answer in answers for lost in answer["lost"]})[:5]:
+            print(f"lost, or open after all others: room, why: {why}", file=sys.stderr)
+        return last - begun, sum(len(answer["ends"]) for answer in answers[-len(lanes) :])
+
+
+@functools.cache
+def fork_server(engine: str) -> fleets.ForkServer:
+    return fleets.ForkServer(engine, program="rank_scale.py")
+
+
+@contextlib.contextmanager
+def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
+    # Stock NIXL has wrong results, or hangs, for GQA between such sides.
+    fleet = fleets.Fleet(
+        prefill=fleets.Side(tp=ranks // STAGES, pp=STAGES),
+        backend=backend,
+        layers=STAGES,
+        kv_heads=max(RANKS) // STAGES,
+        mla=backend == "nixl",
+        pages=4,
+    )
+    server = fork_server(engine)
+    with fleets.running(fleet, server, server) as servers:
+        yield Ranks(servers, ranks)
+
+
+def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> dict:
+    """One row; `seconds` are under load."""
+    requests = max(2, REQUESTS // ranks)
+    with running(engine, backend, ranks) as fleet:
+        fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
+        before = fleet.ask("figures")
+        meet_seconds, met_ranks = fleet.serve(1)
+        met = fleet.ask("figures")
+        prefill = slice(len(fleet.servers.prefill))
+        grown = [
+            after["private_kib"] - one["private_kib"]
+            for one, after in zip(before[prefill], met[prefill])
+        ]
+        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST * seconds))
+        start = fleet.ask("figures")
+        _, each = fleet.serve(requests)
+        end = fleet.ask("figures")
+        spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
+        asked = ranks * (1 + requests)
+        row = {
+            "lost": asked - met_ranks - each,
+            "lost_part": 1 - (met_ranks + each) / asked,
+            "workers_ended": sum(one["dropped"] for one in end),
+            "meet_s": meet_seconds,
+            "meet_cpu_s": sum(b["all_s"] - a["all_s"] for a, b in zip(before, met)),
+            "meet_http": sum(b["asked_http"] - a["asked_http"] for a, b in zip(before, met)),
+            "kib_a_peer": statistics.mean(grown) / (ranks - 1),
+            "messages": spent["messages"] / each,
+            "scheduler_ms": 1e3 * spent["scheduler_s"] / each,
+            "reader_ms": 1e3 * spent["reader_s"] / each,
+            "cpu_ms": 1e3 * (spent["scheduler_s"] + spent["reader_s"]) / each,
+            "all_ms": 1e3 * spent["all_s"] / each,
+            "rest_percent": 100 * rest,
+            **restarted(fleet, seconds),
+        }
+    return {"engine": engine, "backend": backend, "ranks": ranks, **row}
+
+
+def measured(*fleet) -> dict:
+    """The first row of several in which few requests were lost, else the last; see `measure`."""
+    for attempt in range(1, ATTEMPTS + 1):
+        row = {**measure(*fleet), "attempt": attempt}
+        if row["lost_part"] <= MOST_LOST:
+            break
+    return row
+
+
+def restarted(fleet: Ranks, seconds: float) -> dict:
+    """One decode rank is killed under load, and another takes its place; others' longest gaps.
+
+    A gap is the longest time in which a decode rank has no request end.
+    """
+    lanes, new = {one: fleet.take(MANY) for one in fleet.decode}, fleet.take(MANY)
+    begun = time.monotonic()
+    serving = fleet.begin(lanes, seconds, new)
+    time.sleep(seconds / 3)
+    os.kill(fleet.decode[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    (other,) = fleet.servers.more("decode")
+    left = max(1.0, begun + seconds - time.monotonic())
+    answer = other.call("serve", lanes=[new], seconds=left)
+    answers = [one.result() for one in serving]
+    prefill, others = answers[: len(fleet.servers.prefill)], answers[-len(fleet.decode) + 1 :]
+    ends = [[end for *_, end in one["ends"]] for one in others]
+    first = min((end for *_, end in answer["ends"]), default=None)
+    return {
+        "gap_before_s": max(longest_gap(one, begun, killed) for one in ends),
+        "gap_after_s": max(longest_gap(one, killed, begun + seconds) for one in ends),
+        "prefill_died": sum("ends" not in one for one in prefill),
+        "new_rank_s": first and first - killed,
+    }
+
+
+def longest_gap(ends: list[float], since: float, until: float) -> float:
+    """The longest time between two of these within the two limits, which count as well."""
+    within = [since, *sorted(end for end in ends if since < end < until), until]
+    return max(b - a for a, b in itertools.pairwise(within))
+
+
+def growth(rows: list[dict], figure: str) -> float:
+    """The exponent with which it grows with ranks: least squares of logarithms."""
+    points = [(math.log(row["ranks"]), math.log(max(row[figure], 1e-9))) for row in rows]
+    return statistics.linear_regression(*zip(*points)).slope
+
+
+def growths(rows: list[dict], rounds: int) -> list[dict]:
+    """Of each backend and figure: exponents of both engines, and how far rounds are apart."""
+    found = []
+    for backend, figure in itertools.product(dict.fromkeys(r["backend"] for r in rows), GROWTHS):
+        own = {
+            engine: [
+                growth([r for r in rows if (r["engine"], r["backend"], r["round"]) == key], figure)
+                for key in ((engine, backend, number) for number in range(rounds))
+            ]
+            for engine in ENGINES
+        }
+        noise = max(max(values) - min(values) for values in own.values())
+        means = {engine: statistics.mean(values) for engine, values in own.items()}
+        found.append({"backend": backend, "figure": figure, **means, "noise": noise})
+    return found
+
+
+def faster(found: list[dict]) -> list[str]:
+    """What grows faster than in stock, in words."""
+    return [
+        f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
+        f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
+        for one in found
+        if one["patched"] > one["stock"] + max(one["noise"], LEAST_NOISE)
+    ]
+
+
+def lossy(rows: list[dict]) -> list[str]:
+    """Where patched has lost requests, in words."""
+    return [
+        f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests of patched were lost"
+        for row in rows
+        if row["engine"] == "patched" and (row["lost"] or row["attempt"] > 1)
+    ]
+
+
+def table(rows: list[dict]) -> Table:
+    shown = Table(title="Ranks of each side, and what they cost; see docs/evidence")
+    names = [name for name in rows[0] if name != "round"]
+    for name in names:
+        shown.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        values = (row[name] for name in names)
+        shown.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in values))
+    return shown
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(show_default=False, help="Of each side, multiples of 4.")
+    ] = None,
+    only: Annotated[str, typer.Option("--only", metavar="WORD", help="This backend.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Of stock and patched in turns.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Under load while a rank is killed.")] = SECONDS,
+) -> None:
+    """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
+    console, rows = Console(width=200), []
+    sizes = sorted(ranks or RANKS)
+    for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
+        for size, engine in itertools.product(sizes, ENGINES):
+            rows.append({**measured(engine, backend, size, seconds), "round": number})
+            console.print(rows[-1], highlight=False)
+    found = growths(rows, rounds) if len(sizes) > 1 else []
+    missed = [*faster(found), *lossy(rows)]
+    console.print(table(rows))
+    for line in missed:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        load = os.getloadavg()[0]
+        figures = {"rows": rows, "growths": found, "missed": missed, "load": load}
+        json_file.write_text(json.dumps(figures, indent=1))
+    raise typer.Exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

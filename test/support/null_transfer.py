@@ -1,0 +1,95 @@
+"""Transfer libraries that write nothing: of a request what its ranks tell each other is left.
+
+NIXL's notifications, by which requests of 0.5.9 end, are not among that.
+"""
+
+import socket
+import struct
+
+LENGTH = "<Q"  # of the name in an agent's metadata
+
+
+class NullAgent:
+    """Stands in for `nixl_agent`."""
+
+    def __init__(self, name: str, *config):
+        self.name = name
+        self.peers: set[str] = set()
+        self.nixl_mems = {"DRAM": 0, "VRAM": 1}
+
+    def get_plugin_list(self) -> list[str]:
+        return ["UCX"]
+
+    def create_backend(self, *given) -> None:
+        pass
+
+    def register_memory(self, *given):
+        return given
+
+    def get_agent_metadata(self) -> bytes:
+        return struct.pack(LENGTH, len(self.name)) + self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        name = metadata[struct.calcsize(LENGTH) :].decode()
+        self.peers.add(name)
+        return name
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.peers.discard(name)
+
+    def check_remote_metadata(self, name: str) -> bool:
+        return name in self.peers
+
+    def get_xfer_descs(self, *given):
+        return given
+
+    def prep_xfer_dlist(self, *given):
+        return given
+
+    def make_prepped_xfer(self, *given):
+        return given
+
+    def initialize_xfer(self, *given):
+        return given
+
+    def transfer(self, handle) -> str:
+        return "DONE"
+
+    def check_xfer_state(self, handle) -> str:
+        return "DONE"
+
+    def release_xfer_handle(self, handle) -> None:
+        pass
+
+
+class NullEngine:
+    """Stands in for the engine's `MooncakeTransferEngine`."""
+
+    def __init__(self):
+        self.port = socket.socket()
+        self.port.bind(("127.0.0.1", 0))
+
+    def get_session_id(self) -> str:
+        return "{}:{}".format(*self.port.getsockname())
+
+    def batch_register(self, *given) -> int:
+        return 0
+
+    def batch_transfer_sync(self, *given) -> int:
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        return 0
+
+
+def use_null_transfer(backend: str) -> None:
+    """Have this process's managers get one of these. Call it before they are made."""
+    if backend == "nixl":
+        from nixl import _api
+
+        _api.nixl_agent = NullAgent
+    else:
+        from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
+
+        module._mooncake_transfer_engine = NullEngine()
+        module.init_mooncake_transfer_engine = lambda *given: module._mooncake_transfer_engine

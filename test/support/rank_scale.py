@@ -1,0 +1,169 @@
+"""A rank of many: it sends and asks for requests of one page, and says what they cost it.
+
+Nothing is written between ranks (`null_transfer`); what is measured are messages and threads.
+"""
+
+import importlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import rank_process
+import requests
+import zmq
+from null_transfer import use_null_transfer
+from of_release import IS_LATER
+from rank_base import AUX_SLOTS, failure
+from sglang.srt.disaggregation.base import KVPoll
+
+release = importlib.import_module("rank_later" if IS_LATER else "rank")
+
+POLL_SECONDS = 0.01
+OPEN = 2  # requests of each decode rank at a time
+PAGE = [1]
+STALLED_SECONDS = 20.0
+release.PREFILL_SECONDS = 60  # all decode ranks ask at once
+
+
+class Counted:
+    """What this process has sent and asked for, and the threads that read messages."""
+
+    def __init__(self):
+        self.sent = self.asked = 0
+        self.readers: set[threading.Thread] = set()
+        send, receive, ask = zmq.Socket.send_multipart, zmq.Socket.recv_multipart, requests.Session
+
+        def send_multipart(sock, *given, **options):
+            self.sent += sock.type == zmq.PUSH
+            return send(sock, *given, **options)
+
+        def recv_multipart(sock, *given, **options):
+            if sock.type == zmq.PULL:
+                self.readers.add(threading.current_thread())
+            return receive(sock, *given, **options)
+
+        def asking(session, *given, send=ask.send, **options):
+            self.asked += 1
+            return send(session, *given, **options)
+
+        zmq.Socket.send_multipart, zmq.Socket.recv_multipart = send_multipart, recv_multipart
+        ask.send = asking
+
+    def reader_seconds(self) -> float:
+        """Processor time of those threads."""
+        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in self.readers]
+        return sum(map(time.clock_gettime, clocks))
+
+
+class Rank(release.Rank):
+    def __init__(self, config: dict):
+        self.counted = Counted()
+        self.scheduler_seconds = 0.0
+        use_null_transfer(config["backend"])
+        super().__init__(config)
+        self.dropped = 0
+        self._keep_workers(self.manager.check_status)
+
+    def _keep_workers(self, check: Callable) -> None:
+        """Stock's transfer worker ends, and no room of its is served any more, where the scheduler
+        drops the one at which it looks. Here it lives, that other figures can be compared."""
+
+        def check_status(room: int):
+            try:
+                return check(room)
+            except KeyError:
+                self.dropped += 1
+                return KVPoll.Failed
+
+        self.manager.check_status = check_status
+
+    def figures(self) -> dict:
+        """Of this process since it began: processor seconds, messages sent, how often a transfer
+        worker of stock would have ended; and private KiB now."""
+        rollup = Path("/proc/self/smaps_rollup").read_text().split("\n")
+        return {
+            "private_kib": sum(int(row.split()[1]) for row in rollup if row.startswith("Private_")),
+            "all_s": time.process_time(),
+            "scheduler_s": self.scheduler_seconds,
+            "reader_s": self.counted.reader_seconds(),
+            "messages": self.counted.sent,
+            "asked_http": self.counted.asked,
+            "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
+            "dropped": self.dropped,
+        }
+
+    def serve(self, lanes: list[list[int]], seconds: float) -> dict:
+        """The life of these rooms on this side, of each lane `OPEN` at a time and in order.
+
+        A lane is its first room and the one after its last; decode has one lane. `ends` are (room,
+        when it began, when it ended) on the machine's monotonic clock. It is over when all have
+        ended, after so many seconds, or when none has ended for `STALLED_SECONDS`; `lost` are then
+        open, or have failed.
+        """
+        waiting, open_rooms, ends = [deque(range(*lane)) for lane in lanes], {}, []
+        until, stalled, lost = time.monotonic() + seconds, time.monotonic() + STALLED_SECONDS, []
+        begin = self._send if self.is_prefill else self._ask
+        while (any(waiting) or open_rooms) and time.monotonic() < min(until, stalled):
+            for number, lane in enumerate(waiting):
+                held = sum(of == number for of, *_ in open_rooms.values())
+                while lane and held < OPEN:
+                    room, held = lane.popleft(), held + 1
+                    begun = time.monotonic()
+                    open_rooms[room] = (number, begun, self._timed(begin, room))
+            for room, (_, begun, request) in list(open_rooms.items()):
+                state = self._turn(request)
+                if state == "success":
+                    ends.append((room, begun, time.monotonic()))
+                elif state is not None:
+                    lost.append((room, state))
+                if state is not None:
+                    stalled = time.monotonic() + STALLED_SECONDS
+                    del open_rooms[room]
+            time.sleep(POLL_SECONDS)
+        lost += [(room, f"status {one['last']}") for room, (*_, one) in open_rooms.items()]
+        return {"ends": ends, "lost": lost}
+
+    def _timed(self, call: Callable, *given):
+        """What the scheduler's thread does, but not how often it looks in vain, see `_turn`."""
+        begun = time.thread_time()
+        result = call(*given)
+        self.scheduler_seconds += time.thread_time() - begun
+        return result
+
+    def _send(self, room: int) -> dict:
+        return {"room": room, "poller": self._sender(room), "last": None}
+
+    def _ask(self, room: int) -> dict:
+        receiver = self._receiver(room)
+        self._set_aside(receiver, PAGE, room % AUX_SLOTS, None)
+        return {"room": room, "poller": receiver, "last": None}
+
+    def _turn(self, request: dict) -> str | None:
+        """`success` or why the request has failed; None if it has not ended."""
+        poller, begun = request["poller"], time.thread_time()
+        state = poller.poll()
+        if state == request["last"]:
+            return None
+        self.scheduler_seconds += time.thread_time() - begun
+        request["last"] = state
+        if self.is_prefill and state == KVPoll.WaitingForInput:
+            self._timed(poller.init, len(PAGE), request["room"] % AUX_SLOTS)
+            self._timed(poller.send, np.array(PAGE, dtype=np.int32), None)
+        elif state == KVPoll.Failed:
+            return self._timed(failure, poller)["reason"]
+        elif state == KVPoll.Success and hasattr(poller, "clear"):
+            self._timed(poller.clear)
+        return "success" if state == KVPoll.Success else None
+
+    def rest(self, seconds: float) -> dict:
+        """Processor seconds a second while nothing is asked for."""
+        begun, spent = time.monotonic(), time.process_time()
+        time.sleep(seconds)
+        return {"part": (time.process_time() - spent) / (time.monotonic() - begun)}
+
+
+if __name__ == "__main__":
+    rank_process.main({"start": Rank, "bootstrap": release.bootstrap})

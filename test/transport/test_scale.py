@@ -1,0 +1,48 @@
+"""The benchmark of many ranks runs at its smallest size, and keeps what it has measured."""
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from of_release import IS_LATER, at_night_elsewhere
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+RANKS, BACKENDS = 4, ("mooncake", "nixl") if IS_LATER else ("mooncake",)
+
+
+@at_night_elsewhere
+def test_patched(tmp_path, monkeypatch):
+    """In this process, for half of the time goes into importing both engines."""
+    spec = importlib.util.spec_from_file_location("bench_scale", SCRIPTS / "bench_scale.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    monkeypatch.setattr(bench, "ENGINES", ("patched",))
+    file = tmp_path / "scale.json"
+    with pytest.raises(typer.Exit) as left:
+        bench.main(file, [RANKS], "mooncake", 1, 1.0)
+    assert left.value.exit_code == 0
+    check(file, [("mooncake", "patched")])
+
+
+@pytest.mark.nightly
+def test_both(tmp_path):
+    file = tmp_path / "scale.json"
+    smallest = ["--ranks", str(RANKS), "--rounds", "1", "--seconds", "1", "--json", file]
+    done = subprocess.run(
+        [SCRIPTS / "bench.sh", "scale", *smallest], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    check(file, [(backend, engine) for backend in BACKENDS for engine in ("stock", "patched")])
+
+
+def check(file: Path, kinds: list[tuple[str, str]]) -> None:
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["backend"], row["engine"]) for row in rows] == kinds
+    for row in rows:
+        assert (row["lost"], row["prefill_died"]) == (0, 0)
+        # Each prefill rank is asked for each request, and says that it is done.
+        assert row["messages"] == 2 * RANKS
+        assert min(row["meet_cpu_s"], row["scheduler_ms"], row["reader_ms"]) > 0

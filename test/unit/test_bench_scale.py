@@ -1,0 +1,75 @@
+"""What the benchmark of many ranks makes of its figures."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SIZES = (8, 16, 32, 64)
+
+
+def loaded(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def bench():
+    path = list(sys.path)
+    yield loaded("bench_scale")
+    sys.path[:] = path
+
+
+def rows(bench, power: dict[str, float], **more):
+    """Of two rounds, in which every figure grows so."""
+    return [
+        {"engine": engine, "backend": "nixl", "ranks": size, "round": number, **more}
+        | dict.fromkeys(bench.GROWTHS, 3 * size ** power[engine])
+        for number in range(2)
+        for size in SIZES
+        for engine in bench.ENGINES
+    ]
+
+
+@pytest.mark.parametrize("patched, is_missed", [(0.5, False), (1.05, False), (1.2, True)])
+def test_what_grows_faster_than_in_stock_is_named(bench, patched, is_missed):
+    found = bench.growths(rows(bench, {"stock": 1.0, "patched": patched}), 2)
+    assert [one["patched"] for one in found] == pytest.approx([patched] * len(bench.GROWTHS))
+    missed = bench.faster(found)
+    assert len(missed) == (len(bench.GROWTHS) if is_missed else 0)
+    assert all("to the power 1.20, in stock 1.00" in line for line in missed)
+
+
+def test_noise_is_how_far_rounds_of_one_engine_are_apart(bench):
+    measured = rows(bench, {"stock": 1.0, "patched": 1.2})
+    for row in measured:
+        if row["round"] == 1:
+            row["messages"] *= row["ranks"] ** 0.3
+    found = {one["figure"]: one for one in bench.growths(measured, 2)}
+    assert found["messages"]["noise"] == pytest.approx(0.3)
+    assert not any("messages" in line for line in bench.faster(list(found.values())))
+
+
+@pytest.mark.parametrize("lost, attempt", [(1, 4), (0, 2)])
+def test_patched_loses_no_request_in_any_attempt(bench, lost, attempt):
+    row = {"backend": "nixl", "ranks": 8, "lost": lost, "attempt": attempt}
+    assert bench.lossy([{**row, "engine": "stock"}]) == []
+    assert len(bench.lossy([{**row, "engine": "patched"}])) == 1
+
+
+def test_gaps_reach_to_both_limits(bench):
+    assert bench.longest_gap([1.0, 5.0, 6.0], 2.0, 5.5) == 3.0
+    assert bench.longest_gap([], 2.0, 5.5) == 3.5
+
+
+def test_the_picture_is_small_and_has_words(bench, tmp_path):
+    more = dict.fromkeys(loaded("scale_plot").PANELS, 1.0)
+    file = tmp_path / "scale.svg"
+    loaded("scale_plot").draw(rows(bench, {"stock": 1.0, "patched": 1.0}, **more), file)
+    text = file.read_text()
+    assert "messages a request" in text and "patched, nixl" in text
+    assert text.count("\n") < 300
