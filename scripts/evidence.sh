@@ -7,7 +7,7 @@
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
 #   tests    scripts/test.sh; serving scenarios and faults are recorded
-#   nightly  scripts/test.sh --nightly; the soaks are recorded, too
+#   nightly  scripts/test.sh --nightly; the soaks and attacks are recorded, too
 #   planning scripts/bench.sh plan; take it on a quiet machine
 #   cpu-copy scripts/bench.sh cpu-copy; as well
 #   serve    scripts/bench.sh serve; as well

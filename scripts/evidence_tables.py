@@ -20,6 +20,7 @@ ACCURACY = KEPT / "accuracy.jsonl"
 DRAFT = KEPT / "draft.jsonl"
 FAULTS = KEPT / "faults.jsonl"
 SOAK = KEPT / "soak.jsonl"
+ATTACKS = KEPT / "attacks.jsonl"
 HANG_UPS = KEPT / "hang_ups.jsonl"
 EVENT_LOOP = KEPT / "event_loop.jsonl"
 BACK_OFF = KEPT / "back_off.jsonl"
@@ -38,7 +39,7 @@ def tables() -> list[str]:
     proven = (verified, verify_cost)
     # Later releases' queues are the engine's own.
     queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
-    attacked = (faults, hang_ups, event_loop, *queued, soak)
+    attacked = (faults, attacks, hang_ups, event_loop, *queued, soak)
     parts = (line for table in (*measured, scale, *proven, *attacked) for line in table())
     return [*heading(), *figures(measures), "", *parts]
 
@@ -261,6 +262,43 @@ def faults() -> list[str]:
         ),
         "",
     ]
+
+
+def attacks() -> list[str]:
+    """A table: what became of others' requests under each attack when it was last tried."""
+    latest = {(row["case"], row["backend"], row["engine"]): row for row in recorded(ATTACKS)}
+    if not latest:
+        return ["Attacks: not measured.", ""]
+    return [
+        "Attacks: one server of two is attacked while it has requests open; the other one's are",
+        "asked for. Decode ranks are managers without a model, over TCP, with prefill TP 2 (stock",
+        "0.5.9 over NIXL: TP 1) and four workers (stock: those of one queue; by default it deals",
+        "decode ranks to four, by their ports). Prefill servers, and requests that are refused,",
+        "are of whole servers. The longest time in which the loop of those that serve on does not",
+        "turn; until the slowest of the others' requests was answered (a refused one: itself), or",
+        "how long it was waited for; and what is held then: rooms in tables, requests without",
+        "an end, decode ranks that are gone. Patched, a peer is silent after 5 s here.",
+        "",
+        "| attack | backend | engine | longest pause, ms | others served after s | held |",
+        "|---" * 6 + "|",
+        *(
+            f"| {case} | {backend} | {engine} | {row.get('pause_ms', '')} "
+            f"| {served(row)} | {held(row)} |"
+            for (case, backend, engine), row in sorted(latest.items())
+        ),
+        "",
+    ]
+
+
+def served(row: dict) -> str:
+    return f"not in {row['waited']:.0f}" if row["served"] is None else f"{row['served']:.2f}"
+
+
+def held(row: dict) -> str:
+    """What there is of anything; nothing where it was not looked at."""
+    if row["held"] is None:
+        return ""
+    return ", ".join(f"{count} {name}" for name, count in row["held"].items() if count) or "nothing"
 
 
 def serving_speed() -> list[str]:

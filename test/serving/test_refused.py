@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from of_release import IS_LATER, at_night_elsewhere
-from serving_checks import holds_nothing
+from serving_checks import holds_nothing, record
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
 from pd_harness import cluster
@@ -72,16 +72,20 @@ def ask(prefill, decode, body: dict, prefill_first: float) -> tuple[httpx.Respon
 
 
 @at_night_elsewhere
-def test_decode_hears_of_it(servers):
+def test_decode_hears_of_it(servers, request):
     prefill, decode = servers
+    slowest = 0.0
     for prefill_first in (0.0, 1.0, -1.0):
         answer, _ = ask(prefill, decode, FITS, prefill_first)
         assert answer.status_code == 200, answer.text
         for body, said in REFUSED.values():
             answer, seconds = ask(prefill, decode, body, prefill_first)
             waited = seconds + min(0.0, prefill_first)
+            slowest = max(slowest, round(waited, 2))
             assert answer.status_code >= 400, answer.text
             assert "Prefill refused the request" in answer.text and said in answer.text
             assert in_time(waited, AT_ONCE), (said, prefill_first, seconds)
     for server in servers:
         assert awaited(lambda server=server: holds_nothing(server), 10), server.name
+    row = {"case": "prefill refuses a request", "backend": request.node.callspec.params["servers"]}
+    record("attacks", **row, engine="patched", served=slowest, held={})

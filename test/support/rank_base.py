@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_attacks import ATTACKS, flood
 from rank_faults import AgentCalls, Faults, cut_connections, fail_once
 from rank_mistakes import Mistakes
 from rank_pools import (
@@ -411,6 +413,11 @@ class RankBase(ABC):
             receiver.clear()
         return end
 
+    def end_all(self, rooms: list[int], seconds: float) -> dict:
+        """Of several such rooms at once, `ends` as those of `end`."""
+        with ThreadPoolExecutor(len(rooms)) as pool:
+            return {"ends": list(pool.map(lambda room: self.end(room, seconds), rooms))}
+
     def vote(self, port: int) -> dict:
         """From now on the TP ranks of this side poll together, as schedulers do."""
         dist.init_process_group(
@@ -587,6 +594,26 @@ class RankBase(ABC):
         """Take what the buffers hold now as right, after a request that went wrong."""
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         return {"state": "accepted"}
+
+    def attack(self, what: str) -> dict:
+        """See `rank_attacks`; an empty one ends the last."""
+        if what:
+            self.attacked = ATTACKS[what]()
+        else:
+            self.attacked.end()
+        return {"state": "attacked" if what else "at peace"}
+
+    def flood(self, port: int) -> dict:
+        """See `rank_attacks.flood`; to the decode rank at this port."""
+        if peer_sockets is None:
+            send = self.manager._connect(f"tcp://{HOST}:{port}").send_multipart
+        else:
+            socket = peer_sockets.PeerSocket.to(HOST, port)
+
+            def send(frames, flags):
+                socket.send_multipart(frames)
+
+        return {"sent": flood(send)}
 
     def cut_connections(self) -> dict:
         """See `rank_faults.cut_connections`."""

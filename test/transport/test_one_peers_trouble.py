@@ -6,7 +6,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fleet import Fleet, Rank, Side
+from fleet import Fleet, Rank, Servers, Side
+from of_release import IS_LATER
 from transfer_checks import BACKENDS
 
 from pd_harness.waiting import awaited, in_time
@@ -35,30 +36,69 @@ def stopped(rank: Rank):
         os.kill(rank.pid, signal.SIGCONT)
 
 
+def fleet_of(name: str, **more: str) -> Fleet:
+    """K and V are of one width, for stock's sake; `more` is of the environment."""
+    given = dict(FLEETS[name])
+    side = Side(environment={**ENVIRONMENT, **more, **given.pop("environment", {})})
+    sizes = {"pages": OPEN + 8, "page_size": 64, "layers": 4, "v_width": 4}
+    return Fleet(prefill=side, decode=side, **sizes, **given)
+
+
+def open_rooms(servers: Servers) -> tuple[Rank, Rank, list]:
+    """A decode rank with open rooms, another one, and the rooms with their pages."""
+    (first,), (other,) = servers.decode, servers.more("decode")
+    (prefill,) = servers.prefill
+    served = [
+        servers.requests_at_once([(rank, [OPEN + 1], [OPEN + 1])])[0] for rank in (first, other)
+    ]
+    assert [one.state for one in served] == ["right", "right"], served
+    rooms = [[room, [page]] for page, room in enumerate(range(5000, 5000 + OPEN))]
+    for room, pages in rooms:
+        first.call("ask", room=room, pages=pages)
+    # What decode has not sent yet when it is stopped, prefill never reads.
+    assert awaited(lambda: prefill.call("kept")["transfer_infos"] == OPEN, 10)
+    return first, other, rooms
+
+
+def another_asks(servers: Servers, pool, other: Rank, rooms: list, seconds: float) -> tuple:
+    """What becomes of its request, and of all that prefill sends; both in the future."""
+    room, pages = 9001, [OPEN + 2]
+    arrives = servers.fleet.arriving(range(servers.fleet.layers))
+    live = {"room": room, "pages": pages, "arrives": arrives}
+    received = pool.submit(other.timed, "receive", leave_out=0, seconds=seconds, **live)
+    (prefill,) = servers.prefill
+    sending = {"requests": [*rooms, [room, pages]], "seconds": max(60, seconds)}
+    return received, pool.submit(prefill.call, "send_at_once", **sending)
+
+
+# Stock deals decode ranks to four queues by their ports: every
+# fourth waits for the one that is stopped.
+ONE_QUEUE = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "1"}
+
+
+# For so long it does no request of another server. 0.5.9's scheduler writes over NIXL itself, and
+# waits for no write.
+HELD_UP = [("mooncake", 20), *([("nixl_tcp", 120)] if IS_LATER else [])]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name, limit", HELD_UP)
+def test_stock_holds_it_up(serve, name, limit):
+    with serve(fleet_of(name, **ONE_QUEUE), "stock", "stock") as servers:
+        first, other, rooms = open_rooms(servers)
+        with stopped(first), ThreadPoolExecutor(2) as pool:
+            received, _ = another_asks(servers, pool, other, rooms, limit)
+            answer = received.result()
+    assert answer["state"] == "hang", answer
+
+
 @pytest.mark.parametrize("name", FLEETS)
 def test_another_server_is_served(serve, name):
-    given = dict(FLEETS[name])
-    environment = {**ENVIRONMENT, **given.pop("environment", {})}
-    side = Side(environment=environment)
-    fleet = Fleet(prefill=side, decode=side, pages=OPEN + 8, page_size=64, layers=4, **given)
-    with serve(fleet) as servers:
-        (first,), (other,) = servers.decode, servers.more("decode")
-        (prefill,) = servers.prefill
-        arrives = fleet.arriving(range(fleet.layers))
-        served = [
-            servers.requests_at_once([(rank, [OPEN + 1], [OPEN + 1])])[0] for rank in (first, other)
-        ]
-        assert [one.state for one in served] == ["right", "right"], served
-        rooms = range(5000, 5000 + OPEN)
-        for page, room in enumerate(rooms):
-            first.call("ask", room=room, pages=[page])
-        # What decode has not sent yet when it is stopped, prefill never reads.
-        assert awaited(lambda: prefill.call("kept")["transfer_infos"] == OPEN, 10)
+    with serve(fleet_of(name)) as servers:
+        first, other, rooms = open_rooms(servers)
         with stopped(first), ThreadPoolExecutor(2) as pool:
-            live = {"room": 9001, "pages": [OPEN + 2], "arrives": arrives}
-            received = pool.submit(other.timed, "receive", leave_out=0, seconds=30, **live)
-            given = [*([room, [page]] for page, room in enumerate(rooms)), [9001, [OPEN + 2]]]
-            sent = pool.submit(prefill.call, "send_at_once", requests=given, seconds=60)
+            received, sent = another_asks(servers, pool, other, rooms, 30)
             answer = received.result()
             assert answer["state"] == "right" and in_time(answer["seconds"], SERVED_SECONDS), answer
             answers = sent.result()
@@ -76,7 +116,7 @@ def test_another_server_is_served(serve, name):
             (again,) = servers.requests_at_once([(first, [OPEN + 3], [OPEN + 3])], seconds=5)
             return again.state == "right"
 
-        for room in rooms:
+        for room, _ in rooms:
             end = first.call("end", room=room, seconds=40)
             assert end["state"] in ("failed", "success"), end
         first.call("accept")
