@@ -1,34 +1,25 @@
 """The benchmark of many ranks runs at its smallest size, and keeps what it has measured."""
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
-import typer
-from of_release import IS_LATER, at_night_elsewhere
+from of_release import IS_LATER
+
+from pd_harness.device import device
+
+pytestmark = [
+    pytest.mark.transport,
+    pytest.mark.skipif(device() != "cpu", reason="nothing is sent, to no device"),
+]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RANKS, BACKENDS = 4, ("mooncake", "nixl") if IS_LATER else ("mooncake",)
 
 
-@at_night_elsewhere
-def test_patched(tmp_path, monkeypatch):
-    """In this process, for half of the time goes into importing both engines."""
-    spec = importlib.util.spec_from_file_location("bench_scale", SCRIPTS / "bench_scale.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    monkeypatch.setattr(bench, "ENGINES", ("patched",))
-    file = tmp_path / "scale.json"
-    with pytest.raises(typer.Exit) as left:
-        bench.main(file, [RANKS], "mooncake", 1, 1.0)
-    assert left.value.exit_code == 0
-    check(file, [("mooncake", "patched")])
-
-
 @pytest.mark.nightly
-def test_both(tmp_path):
+def test_the_bench_at_its_smallest(tmp_path):
     file = tmp_path / "scale.json"
     smallest = ["--ranks", str(RANKS), "--rounds", "1", "--seconds", "1", "--json", file]
     done = subprocess.run(

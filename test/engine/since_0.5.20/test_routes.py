@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import managers
 import pytest
+import zmq
 from managers import BACKENDS, DECODE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
@@ -154,8 +155,12 @@ def asked(bootstrap, monkeypatch):
     return decode, receiver
 
 
-def test_a_lost_rank_has_its_server_asked_again(asked):
+def test_a_lost_rank_has_its_server_asked_again(asked, bootstrap):
     decode, _ = asked
+    decode.silent_seconds = 60
+    with zmq.Context.instance().socket(zmq.PULL) as rank:
+        rank.bind(f"tcp://127.0.0.1:{bootstrap.port}")
+        assert rank.poll(1000 * PATIENCE)
     decode.session_pool[ADDRESS], decode.heartbeat_failures[ADDRESS] = object(), 1
     assert awaited(lambda: ADDRESS not in decode.prefill_info_table, PATIENCE, 0.01)
     assert not decode.connection_pool and not decode.routes
