@@ -78,7 +78,7 @@ def on(names: set[str], always: str) -> list:
 NIGHTLY = [pytest.mark.nightly]
 
 
-@pytest.mark.parametrize("scenario", on(RIGHT, "nixl-pp2_to_pp2"))
+@pytest.mark.parametrize("scenario", on(RIGHT, "mooncake-pp2_odd_layers"))
 def test_all_is_compared_and_right(scenario):
     with running(scenario, "right") as (prefill, decode, router):
         status, found = verify("--router", router.url, *FEW)

@@ -115,17 +115,19 @@ class Rank(Lines, RankBase):
     def join(self, count: int) -> dict:
         """Register so many more decode ranks with prefill, as new servers do, and one's like.
 
-        They are this rank under other names, none of which asks for a room.
+        They are this rank under other names and ports, and none of them asks for a room.
         """
         manager, agent = self.manager, self.manager.agent
+        port = manager.rank_port
         receiver = self._receiver(0)
         metadata = agent.get_agent_metadata()
-        for _ in range(count):
+        for number in range(count):
+            manager.rank_port = number + 1
             name = str(uuid.uuid4())
             renamed = metadata.replace(agent.name.encode(), name.encode())
             manager.agent = SimpleNamespace(name=name, get_agent_metadata=partial(bytes, renamed))
             receiver._register_kv_args()
-        manager.agent = agent
+        manager.agent, manager.rank_port = agent, port
         receiver.clear()
         return {"state": "joined"}
 

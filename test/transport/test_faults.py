@@ -293,7 +293,7 @@ def test_prefill_is_killed_in_mid_transfer(serve, backend, note):
         assert_held_no_more(servers.decode, before)
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_is_killed_in_mid_transfer(serve, backend, how, note):
     with serve(Fleet(backend=backend, **MANY)) as servers:
