@@ -210,3 +210,21 @@ def test_a_request_that_waits_for_a_lost_rank_fails(backend, bootstrap):
     with pytest.raises(Exception, match="has not answered"):
         made.failure_exception()
     assert not decode.asked_ranks
+
+
+@backends
+def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, monkeypatch):
+    """The one before lives on for a while, and no connection to it is lost."""
+    monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: True)
+    decode = decode_rank(backend)
+    decode.heartbeat_interval = 0.05
+    decode.watch_prefill_servers()
+    assert becomes_known(receiver_of(backend, decode, 7))
+    assert bootstrap.rank.read() == [b"registers"]
+    assert not decode.is_replaced(ADDRESS) and decode.connection_pool
+    bootstrap.rank = PrefillRank()
+    assert awaited(lambda: not decode.connection_pool, PATIENCE, 0.01)
+    made = receiver_of(backend, decode, 8)
+    assert becomes_known(made)
+    assert bootstrap.rank.read() == [b"registers"]
+    bootstrap.rank.sock.close(linger=0)

@@ -138,6 +138,24 @@ def test_ranks_of_a_server_that_was_forgotten_are_asked_for_anew(backend, bootst
     assert receiver._get_bootstrap_info_from_server(0, 0, 0, 0)["rank_port"] == 100
 
 
+@backends
+def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, monkeypatch):
+    """The one before lives on for a while, and no connection to it is lost."""
+    decode = decode_rank(backend)
+    assert becomes_known(decode)
+    decode._on_heartbeat_success(ADDRESS)
+    assert ADDRESS in decode.prefill_info_table
+    bootstrap.port = 100
+    with monkeypatch.context() as away:
+        away.setattr(routes, "asked", lambda *_: 1 / 0)
+        decode._on_heartbeat_success(ADDRESS)
+    assert ADDRESS in decode.prefill_info_table
+    decode._on_heartbeat_success(ADDRESS)
+    assert ADDRESS not in decode.prefill_info_table
+    assert becomes_known(decode)
+    assert decode.known_rank(ADDRESS, (0, 0, 0, 0))["rank_port"] == 100
+
+
 @pytest.fixture
 def asked(bootstrap, monkeypatch):
     """A decode rank that has asked a prefill rank, which is not there, for room 7."""

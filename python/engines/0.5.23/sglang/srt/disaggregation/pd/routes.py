@@ -3,10 +3,12 @@
 not known     asked for its sizes, and then for every rank that serves this one
 answered      at once as a rule, and else when the scheduler looks again, a second later
 lost          a rank's connection is lost: it may have been started anew, and is asked again
+replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -111,7 +113,7 @@ class Routes:
                 self._fail_waiting(room, silent[0])
 
     def _forget_server(self, address: str) -> None:
-        logger.warning(f"A rank of prefill {address} has ended; it is asked for its ranks again")
+        logger.warning(f"Prefill {address} has lost a rank or is another by now; it is asked again")
         with self.servers_lock:
             self.prefill_info_table.pop(address, None)
             self.routes.pop(address, None)
@@ -121,6 +123,19 @@ class Routes:
             with self.connection_lock:
                 for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
                     del self.connection_pool[key]
+
+    def _on_heartbeat_success(self, bootstrap_addr: str):
+        """As the engine's; behind the address may be another server, whose ranks are to be asked.
+
+        The one before may live on for a while, as where Kubernetes replaces what is behind a
+        service, so that no connection is lost.
+        """
+        super()._on_heartbeat_success(bootstrap_addr)
+        _, ranks = self.routes.get(bootstrap_addr, (None, {}))
+        for numbers, known in list(ranks.items())[:1]:
+            with contextlib.suppress(Exception), requests.Session() as session:
+                if _place(asked(bootstrap_addr, *numbers, session)) != _place(known):
+                    self._forget_server(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
         """As the engine's, but not while a request is opened."""
@@ -144,6 +159,10 @@ class Routes:
             return None
         rank = ranks.get(numbers)
         return None if rank is None else dict(rank)
+
+
+def _place(rank: dict) -> Tuple[str, int]:
+    return rank["rank_ip"], rank["rank_port"]
 
 
 def _without_connection(host: str, port: int) -> Tuple[float, float]:

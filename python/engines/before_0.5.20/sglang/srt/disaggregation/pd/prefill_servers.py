@@ -2,6 +2,7 @@
 
 not known     asked in a thread; a scheduler that waited would serve nobody
 lost          a rank's connection is lost: the server may be another one by now, and is asked again
+replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
 silent        requests that have waited for a rank without a connection for some seconds fail
 """
 
@@ -72,6 +73,8 @@ class PrefillServers:
         # By bootstrap address: those in use, and when those that did not answer are asked again.
         self.prefill_servers: Dict[str, PrefillServer] = {}
         self.silent_until: Dict[str, float] = {}
+        # By bootstrap address: the numbers of one rank (TP, DP, PP), and where it was.
+        self.seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = {}
         self.asking: Dict[str, Future] = {}
         # By room: the prefill ranks that were asked for it, and why it is not waited for any more.
         self.asked_ranks: Dict[int, List[dict]] = {}
@@ -108,10 +111,12 @@ class PrefillServers:
         self, address: str, tp_rank: int, dp_group: int, pp_rank: int
     ) -> Optional[dict]:
         """Where that rank reads our messages (`rank_ip`, `rank_port`); None if it is not known."""
-        rank = self.ask_bootstrap_server(address, tp_rank, dp_group, pp_rank)
-        if rank is None or not isinstance(rank.get("rank_ip"), str):
+        numbers = (tp_rank, dp_group, pp_rank)
+        rank = self.ask_bootstrap_server(address, *numbers)
+        if rank is None or _place(rank) is None:
             return None
-        return rank if type(rank.get("rank_port")) is int else None
+        self.seen_ranks[address] = (numbers, _place(rank))
+        return rank
 
     def ask_bootstrap_server(
         self, address: str, tp_rank: int, dp_group: int, pp_rank: int
@@ -143,13 +148,25 @@ class PrefillServers:
             while True:
                 time.sleep(self.heartbeat_interval)
                 for address in list(self.prefill_servers):
-                    failures[address] = 0 if _is_healthy(address) else failures.get(address, 0) + 1
+                    is_healthy = _is_healthy(address)
+                    failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
+                    if is_healthy and self.is_replaced(address):
+                        self._forget_server(address)
                     if failures[address] >= self.max_failures:
                         del failures[address]
                         self._handle_node_failure(address)
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.look_after(self.look_at_servers)
+
+    def is_replaced(self, address: str) -> bool:
+        """Whether another server is behind this address than before, whose ranks may live on.
+
+        So it is where Kubernetes replaces what is behind a service.
+        """
+        numbers, place = self.seen_ranks.get(address, ((), None))
+        rank = self.ask_bootstrap_server(address, *numbers) if place is not None else None
+        return rank is not None and _place(rank) not in (place, None)
 
     def look_at_servers(self) -> None:
         """Forget servers of which a rank's connection is lost, and note whose requests wait.
@@ -184,6 +201,7 @@ class PrefillServers:
             for key in list(self.connection_pool):
                 if key.startswith(f"{address}_"):
                     del self.connection_pool[key]
+            self.seen_ranks.pop(address, None)
             if self.prefill_servers.pop(address, None) is not None:
                 logger.warning(f"Prefill server {address} is asked for its ranks again")
 
@@ -199,6 +217,12 @@ class PrefillServers:
         logger.error(
             f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
         )
+
+
+def _place(rank: dict) -> Optional[Tuple[str, int]]:
+    """Where it reads our messages; None if the answer does not say so."""
+    host, port = rank.get("rank_ip"), rank.get("rank_port")
+    return (host, port) if isinstance(host, str) and type(port) is int else None
 
 
 def _without_connection(host: str, port: int) -> Tuple[float, float]:
