@@ -149,6 +149,7 @@ def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, m
     with monkeypatch.context() as away:
         away.setattr(routes, "asked", lambda *_: 1 / 0)
         decode._on_heartbeat_success(ADDRESS)
+    common.EngineCommonKVManager._on_heartbeat_success(decode, ADDRESS)
     assert ADDRESS in decode.prefill_info_table
     decode._on_heartbeat_success(ADDRESS)
     assert ADDRESS not in decode.prefill_info_table
