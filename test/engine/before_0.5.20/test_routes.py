@@ -228,3 +228,22 @@ def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, m
     assert becomes_known(made)
     assert bootstrap.rank.read() == [b"registers"]
     bootstrap.rank.sock.close(linger=0)
+
+
+@backends
+def test_rooms_of_a_server_that_has_ended_fail_with_its_heartbeats(backend, bootstrap, monkeypatch):
+    """Its ranks' connections were lost before, and it is not known any more."""
+    monkeypatch.setattr(prefill_servers, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: False)
+    decode = decode_rank(backend)
+    decode.silent_seconds = 60
+    made = receiver_of(backend, decode, 7)
+    assert becomes_known(made)
+    send_pages(made)
+    assert decode.addr_to_rooms_tracker[ADDRESS] == {7}
+    bootstrap.rank.sock.close(linger=0)
+    assert awaited(lambda: not decode.prefill_servers, PATIENCE, 0.01)
+    decode.heartbeat_interval = 0.05
+    decode.watch_prefill_servers()
+    assert awaited(lambda: made.poll() == KVPoll.Failed, 1, 0.01)
+    assert "does not answer any more" in decode.failure_records[7]

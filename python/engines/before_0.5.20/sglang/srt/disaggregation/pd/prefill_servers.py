@@ -147,7 +147,7 @@ class PrefillServers:
             failures: Dict[str, int] = {}
             while True:
                 time.sleep(self.heartbeat_interval)
-                for address in list(self.prefill_servers):
+                for address in self._addresses():
                     is_healthy = _is_healthy(address)
                     failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
                     if is_healthy and self.is_replaced(address):
@@ -158,6 +158,11 @@ class PrefillServers:
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.look_after(self.look_at_servers)
+
+    def _addresses(self) -> List[str]:
+        """Of servers in use, and of those that were forgotten and have rooms here still."""
+        tracked = list(self.addr_to_rooms_tracker.items())
+        return list({*self.prefill_servers, *(address for address, rooms in tracked if rooms)})
 
     def is_replaced(self, address: str) -> bool:
         """Whether another server is behind this address than before, whose ranks may live on.
