@@ -239,6 +239,7 @@ def test_rooms_of_a_server_that_has_ended_fail_with_its_heartbeats(backend, boot
     decode.silent_seconds = 60
     made = receiver_of(backend, decode, 7)
     assert becomes_known(made)
+    assert bootstrap.rank.read() == [b"registers"]
     send_pages(made)
     assert decode.addr_to_rooms_tracker[ADDRESS] == {7}
     bootstrap.rank.sock.close(linger=0)
