@@ -188,14 +188,16 @@ class PeerSocket:
         """Seconds for which there has been no connection; 0 while there is.
 
         It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets
-        vanish. Infinite where nothing was ever sent, or the peer has long gone.
+        vanish; that is noted within `LOOK_SECONDS`. Infinite where nothing was ever sent, or the
+        peer has long gone.
         """
         with _sockets.lock:
             known = _sockets.known(self.endpoint)
             if known is None:
                 lost_at = _sockets.gone.get(self.endpoint, -math.inf)
             else:
-                known.take_events()
+                if known.lost_at is not None:  # that one is lost is seen by the thread, soon enough
+                    known.take_events()
                 lost_at = known.lost_at
             return 0.0 if lost_at is None else time.monotonic() - lost_at
 
