@@ -187,6 +187,8 @@ class Writes:
     def look_at_peers(self) -> None:
         """As `NoticesSilence`; of writes that nobody waited for, decode is told once they end."""
         super().look_at_peers()
+        if not (self.left_writes or self.untold):
+            return  # NIXL may hold the lock for long, while it meets a decode rank
         with self.agent_lock:
             self.left_writes = [one for one in self.left_writes if not self.has_ended(one)]
             waiting, self.untold = self.untold, []
