@@ -11,7 +11,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
-from sglang.srt.disaggregation.pd import prefill_servers, receiver
+from sglang.srt.disaggregation.pd import peer_sockets, prefill_servers, receiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pd_harness.waiting import awaited
@@ -181,7 +181,7 @@ def test_prefill_hears_of_a_request_that_is_aborted_while_it_is_looked_for(
 @backends
 def test_a_server_that_is_started_anew_is_asked_again(backend, bootstrap, monkeypatch):
     """Sooner than heartbeats tell, and with other sizes."""
-    monkeypatch.setattr(prefill_servers, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.3)
     decode = decode_rank(backend)
     assert becomes_known(receiver_of(backend, decode, 7))
     assert bootstrap.rank.read() == [b"registers"]
@@ -233,7 +233,7 @@ def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, m
 @backends
 def test_rooms_of_a_server_that_has_ended_fail_with_its_heartbeats(backend, bootstrap, monkeypatch):
     """Its ranks' connections were lost before, and it is not known any more."""
-    monkeypatch.setattr(prefill_servers, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.1)
     monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: False)
     decode = decode_rank(backend)
     decode.silent_seconds = 60

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
-from sglang.srt.disaggregation.pd import routes
+from sglang.srt.disaggregation.pd import peer_sockets, routes
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 
 from pd_harness.ports import free_ports
@@ -160,7 +160,7 @@ def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, m
 @pytest.fixture
 def asked(bootstrap, monkeypatch):
     """A decode rank that has asked a prefill rank, which is not there, for room 7."""
-    monkeypatch.setattr(routes, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.5)
     monkeypatch.setenv("SGLANG_PD_SILENT_SECONDS", "5")
     (bootstrap.port,) = free_ports(1)
     decode = decode_rank("nixl")
@@ -253,7 +253,7 @@ def test_a_look_asks_once_for_a_rank_that_many_rooms_wait_for(asked, monkeypatch
         looked.append((threading.current_thread(), *of))  # sockets' own thread looks, too
         return 0.0, 0.0
 
-    monkeypatch.setattr(routes, "_without_connection", without_connection)
+    monkeypatch.setattr(peer_sockets, "_without_connection", without_connection)
     decode.asked_ranks |= {room: [dict(rank)] for room in range(100)}
     decode.look_at_servers()
     ours = [of for thread, *of in looked if thread is threading.current_thread()]

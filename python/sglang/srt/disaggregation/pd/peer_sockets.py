@@ -4,10 +4,12 @@ send_multipart    one socket an endpoint; it connects, and connects again, by it
 heartbeats        ZeroMQ asks each peer; one that does not answer has lost its connection
 silent_for        seconds since there was a connection
 look_after        calls who wants to know, again and again
+RankLook          which prefill ranks are lost or silent, as decode sees it
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -15,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 from weakref import WeakMethod
 
 import zmq
@@ -40,6 +42,8 @@ MAX_GONE = 4096
 LOOK_SECONDS = 0.5
 # This process was stopped itself: how long its peers were silent, it does not know.
 STOOD_STILL_SECONDS = 3.0
+# A connection that was lost for so long does not come back by itself at once.
+LOST_SECONDS = 1.0
 
 
 class _Open:
@@ -217,6 +221,32 @@ class PeerSocket:
             known = _sockets.known(self.endpoint)
             if known is not None and known.lost_at is not None:
                 known.lost_at = time.monotonic()
+
+
+class RankLook:
+    """One look at prefill ranks, by their `rank_ip` and `rank_port`.
+
+    Each socket is asked once, for hundreds of rooms may wait for the same ranks.
+    """
+
+    def __init__(self, silent_seconds: float):
+        self.silent_seconds = silent_seconds
+        self._seconds = functools.cache(_without_connection)
+
+    def is_silent(self, rank: dict) -> bool:
+        """Whether requests that wait for it are to fail."""
+        return self._seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
+
+    def is_lost(self, rank: dict) -> bool:
+        """Whether it may have been started anew, so that its server is to be asked again."""
+        lost_for = self._seconds(rank["rank_ip"], rank["rank_port"])[1]
+        return lost_for >= LOST_SECONDS or self.is_silent(rank)
+
+
+def _without_connection(host: str, port: int) -> Tuple[float, float]:
+    """Seconds without a connection to a rank, and without one that there was before."""
+    socket = PeerSocket.to(host, port)
+    return socket.silent_for(), socket.lost_for()
 
 
 def look_after(look: Callable[[], None]) -> None:

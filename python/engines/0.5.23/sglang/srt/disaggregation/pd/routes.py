@@ -9,7 +9,6 @@ replaced      a rank is elsewhere at a heartbeat: the address is another server'
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
@@ -20,15 +19,13 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.fitting import asked
-from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.peer_sockets import RankLook
 from sglang.srt.disaggregation.pd.silence import VARIABLE
 
 logger = logging.getLogger(__name__)
 
 # For how long the scheduler waits for an answer that is nearly there.
 WAIT_SECONDS = 0.03
-# A connection that was lost for so long does not come back by itself at once.
-LOST_SECONDS = 1.0
 
 RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
 
@@ -93,21 +90,14 @@ class Routes:
         The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
         again. No request that another process has is failed for it.
         """
-        seconds = functools.cache(_without_connection)  # hundreds of rooms wait for the same ranks
-
-        def is_silent(rank: dict) -> bool:
-            return seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
-
-        def is_lost(rank: dict) -> bool:
-            return seconds(rank["rank_ip"], rank["rank_port"])[1] >= LOST_SECONDS
-
+        look = RankLook(self.silent_seconds)
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if any(is_lost(rank) or is_silent(rank) for rank in ranks):
+            if any(map(look.is_lost, ranks)):
                 self._forget_server(key.partition("_")[0])
         for room, ranks in list(self.asked_ranks.items()):
-            silent = [rank for rank in ranks if is_silent(rank)]
+            silent = [rank for rank in ranks if look.is_silent(rank)]
             if silent:
                 self.asked_ranks.pop(room, None)
                 self._fail_waiting(room, silent[0])
@@ -163,9 +153,3 @@ class Routes:
 
 def _place(rank: dict) -> Tuple[str, int]:
     return rank["rank_ip"], rank["rank_port"]
-
-
-def _without_connection(host: str, port: int) -> Tuple[float, float]:
-    """Seconds without a connection to a rank, and without one that there was before."""
-    socket = PeerSocket.to(host, port)
-    return socket.silent_for(), socket.lost_for()

@@ -8,7 +8,6 @@ silent        requests that have waited for a rank without a connection for some
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -21,7 +20,7 @@ import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
-from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.peer_sockets import RankLook
 from sglang.srt.disaggregation.pd.silence import VARIABLE
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
@@ -35,8 +34,6 @@ ANSWER_SECONDS = (2, 5)
 SILENT_SECONDS = 10.0
 MAX_SILENT = 4096
 HEALTH_SECONDS = (2, 3)
-# A connection that was lost for so long does not come back by itself at once.
-LOST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -178,22 +175,15 @@ class PrefillServers:
 
         Such a server may have been started anew, sooner than heartbeats tell.
         """
-        seconds = functools.cache(_without_connection)  # hundreds of rooms wait for the same ranks
-
-        def is_silent(rank: dict) -> bool:
-            return seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
-
-        def is_lost(rank: dict) -> bool:
-            return seconds(rank["rank_ip"], rank["rank_port"])[1] >= LOST_SECONDS
-
+        look = RankLook(self.silent_seconds)
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if any(is_lost(rank) or is_silent(rank) for rank in ranks):
+            if any(map(look.is_lost, ranks)):
                 self._forget_server(key.rpartition("_")[0].rpartition("_")[0])
         silent = {}
         for room, ranks in list(self.asked_ranks.items()):
-            for rank in filter(is_silent, ranks):
+            for rank in filter(look.is_silent, ranks):
                 silent[room] = (
                     f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
                     f"{self.silent_seconds:g} s ({VARIABLE})"
@@ -228,12 +218,6 @@ def _place(rank: dict) -> Optional[Tuple[str, int]]:
     """Where it reads our messages; None if the answer does not say so."""
     host, port = rank.get("rank_ip"), rank.get("rank_port")
     return (host, port) if isinstance(host, str) and type(port) is int else None
-
-
-def _without_connection(host: str, port: int) -> Tuple[float, float]:
-    """Seconds without a connection to a rank, and without one that there was before."""
-    socket = PeerSocket.to(host, port)
-    return socket.silent_for(), socket.lost_for()
 
 
 def _is_healthy(address: str) -> bool:
