@@ -6,6 +6,7 @@ There a rank knows its place, and how it was started, from the engine's runtime 
 import contextlib
 import json
 import os
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,7 @@ class Rank(Lines, RankBase):
         c = self.config
         world_rank = c.pp_rank * c.tp_size + c.tp_rank
         self.server_args = published(vars(c), SpawnRanks(world_rank=world_rank, gpu_id=c.gpu_id))
-        self.slots: dict[int, int] = {}
+        self.slots = weakref.WeakKeyDictionary()  # of each receiver
         get_parallel().override_permanently(pp_group=Stages(c))
 
     def _queue(self) -> dict:
@@ -69,14 +70,14 @@ class Rank(Lines, RankBase):
     def _set_aside(self, receiver, pages, slot, state) -> None:
         if receiver.poll() != KVPoll.WaitingForInput:
             return  # the engine sets nothing aside for it
-        self.slots[receiver.bootstrap_room] = slot
+        self.slots[receiver] = slot
         self.aux.clear_slot(slot)
         receiver.send_metadata(np.array(pages, dtype=np.int32), slot, state)
 
     def _poll(self, poller) -> int:
         """Success on decode is when the metadata has come, too."""
         state = super()._poll(poller)
-        slot = self.slots.get(poller.bootstrap_room)
+        slot = self.slots.get(poller)
         if state == KVPoll.Success and slot is not None and not self.aux.bootstrap_room[slot, 0]:
             return KVPoll.Transferring
         return state
