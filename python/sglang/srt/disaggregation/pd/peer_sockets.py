@@ -57,6 +57,8 @@ class _Open:
 
     def __init__(self, context: zmq.Context, endpoint: str, is_ipv6: bool):
         self.used = self.lost_at = time.monotonic()
+        # Held while sending, so that one peer's messages wait for no other's.
+        self.sending = threading.Lock()
         self.sock = context.socket(zmq.PUSH)
         options = {
             zmq.IPV6: int(is_ipv6),
@@ -88,9 +90,10 @@ class _Open:
         return lost_at is not None and now - max(lost_at, self.used) > GONE_SECONDS
 
     def close(self, linger: Optional[int] = None) -> None:
-        self.sock.disable_monitor()
-        self.monitor.close(linger=0)
-        self.sock.close(linger)
+        with self.sending:
+            self.sock.disable_monitor()
+            self.monitor.close(linger=0)
+            self.sock.close(linger)
 
 
 class _Sockets:
@@ -115,7 +118,7 @@ class _Sockets:
         return known
 
     def known(self, endpoint: str) -> Optional[_Open]:
-        """Its socket, if there is one; the lock is held."""
+        """Its socket, if there is one."""
         return self.open.get(endpoint) if self.process == os.getpid() else None
 
     def begin(self) -> None:
@@ -185,7 +188,8 @@ class PeerSocket:
         """
         with _sockets.lock:
             known = _sockets.of(self.endpoint, self.is_ipv6)
-            known.used = time.monotonic()
+            known.used = time.monotonic()  # it is not closed for `GONE_SECONDS`
+        with known.sending:
             known.sock.send_multipart(frames, zmq.NOBLOCK)
 
     def silent_for(self) -> float:
@@ -195,6 +199,9 @@ class PeerSocket:
         vanish; that is noted within `LOOK_SECONDS`. Infinite where nothing was ever sent, or the
         peer has long gone.
         """
+        known = _sockets.known(self.endpoint)
+        if known is not None and known.lost_at is None:  # asked with each message: no lock
+            return 0.0
         with _sockets.lock:
             known = _sockets.known(self.endpoint)
             if known is None:
