@@ -26,9 +26,9 @@ if [[ ${1:-} == --nightly ]]; then
     passes=("nightly and not alone" alone) dist=loadgroup
     shift
 fi
-workers=(-n 3 --no-loadscope-reorder --dist "$dist")
+workers=(-n 3 --no-loadscope-reorder --dist "$dist") whole=1
 for argument in "$@"; do
-    [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE
+    [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE whole=
 done
 if [[ ${#releases[@]} -eq 0 ]]; then
     all_releases
@@ -39,9 +39,11 @@ scripts/setup.sh "${releases[@]/#/--release=}"
 .pd-env/base/bin/ruff check .
 .pd-env/base/bin/ruff format --check .
 
-# What concerns no engine is run once.
-rings=() failed=0
+default=$(<scripts/default_release) failed=0
 for release in "${releases[@]}"; do
+    # What concerns no engine is run with the default release alone.
+    rings=()
+    [[ $release == "$default" || -z $whole ]] || rings=(test/engine test/transport test/serving)
     for pass in "${passes[@]}"; do
         echo "test: SGLang $release, $pass"
         beside=("${workers[@]}")
@@ -52,6 +54,5 @@ for release in "${releases[@]}"; do
         # 5: of what is named none is of this pass.
         [[ $status -eq 0 || ( $status -eq 5 && ${#passes[@]} -gt 1 ) ]] || failed=$status
     done
-    rings=(test/engine test/transport test/serving)
 done
 exit "$failed"

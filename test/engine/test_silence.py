@@ -105,6 +105,17 @@ def test_one_that_answers_again_is_served_again(manager, listening):
     assert manager.why_silent(1) == "" and not manager.failed
 
 
+def test_one_that_registers_from_elsewhere_is_served_at_once(manager, listening):
+    """Before the next look; where it was said to be, nobody answers."""
+    gone, nowhere = listening()
+    gone.close(linger=0)
+    manager.register("a", nowhere)
+    assert awaited(lambda: "a" in manager.silent, PATIENCE, 0.01)
+    _, port = listening()
+    manager.register("a", port)
+    assert "a" not in manager.silent
+
+
 def test_one_that_sends_a_message_lives_before_it_is_connected_to(manager, listening, monkeypatch):
     """And has a second from then on, also where its socket has been closed by now."""
     gone, port = listening()

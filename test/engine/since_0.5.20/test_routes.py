@@ -113,17 +113,19 @@ def test_the_engines_scheduler_waits(bootstrap):
 
 
 @backends
-def test_a_rank_that_is_not_known_yet_is_asked_for_by_the_request(backend, bootstrap, monkeypatch):
+def test_a_server_that_does_not_tell_all_ranks_is_asked_again(backend, bootstrap, monkeypatch):
+    """By a thread: the request would ask for what is missing, and the scheduler wait for it."""
     decode = decode_rank(backend)
 
     def unknown(*_):
         raise OSError("404")
 
-    monkeypatch.setattr(routes, "asked", unknown)
+    with monkeypatch.context() as away:
+        away.setattr(routes, "asked", unknown)
+        assert not any(decode.try_ensure_parallel_info(ADDRESS) for _ in range(3))
     assert becomes_known(decode)
-    receiver = RECEIVERS[backend](decode, ADDRESS, 7)
-    assert receiver._get_bootstrap_info_from_server(1, 0, 0, 0)["rank_port"] == 2
-    assert bootstrap.asked == [-1, 1]
+    assert decode.known_rank(ADDRESS, (1, 0, 0, 0))["rank_port"] == 2
+    assert bootstrap.asked[-3:] == [-1, 0, 1]
 
 
 @backends

@@ -57,6 +57,7 @@ class NoticesSilence:
             with self.look_lock:
                 self._meet(name, info)
             peer_sockets.look_after(self.look_at_peers)
+            self.heard(name, info)
         except Exception as error:
             logger.warning(f"Decode {info.endpoint}:{info.dst_port}: {error}")
 
@@ -75,8 +76,8 @@ class NoticesSilence:
         if socket.silent_for():
             socket.open()
             socket.note_heard()
-            if name in self.silent:
-                self.look_at_peers()
+        if name in self.silent and name not in self.replaced:
+            self.look_at_peers()
 
     def look_at_peers(self) -> None:
         """Note who is silent, fail its rooms, and take up again with who is back."""

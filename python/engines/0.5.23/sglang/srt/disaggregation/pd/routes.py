@@ -68,8 +68,11 @@ class Routes:
             if is_known:
                 peer_sockets.look_after(self.look_at_servers)
                 self._find_ranks(address)
-        except Exception as error:  # each request asks for what is missing
-            logger.error(f"Bootstrap server {address} does not tell all ranks: {error}")
+        except Exception as error:  # else the scheduler would ask for what is missing, and wait
+            logger.warning(f"Bootstrap server {address} is asked again for its ranks: {error}")
+            with self.servers_lock:
+                self.prefill_info_table.pop(address, None)
+            is_known = False
         asking.set_result(is_known)
 
     def _find_ranks(self, address: str) -> None:
