@@ -171,8 +171,10 @@ def test_a_rank_that_is_silent_for_long_rests_once_and_may_come_back(manager, mo
     assert manager.back == ["a"] and not manager.resting
     silent_for_long(manager, monkeypatch, {1: silence.REST_SECONDS})
     assert manager.rested == ["a", "a"] and not manager.dropped
-    manager.register("a", 1)
-    assert not manager.resting
+    with monkeypatch.context() as heard:
+        heard.setattr(peer_sockets.PeerSocket, "silent_for", lambda self: 0.0)
+        manager.register("a", 1)
+        assert not manager.resting and not manager.silent
 
 
 def test_none_rests_that_has_a_room_or_is_written_to(manager, monkeypatch):
