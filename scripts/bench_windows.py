@@ -10,7 +10,6 @@ import uuid
 from types import SimpleNamespace
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
 
 WINDOW = 4096  # tokens
 LAYERS = 30
@@ -53,6 +52,8 @@ class Nixl:
     """An agent that makes transfers to `peer` in host memory, and does not begin them."""
 
     def __init__(self, own, theirs, peer: str):
+        from nixl._api import nixl_agent, nixl_agent_config  # an engine's environment alone has it
+
         self.blocks = [memory(one, side)[0] for side, one in enumerate((own, theirs), 1)]
         alone = nixl_agent_config(enable_prog_thread=False)  # its time would be counted, too
         self.agents = [nixl_agent(name, alone) for name in (str(uuid.uuid4()), peer)]

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.10", "3.12", "3.13")
 # The tool's own dependencies, and what the tests of the two rings need.
 PACKAGES = ("libcst>=1.5", "msgspec>=0.18", "rich>=13", "tomli>=2", "typer>=0.16", "httpx")
-FOR_TESTS = ("hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "hatchling")
+FOR_TESTS = ("hypothesis", "matplotlib", "numpy", "psutil", "pytest", "pytest-timeout", "hatchling")
 RINGS = ("test/unit", "test/tool")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

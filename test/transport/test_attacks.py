@@ -32,7 +32,8 @@ NOTICED_SECONDS = SILENT_SECONDS + 6  # ZeroMQ notices within 5 s that a process
 SERVED_SECONDS = 4  # two writes of Mooncake, each of which waits a second for its turn here
 PAUSE_SECONDS = 1.0  # whoever waits for a peer does so for five seconds and more
 LONG_SECONDS = 60
-STOCK_SECONDS = 30  # in which it serves one request, or does not
+STOCK_SECONDS = 30  # for all requests
+HELD_UP_SECONDS = 12.0  # the other's request has waited for the attacked rank; TCP may end that
 # Else stock deals decode ranks to four queues by their ports, and every fourth waits for another.
 STOCK_QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "1"}
 BACK_SECONDS = 60  # TCP waits ever longer before it sends again what has vanished
@@ -335,7 +336,8 @@ def test_what_stock_does(serve, backend, case):
             attacked.alive.add(victim)
         found = attacked.attack(ATTACKS[case], victim, STOCK_SECONDS)
         keep(case, fleet, "stock", found, attacked.held())
-    is_served = found["served"][-1]["state"] == "right"
+    slowest = max(one["seconds"] for one in found["served"])
+    is_served = found["served"][-1]["state"] == "right" and slowest < HELD_UP_SECONDS
     assert bool(found["raised"]) == ((backend, case) in STOCK_RAISES), found
     if not found["raised"]:
         assert is_served == ((backend, case) in STOCK_SERVES), found

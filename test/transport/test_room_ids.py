@@ -122,6 +122,8 @@ def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve
         end(servers, servers.decode[0])
         if not IS_LATER:  # which know nothing of it
             eventually(lambda: servers.prefill[0].call("knows_aborted", room=ROOM), True)
+        # What decode has said before is read by then.
+        assert served(servers, OTHER + 1).state == "right"
         outcome = again(servers)
         if outcome.state != "right":
             assert_failed(outcome, ABORTED)
