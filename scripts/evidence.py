@@ -94,7 +94,7 @@ def measure_tests() -> None:
 
 
 def measure_nightly() -> None:
-    keep(nightly=tested(["scripts/test.sh", "--nightly"]))
+    keep(nightly=tested(["scripts/test.sh", "--nightly", "--durations=25"]))
 
 
 def measure_planning() -> None:

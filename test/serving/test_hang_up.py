@@ -17,8 +17,7 @@ from pd_harness.waiting import awaited, busy
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.alone,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
@@ -118,6 +117,7 @@ def beside_it() -> list:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # 0.5.9 answers late
 @pytest.mark.parametrize("fleet, next_prompts", beside_it())
 def test_stock_beside_it(fleet, next_prompts, reference):
     row = after_hang_ups(fleet, "stock", [0], reference, STOCK_PATIENCE[release()])
