@@ -18,8 +18,10 @@ PEER = "10.0.0.1:4000"
 class Library:
     """MemFabric's transfer engine: it keeps what it is asked for, and how many ask at a time."""
 
-    def __init__(self, seconds: float = 0.0, statuses: tuple[int, ...] = ()):
+    def __init__(self, seconds: float = 0.0, statuses: tuple[int, ...] = (), callers: int = 1):
+        """So many callers meet in each call, which takes so many seconds then."""
         self.seconds, self.statuses = seconds, list(statuses)
+        self.meeting = threading.Barrier(callers, timeout=30)
         self.calls, self.threads = [], set()
         self.inside, self.at_once = 0, 0
 
@@ -27,6 +29,7 @@ class Library:
         self.inside += 1
         self.at_once = max(self.at_once, self.inside)
         self.threads.add(threading.get_ident())
+        self.meeting.wait()
         time.sleep(self.seconds)
         self.calls.append((session, src, dst, lengths))
         self.inside -= 1
@@ -122,7 +125,7 @@ def test_other_protocols_stay_as_they_are(monkeypatch, protocol):
 @pytest.mark.parametrize("protocol, threads", [("device_rdma", 1), ("sdma", 4)])
 def test_slices_are_not_written_from_a_pool_of_threads(monkeypatch, protocol, threads):
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
-    library = Library(seconds=0.02)
+    library = Library(seconds=0.02, callers=threads)
     count = 4 * batches.SLICE_BATCH
     with ThreadPoolExecutor(4) as pool:
         copies = slices(count), pool, True, False

@@ -209,7 +209,8 @@ class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
-    use that one instead of base's. What its ranks say is in `log`.
+    use that one instead of base's. What its ranks say is in `log`. They have a folder for temporary
+    files of their own, so that they wait for no turn that ranks of other tests have taken.
     """
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
@@ -230,7 +231,7 @@ class ForkServer:
         """A new rank process."""
         connection = self.server.connected(socket.SOCK_STREAM)
         with self.log.open("ab") as log:
-            socket.send_fds(connection, [b"\n"], [log.fileno()])
+            socket.send_fds(connection, [self.folder.name.encode()], [log.fileno()])
         return Rank(connection)
 
 

@@ -1,8 +1,8 @@
 """The process of a rank: it answers commands, as JSON lines, `{"do": NAME, ...}`.
 
 `python FILE fork SOCKET` imports the engine once and then forks a process for every connection
-to the Unix socket, which begins with a byte and a file for its output; `fresh` instead of `fork`
-starts the process anew, `on FD` is such a process.
+to the Unix socket, which begins with a folder for temporary files and a file for its output;
+`fresh` instead of `fork` starts the process anew, `on FD` is such a process.
 """
 
 import ctypes
@@ -13,12 +13,15 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 
 from pd_harness.cpu_host.nixl_plugin import load_nixl
 
 # Beside what `rank` imports itself. These do not import Mooncake's library, which starts threads.
 IMPORTED = [f"sglang.srt.disaggregation.{backend}.conn" for backend in ("nixl", "mooncake")]
+
+PATH_LENGTH = 4096
 
 Kinds = dict[str, Callable[[dict], object]]
 
@@ -68,7 +71,8 @@ def main(kinds: Kinds) -> None:
                 die_with_parent()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
-                _, (log,), _, _ = socket.recv_fds(connection, 1, 1)
+                folder, (log,), _, _ = socket.recv_fds(connection, PATH_LENGTH, 1)
+                os.environ["TMPDIR"], tempfile.tempdir = folder.decode(), None
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 os.close(log)
