@@ -53,6 +53,7 @@ except ImportError:  # stock has none
 
 HOST = "127.0.0.1"
 PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
+BATCH = 8  # requests of which a scheduler sends KV in one turn
 AUX_SLOTS = 8
 HIDDEN_STATES = 8  # the row's number
 UNWRITTEN = 0xA5
@@ -306,8 +307,9 @@ class RankBase(ABC):
     def send_at_once(self, requests: list, seconds: float) -> dict:
         """Several requests, `[room, pages]` each, whose senders are polled in turns.
 
-        `ends` are as those of `send`, in this order, with the seconds that each took; `pause` is
-        the longest turn in seconds, without the time for which others had this thread's core.
+        A turn sends no more than a batch of them. `ends` are as those of `send`, in this order,
+        with the seconds that each took; `pause` is the longest turn in seconds, without the time
+        for which others had this thread's core.
         """
         for room, pages in requests:
             self.fill(room, pages)
@@ -317,11 +319,12 @@ class RankBase(ABC):
         sent: set[int] = set()
         pause = 0.0
         while None in ends and time.monotonic() - begun < seconds:
+            batch = len(sent) + BATCH
             for at, ((room, pages), sender) in enumerate(zip(requests, senders)):
                 if ends[at] is not None:
                     continue
                 end = self._await(sender, 0, leave_at=KVPoll.WaitingForInput)
-                if end["state"] == "waiting" and room not in sent:
+                if end["state"] == "waiting" and room not in sent and len(sent) < batch:
                     sent.add(room)
                     self._write_metadata(self._aux_rows(), room, room % AUX_SLOTS)
                     sender.init(len(pages), room % AUX_SLOTS)

@@ -1,16 +1,21 @@
 """NIXL: writes to a decode rank that is silent, and those of which the state cannot be read."""
 
+import socket
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
-from sglang.srt.disaggregation.pd import writes
+from sglang.srt.disaggregation.pd import peer_sockets, writes
 from sglang.srt.disaggregation.pd.writes import Write
 from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from pd_harness.waiting import awaited, own_time
 
 pytestmark = pytest.mark.engine
 
@@ -250,3 +255,52 @@ def test_a_decode_rank_that_is_being_read_gets_no_other_connection(manager):
     assert not manager._connect_again(LIVE) and not dropped
     manager.connecting.clear()
     assert not manager._connect_again(LIVE) and dropped == [LIVE]  # nobody listens there
+
+
+@pytest.fixture
+def connected(manager):
+    """The port on which the live rank reads messages, to which there is a connection."""
+    manager.agent.remove_remote_agent = lambda name: None
+    manager.added, manager.agent.add_remote_agent = [], lambda data: manager.added.append(data)
+    reader = zmq.Context.instance().socket(zmq.PULL)
+    reader.setsockopt(zmq.LINGER, 0)
+    port = reader.bind_to_random_port("tcp://127.0.0.1")
+    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
+    manager.decode_kv_args_table = {LIVE: Info(**place)}
+    peer = peer_sockets.PeerSocket.to("127.0.0.1", port)
+    peer.open()
+    assert awaited(lambda: peer.silent_for() == 0, 5)
+    yield SimpleNamespace(peer=peer, reader=reader)
+    reader.close()
+
+
+def test_a_decode_rank_that_lives_gets_a_new_connection(manager, connected):
+    for _ in range(2):
+        assert manager._connect_again(LIVE) and not manager.out_of_reach
+    assert manager.added == [b"its", b"its"]
+
+
+def test_one_that_is_just_lost_is_tried_once(manager, connected):
+    """It may be the network alone, and has asked for a room."""
+    connected.reader.close()
+    assert awaited(connected.peer.lost_for, 5)
+    assert manager._connect_again(LIVE)
+    assert not manager._connect_again(LIVE)
+    manager.is_back(LIVE)
+    assert manager._connect_again(LIVE)
+    assert len(manager.added) == 2
+
+
+def test_the_scheduler_does_not_wait_for_one_that_does_not_answer(manager):
+    """It listens, and takes no connection: its machine is overloaded, or packets vanish."""
+    manager.agent.remove_remote_agent = lambda name: None
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
+        _, port = listener.getsockname()
+        with pytest.raises(TimeoutError):
+            for _ in range(10):
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        manager.decode_kv_args_table = {LIVE: Info(endpoint="127.0.0.1", dst_port=port)}
+        begun = own_time()
+        assert not manager._connect_again(LIVE)
+        assert own_time() - begun < 0.1
+    assert manager.out_of_reach == {LIVE}

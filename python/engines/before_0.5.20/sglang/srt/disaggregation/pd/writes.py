@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import parse_notification
+from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
 from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 0.5
 # A write whose state cannot be read, and which NIXL does not give up, is over after that.
 UNREAD_SECONDS = 30.0
 # In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
@@ -127,7 +126,9 @@ class Writes:
     def _connect_again(self, peer: str) -> bool:
         """Whether there is a new connection; not while a write over the old one is under way.
 
-        A rank that takes none is not tried again until it asks for another room.
+        The scheduler asks, so that nothing here waits for the rank. UCX keeps a socket for each
+        connection refused: one that has just been lost is tried once, one that is gone never, until
+        it asks for another room.
         """
         under_way = [write for write in self.writes if write.peer == peer]
         if peer in self.out_of_reach or peer in self.connecting:
@@ -138,8 +139,11 @@ class Writes:
         try:
             with contextlib.suppress(Exception):  # NIXL may not know it any more
                 self.agent.remove_remote_agent(peer)
-            # First where it reads our messages: UCX keeps a socket for each connection refused.
-            socket.create_connection((info.endpoint, info.dst_port), CONNECT_SECONDS).close()
+            lost_for = PeerSocket.to(info.endpoint, info.dst_port).lost_for()
+            if lost_for > LOST_SECONDS:
+                raise ConnectionError(f"its port for messages has been closed for {lost_for:.1f} s")
+            if lost_for:
+                self.out_of_reach.add(peer)
             self.agent.add_remote_agent(info.agent_metadata)
         except Exception as error:
             logger.warning(f"Decode {peer} takes no new connection: {error}")
