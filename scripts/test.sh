@@ -20,14 +20,13 @@ set -- "${words[@]}"
 cd "$root"
 
 # Most tests wait as long as they compute: three at a time, those of a file one after the other.
-# At night files are long, so that only tests that share a fleet follow each other, and servers are
-# many, which wait longer: four.
-passes=("not nightly") dist=loadfile at_once=3
+# At night files are long, so that only tests that share a fleet follow each other.
+passes=("not nightly") dist=loadfile
 if [[ ${1:-} == --nightly ]]; then
-    passes=("nightly and not alone" alone) dist=loadgroup at_once=4
+    passes=("nightly and not alone" alone) dist=loadgroup
     shift
 fi
-workers=(-n "$at_once" --no-loadscope-reorder --dist "$dist") whole=1
+workers=(-n 3 --no-loadscope-reorder --dist "$dist") whole=1
 for argument in "$@"; do
     [[ $argument == test* ]] && workers=() named=$SGLANG_PD_RELEASE whole=
 done
