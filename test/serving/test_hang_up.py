@@ -17,6 +17,7 @@ from pd_harness.waiting import awaited, busy
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.xdist_group("hang-ups"),  # two beside each other take more than twice as long
     pytest.mark.timeout(900),
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
