@@ -23,7 +23,7 @@ PATIENCE = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1"}
 # Of a prefill that does not say when it has ended: stock 0.5.9, a later one that is told not to.
 HELD = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 SILENT = {HELD: "0"} if IS_LATER else {}
-HOLDING = {f"{HELD}_TIMEOUT": "5"} if IS_LATER else {}
+HOLDING = {f"{HELD}_TIMEOUT": "5"}
 BOOTSTRAP = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
 STALL = 0.5  # seconds, here beside other processes; it was one for each room
 
@@ -183,7 +183,7 @@ def test_stock_nixl_keeps_it_for_ever(serve):
 
 @pytest.mark.parametrize("backend", few(BACKENDS))
 def test_prefill_that_stays_silent_is_waited_for_in_vain(serve, backend):
-    """For 5 s: a page cannot be kept for ever."""
+    """A page cannot be kept for ever."""
     sides = Side(environment=SILENT), Side(environment=HOLDING)
     with serve(Fleet(*sides, backend=backend, v_width=4), prefill="stock") as servers:
         (decode,) = servers.decode
