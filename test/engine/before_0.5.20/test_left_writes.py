@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.pd import peer_sockets, writes
 from sglang.srt.disaggregation.pd.writes import Write
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, own_time
 
 pytestmark = pytest.mark.engine
@@ -289,6 +290,19 @@ def test_one_that_is_just_lost_is_tried_once(manager, connected):
     manager.is_back(LIVE)
     assert manager._connect_again(LIVE)
     assert len(manager.added) == 2
+
+
+def test_one_that_died_as_soon_as_it_had_registered_is_tried_once(manager):
+    """There never was a connection to it, and each of its rooms would cost a socket of UCX."""
+    manager.agent.remove_remote_agent = lambda name: None
+    added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
+    (port,) = free_ports(1)
+    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
+    manager.decode_kv_args_table = {LIVE: Info(**place)}
+    peer_sockets.PeerSocket.to("127.0.0.1", port).open()
+    for _ in range(3):
+        manager._connect_again(LIVE)
+    assert added == [b"its"] and manager.out_of_reach == {LIVE}
 
 
 def test_the_scheduler_does_not_wait_for_one_that_does_not_answer(manager):

@@ -126,9 +126,9 @@ class Writes:
     def _connect_again(self, peer: str) -> bool:
         """Whether there is a new connection; not while a write over the old one is under way.
 
-        The scheduler asks, so that nothing here waits for the rank. UCX keeps a socket for each
-        connection refused: one that has just been lost is tried once, one that is gone never, until
-        it asks for another room.
+        The scheduler calls this, so that nothing here waits for the rank. UCX keeps a socket for
+        each connection refused: a rank to which there has been no connection for a moment is tried
+        once, for longer not at all, until it asks for another room.
         """
         under_way = [write for write in self.writes if write.peer == peer]
         if peer in self.out_of_reach or peer in self.connecting:
@@ -139,10 +139,13 @@ class Writes:
         try:
             with contextlib.suppress(Exception):  # NIXL may not know it any more
                 self.agent.remove_remote_agent(peer)
-            lost_for = PeerSocket.to(info.endpoint, info.dst_port).lost_for()
-            if lost_for > LOST_SECONDS:
-                raise ConnectionError(f"its port for messages has been closed for {lost_for:.1f} s")
-            if lost_for:
+            messages = PeerSocket.to(info.endpoint, info.dst_port)
+            # The first is up to date; the second counts a rank that was never connected, too.
+            seconds = max(messages.lost_for(), messages.silent_for())
+            if seconds > LOST_SECONDS:
+                place = f"{info.endpoint}:{info.dst_port}"
+                raise ConnectionError(f"messages to {place} have no connection for {seconds:.1f} s")
+            if seconds:
                 self.out_of_reach.add(peer)
             self.agent.add_remote_agent(info.agent_metadata)
         except Exception as error:
