@@ -45,7 +45,9 @@ class Failed:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.terminal.write_line(f" {report.nodeid} ({report.when}, {report.duration:.0f} s)")
+            where = f"{report.nodeid} ({report.when}, {report.duration:.0f} s)"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.terminal.write_line(f" {where}: {crash.message if crash else report.longrepr}")
 
 
 def pytest_configure(config):

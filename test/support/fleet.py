@@ -277,7 +277,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`."""
+    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`.
+
+    It is `no metadata` where all has been sent, but the metadata into another slot.
+    """
 
     state: str
     prefill: tuple[dict, ...]
@@ -396,7 +399,7 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
     states = {answer["state"] for answer in decode} | {
         "right" if answer["state"] == "success" else answer["state"] for answer in prefill
     }
-    for state in ("died", "raised", "failed", "hang", "wrong"):
+    for state in ("died", "raised", "failed", "hang", "no metadata", "wrong"):
         if state in states:
             return state
     return "right"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import rank_process
-from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase
+from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, decode_slot
 from rank_lines import Lines, Sent
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
@@ -137,7 +137,7 @@ class Rank(Lines, RankBase):
         receiver._socket = lambda info: sock
         not_opened = receiver._abort_frames("no time")
         receiver._register_kv_args()
-        receiver.init(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        receiver.init(np.array(pages, dtype=np.int32), decode_slot(room), None)
         for frames in (receiver._abort_frames("no time"), not_opened):
             receiver._tell_prefill(receiver.bootstrap_infos[0], frames)
         receiver.clear()
@@ -151,7 +151,7 @@ class Rank(Lines, RankBase):
             endpoint=HOST,
             dst_port=0,
             mooncake_session_id=session,
-            dst_aux_index=room % AUX_SLOTS,
+            dst_aux_index=decode_slot(room),
         )
         manager._connect = lambda *_, **__: sock
         manager._send_status(peer, KVPoll.Success, "")

@@ -72,6 +72,11 @@ def deal_heads(total: int, ranks: int) -> list[list[int]]:
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
+def decode_slot(room: int) -> int:
+    """Where decode wants a room's metadata; prefill has them in another slot."""
+    return (room + 3) % AUX_SLOTS
+
+
 def limit_nixl_threads(count: int) -> None:
     """Let NIXL's agents of this process have so many worker threads; the engine asks for 8."""
     agent = importlib.import_module("nixl._api").nixl_agent
@@ -354,7 +359,7 @@ class RankBase(ABC):
         asked for, which no engine does.
         """
         receiver = self._receiver(room)
-        slot = (room + 3) % AUX_SLOTS
+        slot = decode_slot(room)
         metadata = [row.cpu().clone() for row in self._aux_rows()]
         first = receiver.poll()
         if first != KVPoll.Failed:
@@ -379,11 +384,7 @@ class RankBase(ABC):
 
     def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
         """Rows that are not as expected, but of slots that rooms have which are still open."""
-        closed = [
-            slot
-            for slot in range(AUX_SLOTS)
-            if slot not in {(room + 3) % AUX_SLOTS for room in self.asked}
-        ]
+        closed = [slot for slot in range(AUX_SLOTS) if slot not in map(decode_slot, self.asked)]
         rows = zip(expected, self._aux_rows())
         wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
         return [
@@ -395,7 +396,7 @@ class RankBase(ABC):
     def ask(self, room: int, pages: list[int]) -> dict:
         """Open a room on prefill and leave it to `end`, so that several can be open."""
         self.asked[room] = self._receiver(room)
-        self._set_aside(self.asked[room], pages, (room + 3) % AUX_SLOTS, None)
+        self._set_aside(self.asked[room], pages, decode_slot(room), None)
         return {"state": "asked"}
 
     def begin(self, room: int) -> dict:

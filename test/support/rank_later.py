@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import rank_process
 import torch.distributed as dist
-from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, failure
+from rank_base import AUX_SLOTS, HOST, PAUSE, RankBase, decode_slot, failure
 from rank_held import HeldPages
 from rank_lines import Lines, Sent
 from sglang.srt.disaggregation.base import KVPoll
@@ -82,6 +82,12 @@ class Rank(Lines, RankBase):
             return KVPoll.Transferring
         return state
 
+    def _await(self, poller, seconds, leave_at=None):
+        end = super()._await(poller, seconds, leave_at)
+        if end["state"] == "hang" and poller in self.slots and poller.poll() == KVPoll.Success:
+            return {"state": "no metadata"}
+        return end
+
     def _failed(self, poller) -> dict:
         """On decode it is over when its pages are others'."""
         end = failure(poller)
@@ -102,7 +108,7 @@ class Rank(Lines, RankBase):
         receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
         receiver._send_abort_notification()
         receiver._register_kv_args()
-        receiver.send_metadata(np.array(pages, dtype=np.int32), room % AUX_SLOTS, None)
+        receiver.send_metadata(np.array(pages, dtype=np.int32), decode_slot(room), None)
         receiver._send_abort_notification()
         self.manager.clear_deferred_abort_state(room)
         receiver.clear()
@@ -123,7 +129,7 @@ class Rank(Lines, RankBase):
                 endpoint=HOST,
                 dst_port=0,
                 mooncake_session_id=session,
-                dst_aux_index=room % AUX_SLOTS,
+                dst_aux_index=decode_slot(room),
             )
             manager.send_aux_tcp(peer, room % AUX_SLOTS, info.dst_aux_ptrs)
         del manager._send_multipart_locked
