@@ -1,4 +1,4 @@
-"""Ports for servers on this machine, held from their choice until this process ends.
+"""Ports for servers on this machine, held from their choice until `MOST` others have been chosen.
 
 Between its choice and its use nothing binds a port. What holds it is a lock on its byte of a file
 that all of this user's processes share; so two runs beside each other never choose the same.
@@ -6,6 +6,7 @@ that all of this user's processes share; so two runs beside each other never cho
 
 import fcntl
 import functools
+import itertools
 import os
 import random
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
+MOST = 1_000  # that a process holds; those of a whole night's fleets would be nearly all there are
 
 
 def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
@@ -41,8 +43,11 @@ def free_run(length: int, ports: Sequence[int] = PORTS) -> int:
     """
     starts = ports[: len(ports) - length + 1]
     for start in random.sample(starts, len(starts)):
-        if all(_hold(port) for port in range(start, start + length)):
+        taken = list(itertools.takewhile(_hold, range(start, start + length)))
+        if len(taken) == length:
             return start
+        for port in taken:
+            _let_go(port)
     raise OSError(f"no {length} free ports in a row between {ports[0]} and {ports[-1]}")
 
 
@@ -57,12 +62,23 @@ def _hold(port: int) -> bool:
             probe.bind((HOST, port))
         except OSError:
             return False
-    held.add(port)
+    held[port] = None
+    if len(held) > MOST:
+        _let_go(next(iter(held)))
     return True
 
 
+def _let_go(port: int) -> None:
+    file, held = _held(os.getpid())
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, port)
+    del held[port]
+
+
 @functools.cache
-def _held(process: int) -> tuple[int, set[int]]:
-    """The file, and the ports that this process holds; a fork has none of its parent's locks."""
+def _held(process: int) -> tuple[int, dict[int, None]]:
+    """The file, and the ports that this process holds, the oldest first.
+
+    A fork has none of its parent's locks.
+    """
     path = os.path.join(tempfile.gettempdir(), f"sglang-pd-ports-{os.getuid()}")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), set()
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), {}

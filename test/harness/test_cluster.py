@@ -112,6 +112,33 @@ def test_a_run_of_ports_is_held_whole():
         free_run(3, range(start - 2, start + 5))
 
 
+def test_runs_that_were_too_short_are_not_kept():
+    """Each start would take what is free after it, and a night's runs all ports."""
+    ports = range(19_500, 20_000)
+    (middle,) = free_ports(1, ports[10:490])
+    around = range(middle - 3, middle + 4)
+    with pytest.raises(OSError, match="no 4 free ports in a row"):
+        free_run(4, around)
+    assert sorted(free_ports(6, around)) == [port for port in around if port != middle]
+
+
+def test_the_oldest_ports_are_let_go():
+    """In a process of its own: this one's are of servers that run."""
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pd_harness import ports
+ports.MOST = 2
+oldest, other, newest = ports.free_ports(3)
+print("oldest", ports.free_ports(1, [oldest]) == [oldest])
+print("newest", ports.free_ports(1, [newest]))
+"""
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout == "oldest True\n", found
+    assert "OSError: no 1 free ports" in found.stderr
+
+
 def test_all_ports_that_dp_attention_takes_are_held(tmp_path, monkeypatch):
     held = []
     monkeypatch.setattr(cluster, "free_run", lambda length: held.append(length) or 20_000)
