@@ -1,7 +1,8 @@
 """A peer that describes nothing, of a model whose components have different layers."""
 
 import pytest
-from kv_layout import Buffer, LayoutError, PeerFacts, RankLayout, infer_layout
+from kv_layout import Buffer, Heads, LayoutError, PeerFacts, RankLayout, infer_layout
+from kv_layout.match import refusals
 
 INDEXED = {"k": [0, 1, 2, 3], "v": [0, 1, 2, 3], "index_k": [0, 2]}
 
@@ -45,3 +46,67 @@ def test_a_stage_does_not_tell_which_layers_of_others_have_index_keys(pointers):
     own = layout({"k": [2, 3], "v": [2, 3], "index_k": [2]}, {}, pp=(1, 2))
     with pytest.raises(LayoutError, match="does not say for which layers"):
         infer_layout(own, PeerFacts(0, 1, pointers))
+
+
+# Index keys, and a stage of a decode server without stages
+
+
+def indexed(layers, drafts=0, elided=(), pp=(1, 2), total=8) -> RankLayout:
+    """Latents and index keys, of which some layers have none of their own."""
+    numbers = [*((False, n) for n in layers), *((True, n) for n in range(drafts))]
+    kv = [Buffer("kv", draft, n, 64, None, 9) for draft, n in numbers]
+    state = [
+        Buffer("index_k", draft, n, 0 if not draft and n in elided else 8, None, 9)
+        for draft, n in numbers
+    ]
+    return RankLayout(0, 1, *pp, 16, "bfloat16", "VRAM", total, tuple(kv), tuple(state))
+
+
+def test_a_stage_does_not_tell_which_layers_of_others_share_index_keys():
+    """Its first layer has none; were all of decode's taken to be alike, none would be sent."""
+    own = indexed(range(4, 8), elided=(4, 6))
+    with pytest.raises(LayoutError, match="does not say which of its layers have index keys"):
+        infer_layout(own, PeerFacts(0, 1, 8, 8, 64))
+
+
+def test_a_server_without_stages_tells():
+    own = indexed(range(8), elided=(4, 6), pp=(0, 1))
+    peer = infer_layout(own, PeerFacts(0, 1, 8, 8, 64))
+    assert [buffer.page_bytes for buffer in peer.state] == [8, 8, 8, 8, 0, 8, 0, 8]
+
+
+@pytest.mark.parametrize("drafts, pointers", [(1, 9), (2, 10), (0, 9), (0, 8)])
+def test_index_keys_of_a_draft_follow_all_layers(drafts, pointers):
+    own = indexed(range(4, 8), drafts)
+    peer = infer_layout(own, PeerFacts(0, 1, pointers, pointers, 64))
+    expected = [("index_k", False, n) for n in range(8)]
+    name = "index_k" if drafts else "undescribed"
+    expected += [(name, True, n) for n in range(pointers - 8)]
+    assert keys(peer.state) == expected
+
+
+# Hybrids
+
+
+def hybrid(layers, state=(), pp=(1, 2)) -> RankLayout:
+    kv = tuple(Buffer(c, False, n, 64, Heads(0, 1, 1), 9) for c in ("k", "v") for n in layers)
+    return RankLayout(0, 1, *pp, 16, "bfloat16", "VRAM", 20, kv, tuple(state))
+
+
+def test_the_same_stage_of_a_hybrid_with_recurrent_state():
+    """Were it taken for a server without stages, its state would be refused."""
+    state = [Buffer(f"mamba_{i}", False, n, 32, None, 9) for i in range(2) for n in range(3)]
+    own = hybrid([15], state)
+    for counted in (6, None):
+        peer = infer_layout(own, PeerFacts(0, 1, 2, counted, 64))
+        assert (peer.pp_rank, peer.pp_size) == (1, 2)
+        assert keys(peer.kv) == keys(own.kv)
+        assert not refusals(own, peer)
+
+
+def test_layers_with_gaps_are_a_hybrids_without_any_state():
+    """As of windows in MXFP8, which the engine sends itself; stock sends K of 15 to V of 5."""
+    own = hybrid([10, 15])
+    with pytest.raises(LayoutError, match="does not say for which layers"):
+        infer_layout(own, PeerFacts(0, 1, 8, None, 64))
+    assert keys(infer_layout(own, PeerFacts(0, 1, 4, None, 64)).kv) == keys(own.kv)

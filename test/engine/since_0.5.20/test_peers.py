@@ -7,8 +7,9 @@ import managers
 import numpy as np
 import pytest
 from managers import BACKENDS, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, STATE, registration
+from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import Heads, LayoutError
+from sglang.srt.disaggregation.kv_layout import Heads, LayoutError, RankLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -263,6 +264,30 @@ def test_a_stock_peer_with_the_same_index_keys_is_planned(backend):
 def test_a_stock_peer_that_elides_others_is_left_to_the_engine(backend):
     prefill = met(backend, managers.latents(FULL), managers.latents(SOME), is_described=False)
     assert is_left_to_the_engine(managers.known(prefill))
+
+
+def second_stage(index_keys: tuple[int, ...]) -> RankLayout:
+    """Of two, with as many layers."""
+    one, first = managers.latents(index_keys), len(index_keys)
+
+    def moved(buffers):
+        return tuple(replace(buffer, layer=first + buffer.layer) for buffer in buffers)
+
+    stage = {"pp_rank": 1, "pp_size": 2, "total_layers": 2 * first}
+    return replace(one, kv=moved(one.kv), state=moved(one.state), **stage)
+
+
+@backends
+@described
+def test_a_stage_that_begins_with_an_elided_layer(backend, is_described):
+    """A stock peer does not say which of its layers have index keys; the engine sends by place."""
+    own, peer = second_stage((0, INDEX, 0, INDEX)), managers.latents((0, INDEX) * 4, layers=8)
+    prefill = met(backend, own, peer, is_described=is_described)
+    if is_described:
+        assert is_planned(managers.known(prefill))
+        assert sent_state(prefill, 3, 5) == [(1, 5), (3, 7)]
+    else:
+        assert is_left_to_the_engine(managers.known(prefill))
 
 
 @backends

@@ -14,6 +14,7 @@ from typing import Optional
 
 from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .heads import heads_of_rank
+from .match import is_elided
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
             f"{kv[0].page_bytes} on TP {peer.tp_rank}/{peer.tp_size}; start both servers with the "
             "same model, KV dtype and page size"
         )
+    # Of a hybrid it must hold the same stage, see `_infer_kv`.
+    stage = (own.pp_rank, own.pp_size) if is_recurrent(own) else (0, 1)
     return RankLayout(
         tp_rank=peer.tp_rank,
         tp_size=peer.tp_size,
-        pp_rank=0,
-        pp_size=1,
+        pp_rank=stage[0],
+        pp_size=stage[1],
         page_size=own.page_size,
         dtype=own.dtype,
         memory=own.memory,
@@ -132,24 +135,37 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
             f"{peer.tp_size}; use one TP size for hybrid models"
         )
     target = [buffer for buffer in own.state if not buffer.draft]
+    drafts = [buffer for buffer in own.state if buffer.draft]
     first = _first_layers(own.state, draft=False)
-    each, rest = divmod(peer.state_pointers, len(first) or 1)
+    more = peer.state_pointers - len(first) * own.total_layers  # than the whole model's layers
     # A stage and its draft may have as many as the whole model, which decode with PP 1 has.
-    whole_model = first and own.pp_size > 1 and (each, rest) == (own.total_layers, 0)
+    whole_model = first and own.pp_size > 1 and more == 0
     for held in () if whole_model else (own.state, target):  # stock may lack the draft's state
         if peer.state_pointers == len(held):
             return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in held)
-    if not first or rest or each < own.total_layers:
+    if not first or more < 0:
         raise LayoutError(
             f"decode registered {peer.state_pointers} state buffers, prefill ({own.name}) holds "
             f"{len(own.state)}; serve the same model on both sides"
         )
-    return tuple(_as_held_by(peer, one, False, layer) for one in first for layer in range(each))
+    if any(is_elided(buffer) for buffer in target):
+        raise LayoutError(
+            f"decode does not say which of its layers have index keys, prefill ({own.name}) holds "
+            "some that have none; apply the patch set to decode, too, or use PP 1"
+        )
+    layers = range(own.total_layers)
+    held = [_as_held_by(peer, one, False, layer) for one in first for layer in layers]
+    if more == len(drafts):
+        return (*held, *(_as_held_by(peer, one, True, one.layer) for one in drafts))
+    return (*held, *(Buffer("undescribed", True, n, 0) for n in range(more)))
 
 
 def _is_hybrid(own: RankLayout) -> bool:
-    """Only some of the model's layers have full attention."""
-    return any(buffer.component != "index_k" for buffer in own.state)
+    """Only some of the model's layers have full attention, as their state or their numbers tell."""
+    layers = {buffer.layer for buffer in own.kv if not buffer.draft}
+    return len(layers) <= max(layers, default=0) - min(layers, default=0) or any(
+        buffer.component != "index_k" for buffer in own.state
+    )
 
 
 def _first_layers(buffers: tuple[Buffer, ...], draft: bool) -> list[Buffer]:
