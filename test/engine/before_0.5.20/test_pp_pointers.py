@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import probes
 import pytest
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
-from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout
+from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout, describe_unknown
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
 pytestmark = pytest.mark.engine
 
@@ -42,6 +43,15 @@ def test_mori_with_a_draft_on_decode_alone(stock):
     assert len(pairs) == 6 and all(ours == theirs for ours, theirs in pairs)
     (wrong,) = stock(["mori_pairs", 3, 1])
     assert ["v 0", "v 1"] in wrong
+
+
+def test_mha_of_a_pool_that_is_not_known():
+    """It is taken to begin with K, as stock takes all; else nothing of it would be sent."""
+    kv = describe_unknown([8] * 4, [64] * 4)
+    own = RankLayout(0, 1, 0, 1, 1, "int64", "DRAM", 2, kv)
+    manager = probes._manager(MooncakeKVManager, 0, layout=own)
+    pairs = manager.get_mha_kv_ptrs_with_pp([1, 2, 3, 4], [11, 12, 13, 14])
+    assert pairs == ([1, 2], [3, 4], [11, 12], [13, 14], 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

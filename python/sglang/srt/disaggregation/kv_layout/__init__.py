@@ -17,7 +17,7 @@ from .bounds import (
     told_memory,
     why_no_slots,
 )
-from .describe import Buffer, Heads, LayoutError, RankLayout
+from .describe import OPAQUE, Buffer, Heads, LayoutError, RankLayout
 from .digests import (
     Digests,
     Part,
@@ -60,6 +60,7 @@ from .wire import (
 
 __all__ = [
     "HIDDEN_STATES",
+    "OPAQUE",
     "TransferStatus",
     "AuxPlan",
     "Bounds",

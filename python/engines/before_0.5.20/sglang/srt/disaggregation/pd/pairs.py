@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import List, Tuple
 
-from sglang.srt.disaggregation.kv_layout import Buffer, PeerFacts, counted_layout, pair_layers
+from sglang.srt.disaggregation.kv_layout import (
+    OPAQUE,
+    Buffer,
+    PeerFacts,
+    counted_layout,
+    pair_layers,
+)
 
 
 class LayerPairs:
@@ -15,13 +21,16 @@ class LayerPairs:
     ) -> Tuple[List[int], List[int], List[int], List[int], int]:
         """Our K and V pointers, the peer's of the same layers, and how many of each.
 
-        Target layers first, then those of a draft that both sides have.
+        Target layers first, then those of a draft that both sides have. Of a pool that is not known
+        the first half is taken for K, as stock has it.
 
         Raises:
             LayoutError: The peer lacks one of our target layers.
         """
         pairs = self._pair_layers(src_kv_ptrs, dst_kv_ptrs, ("k", "v"))
         k_and_v = [[pair for pair in pairs if pair[0].component == name] for name in ("k", "v")]
+        if pairs and pairs[0][0].component == OPAQUE:
+            k_and_v = [pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]]
         src_k, src_v = ([src for _, src, _ in part] for part in k_and_v)
         dst_k, dst_v = ([dst for _, _, dst in part] for part in k_and_v)
         return src_k, src_v, dst_k, dst_v, len(src_k)
