@@ -56,13 +56,17 @@ def _hold(port: int) -> bool:
     file, held = _held(os.getpid())
     if port in held:
         return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    held[port] = None
     with socket.socket() as probe:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind((HOST, port))
         except OSError:
+            _let_go(port)
             return False
-    held[port] = None
     if len(held) > MOST:
         _let_go(next(iter(held)))
     return True

@@ -160,6 +160,21 @@ def test_what_one_process_has_chosen_no_other_does():
     assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
 
 
+def test_a_port_that_was_listened_on_is_not_held():
+    """Another process may have it when nothing listens there any more."""
+    with socket.socket() as listener:
+        listener.bind((cluster.HOST, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match="no 1 free ports"):
+            free_ports(1, [port])
+    script = "import sys; sys.path[:0] = {0!r}; from pd_harness.ports import free_ports; "
+    script += "print(free_ports(1, [{1}]))"
+    command = [sys.executable, "-c", script.format(sys.path, port)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout == f"[{port}]\n", found
+
+
 def test_silence_is_a_hang_and_refusal_is_not(tmp_path):
     with socket.socket() as silent:
         silent.bind((cluster.HOST, 0))
