@@ -1,7 +1,8 @@
 """The steps of `scripts/evidence.sh`, which says what each measures."""
 
+import datetime
 import enum
-import json
+import functools
 import re
 import shutil
 import subprocess
@@ -12,18 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from evidence_tables import (
-    CPU_COPY,
-    KEPT,
-    MEASURES,
-    PLANNING,
-    RELEASE,
-    ROOT,
-    SCALE,
-    SERVE,
-    VERIFY,
-    tables,
-)
+from evidence_rows import RELEASE, ROOT, bench, bench_file, keep, measure, measures
+from evidence_tables import tables
 from scale_plot import draw
 
 REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
@@ -40,13 +31,6 @@ def timed(command: list[str], folder: Path) -> tuple[int, float, str]:
         sys.stdout.write(line)
         lines.append(line)
     return process.wait(), round(time.monotonic() - start, 1), "".join(lines)
-
-
-def keep(**measures) -> None:
-    """Add the measurements to those kept."""
-    known = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
-    KEPT.mkdir(parents=True, exist_ok=True)
-    MEASURES.write_text(json.dumps({**known, **measures}, indent=1))
 
 
 def measure_setup() -> None:
@@ -67,13 +51,13 @@ def measure_setup() -> None:
         if cold_status or warm_status:
             sys.exit("evidence: scripts/setup.sh failed in a fresh copy")
         size = sum(path.lstat().st_size for path in (copy / ".pd-env").rglob("*") if path.is_file())
-    keep(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
+    measure(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
 
 
 def measure_demo() -> None:
     status, seconds, output = timed(["scripts/demo.sh"], ROOT)
     stock_status, stock_seconds, stock_output = timed(["scripts/demo.sh", "--stock"], ROOT)
-    keep(
+    measure(
         demo={"status": status, "seconds": seconds, "verdict": verdict(output)},
         demo_stock={
             "status": stock_status,
@@ -90,39 +74,20 @@ def verdict(output: str) -> str:
 
 
 def measure_tests() -> None:
-    keep(tests=tested(["scripts/test.sh"]))
+    measure(tests=tested(["scripts/test.sh"]))
 
 
 def measure_nightly() -> None:
-    keep(nightly=tested(["scripts/test.sh", "--nightly", "--durations=25"]))
+    measure(nightly=tested(["scripts/test.sh", "--nightly", "--durations=25"]))
 
 
-def measure_planning() -> None:
-    """What misses a target is in the figures; nothing else may go wrong."""
-    if timed(["scripts/bench.sh", "plan", "--json", str(PLANNING)], ROOT)[0] not in (0, 1):
-        sys.exit("evidence: scripts/bench.sh failed")
-
-
-def measure_cpu_copy() -> None:
-    if timed(["scripts/bench.sh", "cpu-copy", "--json", str(CPU_COPY)], ROOT)[0]:
-        sys.exit("evidence: scripts/bench.sh failed")
-
-
-def measure_serve() -> None:
-    """What is slower is in the figures; nothing else may go wrong."""
-    if timed(["scripts/bench.sh", "serve", "--json", str(SERVE)], ROOT)[0] not in (0, 1):
-        sys.exit("evidence: scripts/bench.sh failed")
-
-
-def measure_verify() -> None:
-    if timed(["scripts/bench.sh", "verify", "--json", str(VERIFY)], ROOT)[0]:
-        sys.exit("evidence: scripts/bench.sh failed")
-
-
-def measure_scale() -> None:
-    """What grows faster is in the figures; nothing else may go wrong."""
-    if timed(["scripts/bench.sh", "scale", "--json", str(SCALE)], ROOT)[0] not in (0, 1):
-        sys.exit("evidence: scripts/bench.sh failed")
+def benched(name: str) -> None:
+    """What is slower than it may be is in the figures; without figures something went wrong."""
+    file = bench_file(name)
+    file.unlink(missing_ok=True)
+    timed(["scripts/bench.sh", name, "--json", str(file)], ROOT)
+    if not file.exists():
+        sys.exit(f"evidence: scripts/bench.sh {name} failed")
 
 
 def tested(command: list[str]) -> dict:
@@ -140,8 +105,9 @@ def report() -> None:
     draft = REPORT.with_suffix(".draft")
     draft.write_text(text)
     draft.replace(REPORT)
-    if SCALE.exists():
-        draw(json.loads(SCALE.read_text())["rows"], REPORT.with_name(f"scale-{RELEASE}.svg"))
+    if (found := bench("scale")) is not None:
+        draw(found["rows"], REPORT.with_name(f"scale-{RELEASE}.svg"))
+    keep()
     print(f"evidence: wrote {REPORT.relative_to(ROOT)}")
 
 
@@ -150,11 +116,11 @@ STEPS = {
     "demo": measure_demo,
     "tests": measure_tests,
     "nightly": measure_nightly,
-    "planning": measure_planning,
-    "cpu-copy": measure_cpu_copy,
-    "serve": measure_serve,
-    "verify": measure_verify,
-    "scale": measure_scale,
+    "planning": functools.partial(benched, "plan"),
+    "cpu-copy": functools.partial(benched, "cpu-copy"),
+    "serve": functools.partial(benched, "serve"),
+    "verify": functools.partial(benched, "verify"),
+    "scale": functools.partial(benched, "scale"),
     "report": report,
 }
 
@@ -170,6 +136,8 @@ def main(
     """Take these steps, one after the other."""
     for step in steps or Step:
         STEPS[step]()
+        if step != Step.report:
+            measure(days={**measures().get("days", {}), step: str(datetime.date.today())})
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@
 #   scale    scripts/bench.sh scale; as well
 #   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from what was measured last
 #
-# Without a step: all of them, about two hours on two cores; what is measured is kept in
-# .pd-env/RELEASE/evidence. Without a release: the default one.
+# Without a step: all of them, about four hours on two cores; what is measured is in
+# .pd-env/RELEASE/evidence, and with the report in docs/evidence/RELEASE, so that the next report
+# has it, too, wherever it is made. Without a release: the default one.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

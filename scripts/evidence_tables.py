@@ -4,44 +4,20 @@ import datetime
 import json
 import os
 import platform
-from pathlib import Path
 
+from evidence_rows import RELEASE, bench, latest, measures
 from packaging.version import Version
-
-from pd_harness.cluster import OF_RELEASE
-from pd_harness.releases import release
-
-ROOT = Path(__file__).resolve().parents[1]
-RELEASE = release()
-KEPT = OF_RELEASE / "evidence"
-MEASURES = KEPT / "measures.json"
-SERVING = KEPT / "serving.jsonl"
-ACCURACY = KEPT / "accuracy.jsonl"
-DRAFT = KEPT / "draft.jsonl"
-FAULTS = KEPT / "faults.jsonl"
-SOAK = KEPT / "soak.jsonl"
-ATTACKS = KEPT / "attacks.jsonl"
-HANG_UPS = KEPT / "hang_ups.jsonl"
-EVENT_LOOP = KEPT / "event_loop.jsonl"
-BACK_OFF = KEPT / "back_off.jsonl"
-PLANNING = KEPT / "bench-plan.json"
-SERVE = KEPT / "bench-serve.json"
-CPU_COPY = KEPT / "bench-cpu-copy.json"
-VERIFY = KEPT / "bench-verify.json"
-SCALE = KEPT / "bench-scale.json"
-VERIFIED = KEPT / "verify.jsonl"
 
 
 def tables() -> list[str]:
     """Lines of the whole report."""
-    measures = json.loads(MEASURES.read_text()) if MEASURES.exists() else {}
     measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
     proven = (verified, verify_cost)
     # Later releases' queues are the engine's own.
     queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
     attacked = (faults, attacks, hang_ups, event_loop, *queued, soak)
     parts = (line for table in (*measured, scale, *proven, *attacked) for line in table())
-    return [*heading(), *figures(measures), "", *parts]
+    return [*heading(), *figures(measures()), "", *parts]
 
 
 def heading() -> list[str]:
@@ -52,9 +28,15 @@ def heading() -> list[str]:
         "Made by `scripts/evidence.sh`; not written by hand.",
         "",
         f"{datetime.date.today()}, {os.cpu_count()} cores, {memory:.0f} GiB, no accelerator, "
-        f"Python {platform.python_version()}.",
+        f"Python {platform.python_version()}. {taken()}",
         "",
     ]
+
+
+def taken() -> str:
+    """A sentence: when each step was taken last."""
+    days = measures().get("days", {})
+    return f"Taken on: {', '.join(f'{step} {day}' for step, day in days.items())}."
 
 
 def figures(measures: dict) -> list[str]:
@@ -81,9 +63,8 @@ def figures(measures: dict) -> list[str]:
 
 def planning() -> list[str]:
     """A table: planning of long prompts, then the least gain at any size for each kind."""
-    if not PLANNING.exists():
+    if (found := bench("plan")) is None:
         return ["Planning: not measured.", ""]
-    found = json.loads(PLANNING.read_text())
     rows = found["rows"]
     least: dict[str, dict] = {}
     for row in rows:
@@ -110,7 +91,7 @@ def planning() -> list[str]:
 
 def cpu_copy() -> list[str]:
     """A table: KV to the host and back."""
-    if not CPU_COPY.exists():
+    if (found := bench("cpu-copy")) is None:
         return ["KV to the host and back: not measured.", ""]
     lines = [
         "KV of a retracted request to the host and back (`scripts/bench.sh cpu-copy`), scattered",
@@ -122,7 +103,7 @@ def cpu_copy() -> list[str]:
         "|---" * 8 + "|",
     ]
     names = ("memcpy", "to host, pool", "to host, loop", "back, pool", "back, loop")
-    for row in json.loads(CPU_COPY.read_text()):
+    for row in found:
         cells = (f"{row['ms'][name]:.1f}" for name in names)
         size = f"{row['pool']} | {row['tokens']:,} | {row['mb']:.0f}"
         lines.append(f"| {size} | {' | '.join(cells)} |")
@@ -150,9 +131,11 @@ def planned(row: dict) -> str:
 
 def scenarios() -> list[str]:
     """A table: for each scenario what each pair of engines did when it last ran."""
-    latest: dict[str, dict[str, dict]] = {}
-    for record in recorded(SERVING):
-        latest.setdefault(record["scenario"], {})[record["engine"]] = record
+    by_scenario: dict[str, dict[str, dict]] = {}
+    for (scenario, engine), row in latest("serving").items():
+        by_scenario.setdefault(scenario, {})[engine] = row
+    if not by_scenario:
+        return ["Scenarios: not measured.", ""]
     engines = ["stock", "patched", "stock-to-patched", "patched-to-stock"]
     lines = [
         "Real prefill and decode servers behind the real router; six prompts of 1 to 600 tokens,",
@@ -162,7 +145,7 @@ def scenarios() -> list[str]:
         f"| scenario | {' | '.join(engines)} |",
         "|---" * (len(engines) + 1) + "|",
     ]
-    for name, records in latest.items():
+    for name, records in by_scenario.items():
         cells = [
             f"{records[engine]['outcome']}, {records[engine]['seconds']:.0f} s"
             if engine in records
@@ -173,15 +156,10 @@ def scenarios() -> list[str]:
     return [*lines, ""]
 
 
-def recorded(file: Path) -> list[dict]:
-    """Rows that tests have kept, the oldest first."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def accuracy() -> list[str]:
     """A table: what the engine's few-shot script scores through each router."""
-    latest = {row["fleet"]: row for row in recorded(ACCURACY)}
-    if not latest:
+    rows = latest("accuracy")
+    if not rows:
         return ["Accuracy: not measured.", ""]
     sides = ("one server", "stock", "patched")
     return [
@@ -193,7 +171,7 @@ def accuracy() -> list[str]:
         "|---" * 5 + "|",
         *(
             f"| {fleet} | {row['questions']} | {' | '.join(score(row[side]) for side in sides)} |"
-            for fleet, row in latest.items()
+            for (fleet,), row in rows.items()
         ),
         "",
     ]
@@ -205,10 +183,10 @@ def score(part: float | None) -> str:
 
 def drafts() -> list[str]:
     """A table: what fleets with a draft model answered, and how many drafts were accepted."""
-    latest: dict[str, dict[str, dict]] = {}
-    for row in recorded(DRAFT):
-        latest.setdefault(row["scenario"], {})[row["engine"]] = row
-    if not latest:
+    by_scenario: dict[str, dict[str, dict]] = {}
+    for (scenario, engine), row in latest("draft").items():
+        by_scenario.setdefault(scenario, {})[engine] = row
+    if not by_scenario:
         return ["Draft models: not measured.", ""]
 
     def cell_of(row: dict | None) -> str:
@@ -235,7 +213,7 @@ def drafts() -> list[str]:
         *(
             f"| {name} | {alone_of(rows)} | {cell_of(rows.get('stock'))} | "
             f"{cell_of(rows.get('patched'))} |"
-            for name, rows in latest.items()
+            for name, rows in by_scenario.items()
         ),
         "",
     ]
@@ -243,8 +221,8 @@ def drafts() -> list[str]:
 
 def faults() -> list[str]:
     """A table: for each fault what came of it when it was last tried."""
-    latest = {(row["case"], row["backend"]): row for row in recorded(FAULTS)}
-    if not latest:
+    rows = latest("faults")
+    if not rows:
         return ["Faults: not measured.", ""]
     return [
         "Faults: a part of a fleet dies in the middle of a transfer. Servers are whole ones behind",
@@ -258,7 +236,7 @@ def faults() -> list[str]:
         *(
             f"| {case} | {backend} | {row['seconds']} | {cell(row['client'])} "
             f"| {row.get('freed', '')} | {row['after']} |"
-            for (case, backend), row in latest.items()
+            for (case, backend), row in rows.items()
         ),
         "",
     ]
@@ -266,28 +244,35 @@ def faults() -> list[str]:
 
 def attacks() -> list[str]:
     """A table: what became of others' requests under each attack when it was last tried."""
-    latest = {(row["case"], row["backend"], row["engine"]): row for row in recorded(ATTACKS)}
-    if not latest:
+    rows = latest("attacks")
+    if not rows:
         return ["Attacks: not measured.", ""]
     return [
         "Attacks: one server of two is attacked while it has requests open; the other one's are",
         "asked for. Decode ranks are managers without a model, over TCP, with prefill TP 2 (stock",
         "0.5.9 over NIXL: TP 1) and four workers (stock: those of one queue; by default it deals",
-        "decode ranks to four, by their ports). Prefill servers, and requests that are refused,",
-        "are of whole servers. The longest time in which the loop of those that serve on does not",
-        "turn; until the slowest of the others' requests was answered (a refused one: itself), or",
-        "how long it was waited for; and what is held then: rooms in tables, requests without",
-        "an end, decode ranks that are gone. Patched, a peer is silent after 5 s here.",
+        "decode ranks to four, by their ports). Prefill servers, decode servers that stop in mid-",
+        "prompt, and requests that are refused, are of whole servers, with forward passes in",
+        "their loops. The longest time in which the loop of those that serve on does not turn (in",
+        "brackets: before the attack); until the slowest of the others' requests was answered (a",
+        "refused one: itself; swapped: the first after it), or how long it was waited for; and",
+        "what is held then: rooms in tables, requests without an end, decode ranks that are gone.",
+        "Patched, a peer is silent after 5 s here.",
         "",
         "| attack | backend | engine | longest pause, ms | others served after s | held |",
         "|---" * 6 + "|",
         *(
-            f"| {case} | {backend} | {engine} | {row.get('pause_ms', '')} "
-            f"| {served(row)} | {held(row)} |"
-            for (case, backend, engine), row in sorted(latest.items())
+            f"| {case} | {backend} | {engine} | {paused(row)} | {served(row)} | {held(row)} |"
+            for (case, backend, engine), row in sorted(rows.items())
         ),
         "",
     ]
+
+
+def paused(row: dict) -> str:
+    """Milliseconds; where it was measured, those without the attack, too."""
+    before = f" ({row['before_ms']:.0f})" if "before_ms" in row else ""
+    return f"{row.get('pause_ms', '')}{before}"
 
 
 def served(row: dict) -> str:
@@ -303,9 +288,8 @@ def held(row: dict) -> str:
 
 def serving_speed() -> list[str]:
     """A table: time to the first token and throughput of stock and patched pairs."""
-    if not SERVE.exists():
+    if (found := bench("serve")) is None:
         return ["Serving speed: not measured.", ""]
-    found = json.loads(SERVE.read_text())
     return [
         "Serving speed (`scripts/bench.sh serve`): pairs of prefill and decode servers, asked in",
         "turns, without a router; prompts of 200 tokens, answers of 16. Medians of all blocks; a",
@@ -327,9 +311,8 @@ def serving_speed() -> list[str]:
 
 def scale() -> list[str]:
     """Two tables: what many ranks cost each other, and how that grows with them; and a plot."""
-    if not SCALE.exists():
+    if (found := bench("scale")) is None:
         return ["Many ranks: not measured.", ""]
-    found = json.loads(SCALE.read_text())
     lines = [
         "Many ranks (`scripts/bench.sh scale`): prefill PP 4 and TP a fourth of the ranks, decode",
         "as many servers of one rank, each of which has to do with all prefill ranks (Mooncake:",
@@ -366,8 +349,8 @@ def scale() -> list[str]:
 
 def hang_ups() -> list[str]:
     """A table: for each fleet what clients that hung up left behind when it was last tried."""
-    latest = {(row["fleet"], row["engine"]): row for row in recorded(HANG_UPS)}
-    if not latest:
+    rows = latest("hang_ups")
+    if not rows:
         return ["Clients that hang up: not measured.", ""]
     return [
         "Clients that hang up: for each seed 200 clients, up to 0.1 s apart, with prompts of 3 to",
@@ -384,7 +367,7 @@ def hang_ups() -> list[str]:
             f"| {name} | {engine} | {row['seeds']} | {'alive' if row['alive'] else 'ended'} "
             f"| {row['next_prompts']} | {row['seconds']} | {row['busy']} "
             f"| {cell(json.dumps(row['held'])) if row['held'] else 'nothing'} |"
-            for (name, engine), row in latest.items()
+            for (name, engine), row in rows.items()
         ),
         "",
     ]
@@ -392,10 +375,10 @@ def hang_ups() -> list[str]:
 
 def event_loop() -> list[str]:
     """A table: for each backend and engine how long decode stood still when it was last tried."""
-    latest = {(row["backend"], row["engine"]): row for row in recorded(EVENT_LOOP)}
-    if not latest:
+    rows = latest("event_loop")
+    if not rows:
         return ["Decode's event loop when prefill dies: not measured.", ""]
-    rooms = next(iter(latest.values()))["rooms"]
+    rooms = next(iter(rows.values()))["rooms"]
     return [
         f"Decode's event loop when prefill dies with {rooms} rooms open: decode TP 2, whose ranks'",
         "heartbeats are apart; the longest time in which a rank's loop does not turn, from the",
@@ -406,7 +389,7 @@ def event_loop() -> list[str]:
         *(
             f"| {backend} | {engine} | {row['before_ms']:.0f} | {row['pause_ms']:.0f} "
             f"| {row['seconds']} |"
-            for (backend, engine), row in latest.items()
+            for (backend, engine), row in rows.items()
         ),
         "",
     ]
@@ -414,8 +397,8 @@ def event_loop() -> list[str]:
 
 def back_off() -> list[str]:
     """A table: transfers to a decode rank beside one that does not answer, when last tried."""
-    latest = {row["timeout"]: row for row in recorded(BACK_OFF)}
-    if not latest:
+    rows = latest("back_off")
+    if not rows:
         return ["A decode rank that does not answer, beside another: not measured.", ""]
     return [
         "Mooncake, two decode ranks in one queue, of which one does not answer: a transfer to it",
@@ -426,7 +409,7 @@ def back_off() -> list[str]:
         *(
             f"| {timeout:g} | {row['rooms']} | {1000 * row['median']:.1f} "
             f"| {1000 * row['worst']:.0f} |"
-            for timeout, row in sorted(latest.items())
+            for (timeout,), row in sorted(rows.items())
         ),
         "",
     ]
@@ -440,8 +423,8 @@ def cell(text: str) -> str:
 
 def soak() -> list[str]:
     """A table: for each backend and engine its last soak."""
-    latest = {row["fleet"]: row for row in recorded(SOAK)}
-    if not latest:
+    rows = latest("soak")
+    if not rows:
         return ["Soak: not measured.", ""]
     return [
         "Soak: requests of 1 to 600 tokens, eight at once, through one prefill and one decode",
@@ -455,7 +438,7 @@ def soak() -> list[str]:
         *(
             f"| {name} | {row['requests']} | {row['wrong']} | {row['retractions']} "
             f"| {row['seconds']:.0f} | {memory(row, 'prefill')} | {memory(row, 'decode')} |"
-            for name, row in latest.items()
+            for (name,), row in rows.items()
         ),
         "",
     ]
@@ -468,8 +451,8 @@ def memory(row: dict, server: str) -> str:
 
 def verified() -> list[str]:
     """A table: what the stock engine's transfer code does wrong, and what decode says of it."""
-    latest = {row["scenario"]: row for row in recorded(VERIFIED)}
-    if not latest:
+    rows = latest("verify")
+    if not rows:
         return ["Faults that decode finds: not measured.", ""]
     return [
         "Faults that decode finds by comparing digests (`SGLANG_PD_VERIFY=1`, docs/verify.md). The",
@@ -481,7 +464,7 @@ def verified() -> list[str]:
         *(
             f"| {name} | `sglang-pd verify` | {row['failed']} of {row['requests']} "
             f"| {cell(row['text'])} |"
-            for name, row in sorted(latest.items())
+            for (name,), row in sorted(rows.items())
         ),
         "",
     ]
@@ -489,9 +472,8 @@ def verified() -> list[str]:
 
 def verify_cost() -> list[str]:
     """Two tables: digests beside memcpy, and times to the first token."""
-    if not VERIFY.exists():
+    if (found := bench("verify")) is None:
         return ["The cost of comparing: not measured.", ""]
-    found = json.loads(VERIFY.read_text())
     return [
         "The cost of comparing (`scripts/bench.sh verify`): digests of a request's pages, beside",
         "copying the same pages; then milliseconds to the first token without and with it, NIXL",
