@@ -40,6 +40,19 @@ def look(server: cluster.Server) -> list[dict]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def longest_pause_ms(ranks: list[dict]) -> float:
+    """In which the event loop of a rank did not turn, since it was last looked at."""
+    return round(1000 * max(seen["pause"] for seen in ranks), 1)
+
+
+def go_first(server: cluster.Server) -> None:
+    """Before what else runs on this machine, where that is allowed: its pauses are then its own."""
+    with contextlib.suppress(PermissionError):
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            for thread in process.threads():
+                os.setpriority(os.PRIO_PROCESS, thread.id, -15)
+
+
 @contextlib.contextmanager
 def held_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Callable[[], None]]:
     """Let the server stand still when it has sent so many tokens of a prompt, within the block.

@@ -1,15 +1,12 @@
 """Decode's event loop turns on when prefill dies with many rooms open."""
 
 import asyncio
-import contextlib
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
-import psutil
 import pytest
-from probed import look, probed
+from probed import go_first, longest_pause_ms, look, probed
 from serving_checks import record, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
@@ -97,14 +94,6 @@ def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None
     return row, asking.result()
 
 
-def go_first(server: cluster.Server) -> None:
-    """Before what else runs on this machine, where that is allowed: its pauses are then its own."""
-    with contextlib.suppress(PermissionError):
-        for process in psutil.Process(server.process.pid).children(recursive=True):
-            for thread in process.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, -15)
-
-
 def after_the_kill(decode: cluster.Server, patience: float) -> dict:
     """How long until no rank has a room, or "never", and the longest pause meanwhile."""
     start, longest = time.monotonic(), 0.0
@@ -120,11 +109,6 @@ def after_the_kill(decode: cluster.Server, patience: float) -> dict:
 def open_rooms(ranks: list[dict]) -> list[int]:
     """For each rank of decode how many requests it waits for KV of."""
     return [seen["queues"]["disagg_decode_transfer_queue.queue"] for seen in ranks]
-
-
-def longest_pause_ms(ranks: list[dict]) -> float:
-    """In which the event loop of a rank did not turn, since it was last looked at."""
-    return round(1000 * max(seen["pause"] for seen in ranks), 1)
 
 
 async def ask_decode_alone(prefill, decode) -> list[int | None]:

@@ -1,4 +1,7 @@
-"""A prefill server of two is stopped, or killed: decode serves the other one's requests."""
+"""One server of two is stopped, or killed: the other one's requests are answered.
+
+A prefill server, while a decode server has requests of both; then a decode server, in mid-prompt.
+"""
 
 import contextlib
 import random
@@ -8,14 +11,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 from of_release import IS_LATER
-from probed import look, probed
-from serving_checks import holds_nothing, record, stopped
-from serving_scenarios import SEVEN_LAYERS, model_folder
+from probed import held_in_mid_prompt, longest_pause_ms, look
+from serving_checks import holds_nothing, stopped
+from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, prompts
+from three_servers import (
+    CHUNK,
+    PATIENCE,
+    ask,
+    keep,
+    tokens,
+    tokens_of,
+    two_decode_servers,
+    two_prefill_servers,
+)
 
-from pd_harness import cluster
-from pd_harness.cluster import Topology
+from pd_harness.cluster import Server
 from pd_harness.device import device
-from pd_harness.ports import free_ports
 from pd_harness.waiting import awaited, in_time
 
 pytestmark = [
@@ -23,83 +34,38 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.nightly,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(device() != "cpu", reason="three servers of NIXL or Mooncake"),
+    pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
 ]
 
 AT_ONCE = 3  # seconds, for an answer of the server that lives
+ADDED_MS = 50  # by the attack, to a pause of the loop that has forward passes in it, too
 ASKED = 5  # for which stock's scheduler waits for a bootstrap server
 # Seconds, for requests to the one that is stopped. On 0.5.9 they fail after 40: 5 until ZeroMQ
 # tells, 5 of silence, and 30 in which their pages may be written to.
 FAILED = 40 if IS_LATER else 50
-PATIENCE = 60  # for any answer
 ROUNDS = 12  # of one request to each server, a second apart
-# Stock's decode knows where the ranks of a lost server were, and does not ask, until heartbeats say
-# that it is lost.
-HEARTBEATS = {
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
-}
+LONG_PROMPT = 1500  # tokens
 
 
 @contextlib.contextmanager
-def killed(server: cluster.Server):
+def killed(server: Server):
     server.stop()
     yield
 
 
-@contextlib.contextmanager
-def three_servers(backend: str, engine: str):
-    """Two prefill servers and a decode server, in which a stopped one is silent after 5 s."""
-    topology, model = Topology(backend=backend), model_folder(SEVEN_LAYERS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-{backend}-{engine}"
-    (store_port,) = free_ports(1)
-    given = (engine, model, logs, store_port)
-    environment = {"SGLANG_PD_SILENT_SECONDS": "5", **probed(logs / "probe")}
-    environment |= HEARTBEATS if engine == "stock" else {}
-    first, second = (
-        cluster.prefill_server(topology, *given, name=name, environment=environment)
-        for name in ("first", "second")
-    )
-    decode = cluster.decode_server(topology, *given, environment=environment)
-    with cluster.running([first, second, decode]):
-        for server in (first, second):
-            answer, _ = ask(server, decode)
-            assert answer.status_code == 200, answer.text
-        yield first, second, decode
-
-
-def ask(prefill, decode, to_prefill: bool = True) -> tuple[httpx.Response, float]:
-    """Decode's answer to a request that it shares with this prefill server, and its seconds."""
-    body = {
-        "input_ids": [random.randrange(1, 200) for _ in range(6)],
-        "sampling_params": {"max_new_tokens": 4, "temperature": 0},
-        "bootstrap_host": cluster.HOST,
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": random.getrandbits(60),
-    }
-
-    def post(server) -> httpx.Response:
-        return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE, trust_env=False)
-
-    begun = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(post, prefill) if to_prefill else None
-        answer = post(decode)
-        seconds = time.monotonic() - begun
-        if first is not None:
-            first.result()
-    return answer, seconds
-
-
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 @pytest.mark.parametrize("attack", [stopped, killed], ids=["stopped", "killed"])
-def test_the_other_ones_requests_are_answered(backend, attack):
-    with three_servers(backend, "patched") as servers:
+def test_the_other_prefill_servers_requests_are_answered(backend, attack):
+    with two_prefill_servers(backend, "patched") as servers:
         first, second, decode = servers
         with ThreadPoolExecutor(ROUNDS) as pool:
+            served, _ = other_ones_answers(pool, servers)
+            before_ms = longest_pause_ms(look(decode))
+            assert {one.result()[0].status_code for one in served} == {200}
             with attack(first):
-                lost, seconds = other_ones_answers(pool, servers, ROUNDS)
-                pause = longest_pause(decode)
+                look(decode)
+                lost, seconds = other_ones_answers(pool, servers, to_first=False)
+                pause_ms = longest_pause_ms(look(decode))
                 for one in lost:
                     answer, waited = one.result()
                     assert answer.status_code >= 500, answer.text
@@ -110,29 +76,35 @@ def test_the_other_ones_requests_are_answered(backend, attack):
                 alive.append(first)
         for server in alive:
             assert awaited(lambda server=server: holds_nothing(server), 60), server.name
-    keep(attack, backend, "patched", pause, seconds, {})
+    case = f"prefill server {attack.__name__}"
+    keep(case, backend, "patched", pause_ms, seconds, {}, before_ms=before_ms)
     assert in_time(max(seconds), AT_ONCE), seconds
+    assert in_time(pause_ms - before_ms, ADDED_MS), (pause_ms, before_ms)
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_stocks_decode_waits_for_each_request_to_it(backend):
-    with three_servers(backend, "stock") as servers, ThreadPoolExecutor(ROUNDS) as pool:
+    with two_prefill_servers(backend, "stock") as servers, ThreadPoolExecutor(ROUNDS) as pool:
         first, _, decode = servers
         with stopped(first):
-            _, seconds = other_ones_answers(pool, servers, ROUNDS)
-            pause = longest_pause(decode)
+            look(decode)
+            _, seconds = other_ones_answers(pool, servers, to_first=False)
+            pause_ms = longest_pause_ms(look(decode))
             decode.stop()  # of the others it would answer none for minutes
-    keep(stopped, backend, "stock", pause, seconds, None)
-    assert pause > 1000 * (ASKED - 1), (pause, seconds)
+    keep("prefill server stopped", backend, "stock", pause_ms, seconds, None)
+    assert pause_ms > 1000 * (ASKED - 1), (pause_ms, seconds)
 
 
-def other_ones_answers(pool, servers, rounds: int) -> tuple[list[Future], list[float]]:
-    """Requests to the first server, which are not waited for, and seconds of the second's."""
+def other_ones_answers(pool, servers, to_first: bool = True) -> tuple[list[Future], list[float]]:
+    """Requests of the first server, which are not waited for, and seconds of the second's.
+
+    Without ``to_first`` the first server is not sent its own: it would not take them.
+    """
     first, second, decode = servers
+    of_first, answered = [], []
     look(decode)
-    lost, answered = [], []
-    for _ in range(rounds):
-        lost.append(pool.submit(ask, first, decode, False))
+    for _ in range(ROUNDS):
+        of_first.append(pool.submit(ask, first, decode, to_prefill=to_first))
         try:
             answer, seconds = ask(second, decode)
         except httpx.ReadTimeout:
@@ -141,16 +113,53 @@ def other_ones_answers(pool, servers, rounds: int) -> tuple[list[Future], list[f
         assert answer.status_code == 200, answer.text
         answered.append(round(seconds, 2))
         time.sleep(1)
-    return lost, answered
+    return of_first, answered
 
 
-def longest_pause(decode: cluster.Server) -> float:
-    """Milliseconds in which decode's loop did not turn, since it was last looked at."""
-    return round(1000 * max(seen["pause"] for seen in look(decode)))
+@pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
+def test_the_other_decode_servers_requests_are_answered(backend, reference):
+    """The first decode server stops in mid-prompt, twice, and is served again each time."""
+    long_prompts = [long_prompt(seed) for seed in range(3)]
+    answers = reference(SEVEN_LAYERS, NEW_TOKENS, [*prompts(), *long_prompts])
+    *right, at_first, once, again = [list(answer.ids) for answer in answers]
+    with two_decode_servers(backend) as servers, ThreadPoolExecutor(1) as pool:
+        prefill, first, second = servers
+
+        def is_right(decode: Server) -> bool:
+            return tokens_of(prefill, decode)[0] == right
+
+        assert is_right(first) and is_right(second)
+        look(prefill)
+        beside = pool.submit(ask, prefill, first, long_prompts[0])
+        assert is_right(second)
+        assert tokens(beside.result()[0]) == at_first
+        before_ms, pause_ms, slowest = longest_pause_ms(look(prefill)), 0.0, 0.0
+        for prompt, expected in zip(long_prompts[1:], (once, again)):
+            with contextlib.ExitStack() as while_it_stands:
+                with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+                    lost = pool.submit(ask, prefill, first, prompt)
+                    reached()
+                    while_it_stands.enter_context(stopped(first))
+                time.sleep(0.1)  # prefill goes on
+                look(prefill)
+                found, seconds = tokens_of(prefill, second)
+                assert found == right
+                slowest = max(slowest, seconds)
+                # By now writes to it have failed, or its memory has taken them.
+                assert awaited(lambda: holds_nothing(prefill), FAILED)
+                pause_ms = max(pause_ms, longest_pause_ms(look(prefill)))
+            answer, _ = lost.result()
+            assert answer.status_code >= 500 or tokens(answer) == expected, answer.text
+            assert awaited(lambda: is_right(first), PATIENCE, 1)
+        for server in servers:
+            assert awaited(lambda server=server: holds_nothing(server), 60), server.name
+    case = "decode server stopped twice in mid-prompt"
+    keep(case, backend, "patched", pause_ms, [slowest], {}, before_ms=before_ms)
+    assert in_time(slowest, AT_ONCE), slowest
+    assert in_time(pause_ms - before_ms, ADDED_MS), (pause_ms, before_ms)
 
 
-def keep(attack, backend, engine, pause, seconds, held) -> None:
-    case = f"prefill server {attack.__name__}"
-    row = {"case": case, "backend": backend, "engine": engine, "pause_ms": pause}
-    served = max(seconds) if max(seconds) < PATIENCE else None
-    record("attacks", **row, served=served, waited=max(seconds), held=held)
+def long_prompt(seed: int) -> list[int]:
+    """Another for each use: prefill keeps for reuse what it has computed of one."""
+    source = random.Random(seed)
+    return [source.randrange(256) for _ in range(LONG_PROMPT)]

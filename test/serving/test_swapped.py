@@ -1,0 +1,59 @@
+"""Another prefill server takes over the bootstrap address, while the one before lives on."""
+
+import time
+
+import pytest
+from one_address import one_address
+from probed import longest_pause_ms, look
+from serving_checks import holds_nothing
+from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, prompts
+from three_servers import ask, keep, tokens, two_prefill_servers
+
+from pd_harness.device import device
+from pd_harness.waiting import awaited, in_time
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.alone,
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
+]
+
+# Seconds after which either side gives up a request that the other one does not have.
+GIVEN_UP = {
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10",
+}
+SERVED = 20  # seconds: decode looks every 5 who is there, and a request may have begun before
+NEVER = 40  # stock does not look
+
+
+@pytest.mark.parametrize("engine", ["stock", "patched"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_requests_go_to_the_new_one(backend, engine, reference):
+    prompt = prompts()[2]
+    expected = list(reference(SEVEN_LAYERS, NEW_TOKENS)[2].ids)
+    with two_prefill_servers(backend, engine, GIVEN_UP) as servers:
+        first, second, decode = servers
+        with one_address(first.bootstrap_port) as address:
+
+            def is_served(prefill) -> bool:
+                answer, _ = ask(prefill, decode, prompt, bootstrap_port=address.port)
+                return tokens(answer) == expected
+
+            assert is_served(first)
+            look(decode)
+            address.lead_to(second.bootstrap_port)
+            begun = time.monotonic()
+            served = awaited(lambda: is_served(second), SERVED if engine == "patched" else NEVER, 1)
+            seconds = round(time.monotonic() - begun, 1)
+            pause_ms = longest_pause_ms(look(decode))
+            if engine == "patched":
+                for server in servers:
+                    assert awaited(lambda server=server: holds_nothing(server), 60), server.name
+    case = "prefill server, swapped behind its address"
+    held = {} if engine == "patched" else None
+    keep(case, backend, engine, pause_ms, [seconds], held, is_served=served)
+    assert served == (engine == "patched"), seconds
+    assert engine == "stock" or in_time(seconds, SERVED), seconds

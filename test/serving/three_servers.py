@@ -1,0 +1,131 @@
+"""Three servers without a router: two prefill servers and decode, or prefill and two of decode."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+
+import httpx
+from probed import go_first, probed
+from serving_checks import record
+from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
+
+from pd_harness import cluster
+from pd_harness.cluster import Server, Topology
+from pd_harness.ports import free_ports
+
+PATIENCE = 60  # seconds, for any answer
+CHUNK = 64  # tokens of a prompt that are prefilled, and sent, at once
+SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}
+# Stock's decode knows where the ranks of a lost server were, and does not ask, until heartbeats say
+# that it is lost.
+HEARTBEATS = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+}
+
+
+@contextlib.contextmanager
+def two_prefill_servers(
+    backend: str, engine: str, more: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[Server, Server, Server]]:
+    """And a decode server, for which a stopped one is silent after 5 s; each pair has served.
+
+    more: For the environment of all three.
+    """
+    topology, model = Topology(backend), model_folder(SEVEN_LAYERS)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-{backend}-{engine}"
+    (store_port,) = free_ports(1)
+    given = (engine, model, logs, store_port)
+    environment = {**SILENT, **more, **probed(logs / "probe")}
+    environment |= HEARTBEATS if engine == "stock" else {}
+    first, second = (
+        cluster.prefill_server(topology, *given, name=name, environment=environment)
+        for name in ("first", "second")
+    )
+    decode = cluster.decode_server(topology, *given, environment=environment)
+    with cluster.running([first, second, decode]):
+        for server in (first, second):
+            answer, _ = ask(server, decode)
+            assert answer.status_code == 200, answer.text
+        go_first(decode)
+        yield first, second, decode
+
+
+@contextlib.contextmanager
+def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
+    """And a prefill server of two stages, for which a stopped one is silent after 5 s."""
+    topology, model = Topology(backend, prefill_pp=2, page_size=16), model_folder(SEVEN_LAYERS)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-decode-{backend}"
+    (store_port,) = free_ports(1)
+    given = ("patched", model, logs, store_port)
+    both = {
+        "environment": {**SILENT, **topology.memfabric("patched"), **probed(logs / "probe")},
+        "chunk": CHUNK,
+    }
+    prefill = cluster.prefill_server(topology, *given, **both)
+    first, second = (
+        cluster.decode_server(topology, *given, name=name, **both) for name in ("first", "second")
+    )
+    with cluster.running([prefill, first, second]):
+        go_first(prefill)
+        yield prefill, first, second
+
+
+def ask(
+    prefill: Server,
+    decode: Server,
+    prompt: Sequence[int] = (),
+    *,
+    to_prefill: bool = True,
+    bootstrap_port: int | None = None,
+) -> tuple[httpx.Response, float]:
+    """Decode's answer to a request that it shares with this prefill server, and its seconds.
+
+    Without a prompt it is a new one of six tokens, without a port prefill's own is named. A server
+    that is stopped must not be sent its own.
+    """
+    body = {
+        "input_ids": list(prompt) or [random.randrange(1, 200) for _ in range(6)],
+        "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+        "bootstrap_host": cluster.HOST,
+        "bootstrap_port": bootstrap_port or prefill.bootstrap_port,
+        "bootstrap_room": random.getrandbits(60),
+    }
+
+    def post(server) -> httpx.Response:
+        return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE, trust_env=False)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post, prefill) if to_prefill else None
+        answer = post(decode)
+        seconds = time.monotonic() - begun
+        if first is not None:
+            first.result()
+    return answer, seconds
+
+
+def tokens_of(prefill: Server, decode: Server) -> tuple[list[list[int]], float]:
+    """What is answered to the prompts, one by one, and the seconds of the slowest."""
+    answers, seconds = zip(*(ask(prefill, decode, prompt) for prompt in prompts()))
+    return [tokens(answer) for answer in answers], max(seconds)
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    """There are none in a failure."""
+    if answer.status_code != 200:
+        return []
+    return [row[1] for row in answer.json()["meta_info"]["output_token_logprobs"]]
+
+
+def keep(
+    case: str, backend: str, engine: str, pause_ms, seconds, held, is_served=True, **more
+) -> None:
+    """A row of the attacks that `scripts/evidence.sh` reports; seconds are of those who live."""
+    row = {"case": case, "backend": backend, "engine": engine, "pause_ms": round(pause_ms)}
+    served = max(seconds) if is_served and max(seconds) < PATIENCE else None
+    record("attacks", **row, served=served, waited=max(seconds), held=held, **more)
