@@ -159,6 +159,20 @@ def test_two_requests_of_one_number(decode):
     assert decode(7).poll() == KVPoll.WaitingForInput
 
 
+def test_metadata_of_a_room_that_is_over_are_dropped():
+    """Their slot is another request's by then."""
+    row = np.zeros((2, 4), np.uint8)
+    manager = MooncakeKVManager.__new__(MooncakeKVManager)
+    sizes = {"aux_item_lens": [4], "aux_data_lens": [8]}
+    args = SimpleNamespace(aux_data_ptrs=[row.ctypes.data], **sizes)
+    manager.__dict__.update(kv_args=args, asked_rooms={7})
+    for room, slot in ((7, 0), (8, 1)):
+        manager._handle_aux_data(
+            [b"AUX_DATA", b"%d" % room, b"0", b"%d" % slot, b"\0\0\0\4", b"\1" * 4]
+        )
+    assert row.tolist() == [[1] * 4, [0] * 4]
+
+
 def succeed(manager, room: int) -> None:
     """Prefill's word that the room is written."""
     if isinstance(manager, MooncakeKVManager):

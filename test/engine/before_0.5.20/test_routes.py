@@ -1,5 +1,6 @@
 """Decode: the scheduler waits for no bootstrap server, and one that is started anew is found."""
 
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -248,3 +249,41 @@ def test_rooms_of_a_server_that_has_ended_fail_with_its_heartbeats(backend, boot
     decode.watch_prefill_servers()
     assert awaited(lambda: made.poll() == KVPoll.Failed, 1, 0.01)
     assert "does not answer any more" in decode.failure_records[7]
+
+
+def its_heartbeats_fail(decode, monkeypatch) -> None:
+    """From now on, until the server is taken for lost."""
+    monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: False)
+    decode.silent_seconds, decode.heartbeat_interval = 60, 0.05
+    decode.watch_prefill_servers()
+
+
+@backends
+@pytest.mark.parametrize("rank_state", ["alive", "stopped"])
+def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
+    backend, bootstrap, monkeypatch, rank_state
+):
+    """Its bootstrap server alone is cut off, or it is stopped: it takes connections, reads none."""
+    monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.1)
+    decode = decode_rank(backend)
+    decode.release_seconds, decode.unsettled_seconds = 2.0, 0.0
+    made, waiting = (receiver_of(backend, decode, room) for room in (7, 8))
+    assert becomes_known(made) and becomes_known(waiting)
+    send_pages(made)
+    assert b"7" in [bootstrap.rank.read() for _ in range(2)][1]
+    if rank_state == "stopped":
+        bootstrap.rank.sock.close(linger=0)
+        assert awaited(lambda: not decode.prefill_servers, PATIENCE, 0.01)
+        stopped = socket.create_server(("127.0.0.1", bootstrap.rank.port))
+    its_heartbeats_fail(decode, monkeypatch)
+    assert awaited(lambda: waiting.poll() == KVPoll.Failed, PATIENCE, 0.01)  # nobody was asked
+    begun = time.monotonic()
+    assert awaited(lambda: made.poll() == KVPoll.Failed, PATIENCE, 0.01)
+    assert time.monotonic() - begun > 1.5
+    assert "does not answer any more" in decode.failure_records[7]
+    made._end()
+    assert not decode.lost_rooms
+    if rank_state == "stopped":
+        stopped.close()
+    else:
+        assert receiver.ABORT in bootstrap.rank.read()

@@ -225,7 +225,7 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         """Take in one metadata row that came by this way instead of the engine's.
 
         One of another width is left out: a stock prefill rank sends hidden states as wide as its
-        own. None is waited for.
+        own. So is one of a room that is over, whose slot may be another's. None is waited for.
         """
         buffer, slot = int(msg[2]), int(msg[3])
         data, args = msg[5], self.kv_args
@@ -239,7 +239,9 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
                 f"{buffer}, which has {size // item} slots of {item} bytes"
             )
         if announced == item:
-            AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+            with self.rooms_lock:
+                if int(msg[1]) in self.asked_rooms:
+                    AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
         else:
             logger.warning_once(
                 f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "

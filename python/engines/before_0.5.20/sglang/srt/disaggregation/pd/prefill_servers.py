@@ -4,17 +4,19 @@ not known     asked in a thread; a scheduler that waited would serve nobody
 lost          a rank's connection is lost: the server may be another one by now, and is asked again
 replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
 silent        requests that have waited for a rank without a connection for some seconds fail
+unhealthy     so do those of a server that answers no heartbeat; its ranks may write for a while
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Set, Tuple
 
 import requests
 from aiohttp import web
@@ -34,6 +36,7 @@ ANSWER_SECONDS = (2, 5)
 SILENT_SECONDS = 10.0
 MAX_SILENT = 4096
 HEALTH_SECONDS = (2, 3)
+GONE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class PrefillServers:
         # By room: the prefill ranks that were asked for it, and why it is not waited for any more.
         self.asked_ranks: Dict[int, List[dict]] = {}
         self.silent_rooms: Dict[int, str] = {}
+        self.lost_rooms: Dict[int, str] = {}
         return self
 
     def have_asked(self, address: str, ask: Callable[[], None]) -> Future:
@@ -201,14 +205,25 @@ class PrefillServers:
                 logger.warning(f"Prefill server {address} is asked for its ranks again")
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Fail the rooms of a prefill server, and ask anew for its ranks if it returns."""
+        """End the rooms of a prefill server, and ask anew for its ranks if it returns.
+
+        Of those that were asked for, its ranks may write on, unless they are gone.
+        """
         self._forget_server(failed_bootstrap_addr)
         with self.connection_lock:
-            rooms: List[int] = list(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
+            rooms: Set[int] = set(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
+        asked = {room: ranks for room, ranks in list(self.asked_ranks.items()) if room in rooms}
+        places = {_place(rank) for ranks in asked.values() for rank in ranks}
+        gone = asked if all(map(_is_gone, places)) else {}
+        reason = f"Prefill server {failed_bootstrap_addr} does not answer any more"
         over = (KVPoll.Success, None)
         lost = [room for room in rooms if self.request_status.get(room) not in over]
         for room in lost:
-            self.fail(room, f"Prefill server {failed_bootstrap_addr} does not answer any more")
+            with self.rooms_lock:
+                if room in gone or room not in self.asked_ranks:
+                    self.fail(room, reason)
+                elif room in self.request_status:  # else it is over
+                    self.lost_rooms[room] = reason
         logger.error(
             f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
         )
@@ -218,6 +233,17 @@ def _place(rank: dict) -> Optional[Tuple[str, int]]:
     """Where it reads our messages; None if the answer does not say so."""
     host, port = rank.get("rank_ip"), rank.get("rank_port")
     return (host, port) if isinstance(host, str) and type(port) is int else None
+
+
+def _is_gone(place: Tuple[str, int]) -> bool:
+    """Whether nothing reads there any more; a rank that is stopped, or cut off, may write."""
+    try:
+        socket.create_connection(place, GONE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError as error:
+        logger.info(f"Prefill rank {place[0]}:{place[1]}: {error}")
+    return False
 
 
 def _is_healthy(address: str) -> bool:

@@ -234,10 +234,11 @@ class Receiver:
             self._expect_room(state_indices is not None)
         else:
             self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
-        if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
-            return  # its pages are freed
+        with self.kv_mgr.rooms_lock:  # from now on a lost server's room does not fail at once
+            if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
+                return  # its pages are freed
+            self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
         self.init_time = time.time()
-        self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
         if self.expects_digests:
             self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
@@ -271,14 +272,15 @@ class Receiver:
     def _check_timeout(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
         now, manager = time.time(), self.kv_mgr
-        silent = manager.silent_rooms.get(self.bootstrap_room)
+        room = self.bootstrap_room
+        lost = manager.silent_rooms.get(room) or manager.lost_rooms.get(room)
         if failing or self.failing_since:
             # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
             if now - self.failing_since >= manager.release_seconds + manager.unsettled_seconds:
                 self._fail("not all prefill ranks say that they write no more")
-        elif silent:
-            self._abort(silent)
+        elif lost:
+            self._abort(lost)
         elif now - self.init_time >= manager.waiting_timeout:
             self._abort(
                 f"KV did not arrive within {now - self.init_time:.0f} s; "
@@ -372,7 +374,9 @@ class Receiver:
             return TWO_REQUESTS
         self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-        return self.kv_mgr.forget(self.bootstrap_room)
+        reason = self.kv_mgr.forget(self.bootstrap_room)
+        self.kv_mgr.lost_rooms.pop(self.bootstrap_room, None)
+        return reason
 
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
