@@ -1,5 +1,6 @@
 """What a client or a peer may say or do, and no scheduler may die of: real managers, no network."""
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -221,6 +222,20 @@ def test_two_prefill_requests_of_one_number_fail():
             sender.failure_exception()
     fourth = MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0)
     assert fourth.poll() == KVPoll.Bootstrapping
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_three_prefill_requests_of_one_number_fail(is_kept):
+    """The first is computed all the while, and looked at last; the second may be forgotten."""
+    manager = prefill()
+    first, second = (MooncakeKVSender(manager, ADDRESS, 7_000_004, [0], 0) for _ in range(2))
+    assert second.poll() == KVPoll.Failed
+    with contextlib.suppress(*FAILURES):
+        second.failure_exception()
+    if not is_kept:
+        del second
+    third = MooncakeKVSender(manager, ADDRESS, 7_000_004, [0], 0)
+    assert first.poll() == third.poll() == KVPoll.Failed
 
 
 def test_a_room_that_is_over_does_not_come_back_by_a_late_failure():

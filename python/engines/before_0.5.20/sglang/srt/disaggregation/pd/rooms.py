@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Dict, Optional, Set
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.variables import seconds_of
@@ -60,8 +60,9 @@ class Rooms:
         self.rooms_lock = threading.RLock()
         self.release_seconds = seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
         self.failure_records: Dict[int, str] = {}
-        # Prefill's requests, by room.
+        # Prefill's requests, by room, and those of which another one has taken the number.
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
+        self.earlier: WeakSet[Sender] = WeakSet()
         # Why prefill failed a room; why decode aborted one whose request has not come to prefill.
         self.aborted: OrderedDict[int, AbortedRoom] = OrderedDict()
         self.aborted_early: OrderedDict[int, str] = OrderedDict()
@@ -111,10 +112,13 @@ class Rooms:
         """
         with self.rooms_lock:
             other = self.senders.get(room)
+            if other is not None:
+                self.earlier.add(other)
+            others = [one for one in self.earlier if one.bootstrap_room == room]
             self.senders[room] = sender
             self.aborted.pop(room, None)  # was another request of that number
             reason = self.aborted_early.pop(room, None)
-            if other is not None and not other.is_over:
+            if not all(one.is_over for one in others):
                 reason = TWO_REQUESTS
             self.update_status(room, KVPoll.Bootstrapping)
             if reason is not None:
