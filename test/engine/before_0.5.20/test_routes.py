@@ -287,3 +287,21 @@ def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
         stopped.close()
     else:
         assert receiver.ABORT in bootstrap.rank.read()
+
+
+@backends
+def test_an_address_that_cannot_be_read_does_not_end_the_heartbeats(backend):
+    """Clients name bootstrap servers; `requests` raises for some names what is not its own."""
+    decode = decode_rank(backend)
+    bad, lost = "prefill..svc:8998", "127.0.0.1:1"
+    for room, address in ((7, bad), (8, lost)):
+        decode.request_status[room] = KVPoll.Bootstrapping
+        decode.addr_to_rooms_tracker[address].add(room)
+    decode.heartbeat_interval = 0.05
+    decode.watch_prefill_servers()
+    assert awaited(lambda: decode.failure_records.keys() == {7, 8}, PATIENCE, 0.01)
+
+
+def test_a_rank_that_cannot_be_asked_is_not_known_to_be_gone():
+    """Its bootstrap server says where it is."""
+    assert not prefill_servers._is_gone(("a" * 64, 1))

@@ -144,18 +144,24 @@ class PrefillServers:
     def watch_prefill_servers(self) -> None:
         """Start the thread that asks them for their health and notes which are lost."""
 
+        def look(address: str, failures: Dict[str, int]) -> None:
+            is_healthy = _is_healthy(address)
+            failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
+            if is_healthy and self.is_replaced(address):
+                self._forget_server(address)
+            if failures[address] >= self.max_failures:
+                del failures[address]
+                self._handle_node_failure(address)
+
         def watch() -> None:
             failures: Dict[str, int] = {}
             while True:
                 time.sleep(self.heartbeat_interval)
                 for address in self._addresses():
-                    is_healthy = _is_healthy(address)
-                    failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
-                    if is_healthy and self.is_replaced(address):
-                        self._forget_server(address)
-                    if failures[address] >= self.max_failures:
-                        del failures[address]
-                        self._handle_node_failure(address)
+                    try:
+                        look(address, failures)
+                    except Exception:  # one address must not end the others' heartbeats
+                        logger.exception(f"Prefill server {address} could not be watched")
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.look_after(self.look_at_servers)
@@ -241,7 +247,7 @@ def _is_gone(place: Tuple[str, int]) -> bool:
         socket.create_connection(place, GONE_SECONDS).close()
     except ConnectionRefusedError:
         return True
-    except OSError as error:
+    except Exception as error:  # its address may be none
         logger.info(f"Prefill rank {place[0]}:{place[1]}: {error}")
     return False
 
@@ -249,7 +255,7 @@ def _is_gone(place: Tuple[str, int]) -> bool:
 def _is_healthy(address: str) -> bool:
     try:
         return requests.get(f"http://{address}/health", timeout=HEALTH_SECONDS).status_code == 200
-    except requests.RequestException as error:
+    except Exception as error:  # not all that `requests` raises is its own
         logger.info(f"Prefill server {address}: {error}")
         return False
 
