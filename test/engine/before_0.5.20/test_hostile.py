@@ -85,9 +85,9 @@ def decode(request, monkeypatch):
     monkeypatch.setattr(receiver_class, "_register_kv_args", lambda self: None)
     monkeypatch.setattr(receiver_class, "_tell_prefill", lambda self, info, frames: None)
 
-    def receiver(room: int, answers=None):
+    def receiver(room: int, answers=None, address=ADDRESS):
         monkeypatch.setattr(requests, "get", (answers or Answers()).get)
-        return receiver_class(manager, ADDRESS, room, 0)
+        return receiver_class(manager, address, room, 0)
 
     receiver.manager = manager
     return receiver
@@ -158,6 +158,19 @@ def test_two_requests_of_one_number(decode):
     first.clear()
     assert not any(tables(decode.manager).values())
     assert decode(7).poll() == KVPoll.WaitingForInput
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_requests_of_one_number_to_two_servers(decode, order):
+    """No server is asked for its health for ever, whichever request ends first."""
+    made = [decode(7), decode(7, address="10.9.9.8:8998")]
+    made[0].abort()
+    for n in order:
+        end(made[n])
+    assert not any(decode.manager.addr_to_rooms_tracker.values())
+    made = [decode(7), decode(7)]
+    end(made[1])
+    assert decode.manager.addr_to_rooms_tracker[ADDRESS] == {7}
 
 
 def test_metadata_of_a_room_that_is_over_are_dropped():

@@ -371,12 +371,20 @@ class Receiver:
     def _end(self) -> Optional[str]:
         """Forget the room; returns why it failed, if it did."""
         if self.is_second:
+            self._leave_address()
             return TWO_REQUESTS
         self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
         reason = self.kv_mgr.forget(self.bootstrap_room)
         self.kv_mgr.lost_rooms.pop(self.bootstrap_room, None)
         return reason
+
+    def _leave_address(self) -> None:
+        """Take the room off this server, which the engine notes, unless it is the first one's."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        noted = [room in rooms for rooms in list(manager.addr_to_rooms_tracker.values())]
+        if sum(noted) > 1 or room not in manager.request_status:
+            manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
