@@ -318,3 +318,19 @@ def test_the_scheduler_does_not_wait_for_one_that_does_not_answer(manager):
         assert not manager._connect_again(LIVE)
         assert own_time() - begun < 0.1
     assert manager.out_of_reach == {LIVE}
+
+
+def test_another_request_of_that_number_does_not_end_it_under_its_write(manager):
+    """Decode would free pages that are being written to."""
+    first = begun(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    second = NixlKVSender(manager, "", ROOM, [0], 0)
+    end(second)
+    assert manager.told == [LIVE] and first.poll() == KVPoll.Transferring
+    manager.look_at_peers()
+    assert manager.told == [LIVE]
+    manager.agent.states[f"to {STOPPED}"] = "DONE"
+    manager.look_at_peers()
+    assert manager.told == [LIVE, STOPPED]
+    end(first)
+    assert manager.told == [LIVE, STOPPED]

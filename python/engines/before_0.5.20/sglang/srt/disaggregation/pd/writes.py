@@ -203,12 +203,13 @@ class Writes:
             self._tell_failed(room, {peer: info}, reason)
 
     def puts_off(self, room: int, peer: str, info: Any, reason: str) -> bool:
-        """Whether a write that nobody waits for may go on: decode must keep the room's pages.
+        """Whether a write may go on, that nobody waits for or another request of that number does.
 
-        Then `look_at_peers` tells it that the room failed.
+        Decode must keep the room's pages; then `look_at_peers` tells it that the room failed.
         """
         with self.agent_lock:
-            is_written_to = (room, peer) in {(one.room, one.peer) for one in self.left_writes}
+            of_room = [one for one in self.writes if (one.room, one.peer) == (room, peer)]
+            is_written_to = not all(map(self.has_ended, of_room))
             if is_written_to:
                 self.untold.append((room, peer, info, reason))
             return is_written_to
