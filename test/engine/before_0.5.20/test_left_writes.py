@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.kv_layout import LayoutError
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.disaggregation.pd import peer_sockets, writes
 from sglang.srt.disaggregation.pd.writes import Write
@@ -334,3 +335,41 @@ def test_another_request_of_that_number_does_not_end_it_under_its_write(manager)
     assert manager.told == [LIVE, STOPPED]
     end(first)
     assert manager.told == [LIVE, STOPPED]
+
+
+def test_a_rank_that_could_not_be_told_is_told_later(manager):
+    """Once: the number may be another request's then. Not while nothing is sent to it."""
+    reached, lost = [], {LIVE}
+
+    def notify(peer: str, notification: bytes) -> None:
+        if peer in lost:
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        reached.append(peer)
+
+    manager._notify = notify
+    manager.fail(ROOM, "it failed")
+    manager.finish_failed(ROOM)
+    assert reached == [STOPPED]
+    manager.look_at_peers()
+    assert reached == [STOPPED]
+    lost.clear()
+    manager.out_of_reach.add(LIVE)
+    manager.look_at_peers()
+    assert reached == [STOPPED]
+    manager.out_of_reach.clear()
+    for _ in range(2):
+        manager.look_at_peers()
+        assert reached == [STOPPED, LIVE] and not manager.untold
+
+
+@pytest.mark.parametrize("what", ["forgotten", "asks again"])
+def test_a_rank_is_not_told_of_an_old_room(manager, what):
+    manager.agent.remove_remote_agent = lambda name: None
+    manager.untold = [(ROOM, LIVE, Info(), "it failed"), (8, STOPPED, Info(), "it failed")]
+    if what == "forgotten":
+        manager.drop(LIVE)
+    else:
+        with pytest.raises(LayoutError, match="is not registered"):
+            manager._open_room(Info(room=ROOM, agent_name=LIVE))
+    manager.look_at_peers()
+    assert manager.told == [STOPPED]

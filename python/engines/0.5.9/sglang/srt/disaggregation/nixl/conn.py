@@ -415,6 +415,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
     def drop(self, name: str) -> None:
         """As `NoticesSilence`."""
         info = self.decode_kv_args_table.get(name)
+        self.leave_untold(name)
         with self.agent_lock, contextlib.suppress(Exception):  # NIXL may not know it any more
             self.out_of_reach.discard(name)
             if info is not None:
@@ -423,6 +424,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
 
     def _open_room(self, info: TransferInfo) -> None:
         self.is_back(info.agent_name)
+        self.leave_untold(info.agent_name, info.room)  # was another request of that number
         super()._open_room(info)
 
 

@@ -48,7 +48,11 @@ class Notifications:
             try:
                 self._notify(peer, notification)
             except Exception as error:
-                logger.warning(f"Room {room}: decode {peer} was not told: {error}")
+                if not hasattr(info, "is_late"):
+                    logger.warning(f"Room {room}: decode {peer} is not told yet: {error}")
+                    info.is_late = True
+                del info.is_told
+                self.tell_later(room, peer, info, reason)
 
     def _notify_digests(self, peer: str, room: int, digests: Optional[bytes]) -> None:
         """Prefill: send a decode rank what it compares; nothing where it awaits none."""

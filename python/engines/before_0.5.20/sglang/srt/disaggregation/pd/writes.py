@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # A write whose state cannot be read, and which NIXL does not give up, is over after that.
 UNREAD_SECONDS = 30.0
+# Failed rooms of which decode ranks could not be told yet.
+MAX_UNTOLD = 4096
 # In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
 # of other mistakes, too; a connection that was good is then replaced, which does no harm.
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
@@ -200,7 +202,10 @@ class Writes:
             self.left_writes = [one for one in self.left_writes if not self.has_ended(one)]
             waiting, self.untold = self.untold, []
         for room, peer, info, reason in waiting:
-            self._tell_failed(room, {peer: info}, reason)
+            if peer in self.silent or peer in self.out_of_reach:
+                self.tell_later(room, peer, info, reason)
+            else:
+                self._tell_failed(room, {peer: info}, reason)
 
     def puts_off(self, room: int, peer: str, info: Any, reason: str) -> bool:
         """Whether a write may go on, that nobody waits for or another request of that number does.
@@ -211,8 +216,21 @@ class Writes:
             of_room = [one for one in self.writes if (one.room, one.peer) == (room, peer)]
             is_written_to = not all(map(self.has_ended, of_room))
             if is_written_to:
-                self.untold.append((room, peer, info, reason))
+                self.tell_later(room, peer, info, reason)
             return is_written_to
+
+    def tell_later(self, room: int, peer: str, info: Any, reason: str) -> None:
+        """Have `look_at_peers` tell a decode rank that the room failed."""
+        with self.agent_lock:
+            self.untold.append((room, peer, info, reason))
+            del self.untold[:-MAX_UNTOLD]
+
+    def leave_untold(self, peer: str, room: Optional[int] = None) -> None:
+        """Of this room, or of all, a decode rank need not hear any more that they failed."""
+        with self.agent_lock:
+            self.untold = [
+                one for one in self.untold if one[1] != peer or room not in (None, one[0])
+            ]
 
     def is_back(self, name: str) -> None:
         """A decode rank lives: it may take a new connection."""
