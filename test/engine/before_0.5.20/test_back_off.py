@@ -231,6 +231,27 @@ def test_decode_hears_of_a_write_that_may_go_on_when_it_cannot(manager):
     assert status == KVPoll.Failed and "the transfer engine returned -1" in reason
 
 
+@pytest.mark.parametrize("takes_messages", [True, False])
+def test_a_worker_outlives_a_decode_rank_that_is_forgotten(manager, takes_messages):
+    """Between its request and the write; also when telling it raises. Others are served."""
+    del manager._send_status
+    sent, known = [], manager.decode_kv_args_table[DEAD]
+    if takes_messages:
+        manager._connect = lambda *place: SimpleNamespace(send_multipart=sent.append)
+    else:
+        manager._connect = None
+    for room in (1, 2):
+        manager.decode_kv_args_table[DEAD] = known
+        manager.update_status(room, KVPoll.Bootstrapping)
+        ask(manager, room, DEAD)
+        del manager.decode_kv_args_table[DEAD]
+        manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
+        seconds_until_over(manager, room, time.monotonic(), 5)
+        assert manager.check_status(room) == KVPoll.Failed
+    if takes_messages:
+        assert awaited(lambda: [frames[:2] for frames in sent] == [[b"1", b"0"], [b"2", b"0"]], 5)
+
+
 @pytest.mark.parametrize("protocol, seconds", [("device_rdma", 30.0), ("sdma", 0.0), ("", 0.0)])
 def test_where_a_failed_write_may_go_on(monkeypatch, protocol, seconds):
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)

@@ -42,7 +42,10 @@ class QueuedSends(PeerQueues):
             except Exception as error:
                 logger.exception(f"Room {chunk.room} could not be sent")
                 reason = f"Prefill could not send KV: {error}"
-                self._conclude_room(chunk.room, KVPoll.Failed, reason)
+                try:
+                    self._conclude_room(chunk.room, KVPoll.Failed, reason)
+                except Exception:
+                    logger.exception(f"Room {chunk.room}: decode could not be told")
 
     def _send_chunk(self, chunk: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
         if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:

@@ -72,7 +72,8 @@ class StatusMessages:
 
     def _send_status(self, req: Any, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
-        if self.decode_kv_args_table[self._peer_of(req)].reads_reasons:
+        known = self.decode_kv_args_table.get(self._peer_of(req))  # it may be forgotten by now
+        if known is not None and known.reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
         if getattr(req, "digests", None) is not None:
             frames.append(req.digests)
