@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 import httpx
+from of_release import IS_LATER
 from probed import go_first, probed
 from serving_checks import record
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
@@ -16,7 +17,7 @@ from pd_harness import cluster
 from pd_harness.cluster import Server, Topology
 from pd_harness.ports import free_ports
 
-PATIENCE = 60  # seconds, for any answer
+PATIENCE = 60 if IS_LATER else 90  # seconds, for any answer
 CHUNK = 64  # tokens of a prompt that are prefilled, and sent, at once
 SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}
 # Stock's decode knows where the ranks of a lost server were, and does not ask, until heartbeats say

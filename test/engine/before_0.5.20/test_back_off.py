@@ -252,11 +252,10 @@ def test_a_worker_outlives_a_decode_rank_that_is_forgotten(manager, takes_messag
         assert awaited(lambda: [frames[:2] for frames in sent] == [[b"1", b"0"], [b"2", b"0"]], 5)
 
 
-@pytest.mark.parametrize("protocol, seconds", [("device_rdma", 30.0), ("sdma", 0.0), ("", 0.0)])
-def test_where_a_failed_write_may_go_on(monkeypatch, protocol, seconds):
-    monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
-    for kind, expected in ((ascend.AscendKVManager, seconds), (mooncake.MooncakeKVManager, 0.0)):
-        assert kind.__new__(kind).unsettled_seconds == expected
+@pytest.mark.parametrize("kind", [ascend.AscendKVManager, mooncake.MooncakeKVManager])
+def test_a_failed_write_may_go_on(kind):
+    """Where a call times out, or has failed in part."""
+    assert kind.__new__(kind).unsettled_seconds == 30.0
 
 
 def test_a_request_aborted_while_its_last_chunk_is_written_is_no_success(manager):

@@ -200,7 +200,7 @@ def test_a_server_that_is_started_anew_is_asked_again(backend, bootstrap, monkey
 def test_a_request_that_waits_for_a_lost_rank_fails(backend, bootstrap):
     """When nothing of it can be written any more, as far as anybody knows."""
     decode = decode_rank(backend)
-    decode.release_seconds = 1.0
+    decode.release_seconds, decode.unsettled_seconds = 1.0, 0.0
     made = receiver_of(backend, decode, 7)
     assert becomes_known(made)
     send_pages(made)

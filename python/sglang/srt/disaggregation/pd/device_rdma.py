@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
 AT_ONCE_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
 DEFAULT_COPIES = 2048
-# After an error copies may be written for so long.
-UNSETTLED_SECONDS = 30.0
 
 # The process has one transfer engine.
 _calls = threading.Lock()
@@ -29,11 +27,6 @@ _calls = threading.Lock()
 def is_used() -> bool:
     """Whether this server's environment asks for it."""
     return os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip().lower() == "device_rdma"
-
-
-def unsettled_seconds() -> float:
-    """For how long a failed write may go on."""
-    return UNSETTLED_SECONDS if is_used() else 0.0
 
 
 def copies_at_most() -> int:

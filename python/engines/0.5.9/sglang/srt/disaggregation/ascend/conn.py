@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd import device_rdma
 from sglang.srt.disaggregation.pd.memory import register_ranges
 
 if TYPE_CHECKING:
@@ -12,8 +11,3 @@ if TYPE_CHECKING:
 class AscendKVManager(MooncakeKVManager):
     REMOVED = ("register_buffer_to_engine", "send_kvcache")
     register_memory = staticmethod(register_ranges)
-
-    @property
-    def unsettled_seconds(self) -> float:
-        """For how long a failed write may go on; decode's pages are not freed meanwhile."""
-        return device_rdma.unsettled_seconds()

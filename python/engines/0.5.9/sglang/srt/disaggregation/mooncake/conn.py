@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.pd.memory import register_apart
 from sglang.srt.disaggregation.pd.messages import unpacked
 from sglang.srt.disaggregation.pd.queued import QueuedSends
 from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.rooms import ENDED
+from sglang.srt.disaggregation.pd.rooms import ENDED, UNSETTLED_SECONDS
 from sglang.srt.disaggregation.pd.session_ids import port_of, why_unreachable
 from sglang.srt.disaggregation.pd.status_messages import StatusMessages
 from sglang.srt.disaggregation.pd.verify_reports import GathersReports
@@ -102,6 +102,9 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
     register_memory = staticmethod(register_apart)
+    # A call returns at the first copy that fails, or after its time-out: others are under way. So
+    # do MemFabric's, by whatever protocol.
+    unsettled_seconds = UNSETTLED_SECONDS
 
     def register_buffer_to_engine(self) -> None:
         """Register KV, state and aux, by `register_memory`.

@@ -31,6 +31,8 @@ MAX_ABORTED = 4096
 # The variable is that of later releases.
 RELEASE_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 RELEASE_SECONDS = 30.0
+# How long the copies of a write may arrive after the transfer engine returned an error for it.
+UNSETTLED_SECONDS = 30.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
 TWO_REQUESTS = "another request has this bootstrap_room; choose another number for each"
 
