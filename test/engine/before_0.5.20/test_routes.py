@@ -180,6 +180,39 @@ def test_prefill_hears_of_a_request_that_is_aborted_while_it_is_looked_for(
 
 
 @backends
+def test_clients_that_hang_up_while_a_server_is_asked_take_no_threads(backend, bootstrap):
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    made = [receiver_of(backend, decode, room) for room in range(200)]
+    threads = threading.active_count()
+    for one in made:
+        one.abort()
+    assert threading.active_count() <= threads
+    assert {one.poll() for one in made} == {KVPoll.Failed}
+    bootstrap.open.set()
+    heard = [bootstrap.rank.read() for _ in made]
+    at = heard[0].index(receiver.ABORT) + 1
+    assert {int(frames[at]) for frames in heard} == set(range(200))
+
+
+@backends
+def test_a_scheduler_that_can_start_no_thread_goes_on(backend, bootstrap, monkeypatch):
+    decode = decode_rank(backend)
+
+    def start(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        made, refused = (receiver_of(backend, decode, room) for room in (7, 8))
+        assert made.poll() == KVPoll.Bootstrapping
+        refused.prefill = SimpleNamespace(attn_tp_size=1, pp_size=1, takes_aborts=True)
+        refused._refuse("the servers do not fit")
+    assert becomes_known(made)
+    assert refused.poll() == KVPoll.Failed
+
+
+@backends
 def test_a_server_that_is_started_anew_is_asked_again(backend, bootstrap, monkeypatch):
     """Sooner than heartbeats tell, and with other sizes."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.3)

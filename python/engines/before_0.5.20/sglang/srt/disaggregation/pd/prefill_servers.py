@@ -65,6 +65,16 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 < number <= MAX_SIZE
 
 
+def begin_thread(act: Callable[..., None], *args) -> bool:
+    """Do it in a thread of its own; False if there are no more threads, of which nobody dies."""
+    try:
+        threading.Thread(target=act, args=args, daemon=True).start()
+        return True
+    except RuntimeError as error:
+        logger.warning_once(f"A prefill server is not asked or told: {error}")
+        return False
+
+
 class PrefillServers:
     """A decode rank's KV manager, which has `heartbeat_interval` (seconds) and `max_failures`."""
 
@@ -96,7 +106,9 @@ class PrefillServers:
                 del self.asking[address]
                 asking.set_result(None)
 
-            threading.Thread(target=serve, daemon=True).start()
+            if not begin_thread(serve):  # the next poll has it asked again
+                del self.asking[address]
+                asking.set_result(None)
         return asking
 
     def prefill_server(self, address: str) -> Optional[PrefillServer]:

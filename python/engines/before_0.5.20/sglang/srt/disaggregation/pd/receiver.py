@@ -15,7 +15,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import connected_prefill_ranks, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, begin_thread
 from sglang.srt.disaggregation.pd.rooms import ABORT, ENDED, TWO_REQUESTS
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
@@ -312,11 +312,18 @@ class Receiver:
         if self.asking is None:
             self._send_abort(reason, self.bootstrap_infos or ())
         else:
-            given = (self.asking, reason)
-            threading.Thread(target=self._abort_when_known, args=given, daemon=True).start()
+            scheduler = threading.get_ident()
 
-    def _abort_when_known(self, asking: Future, reason: str) -> None:
-        wait([asking])
+            def tell(_: Future) -> None:
+                """In the thread that has asked; in the scheduler's if that has ended by now."""
+                if threading.get_ident() == scheduler:
+                    begin_thread(self._abort_when_known, reason)
+                else:
+                    self._abort_when_known(reason)
+
+            self.asking.add_done_callback(tell)
+
+    def _abort_when_known(self, reason: str) -> None:
         if self.found is None:  # another request had them asked for
             self._ask()
         self._send_abort(reason, self.found or ())
@@ -395,7 +402,7 @@ class Receiver:
         self._fail(reason)
         if self.kv_mgr.kv_args.engine_rank == self.kv_mgr.pp_rank == 0:
             # Not in the scheduler's time: it asks the bootstrap server for every rank.
-            threading.Thread(target=self._abort_everywhere, args=(reason,), daemon=True).start()
+            begin_thread(self._abort_everywhere, reason)
 
     def _abort_everywhere(self, reason: str) -> None:
         ranks = itertools.product(range(self.prefill.attn_tp_size), range(self.prefill.pp_size))
