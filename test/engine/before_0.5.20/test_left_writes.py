@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.kv_layout import LayoutError
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    Notification,
+    TransferStatus,
+    parse_notification,
+)
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.disaggregation.pd import peer_sockets, writes
 from sglang.srt.disaggregation.pd.writes import Write
@@ -373,3 +378,25 @@ def test_a_rank_is_not_told_of_an_old_room(manager, what):
             manager._open_room(Info(room=ROOM, agent_name=LIVE))
     manager.look_at_peers()
     assert manager.told == [STOPPED]
+
+
+def test_a_room_that_failed_is_no_success_on_a_rank_that_comes_back(manager):
+    """Prefill has freed the pages that were sent; NIXL tells of a write's end when it is asked."""
+    sender = begun(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    manager.silent = dict(SILENT)
+    end(sender)
+    decode, is_done = TransferStatus(1), []
+
+    def ask_state(handle) -> str:
+        for done in (Notification(ROOM, "kv", is_last=True), Notification(ROOM, "aux")):
+            decode.add(STOPPED, done)
+        is_done.append(decode.is_done())
+        return "DONE"
+
+    manager.agent.check_xfer_state = ask_state
+    manager.agent.send_notif = lambda peer, note: decode.add(peer, parse_notification(note))
+    manager.look_at_peers()
+    assert is_done == [False] and manager.told == [LIVE, STOPPED]
+    decode.add(STOPPED, Notification(ROOM, "failed"))
+    assert decode.is_failed()

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # A write whose state cannot be read, and which NIXL does not give up, is over after that.
 UNREAD_SECONDS = 30.0
+# Of no request.
+NO_CHUNK = 1 << 31
 # Failed rooms of which decode ranks could not be told yet.
 MAX_UNTOLD = 4096
 # In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
@@ -60,6 +62,7 @@ class Write:
     Attributes:
         end: Set when nothing is written any more: empty, or why it failed.
         left: Why nobody here waits for its end: the decode rank is silent.
+        is_spoilt: Decode will not take its room for done.
         unread_at: When its state could not be read first, on the monotonic clock.
     """
 
@@ -69,13 +72,14 @@ class Write:
     end: Optional[str] = None
     left: str = ""
     unread_at: Optional[float] = None
+    is_spoilt: bool = False
 
 
 class Writes:
     """A KV manager's, over `NoticesSilence`.
 
     It has the `agent`, in `decode_kv_args_table` its peers' metadata, `_tell_failed`, and in
-    `connecting` the peers that are being read.
+    `connecting` the peers that are being read; `_notification` makes one.
     """
 
     def __new__(cls, *args, **kwargs):
@@ -162,6 +166,8 @@ class Writes:
         with self.agent_lock:
             if write.end is not None:
                 return True
+            if write.left and not write.is_spoilt:
+                self._spoil(write)
             try:
                 state = self.agent.check_xfer_state(write.handle)
                 reason = "NIXL reports an error"
@@ -172,6 +178,17 @@ class Writes:
             write.end, write.handle = reason if state == "ERR" else "", None
             self.writes.discard(write)
             return True
+
+    def _spoil(self, write: Write) -> None:
+        """Have decode never take the room for done: nobody keeps the pages that are sent.
+
+        NIXL tells decode that a write is done when its state is asked; a chunk too many has all
+        releases wait for the word that the room failed.
+        """
+        notification = self._notification(write.room, "kv", chunk=NO_CHUNK)
+        with contextlib.suppress(Exception):  # over this connection no other word arrives either
+            self.agent.send_notif(write.peer, notification)
+            write.is_spoilt = True
 
     def _state_of_unread(self, write: Write) -> str:
         """Of a write whose state cannot be read: over if NIXL gives it up, or long ago."""
