@@ -56,7 +56,9 @@ class Rank(Lines, RankBase):
         """Faults that are made here leave nothing under way: decode hears of them at once."""
         manager = super()._manager()
         if hasattr(manager, "unsettled_seconds"):  # stock has none
-            manager.unsettled_seconds = 0.0
+            from sglang.srt.disaggregation.pd import writes
+
+            manager.unsettled_seconds = writes.UNREAD_SECONDS = 0.0
         return manager
 
     def _scheduler(self) -> dict:

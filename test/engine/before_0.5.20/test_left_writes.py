@@ -400,3 +400,45 @@ def test_a_room_that_failed_is_no_success_on_a_rank_that_comes_back(manager):
     assert is_done == [False] and manager.told == [LIVE, STOPPED]
     decode.add(STOPPED, Notification(ROOM, "failed"))
     assert decode.is_failed()
+
+
+def rejecting(manager, error: Exception | None) -> NixlKVSender:
+    """A sender of which NIXL does not start a write to the live rank."""
+
+    def transfer(handle) -> str:
+        if error is not None:
+            raise error
+        return "ERR"
+
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    manager.agent.initialize_xfer = lambda *_: "it"
+    manager.agent.transfer = transfer
+    manager.out_of_reach.add(LIVE)
+    with pytest.raises(RuntimeError, match="NIXL"):
+        manager._start(LIVE, None, None, manager._notification(ROOM, "kv"))
+    manager.out_of_reach.clear()
+    manager.fail(ROOM, "it could not be sent")
+    end(sender)
+    return sender
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("NIXL_ERR_BACKEND")])
+def test_a_write_that_is_not_started_may_be_posted_in_part(manager, monkeypatch, error):
+    rejecting(manager, error)
+    for _ in range(2):
+        assert manager.told == [STOPPED]
+        manager.look_at_peers()
+    monkeypatch.setattr(writes, "UNREAD_SECONDS", 0.0)
+    manager.look_at_peers()
+    assert manager.told == [STOPPED, LIVE] and not manager.left_writes and not manager.writes
+
+
+def test_nothing_arrives_over_a_connection_that_is_lost(manager):
+    rejecting(manager, RuntimeError("NIXL_ERR_REMOTE_DISCONNECT"))
+    assert sorted(manager.told) == [LIVE, STOPPED]
+
+
+def test_a_write_that_is_not_started_keeps_no_rank_out_of_reach(manager, connected):
+    rejecting(manager, None)
+    assert manager._connect_again(LIVE)

@@ -31,6 +31,10 @@ MAX_UNTOLD = 4096
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
+def _is_lost(error: Exception) -> bool:
+    return any(name in str(error) for name in CONNECTION_LOST)
+
+
 class RoomFailed(Exception):
     """Nothing more is written for it."""
 
@@ -61,7 +65,8 @@ class Write:
 
     Attributes:
         end: Set when nothing is written any more: empty, or why it failed.
-        left: Why nobody here waits for its end: the decode rank is silent.
+        left: Why nobody here waits for its end: the decode rank is silent, or it was rejected.
+        is_rejected: NIXL did not start it, or not all of it.
         is_spoilt: Decode will not take its room for done.
         unread_at: When its state could not be read first, on the monotonic clock.
     """
@@ -73,6 +78,7 @@ class Write:
     left: str = ""
     unread_at: Optional[float] = None
     is_spoilt: bool = False
+    is_rejected: bool = False
 
 
 class Writes:
@@ -102,10 +108,16 @@ class Writes:
             if self.check_status(room) == KVPoll.Failed:
                 raise RoomFailed
             handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
-            if not handle or self.agent.transfer(handle) == "ERR":
-                note = notif.decode("ascii")
-                raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
-            write = Write(room, peer, handle)
+            write, note = Write(room, peer, handle), notif.decode("ascii")
+            try:
+                if not handle or self.agent.transfer(handle) == "ERR":
+                    raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
+            except Exception as error:
+                if handle and not _is_lost(error):  # over a lost one nothing arrives
+                    write.left, write.is_rejected = str(error), True
+                    self.left_writes.append(write)
+                    self.writes.add(write)
+                raise
             self.writes.add(write)
             return write
 
@@ -123,9 +135,7 @@ class Writes:
             try:
                 return act()
             except Exception as error:
-                if not any(name in str(error) for name in CONNECTION_LOST):
-                    raise
-                if not self._connect_again(peer):
+                if not _is_lost(error) or not self._connect_again(peer):
                     raise
                 return act()
 
@@ -136,7 +146,8 @@ class Writes:
         each connection refused: a rank to which there has been no connection for a moment is tried
         once, for longer not at all, until it asks for another room.
         """
-        under_way = [write for write in self.writes if write.peer == peer]
+        of_peer = [write for write in self.writes if write.peer == peer]
+        under_way = [write for write in of_peer if not write.is_rejected]
         if peer in self.out_of_reach or peer in self.connecting:
             return False
         if not all(map(self.has_ended, under_way)):
@@ -169,6 +180,8 @@ class Writes:
             if write.left and not write.is_spoilt:
                 self._spoil(write)
             try:
+                if write.is_rejected:
+                    raise RuntimeError(write.left)
                 state = self.agent.check_xfer_state(write.handle)
                 reason = "NIXL reports an error"
             except Exception as error:
@@ -194,11 +207,11 @@ class Writes:
         """Of a write whose state cannot be read: over if NIXL gives it up, or long ago."""
         now = time.monotonic()
         write.unread_at = write.unread_at or now
-        try:
-            self.agent.release_xfer_handle(write.handle)
-        except Exception:
-            return "PROC" if now - write.unread_at < UNREAD_SECONDS else "ERR"
-        return "ERR"
+        with contextlib.suppress(Exception):
+            if not write.is_rejected:  # some of it may be posted, which NIXL does not take back
+                self.agent.release_xfer_handle(write.handle)
+                return "ERR"
+        return "PROC" if now - write.unread_at < UNREAD_SECONDS else "ERR"
 
     def is_over(self, write: Write) -> bool:
         """Whether its sender need not wait: it has ended, or its decode rank is silent."""
