@@ -261,7 +261,7 @@ def test_a_room_that_is_over_does_not_come_back_by_a_late_failure():
 def test_how_long_other_senders_are_waited_for(decode, monkeypatch, unsettled, states):
     """Of a room that failed, 29 and 31 s later; longer where a failed write may go on."""
     monkeypatch.setattr(type(decode.manager), "unsettled_seconds", unsettled)
-    receiver, now = decode(7), time.time()
+    receiver, now = decode(7), time.monotonic()
     receiver.init(PAGES, 0)
     receiver.abort()
     found = []
@@ -271,3 +271,15 @@ def test_how_long_other_senders_are_waited_for(decode, monkeypatch, unsettled, s
     assert found == states
     receiver.failing_since = now - unsettled - 31
     assert receiver.poll() == KVPoll.Failed
+
+
+def test_a_step_of_the_clock_frees_no_pages(decode, monkeypatch):
+    """Those of a room that is waited for, and of one whose senders are."""
+    made = [decode(room) for room in (7, 8)]
+    for receiver in made:
+        receiver.init(PAGES, 0)
+    made[0].abort()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    assert [receiver.poll() for receiver in made] == [KVPoll.WaitingForInput] * 2
+    assert not made[1].has_aborted

@@ -40,7 +40,7 @@ class Receiver:
     prefill knows this rank by.
 
     Attributes:
-        init_time: When prefill was asked for the room; None before.
+        init_time: When prefill was asked for the room, on the monotonic clock; None before.
         conclude_state: How the room ended; None before.
         failing_since: When the first sender failed, or this side aborted; None before.
     """
@@ -238,7 +238,7 @@ class Receiver:
             if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
                 return  # its pages are freed
             self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
-        self.init_time = time.time()
+        self.init_time = time.monotonic()
         if self.expects_digests:
             self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
@@ -271,7 +271,7 @@ class Receiver:
 
     def _check_timeout(self, failing: bool) -> None:
         """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
-        now, manager = time.time(), self.kv_mgr
+        now, manager = time.monotonic(), self.kv_mgr
         room = self.bootstrap_room
         lost = manager.silent_rooms.get(room) or manager.lost_rooms.get(room)
         if failing or self.failing_since:
@@ -308,7 +308,7 @@ class Receiver:
 
     def _await_senders(self, reason: str) -> None:
         """Have our senders end the room; from now on it is waited for that."""
-        self.failing_since = self.failing_since or time.time()
+        self.failing_since = self.failing_since or time.monotonic()
         if self.asking is None:
             self._send_abort(reason, self.bootstrap_infos or ())
         else:
@@ -347,7 +347,7 @@ class Receiver:
             status = KVPoll.Failed
         if status == KVPoll.Success and self.expects_digests:
             room, pages = self.bootstrap_room, (self.pages, self.state_pages)
-            seconds = time.time() - self.init_time
+            seconds = time.monotonic() - self.init_time
             reason = self.kv_mgr.verify(room, self.bootstrap_addr, *pages, seconds)
             if reason:
                 self._fail(reason)
