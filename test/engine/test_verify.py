@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import msgspec
 import numpy as np
@@ -14,6 +15,8 @@ from sglang.srt.disaggregation.pd import page_digests, verify_reports
 from sglang.srt.disaggregation.pd.page_digests import PageMemory
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.engine
 
@@ -171,3 +174,29 @@ def test_without_the_variable_there_is_no_such_route(monkeypatch):
     monkeypatch.delenv("SGLANG_PD_VERIFY", raising=False)
     found = answers(("GET", "/verify", None), ("GET", "/health", None))
     assert [status for status, _ in found] == [404, 200]
+
+
+def test_reports_are_sent_after_one_that_could_not_be(monkeypatch):
+    """Clients name the bootstrap server, and not all that `requests` raises is its own."""
+    tried, reports = [], verify_reports.Reports("TP 0/1 PP 0/1")
+
+    def put(url: str, **_) -> None:
+        tried.append(url)
+        raise ValueError("no host")
+
+    def change() -> None:
+        with reports.lock:
+            reports.of("a..b:1", "127.0.0.1:1")
+            reports.is_changed("a..b:1")
+
+    def start(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(verify_reports, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(verify_reports.requests, "put", put)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        change()
+    for count in (1, 2):
+        change()
+        assert awaited(lambda count=count: len(tried) == count, 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Dict, List, Set
+from typing import Dict, List, Optional, Set
 
 import msgspec
 import requests
@@ -74,7 +74,7 @@ class Reports:
         self.lock = threading.Lock()
         self.by_address: Dict[str, Report] = {}
         self.changed: Set[str] = set()
-        self.thread = threading.Thread(target=self._send_all, daemon=True)
+        self.thread: Optional[threading.Thread] = None
 
     def of(self, address: str, at: str) -> Report:
         """The report for this prefill server; hold `lock`, and call `is_changed` after."""
@@ -83,8 +83,13 @@ class Reports:
     def is_changed(self, address: str) -> None:
         """Send it soon."""
         self.changed.add(address)
-        if not self.thread.is_alive():
-            self.thread.start()
+        if self.thread is None:
+            thread = threading.Thread(target=self._send_all, daemon=True)
+            try:
+                thread.start()
+                self.thread = thread
+            except RuntimeError as error:  # no more threads; the scheduler goes on
+                logger.warning(f"What was compared is not reported yet: {error}")
 
     def _send_all(self) -> None:
         while True:
@@ -100,7 +105,7 @@ class Reports:
         try:
             url = f"http://{address}/verify"
             requests.put(url, data=body, timeout=ANSWER_SECONDS).raise_for_status()
-        except requests.RequestException as error:
+        except Exception as error:  # not all that `requests` raises is its own
             logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
 
 
