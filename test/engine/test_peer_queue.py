@@ -136,8 +136,9 @@ def test_all_queues_of_a_manager_are_one():
     assert others == [first] * 3
     others[0].put(SimpleNamespace(room=7))
     assert list(first._lanes) == [frozenset("ab")]
-    assert manager.at_work.room is None
-    assert first.get().room == manager.at_work.room == 7
+    assert not manager.at_work.peers and not first.busy()
+    assert first.get().room == 7
+    assert manager.at_work.peers == first.busy() == {"a", "b"}
     manager.transfer_queues = []
     assert manager.transfer_queues == []
 

@@ -1,12 +1,17 @@
 """NIXL: a peer whose connection was lost, and its memory with it, until both are known again."""
 
+import threading
+
 import managers
 import numpy as np
 import pytest
 from managers import BASE, BUFFER, DECODE, ENGINES, PAGE_BYTES, PATCHED, PEER, PREFILL
 from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import Heads
-from sglang.srt.disaggregation.pd import readers
+from sglang.srt.disaggregation.nixl.conn import NixlKVSender
+from sglang.srt.disaggregation.pd import peer_sockets, readers, silence
+
+from pd_harness.waiting import awaited
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -133,6 +138,30 @@ def test_nothing_is_kept_of_a_peer_that_is_forgotten():
     prefill._forget(NAME)
     tables = (prefill.decode_kv_args_table, prefill.prepared, prefill.agent.peers, prefill.met)
     assert not any((*tables, prefill._peer_reload_times, prefill.prep_handles))
+
+
+def test_a_worker_waits_for_no_silent_peer_whose_room_was_cleared(monkeypatch):
+    """A client leaves sooner than its decode server is known as silent; then others are served."""
+    monkeypatch.setattr(managers.nixl, "NIXL_ERR_SETTLE_TIMEOUT_S", 0.1)
+    prefill = met(managers.latents(), managers.latents())
+    prefill.met[NAME] = managers.known(prefill)
+    prefill.agent.check_xfer_state = lambda handle: "PROC"
+    sender = NixlKVSender(prefill, "127.0.0.1:8998", 7)
+    decode = managers.rank("nixl", managers.latents(), DECODE)
+    managers.read(prefill, managers.request(decode, 7, [8, 9]))
+    prefill.add_transfer_request(7, PAGES[0], slice(0, 2), True, aux_index=0)
+    (queue,) = prefill.transfer_queues
+    threading.Thread(target=prefill.transfer_worker, args=(queue,), daemon=True).start()
+    assert awaited(lambda: len(managers.writes(prefill)) > len(ALL), 10, 0.01)
+    sender.abort()
+    assert not prefill.transfer_infos and queue.busy() == {NAME}
+    monkeypatch.setattr(peer_sockets.PeerSocket, "silent_for", lambda self: silence.REST_SECONDS)
+    prefill.replaced.add(NAME)
+    prefill.look_at_peers()
+    assert prefill.prepared and NAME in prefill.silent  # while it is written to
+    assert awaited(lambda: not queue.busy(), 10, 0.01)
+    prefill.look_at_peers()
+    assert not (prefill.prepared or prefill.silent or prefill.decode_kv_args_table)
 
 
 @pytest.mark.parametrize("is_described", [True, False])

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, Deque, Dict, FrozenSet, List, Optional
+from typing import Any, Deque, Dict, FrozenSet, List, Optional, Set
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ class PeerQueue:
         """Chunks that no worker has."""
         with self._changed:
             return sum(map(len, self._lanes.values()))
+
+    def busy(self) -> Set[str]:
+        """Decode ranks that workers are sending to."""
+        with self._changed:
+            return set().union(*self._busy.values())
 
     def put(self, chunk: Any) -> None:
         """Queue a chunk; None ends a worker that finds nothing else to do."""
@@ -80,9 +85,9 @@ class PeerQueue:
 
 
 class AtWork(threading.local):
-    """What a worker is sending: its room, None before its first chunk."""
+    """Decode ranks that a worker is sending to, also when their room has been cleared."""
 
-    room: Optional[int] = None
+    peers: Peers = frozenset()
 
 
 class PeerQueues:
@@ -108,7 +113,10 @@ class PeerQueues:
         self._queues = [queue() for _ in made] if own else [queue()] * len(made)
 
     def _note_queued(self, chunk: Any) -> Peers:
-        return frozenset(self.transfer_infos.get(chunk.room, ()))
+        return self._peers_of(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
-        self.at_work.room = chunk.room
+        self.at_work.peers = self._peers_of(chunk)
+
+    def _peers_of(self, chunk: Any) -> Peers:
+        return frozenset(self.transfer_infos.get(chunk.room, ()))

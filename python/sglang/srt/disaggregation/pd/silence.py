@@ -113,14 +113,18 @@ class NoticesSilence:
                     self.fail_silent(room, reason)
         self._let_go(sorted(long_silent))
 
+    def in_use(self) -> Set[str]:
+        """Decode ranks that have rooms here."""
+        return {name for peers in list(self.transfer_infos.values()) for name in list(peers)}
+
     def _let_go(self, long_silent: List[Tuple[float, str]]) -> None:
-        """Have these rest, or forget them, the longest silent last; not while they have rooms."""
+        """Have these rest, or forget them, the longest silent last; not while they are in use."""
         more = max(0, len(long_silent) - MAX_RESTING)
         forgotten = {name for _, name in long_silent[len(long_silent) - more :]} | self.replaced
         waking = [name for _, name in long_silent if name not in self.resting]
         if not (forgotten or waking):
             return
-        busy = {name for peers in list(self.transfer_infos.values()) for name in list(peers)}
+        busy = self.in_use()
         self.resting.update(name for name in waking if name not in busy and self.rest(name))
         for name in forgotten & self.resting - busy:
             self._forget(name)

@@ -377,9 +377,8 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
 
     def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
         """As the engine's, which waits without end; not for a decode rank that is silent."""
-        room = self.at_work.room
         while not failure_seen and self._are_running(handles):
-            failure_seen = bool(self.why_silent(room))
+            failure_seen = not self.at_work.peers.isdisjoint(self.silent)
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 

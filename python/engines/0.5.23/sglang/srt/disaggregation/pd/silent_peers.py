@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Set
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
@@ -26,6 +26,10 @@ class SilentPeers(NoticesSilence, PeerQueues):
         else:
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
+
+    def in_use(self) -> Set[str]:
+        """As `NoticesSilence`; also those that are written to, whose rooms may be cleared."""
+        return super().in_use().union(*(queue.busy() for queue in self.transfer_queues))
 
     def is_back(self, name: str) -> None:
         """A silent decode rank answers again."""
