@@ -144,8 +144,10 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
     def _check_aux_data(self, frames: List[bytes]) -> None:
         """Raises ValueError for a metadata row that has no place here."""
         _, room, buffer, slot, length, data = frames
-        args, _, number, row = self.kv_args, int(room), int(buffer), int(slot)
+        args, number, row = self.kv_args, int(buffer), int(slot)
         (announced,) = struct.unpack(">I", length)
+        if int(room) not in self.request_status:  # its slot may be another request's by now
+            raise ValueError(f"metadata of room {int(room)}, which is not open")
         if not 0 <= number < len(args.aux_data_ptrs):
             raise ValueError(f"metadata buffer {number} of {len(args.aux_data_ptrs)}")
         item, size = args.aux_item_lens[number], args.aux_data_lens[number]
