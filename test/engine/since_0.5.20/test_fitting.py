@@ -294,8 +294,9 @@ def scheduled(decode, bootstrap, room: int = 7):
             bootstrap_room=room,
             disagg_prefill_dp_rank=None,
         )
-        queue = SimpleNamespace(kv_manager=decode)
-        receiver.init(DecodePreallocQueue._resolve_prefill_dp_rank(queue, req))
+        queue = object.__new__(DecodePreallocQueue)
+        queue.kv_manager = decode
+        receiver.init(queue._resolve_prefill_dp_rank(req))
     else:
         receiver.abort()
     return receiver

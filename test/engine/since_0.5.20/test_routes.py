@@ -10,6 +10,7 @@ import zmq
 from managers import BACKENDS, DECODE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.pd import peer_sockets, routes
@@ -76,6 +77,16 @@ def becomes_known(decode) -> bool:
     return awaited(lambda: decode.try_ensure_parallel_info(ADDRESS), PATIENCE, 0.01)
 
 
+def dp_rank_of(decode, room: int):
+    """Whom decode's scheduler asks for a room; None while it has to wait for that."""
+    queue = object.__new__(DecodePreallocQueue)
+    queue.kv_manager = decode
+    host, port = ADDRESS.split(":")
+    req = SimpleNamespace(bootstrap_host=host, bootstrap_port=int(port), bootstrap_room=room)
+    req.disagg_prefill_dp_rank = None
+    return queue._resolve_prefill_dp_rank(req)
+
+
 @backends
 def test_a_server_that_answers_is_known_with_all_its_ranks(backend, bootstrap):
     decode = decode_rank(backend)
@@ -100,6 +111,19 @@ def test_a_server_that_is_stopped_does_not_stop_the_scheduler(backend, bootstrap
     bootstrap.open.set()
     assert becomes_known(decode)
     assert bootstrap.asked == [-1, 0, 1]  # once
+
+
+@backends
+def test_nor_does_one_that_is_stopped_before_it_tells_its_ranks(backend, bootstrap, monkeypatch):
+    """A request that is opened then would ask for them itself."""
+    decode, ask, is_open = decode_rank(backend), routes.asked, threading.Event()
+    monkeypatch.setattr(routes, "asked", lambda *of: is_open.wait(PATIENCE) and ask(*of))
+    assert not decode.try_ensure_parallel_info(ADDRESS)
+    assert awaited(lambda: ADDRESS in decode.prefill_info_table, PATIENCE, 0.01)
+    assert dp_rank_of(decode, 7) is None
+    is_open.set()
+    assert becomes_known(decode)
+    assert dp_rank_of(decode, 7) == 1
 
 
 def test_the_engines_scheduler_waits(bootstrap):

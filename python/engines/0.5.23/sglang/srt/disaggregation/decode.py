@@ -1,13 +1,20 @@
-"""The scheduler, which knows the model, is known while buffers are registered."""
+"""The scheduler, which knows the model, is known while buffers are registered; it asks no server
+whose ranks are not known yet.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 from sglang.srt.disaggregation.pd.registered import describing
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import CommonKVManager, EngineDecodePreallocQueue
+    from sglang.srt.disaggregation.decode import (
+        CommonKVManager,
+        EngineDecodePreallocQueue,
+        Req,
+        _bootstrap_addr,
+    )
 
 RENAMED = (("DecodePreallocQueue", "EngineDecodePreallocQueue"),)
 
@@ -17,3 +24,9 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         """As the engine's, whose buffers are described (`KVArgs.layout`)."""
         with describing(self.scheduler):
             return super()._init_kv_manager()
+
+    def _resolve_prefill_dp_rank(self, req: Req) -> Optional[int]:
+        """As the engine's; None while the server is asked: its sizes are known before its ranks."""
+        if _bootstrap_addr(req) in self.kv_manager.asking:
+            return None
+        return super()._resolve_prefill_dp_rank(req)
