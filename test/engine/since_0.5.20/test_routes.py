@@ -165,6 +165,21 @@ def test_ranks_of_a_server_that_was_forgotten_are_asked_for_anew(backend, bootst
 
 
 @backends
+def test_an_answer_that_nobody_came_for_says_nothing_once_its_server_is_forgotten(
+    backend, bootstrap
+):
+    """Its request was aborted; the next one would ask for the rank itself."""
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    assert not decode.try_ensure_parallel_info(ADDRESS)
+    bootstrap.open.set()
+    assert awaited(decode.asking[ADDRESS].done, PATIENCE, 0.01)
+    decode._forget_server(ADDRESS)
+    assert not decode.try_ensure_parallel_info(ADDRESS)
+    assert becomes_known(decode) and dp_rank_of(decode, 7) == 1
+
+
+@backends
 def test_another_server_behind_the_same_address_is_noticed(backend, bootstrap, monkeypatch):
     """The one before lives on for a while, and no connection to it is lost."""
     decode = decode_rank(backend)

@@ -59,7 +59,7 @@ class Routes:
         except TimeoutError:
             return False
         del self.asking[bootstrap_addr]
-        return is_known
+        return is_known and bootstrap_addr in self.prefill_info_table
 
     def _find(self, address: str, find: Any, asking: Future) -> None:
         is_known = False
