@@ -228,6 +228,16 @@ def test_a_lost_rank_has_its_server_asked_again(asked, bootstrap):
     assert decode.request_status[7] != KVPoll.Failed
 
 
+@pytest.mark.parametrize("address", ["prefill_0:8998", "[fd00::1]:8998"])
+def test_whatever_its_name_is(address, monkeypatch):
+    decode = decode_rank("nixl")
+    monkeypatch.setattr(peer_sockets, "_without_connection", lambda *_: (0.0, 60.0))
+    decode.prefill_info_table[address] = object()
+    decode.connection_pool[f"{address}_0_0_0"] = [{"rank_ip": "127.0.0.1", "rank_port": 1}]
+    decode.look_at_servers()
+    assert not decode.prefill_info_table and not decode.connection_pool
+
+
 def test_a_first_connection_that_takes_its_time_is_not_lost(asked):
     """In a large fleet it takes seconds, and to ask and register again would take more."""
     decode, receiver = asked

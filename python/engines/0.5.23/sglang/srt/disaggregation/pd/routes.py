@@ -98,7 +98,7 @@ class Routes:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
             if any(map(look.is_lost, ranks)):
-                self._forget_server(key.partition("_")[0])
+                self._forget_server(key.rsplit("_", 3)[0])  # behind it are numbers
         for room, ranks in list(self.asked_ranks.items()):
             silent = [rank for rank in ranks if look.is_silent(rank)]
             if silent:
