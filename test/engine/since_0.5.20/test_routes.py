@@ -114,6 +114,21 @@ def test_a_server_that_is_stopped_does_not_stop_the_scheduler(backend, bootstrap
 
 
 @backends
+def test_who_is_asked_is_waited_for_once(backend, bootstrap, monkeypatch):
+    """Not at each look, for each of many servers that are stopped."""
+    monkeypatch.setattr(routes, "WAIT_SECONDS", 0.5)
+    decode = decode_rank(backend)
+    bootstrap.open.clear()
+    seconds = []
+    for _ in range(3):
+        begun = time.monotonic()
+        assert not decode.try_ensure_parallel_info(ADDRESS)
+        seconds.append(time.monotonic() - begun)
+    bootstrap.open.set()
+    assert seconds[0] > 0.4 and sum(seconds[1:]) < 0.4
+
+
+@backends
 def test_nor_does_one_that_is_stopped_before_it_tells_its_ranks(backend, bootstrap, monkeypatch):
     """A request that is opened then would ask for them itself."""
     decode, ask, is_open = decode_rank(backend), routes.asked, threading.Event()

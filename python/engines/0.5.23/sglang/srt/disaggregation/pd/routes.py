@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.pd.silence import VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# For how long the scheduler waits for an answer that is nearly there.
+# For how long the scheduler waits, once, for an answer that is nearly there.
 WAIT_SECONDS = 0.03
 
 RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
@@ -46,16 +46,17 @@ class Routes:
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As the engine's; False also while the server is being asked."""
-        asking = self.asking.get(bootstrap_addr)
+        asking, patience = self.asking.get(bootstrap_addr), 0.0
         if asking is None:
             if bootstrap_addr in self.prefill_info_table:
                 return True
-            asking = self.asking[bootstrap_addr] = Future()
+            asking, patience = Future(), WAIT_SECONDS
+            self.asking[bootstrap_addr] = asking
             find = super().try_ensure_parallel_info
             given = (bootstrap_addr, find, asking)
             threading.Thread(target=self._find, args=given, daemon=True).start()
         try:
-            is_known = asking.result(WAIT_SECONDS)
+            is_known = asking.result(patience)
         except TimeoutError:
             return False
         del self.asking[bootstrap_addr]
