@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVSender
-from sglang.srt.disaggregation.pd import ended
+from sglang.srt.disaggregation.pd import ended, peer_sockets, silence
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -490,6 +490,31 @@ def test_a_sender_may_be_collected_within_another_threads_lock(backend):
     ask(prefill, decode)
     assert [status for _, _, status, _ in told(prefill)] == [KVPoll.Failed]
     assert not prefill.left and ROOM not in prefill.request_status
+
+
+@backends
+@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "in part"])
+def test_a_decode_rank_that_is_gone_is_not_kept_for_them(backend, ranks, monkeypatch):
+    """It cannot give them up."""
+    monkeypatch.setattr(silence, "MAX_RESTING", 0)
+    monkeypatch.setattr(ended, "MAX_ENDED", 2)
+    monkeypatch.setattr(peer_sockets.PeerSocket, "silent_for", lambda self: silence.REST_SECONDS)
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    asks = [
+        managers.request(decode, room, range(4), required_dst_info_num=ranks) for room in range(3)
+    ]
+    managers.read(prefill, managers.registration(decode), *asks)
+    prefill.met[managers.PEER[backend]] = managers.known(prefill)
+    requested = new(prefill, 0)
+    prefill.look_at_peers()
+    assert requested.poll() == KVPoll.Failed
+    assert prefill.decode_kv_args_table  # a request has its room
+    requested.clear()
+    prefill.look_at_peers()
+    assert not prefill.decode_kv_args_table and list(prefill.unrequested) == [1, 2]
+    ask(prefill, decode, 3)
+    abort_by_decode(prefill, 3)
+    assert set(prefill.transfer_infos) == {2, 3}
 
 
 @backends

@@ -3,7 +3,8 @@
 decode asks, prefill's client leaves     the engine tells nobody: decode is told
 prefill's client leaves, decode asks     nobody would answer: decode is told when it asks, or, if
                                          that was before the scheduler looked, then
-decode asks and gives up, no request     its room stays in the engine's tables: so many at most
+decode asks and gives up, no request     its room stays in the engine's tables: so many at most;
+                                         also where decode is silent, and cannot give it up
 a request is aborted before it is sent   the same, for ever: it is dropped with the abort
 """
 
@@ -231,7 +232,7 @@ class Ended:
             if known is not None and endpoint is not None:
                 _add(known.told, endpoint)
         is_taken = super()._handle_abort_notification(msg)
-        self._note_unrequested(room)
+        self.note_unrequested(room)
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
@@ -239,10 +240,11 @@ class Ended:
         super()._maybe_ack_drained_abort(room)
         self._drop_count(room)
 
-    def _note_unrequested(self, room: Optional[int]) -> None:
+    def note_unrequested(self, room: Optional[int]) -> None:
         """Of rooms without a request is kept what the engine needs, for the last ones."""
         with self.ended_lock:
-            if room in self.request_status and room not in self.requested:
+            is_kept = room in self.request_status or room in self.transfer_infos
+            if is_kept and room not in self.requested:
                 self.unrequested[room] = None
                 if len(self.unrequested) > MAX_ENDED:
                     oldest, _ = self.unrequested.popitem(last=False)

@@ -19,17 +19,22 @@ class SilentPeers(NoticesSilence, PeerQueues):
 
         The others keep its pages until we say that nothing is written; the engine says so.
         """
-        if self.request_status.get(room, KVPoll.Failed) in ENDED:
-            return
-        if self.may_free(room):
-            self.conclude_failure(bootstrap_room=room, failure_reason=reason)
-        else:
-            self.record_failure(room, reason)
-            self.update_status(room, KVPoll.Failed)
+        if self.request_status.get(room, KVPoll.Failed) not in ENDED:
+            if self.may_free(room):
+                self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+            else:
+                self.record_failure(room, reason)
+                self.update_status(room, KVPoll.Failed)
+        self.note_unrequested(room)  # who asked for it may never give it up
 
     def in_use(self) -> Set[str]:
-        """As `NoticesSilence`; also those that are written to, whose rooms may be cleared."""
-        return super().in_use().union(*(queue.busy() for queue in self.transfer_queues))
+        """As `NoticesSilence`; also those that are written to, whose rooms may be cleared.
+
+        Not those of rooms that are over, which are kept in case that a request comes.
+        """
+        rooms = list(self.transfer_infos.items())
+        open_rooms = [list(peers) for room, peers in rooms if room not in self.unrequested]
+        return set().union(*open_rooms, *(queue.busy() for queue in self.transfer_queues))
 
     def is_back(self, name: str) -> None:
         """A silent decode rank answers again."""
