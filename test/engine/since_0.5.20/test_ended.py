@@ -121,14 +121,15 @@ class KeptSlowly(dict):
 
 
 @backends
-def test_decode_whose_ask_is_being_kept_as_a_request_ends_hears_of_it(backend):
-    """On stock the thread that reads messages may end there."""
+@pytest.mark.parametrize("seconds", [0.02, 5 * ended.MAX_ASK_SECONDS])
+def test_decode_whose_ask_is_being_kept_as_a_request_ends_hears_of_it(backend, seconds):
+    """On stock the thread that reads messages may end there; it may be slow on a busy machine."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new(prefill)
     prefill.transfer_infos = KeptSlowly()
     with ThreadPoolExecutor(1) as scheduler:
         scheduler.submit(int).result()  # while messages are read, no thread is started
-        prefill.transfer_infos.meanwhile = lambda: wait([scheduler.submit(sender.abort)], 0.02)
+        prefill.transfer_infos.meanwhile = lambda: wait([scheduler.submit(sender.abort)], seconds)
         ask(prefill, decode)
     assert told(prefill) == [FAILED]
     assert not prefill.request_status and not prefill.transfer_infos

@@ -29,7 +29,10 @@ MAX_TOLD = 1024
 # Rooms that are remembered for having been written to without a known end; a rank has fewer open.
 MAX_POISONED = 1 << 16
 ABORT = b"ABORT"
+# How long one waits for the thread that reads messages while it keeps what decode asks for; and
+# where that is the room that ends: dropped half way, it would be kept for ever or end that thread.
 MAX_ASK_SECONDS = 0.1
+SAME_ROOM_SECONDS = 2.0
 
 Endpoint = Tuple[str, int]
 
@@ -52,6 +55,7 @@ class Ended:
         # Held while the engine keeps what decode asks for; no request is noted as ended meanwhile.
         self.ask_lock = threading.Lock()
         self.is_asked = False
+        self.asked_room: Optional[int] = None
         self.ask_patience = MAX_ASK_SECONDS
         # Rooms of senders that were collected, which may be at any time and within any lock.
         self.left: Deque[Tuple[int, Set[Endpoint]]] = deque()
@@ -74,7 +78,7 @@ class Ended:
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
-        with self._between_asks(), self.ended_lock:
+        with self._between_asks(room), self.ended_lock:
             self._note_ended(room, reason, told)
 
     def _note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
@@ -86,7 +90,7 @@ class Ended:
     def refuse(self, room: int, reason: str) -> None:
         """A request has failed that never had a sender: decode ranks are told, or when they ask."""
         self.drop_left()
-        with self._between_asks(), self.ended_lock:
+        with self._between_asks(room), self.ended_lock:
             if room in self.requested:  # another of that number
                 return
             self._note_ended(room, reason, set())
@@ -139,7 +143,7 @@ class Ended:
             self._drop_left(room, told)
 
     def _drop_left(self, room: int, told: Set[Endpoint]) -> None:
-        with self._between_asks(), self.ended_lock:
+        with self._between_asks(room), self.ended_lock:
             if room in self.requested:  # another of that number
                 return
             if self.request_status.get(room) == KVPoll.Failed:
@@ -186,9 +190,11 @@ class Ended:
         )
 
     @contextlib.contextmanager
-    def _between_asks(self) -> Iterator[None]:
+    def _between_asks(self, room: int) -> Iterator[None]:
         """Not in the midst of one; for a thread that does not come back is waited once."""
         has_lock = self.ask_lock.acquire(timeout=self.ask_patience)
+        if not has_lock and self.asked_room == room:
+            has_lock = self.ask_lock.acquire(timeout=SAME_ROOM_SECONDS)
         self.ask_patience = MAX_ASK_SECONDS if has_lock else 0
         try:
             yield
@@ -209,6 +215,7 @@ class Ended:
         to keep it, `end_ask` must follow: the room cannot end meanwhile.
         """
         self.drop_left()
+        self.asked_room = info.room  # before it is waited for
         self.is_asked = self.ask_lock.acquire()
         if info.is_dummy:
             return False
