@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 from managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER, queued
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import EngineCommonKVSender
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
+SENDERS = {"mooncake": MooncakeKVSender, "nixl": NixlKVSender}
 ROOM = 7
 
 
@@ -78,6 +82,19 @@ def test_a_peer_that_never_registered(backend):
     assert has_failed(prefill) == (
         f"decode {PEER[backend]} asks for room {ROOM} and is not registered with this prefill"
     )
+
+
+@backends
+def test_such_a_peer_where_decode_has_context_parallelism(backend):
+    """How much is sent at once depends on its registration; the engine raises in the scheduler."""
+    prefill = asked(backend, is_registered=False)
+    prefill._dcp_pack_max_tokens = 512
+    sender = SENDERS[backend](prefill, "127.0.0.1:8998", ROOM)
+    with pytest.raises(KeyError):
+        EngineCommonKVSender.get_max_transfer_tokens(sender)
+    assert sender.get_max_transfer_tokens() == 512
+    add(prefill, 0, 4)
+    assert "is not registered with this prefill" in has_failed(prefill)
 
 
 @backends

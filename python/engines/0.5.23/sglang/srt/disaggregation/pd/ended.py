@@ -300,6 +300,13 @@ class EndingSender:
             self.clear()
             self.reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
+    def get_max_transfer_tokens(self) -> Optional[int]:
+        """As the engine's; a chunk to a decode rank that is not registered fails its room later."""
+        try:
+            return super().get_max_transfer_tokens()
+        except (KeyError, RuntimeError):  # or another one asks just now
+            return self.kv_mgr._dcp_pack_max_tokens
+
     def failure_exception(self):
         """As the engine's, with the reason that is kept here."""
         if self.reason is not None:
