@@ -599,3 +599,15 @@ def test_rooms_that_were_written_to_last_of_all_are_remembered(backend, monkeypa
         prefill._staging_outstanding[room] += 1
         prefill.poison_deferred_ack_room(room)
     assert prefill._deferred_ack_poisoned_rooms == {2, 4, 5} == set(prefill._staging_outstanding)
+
+
+@backends
+def test_no_reason_is_kept_of_one_whose_request_is_gone(backend):
+    """NIXL's worker notes one for each write of which it does not know the end."""
+    prefill = prefill_rank(backend)
+    sender = new(prefill)
+    for _ in range(2):
+        prefill.record_failure(ROOM, "left a handle running")
+        prefill.poison_deferred_ack_room(ROOM)
+        assert len(prefill.failure_records) == (not sender.is_cleared)
+        sender.clear()

@@ -162,6 +162,7 @@ def test_a_worker_waits_for_no_silent_peer_whose_room_was_cleared(monkeypatch):
     assert awaited(lambda: not queue.busy(), 10, 0.01)
     prefill.look_at_peers()
     assert not (prefill.prepared or prefill.silent or prefill.decode_kv_args_table)
+    assert not prefill.failure_records
 
 
 @pytest.mark.parametrize("is_described", [True, False])

@@ -129,6 +129,8 @@ class Ended:
                 oldest, _ = self.poisoned.popitem(last=False)
                 self._deferred_ack_poisoned_rooms.discard(oldest)
                 self._staging_outstanding.pop(oldest, None)
+        if room not in self.request_status:  # nobody asks why it failed
+            self.failure_records.pop(room, None)
 
     def drop_left(self) -> None:
         """Rooms of requests that are gone, and that nobody has cleared.
