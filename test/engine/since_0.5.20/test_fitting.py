@@ -369,6 +369,27 @@ def test_a_server_that_is_gone_is_not_told_and_the_next_one_is(bootstrap, monkey
     assert f"Prefill {HOST}:{port} was not told that room 6 failed" in caplog.text
 
 
+def test_one_that_does_not_answer_is_asked_once_in_a_while(bootstrap, monkeypatch):
+    """Each time takes seconds, in which no other server is told."""
+    asked = []
+
+    def timed_out(address: str) -> list[dict]:
+        asked.append(address)
+        raise OSError("timed out")
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(fitting, "_all_ranks", timed_out)
+        thread, told = untold(monkeypatch)
+        for room in range(5):
+            thread.add(bootstrap.address, room)
+        assert awaited(lambda: asked and not thread.rooms, SECONDS, 0.01)
+        time.sleep(0.1)  # with the last one
+    assert asked == [bootstrap.address] and not told
+    monkeypatch.setattr(fitting.time, "monotonic", lambda now=time.monotonic: now() + 11)
+    thread.add(bootstrap.address, 7)
+    assert awaited(lambda: told, SECONDS, 0.01)
+
+
 def test_a_rank_that_cannot_be_told_ends_no_thread(bootstrap, monkeypatch, caplog):
     thread, told = untold(monkeypatch, fails=[6])
     thread.add(bootstrap.address, 6)

@@ -24,6 +24,8 @@ TELL_AFTER_SECONDS = 0.5
 MAX_UNTOLD = 4096
 # For how long a server's ranks are known, and of how many servers.
 KNOWN_SECONDS = 60.0
+# How long one that has not answered is not asked again; its rooms are not told meanwhile.
+UNANSWERED_SECONDS = 10.0
 MAX_SERVERS = 1024
 
 
@@ -120,9 +122,13 @@ class Untold:
     def _ranks(self, address: str) -> list[dict]:
         ranks, until = self.known.get(address, ([], 0.0))
         if time.monotonic() >= until:
-            ranks = _all_ranks(address)
             if len(self.known) >= MAX_SERVERS:
                 self.known.clear()
+            try:
+                ranks = _all_ranks(address)
+            except Exception:
+                self.known[address] = ([], time.monotonic() + UNANSWERED_SECONDS)
+                raise
             self.known[address] = (ranks, time.monotonic() + KNOWN_SECONDS)
         return ranks
 
