@@ -189,7 +189,7 @@ def test_an_answer_that_nobody_came_for_says_nothing_once_its_server_is_forgotte
     assert not decode.try_ensure_parallel_info(ADDRESS)
     bootstrap.open.set()
     assert awaited(decode.asking[ADDRESS].done, PATIENCE, 0.01)
-    decode._forget_server(ADDRESS)
+    decode.forget_server(ADDRESS)
     assert not decode.try_ensure_parallel_info(ADDRESS)
     assert becomes_known(decode) and dp_rank_of(decode, 7) == 1
 
@@ -273,6 +273,42 @@ def test_a_request_that_waits_for_a_lost_rank_fails(asked):
     receiver.clear()
 
 
+def test_over_any_backend_it_is_known_when_a_rank_is_silent():
+    """Mori's managers do not notice decode ranks that are."""
+
+    class Mori(routes.Routes):
+        connection_lock, connection_pool = threading.Lock(), {}
+
+    manager = Mori()
+    manager.look_at_servers()
+    assert not manager.is_silent({"rank_ip": "127.0.0.1", "rank_port": 1})
+
+
+def test_no_message_waits_for_a_rank_that_is_silent(asked, bootstrap, monkeypatch):
+    """Each second another request would register with it, which may take megabytes."""
+    decode, receiver = asked
+    assert awaited(lambda: decode.request_status[7] == KVPoll.Failed, PATIENCE, 0.01)
+    receiver.clear()
+    sent = []
+    monkeypatch.setattr(PeerSocket, "send_multipart", lambda self, frames: sent.append(frames))
+
+    def is_served(room: int) -> bool:
+        assert becomes_known(decode)
+        another = NixlKVReceiver(decode, ADDRESS, room)
+        another.init(0)
+        state = another.poll()
+        another.clear()
+        return state == KVPoll.WaitingForInput
+
+    assert not is_served(8) and not sent
+    assert "has not answered for 1.5 s" in decode.failure_records[8]
+    assert ADDRESS not in decode.prefill_info_table
+    with zmq.Context.instance().socket(zmq.PULL) as rank:
+        rank.bind(f"tcp://127.0.0.1:{bootstrap.port}")
+        assert awaited(lambda: is_served(9), PATIENCE, 0.1)
+    assert sent
+
+
 def test_a_request_that_is_over_is_not_looked_at(asked):
     decode, receiver = asked
     decode.update_status(7, KVPoll.Success)
@@ -298,7 +334,7 @@ class LookedUp(dict):
 
 
 @backends
-@pytest.mark.parametrize("forget", ["_forget_server", "_handle_node_failure"])
+@pytest.mark.parametrize("forget", ["forget_server", "_handle_node_failure"])
 def test_a_server_that_is_lost_while_a_request_is_opened(backend, forget, bootstrap):
     """The scheduler would end with a KeyError."""
     decode = decode_rank(backend)

@@ -156,7 +156,15 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         message: List[bytes],
         operation: Literal["_register_kv_args", "send_metadata"],
     ) -> bool:
-        """As the engine's; what our buffers hold goes to ranks that read it."""
+        """As the engine's; what our buffers hold goes to ranks that read it.
+
+        Nothing goes to one that is silent, where it would wait with all that is sent after it.
+        """
+        if self.kv_mgr.is_silent(bootstrap_info):
+            self.kv_mgr.fail_waiting(self.bootstrap_room, bootstrap_info)
+            self.conclude_state = KVPoll.Failed
+            self.kv_mgr.forget_server(self.bootstrap_addr)
+            return False
         if not bootstrap_info.get("reads_layouts"):
             message = [frame for frame in message if not is_ours(frame)]
         return super()._send_bootstrap_message(

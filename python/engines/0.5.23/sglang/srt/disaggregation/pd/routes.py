@@ -19,8 +19,9 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.fitting import asked
-from sglang.srt.disaggregation.pd.peer_sockets import RankLook
-from sglang.srt.disaggregation.pd.silence import VARIABLE
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, RankLook
+from sglang.srt.disaggregation.pd.silence import DEFAULT_SECONDS, LEAST_SECONDS, VARIABLE
+from sglang.srt.disaggregation.pd.variables import seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Routes:
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
+        self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, LEAST_SECONDS)
         self.asking: Dict[str, Future] = {}
         # Held while a request is opened, which looks a server up twice, and while one is forgotten.
         self.servers_lock = threading.RLock()
@@ -99,14 +101,14 @@ class Routes:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
             if any(map(look.is_lost, ranks)):
-                self._forget_server(key.rsplit("_", 3)[0])  # behind it are numbers
+                self.forget_server(key.rsplit("_", 3)[0])  # behind it are numbers
         for room, ranks in list(self.asked_ranks.items()):
             silent = [rank for rank in ranks if look.is_silent(rank)]
             if silent:
                 self.asked_ranks.pop(room, None)
-                self._fail_waiting(room, silent[0])
+                self.fail_waiting(room, silent[0])
 
-    def _forget_server(self, address: str) -> None:
+    def forget_server(self, address: str) -> None:
         logger.warning(f"Prefill {address} has lost a rank or is another by now; it is asked again")
         with self.servers_lock:
             self.prefill_info_table.pop(address, None)
@@ -129,14 +131,20 @@ class Routes:
         for numbers, known in list(ranks.items())[:1]:
             with contextlib.suppress(Exception), requests.Session() as session:
                 if _place(asked(bootstrap_addr, *numbers, session)) != _place(known):
-                    self._forget_server(bootstrap_addr)
+                    self.forget_server(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
         """As the engine's, but not while a request is opened."""
         with self.servers_lock:
             super()._handle_node_failure(failed_bootstrap_addr)
 
-    def _fail_waiting(self, room: int, rank: dict) -> None:
+    def is_silent(self, rank: dict) -> bool:
+        """Whether requests to this prefill rank are to fail; it is known when it answers again."""
+        socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
+        socket.open()
+        return socket.silent_for() >= self.silent_seconds
+
+    def fail_waiting(self, room: int, rank: dict) -> None:
         if self.request_status.get(room) in (KVPoll.Success, KVPoll.Failed, None):
             return
         self.record_failure(
