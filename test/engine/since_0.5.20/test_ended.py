@@ -136,6 +136,22 @@ def test_decode_whose_ask_is_being_kept_as_a_request_ends_hears_of_it(backend, s
 
 
 @backends
+def test_staging_buffers_are_asked_for_when_all_decode_ranks_have_asked(backend, monkeypatch):
+    """The scheduler would go through those of a room while another one is added, and may end."""
+    prefetched = []
+    engine = managers.ENGINES[backend]
+    monkeypatch.setattr(engine, "_prefetch_staging_reqs", lambda _, room: prefetched.append(room))
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    for ranks, expected in ((2, []), (1, [ROOM])):
+        asked = managers.request(decode, ROOM, range(4), required_dst_info_num=ranks)
+        managers.read(prefill, asked)
+        prefill._prefetch_staging_reqs(ROOM)
+        assert prefetched == expected
+    assert sender.poll() == KVPoll.WaitingForInput
+
+
+@backends
 def test_nobody_waits_for_a_reader_that_does_not_come_back(backend):
     """Not the scheduler for each of many rooms, one after the other."""
     prefill = prefill_rank(backend)

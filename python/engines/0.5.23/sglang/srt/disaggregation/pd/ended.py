@@ -232,6 +232,11 @@ class Ended:
         self._tell_ended(info.room, [endpoint], known.reason)
         return True
 
+    def _prefetch_staging_reqs(self, room: int) -> None:
+        """As the engine's, once all decode ranks of the room, which it goes through, have asked."""
+        if self.request_status.get(room, KVPoll.Failed) > KVPoll.Bootstrapping:
+            super()._prefetch_staging_reqs(room)
+
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
         """As the engine's; who gives a room up knows that it fails, and is not told so."""
         self.drop_left()
