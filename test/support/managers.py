@@ -196,6 +196,7 @@ def rank(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **more):
         setattr(manager, name, value)
     manager.told = []
     manager.meet = manager.heard = lambda *peer: None  # no sockets
+    manager.is_silent = lambda rank: False
     manager.connect_early = lambda *peer: None  # no thread
     manager._send_multipart_locked = lambda endpoint, frames, is_ipv6=False: manager.told.append(
         (endpoint, frames)

@@ -194,6 +194,7 @@ def test_a_description_is_sent_to_ranks_that_read_it(backend, reads, monkeypatch
     monkeypatch.setattr(engine, "_send_bootstrap_message", lambda self, **said: sent.append(said))
     decode = managers.rank(backend, managers.latents(), DECODE)
     receiver = object.__new__(managers.common.CommonKVReceiver)
+    receiver.kv_mgr = decode
     info = {"rank_ip": "127.0.0.1", "rank_port": 1, **({"reads_layouts": True} if reads else {})}
     said = {"bootstrap_info": info, "operation": "_register_kv_args"}
     receiver._send_bootstrap_message(message=registration(decode), **said)
