@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from serving_checks import NOT_JOINED, joined
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
@@ -173,6 +174,34 @@ def test_a_port_that_was_listened_on_is_not_held():
     command = [sys.executable, "-c", script.format(sys.path, port)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == f"[{port}]\n", found
+
+
+@pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
+def test_a_fleet_that_memfabric_did_not_let_join_is_started_anew(refused, starts):
+    begun = []
+
+    def serve() -> str:
+        begun.append(1)
+        if len(begun) <= refused:
+            raise cluster.ServerFailed(f"decode ended\n{NOT_JOINED}.")
+        return "served"
+
+    if refused < starts:
+        assert joined(serve) == "served"
+    else:
+        with pytest.raises(cluster.ServerFailed):
+            joined(serve)
+    assert len(begun) == starts
+
+
+def test_one_that_fails_otherwise_is_not():
+    failures = iter([cluster.ServerFailed("no such model")])
+
+    def fails_once() -> None:
+        raise next(failures)
+
+    with pytest.raises(cluster.ServerFailed, match="no such model"):
+        joined(fails_once)
 
 
 def test_silence_is_a_hang_and_refusal_is_not(tmp_path):

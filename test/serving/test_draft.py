@@ -5,7 +5,7 @@ accepted says whether what it needs has come with the KV.
 """
 
 import pytest
-from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record, tool
+from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, joined, outcome, record, tool
 from serving_scenarios import (
     DECODE,
     DRAFTED,
@@ -105,18 +105,23 @@ def serves(reference, drafted_alone):
 
     def served(drafted: Drafted, engine: str) -> tuple[list[cluster.Answer], str, str]:
         expected, by_one = reference(drafted.model, NEW_TOKENS), drafted_alone(drafted)
-        servers = fleet(drafted, engine)
-        with cluster.running(servers):
-            if drafted.topology.backend == "ascend":
-                await_peers(memfabric_for(engine))
-            may_hang = engine == "stock" and drafted.stock == "hang"
-            lost_after = LOST_SECONDS if may_hang else SLOW_SECONDS
-            answers = ask(servers[-1], is_lost=Lost(*servers[:2], lost_after))
-            result, detail = outcome(answers, ended(servers), expected)
-            if result == "right":
-                lost = Lost(*servers[:2], lost_after)
-                together = ask(servers[-1], at_once=None, is_lost=lost)
-                result, detail = outcome(together, ended(servers), expected)
+
+        def answered() -> tuple[list[cluster.Answer], str, str]:
+            servers = fleet(drafted, engine)
+            with cluster.running(servers):
+                if drafted.topology.backend == "ascend":
+                    await_peers(memfabric_for(engine))
+                may_hang = engine == "stock" and drafted.stock == "hang"
+                lost_after = LOST_SECONDS if may_hang else SLOW_SECONDS
+                answers = ask(servers[-1], is_lost=Lost(*servers[:2], lost_after))
+                result, detail = outcome(answers, ended(servers), expected)
+                if result == "right":
+                    lost = Lost(*servers[:2], lost_after)
+                    together = ask(servers[-1], at_once=None, is_lost=lost)
+                    result, detail = outcome(together, ended(servers), expected)
+            return answers, result, detail
+
+        answers, result, detail = joined(answered)
         rounds = [answer.rounds for answer in answers]
         record(
             "draft",

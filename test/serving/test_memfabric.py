@@ -4,7 +4,7 @@ import httpx
 import pytest
 from fleet import prepare
 from of_release import IS_LATER
-from serving_checks import Lost, outcome
+from serving_checks import NOT_JOINED, Lost, outcome
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
 from pd_harness import cluster
@@ -27,8 +27,6 @@ FLEETS = {
 }
 PATIENCE = 120
 ATTEMPTS = 3
-# When two ranks join the store at the same moment, one of them may fail so; its server ends.
-NOT_JOINED = "smem trans create failed"
 # What releases of MemFabric do now and then, after which servers are started anew.
 BY_CHANCE = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
 

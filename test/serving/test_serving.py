@@ -8,7 +8,15 @@ import time
 
 import pytest
 from of_release import IS_DEFAULT
-from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, outcome, record, retractions
+from serving_checks import (
+    LOST_SECONDS,
+    SLOW_SECONDS,
+    Lost,
+    joined,
+    outcome,
+    record,
+    retractions,
+)
 from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
 from stray import send_stray
 
@@ -100,7 +108,7 @@ def serves(reference):
             pytest.skip(reason)
         expected = reference(scenario.model, scenario.new_tokens, scenario.asked())
         start = time.monotonic()
-        answers, ended = serve(scenario, prefill_engine, decode_engine, seconds, lost_after)
+        answers, ended = joined(lambda: serve(scenario, *engines, seconds, lost_after))
         result, detail = outcome(answers, ended, expected)
         record(
             "serving",
