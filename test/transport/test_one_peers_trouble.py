@@ -123,3 +123,16 @@ def test_another_server_is_served(serve, name):
             assert end["state"] in ("failed", "success"), end
         first.call("accept")
         assert awaited(is_served_again, 20, 0.5)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not IS_LATER, reason="0.5.9's scheduler writes over NIXL itself")
+def test_another_is_served_when_the_requests_of_a_stopped_one_are_given_up(serve):
+    """Sooner than it is known as silent; prefill's only worker is writing to it."""
+    with serve(fleet_of("nixl_tcp", **ONE_QUEUE)) as servers:
+        first, other, rooms = open_rooms(servers)
+        with stopped(first), ThreadPoolExecutor(2) as pool:
+            servers.prefill[0].call("send_at_once", requests=rooms, seconds=2)
+            received, _ = another_asks(servers, pool, other, [], 60)
+            answer = received.result()
+    assert answer["state"] == "right" and in_time(answer["seconds"], 2 * NOTICED_SECONDS), answer
