@@ -43,6 +43,8 @@ HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
 PROBES = Side(environment=PROBING)
+# Seconds for which decode keeps pages that may be written to.
+KEPT = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
 NSA = {"layers": 4, "mla": True, "index_keys": True, "page_size": 64}
 
 
@@ -256,8 +258,8 @@ def test_one_of_two_decode_ranks_is_not_reached(serve, backend):
     ids=["tp2", "pp2", "tp2_too_long"],
 )
 def test_decode_waits_for_the_other_senders(serve, backend, side, wait, told_within):
-    """Pages are not given away while one of them may still write there, for at most 5 s."""
-    with serve(Fleet(side, backend=backend)) as servers:
+    """Pages are not given away while one of them may still write there, for at most 5 s here."""
+    with serve(Fleet(side, Side(environment=KEPT), backend=backend)) as servers:
         assert_right(servers)
         slow, failing = servers.prefill
         slow.call("plan_faults", how="wait", at=[1], seconds=wait)
