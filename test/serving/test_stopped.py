@@ -38,7 +38,12 @@ pytestmark = [
 ]
 
 AT_ONCE = 3  # seconds, for an answer of the server that lives
-ADDED_MS = 50  # by the attack, to a pause of the loop that has forward passes in it, too
+# For one in many chunks over Mooncake, whose writes take turns here, of a second at most.
+IN_TURNS = 10
+# Milliseconds that the attack may add to a pause of the loop, in which forward passes are, too, and
+# with two stages the other's. Whoever waits for a peer does so for longer.
+ADDED_MS = 50
+ADDED_TO_STAGES_MS = 150
 ASKED = 5  # for which stock's scheduler waits for a bootstrap server
 # Seconds, for requests to the one that is stopped. On 0.5.9 they fail after 40: 5 until ZeroMQ
 # tells, 5 of silence, and 30 in which their pages may be written to; Mooncake's 30 s later.
@@ -146,7 +151,7 @@ def test_the_other_decode_servers_requests_are_answered(backend, reference):
                 assert found == right
                 slowest = max(slowest, seconds)
                 # By now writes to it have failed, or its memory has taken them.
-                assert awaited(lambda: holds_nothing(prefill), FAILED)
+                assert awaited(lambda: holds_nothing(prefill), FAILED, 1)
                 pause_ms = max(pause_ms, longest_pause_ms(look(prefill)))
             answer, _ = lost.result()
             assert answer.status_code >= 500 or tokens(answer) == expected, answer.text
@@ -154,9 +159,9 @@ def test_the_other_decode_servers_requests_are_answered(backend, reference):
         for server in servers:
             assert awaited(lambda server=server: holds_nothing(server), 60), server.name
     case = "decode server stopped twice in mid-prompt"
-    keep(case, backend, "patched", pause_ms, [slowest], {}, before_ms=before_ms)
-    assert in_time(slowest, AT_ONCE), slowest
-    assert in_time(pause_ms - before_ms, ADDED_MS), (pause_ms, before_ms)
+    keep(case, backend, "patched", pause_ms, [round(slowest, 2)], {}, before_ms=before_ms)
+    assert in_time(slowest, IN_TURNS if backend == "mooncake" else AT_ONCE), slowest
+    assert in_time(pause_ms - before_ms, ADDED_TO_STAGES_MS), (pause_ms, before_ms)
 
 
 def long_prompt(seed: int) -> list[int]:

@@ -46,7 +46,9 @@ def two_prefill_servers(
         cluster.prefill_server(topology, *given, name=name, environment=environment)
         for name in ("first", "second")
     )
-    decode = cluster.decode_server(topology, *given, environment=environment)
+    # A loop that is told to stand still is not what is asked for.
+    awake = {"environment": environment, "idle_sleep": False}
+    decode = cluster.decode_server(topology, *given, **awake)
     with cluster.running([first, second, decode]):
         for server in (first, second):
             answer, _ = ask(server, decode)
@@ -66,7 +68,7 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
         "environment": {**SILENT, **topology.memfabric("patched"), **probed(logs / "probe")},
         "chunk": CHUNK,
     }
-    prefill = cluster.prefill_server(topology, *given, **both)
+    prefill = cluster.prefill_server(topology, *given, **both, idle_sleep=False)
     first, second = (
         cluster.decode_server(topology, *given, name=name, **both) for name in ("first", "second")
     )
