@@ -1,4 +1,7 @@
-"""One address that leads to one server after the other, as a service of Kubernetes does."""
+"""One address that leads to one server after the other, as a service of Kubernetes does.
+
+Connections that there are stay where they are.
+"""
 
 import contextlib
 import socket
@@ -10,22 +13,17 @@ from pd_harness.ports import HOST
 
 
 class Address(socketserver.ThreadingTCPServer):
-    """Listens on a port of its own; connections end when it leads elsewhere."""
+    """Listens on a port of its own; `leads_to` is the port of new connections."""
 
     daemon_threads = True
 
     def __init__(self, port: int):
         super().__init__((HOST, 0), _Connection)
-        self.leads_to, self.connected = port, set()
+        self.leads_to = port
 
     @property
     def port(self) -> int:
         return self.server_address[1]
-
-    def lead_to(self, port: int) -> None:
-        self.leads_to = port
-        for one in list(self.connected):
-            _end(one)
 
 
 @contextlib.contextmanager
@@ -42,13 +40,10 @@ def one_address(port: int) -> Iterator[Address]:
 class _Connection(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         with socket.create_connection((HOST, self.server.leads_to)) as far:
-            ends = {self.request, far}
-            self.server.connected |= ends
             back = threading.Thread(target=_carry, args=(far, self.request))
             back.start()
             _carry(self.request, far)
             back.join()
-            self.server.connected -= ends
 
 
 def _carry(source: socket.socket, sink: socket.socket) -> None:
@@ -56,9 +51,5 @@ def _carry(source: socket.socket, sink: socket.socket) -> None:
         while part := source.recv(1 << 16):
             sink.sendall(part)
     for one in (source, sink):
-        _end(one)
-
-
-def _end(one: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)

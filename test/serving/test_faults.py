@@ -1,7 +1,6 @@
 """A server killed in the middle of a transfer: what the client sees, and how the others go on."""
 
 import asyncio
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ from serving_scenarios import (
     FOUR_HEADS,
     NEW_TOKENS,
     SIX_HEADS,
+    long_prompt,
     model_folder,
     prompts,
 )
@@ -22,9 +22,6 @@ from pd_harness.waiting import busy
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-# Prefilled, and sent, in many chunks. Not longer, for prefill computes them all before it says
-# that decode is dead.
-LONG_PROMPT = 1500
 CHUNK = 64
 # The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
 HEARTBEAT = {
@@ -143,7 +140,7 @@ def _hang_up(backend, servers, expected) -> None:
     async def ask_and_hang_up() -> None:
         with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = asyncio.create_task(
-                cluster.ask_all(router.url, [_long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
+                cluster.ask_all(router.url, [long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
             )
             await asyncio.to_thread(reached)
             asking.cancel()
@@ -163,18 +160,12 @@ def _hang_up(backend, servers, expected) -> None:
     )
 
 
-def _long_prompt(seed: int) -> list[int]:
-    """Another for each use: prefill keeps for reuse what it has computed of one."""
-    source = random.Random(seed)
-    return [source.randrange(256) for _ in range(LONG_PROMPT)]
-
-
 def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     """How the client's request fails, and how long after the kill."""
     with ThreadPoolExecutor() as pool:
         # What is prefilled of a prompt is sent while its next chunk is computed.
         with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
-            asking = pool.submit(cluster.ask, router.url, [_long_prompt(2)], NEW_TOKENS, PATIENCE)
+            asking = pool.submit(cluster.ask, router.url, [long_prompt(2)], NEW_TOKENS, PATIENCE)
             reached()
             start = time.monotonic()
             dying.stop()  # kills all its processes

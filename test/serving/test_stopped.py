@@ -4,7 +4,6 @@ A prefill server, while a decode server has requests of both; then a decode serv
 """
 
 import contextlib
-import random
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,9 +12,10 @@ import pytest
 from of_release import IS_LATER
 from probed import held_in_mid_prompt, longest_pause_ms, look
 from serving_checks import holds_nothing, stopped
-from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, prompts
+from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, long_prompt, prompts
 from three_servers import (
     CHUNK,
+    MARKS,
     PATIENCE,
     ask,
     keep,
@@ -26,16 +26,9 @@ from three_servers import (
 )
 
 from pd_harness.cluster import Server
-from pd_harness.device import device
 from pd_harness.waiting import awaited, in_time
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.alone,
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
-]
+pytestmark = MARKS
 
 AT_ONCE = 3  # seconds, for an answer of the server that lives
 # For one in many chunks over Mooncake, whose writes take turns here, of a second at most.
@@ -49,7 +42,6 @@ ASKED = 5  # for which stock's scheduler waits for a bootstrap server
 # tells, 5 of silence, and 30 in which their pages may be written to; Mooncake's 30 s later.
 FAILED = 40 if IS_LATER else 80
 ROUNDS = 12  # of one request to each server, a second apart
-LONG_PROMPT = 1500  # tokens
 
 
 @contextlib.contextmanager
@@ -162,9 +154,3 @@ def test_the_other_decode_servers_requests_are_answered(backend, reference):
     keep(case, backend, "patched", pause_ms, [round(slowest, 2)], {}, before_ms=before_ms)
     assert in_time(slowest, IN_TURNS if backend == "mooncake" else AT_ONCE), slowest
     assert in_time(pause_ms - before_ms, ADDED_TO_STAGES_MS), (pause_ms, before_ms)
-
-
-def long_prompt(seed: int) -> list[int]:
-    """Another for each use: prefill keeps for reuse what it has computed of one."""
-    source = random.Random(seed)
-    return [source.randrange(256) for _ in range(LONG_PROMPT)]

@@ -8,18 +8,11 @@ from one_address import one_address
 from probed import longest_pause_ms, look
 from serving_checks import holds_nothing
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, prompts
-from three_servers import ask, keep, tokens, two_prefill_servers
+from three_servers import MARKS, ask, keep, tokens, two_prefill_servers
 
-from pd_harness.device import device
 from pd_harness.waiting import awaited
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.alone,
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
-]
+pytestmark = MARKS
 
 # Seconds after which either side gives up a request that the other one does not have.
 GIVEN_UP = {
@@ -44,7 +37,7 @@ def test_requests_go_to_the_new_one(backend, engine, reference):
 
             assert answer_of(first) == expected
             look(decode)
-            address.lead_to(second.bootstrap_port)
+            address.leads_to = second.bootstrap_port
             begun, asked = time.monotonic(), []
 
             def is_served() -> bool:

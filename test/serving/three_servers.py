@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 import httpx
+import pytest
 from of_release import IS_LATER
 from probed import go_first, probed
 from serving_checks import record
@@ -15,8 +16,16 @@ from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
 
 from pd_harness import cluster
 from pd_harness.cluster import Server, Topology
+from pd_harness.device import device
 from pd_harness.ports import free_ports
 
+MARKS = [
+    pytest.mark.serving,
+    pytest.mark.alone,
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
+]
 PATIENCE = 60 if IS_LATER else 90  # seconds, for any answer
 CHUNK = 64  # tokens of a prompt that are prefilled, and sent, at once
 SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}

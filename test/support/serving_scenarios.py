@@ -54,6 +54,7 @@ SEVEN_LAYERS_MLA = MLA(layers=7)
 NEW_TOKENS = 12
 # From one token to many pages; the last is prefilled, and sent, in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
+LONG_PROMPT = 1500
 PAGE_SIZE = NPU_PAGE_SIZE if device() == "npu" else 16  # of scenarios over `ascend`
 
 
@@ -61,6 +62,16 @@ def prompts() -> list[list[int]]:
     """Token ids that share no prefix, the same in every run."""
     source = random.Random(0)
     return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def long_prompt(seed: int) -> list[int]:
+    """Token ids that are prefilled, and sent, in many chunks.
+
+    Another for each use: prefill keeps for reuse what it has computed of one. Not longer, for
+    prefill computes all of it before it says that decode is dead.
+    """
+    source = random.Random(seed)
+    return [source.randrange(256) for _ in range(LONG_PROMPT)]
 
 
 def pages(lengths: Iterable[int], page_size: int) -> int:
