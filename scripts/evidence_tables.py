@@ -36,7 +36,8 @@ def heading() -> list[str]:
 def taken() -> str:
     """A sentence: when each step was taken last."""
     days = measures().get("days", {})
-    return f"Taken on: {', '.join(f'{step} {day}' for step, day in days.items())}."
+    steps = ", ".join(f"{step} on {day}" for step, day in days.items())
+    return f"Steps were taken last: {steps or 'none'}."
 
 
 def figures(measures: dict) -> list[str]:

@@ -148,16 +148,20 @@ def test_all_ports_that_dp_attention_takes_are_held(tmp_path, monkeypatch):
     assert held == [cluster.DIST_PORTS] and held[0] > DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 
+def chosen_elsewhere(*ports: int) -> subprocess.CompletedProcess:
+    """Another process, which prints one of these ports that it has chosen."""
+    script = f"import sys; sys.path[:0] = {sys.path!r}; from pd_harness.ports import free_ports; "
+    script += f"print(free_ports(1, {list(ports)}))"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
 def test_what_one_process_has_chosen_no_other_does():
     """Nothing listens there yet."""
-    script = "import sys; sys.path[:0] = {0!r}; from pd_harness.ports import free_ports; "
-    script += "print(free_ports(1, [{1}, {2}]))"
     mine, other = free_ports(2)
     with socket.socket() as listener:
         listener.bind((cluster.HOST, other))
         listener.listen()
-        command = [sys.executable, "-c", script.format(sys.path, mine, other)]
-        found = subprocess.run(command, capture_output=True, text=True)
+        found = chosen_elsewhere(mine, other)
     assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
 
 
@@ -169,10 +173,7 @@ def test_a_port_that_was_listened_on_is_not_held():
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match="no 1 free ports"):
             free_ports(1, [port])
-    script = "import sys; sys.path[:0] = {0!r}; from pd_harness.ports import free_ports; "
-    script += "print(free_ports(1, [{1}]))"
-    command = [sys.executable, "-c", script.format(sys.path, port)]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = chosen_elsewhere(port)
     assert found.stdout == f"[{port}]\n", found
 
 

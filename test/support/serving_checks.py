@@ -17,8 +17,8 @@ from pd_harness.device import DTYPES, device
 
 Answered = TypeVar("Answered")
 
-# What MemFabric 1.0.8 says where two ranks join its store at one moment, now and then, to one of
-# them; its server ends.
+# MemFabric 1.0.8 refuses, now and then, one of two ranks that join its store at the same moment; it
+# says this, and the server of that rank ends.
 NOT_JOINED = "smem trans create failed"
 STARTS = 3
 # Another TP size or kernel sums in another order. In half precision that may also decide between
@@ -40,15 +40,15 @@ def tool(*words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def joined(serve: Callable[[], Answered], starts: int = STARTS) -> Answered:
-    """What it returns; served anew where a rank could not join MemFabric's store."""
-    for left in reversed(range(starts)):
+def joined(serve: Callable[[], Answered]) -> Answered:
+    """What ``serve`` returns; it is called again where a rank could not join MemFabric's store."""
+    for _ in range(STARTS - 1):
         try:
             return serve()
         except cluster.ServerFailed as error:
-            if not left or NOT_JOINED not in str(error):
+            if NOT_JOINED not in str(error):
                 raise
-    raise ValueError("it is to be served no time")
+    return serve()
 
 
 def outcome(
