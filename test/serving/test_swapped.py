@@ -19,7 +19,7 @@ GIVEN_UP = {
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
 }
-SERVED = 8  # seconds: decode looks every 5 who is there
+SERVED = 15  # seconds: decode looks every 5 who is there, and asks then; 8 were seen
 NEVER = 25  # stock learns it when a request that it sent to the one before has failed
 
 

@@ -474,7 +474,8 @@ class RankBase(ABC):
         """Abort a room some seconds after it was opened, or before, if that is below 0.
 
         If this rank does not abort, another one does, with which it votes. `changed` are the
-        buffers that prefill still writes to when the room is over, and its pages belong to others.
+        buffers that prefill still writes to when the room is over, and its pages belong to others;
+        `over_at` is when it was, on the monotonic clock.
         """
         receiver = self._receiver(room)
         first = receiver.poll()
@@ -488,13 +489,13 @@ class RankBase(ABC):
                 receiver.abort()
         begun = time.monotonic()
         end = self._await(receiver, seconds)
-        waited = time.monotonic() - begun
+        over_at = time.monotonic()
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         time.sleep(LATE_SECONDS)
         now = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         before, self.expected = self.expected, now
         changed = [str(key) for key in now if not np.array_equal(now[key], before[key])]
-        return {**end, "changed": changed, "waited": waited}
+        return {**end, "changed": changed, "waited": over_at - begun, "over_at": over_at}
 
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         ends = {leave_at, KVPoll.Success, KVPoll.Failed}
@@ -551,6 +552,10 @@ class RankBase(ABC):
         self.faults = self.faults or Faults(self.manager)
         self.faults.plan(**plan)
         return {"state": "planned"}
+
+    def waited_transfer(self) -> dict:
+        """When the last transfer began that a fault had wait (`rank_faults.Faults`)."""
+        return {"began_at": self.faults.began_at}
 
     def mistake(self, what: str) -> dict:
         """See `rank_mistakes.Mistakes`."""

@@ -28,6 +28,9 @@ class Faults:
     seconds.
     """
 
+    # When the last transfer that waited began, on the monotonic clock, which all ranks share.
+    began_at = 0.0
+
     def __init__(self, manager):
         self.plan()
         self._manager = manager
@@ -64,6 +67,7 @@ class Faults:
             raise RuntimeError(ERROR)
         if self._how == "wait":
             time.sleep(self._seconds)
+            self.began_at = time.monotonic()
         if self._how == "cut":
             # A message that is under way then is lost, in every engine, and its reader waits.
             cut_connections(spare=self._message_ports())

@@ -6,7 +6,7 @@ Their pages go to other requests, so that prefill must not write to them from th
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fleet import Fleet, Servers, Side
+from fleet import Fleet, Rank, Servers, Side
 from of_release import IS_LATER
 from reasons import ABORTED, ELSEWHERE, GIVEN_UP_BEFORE, TOO_LATE, TOO_LATE_ON_PREFILL
 from transfer_checks import BACKENDS, assert_right, eventually, few, of_first, vote
@@ -39,6 +39,13 @@ def give_up(servers: Servers, after: float) -> tuple[dict, dict]:
         return sending.result(), gave_up
 
 
+def written_at(prefill: Rank) -> float:
+    """When this rank began its late write."""
+    began_at = prefill.call("waited_transfer")["began_at"]
+    assert began_at, "no write was late"
+    return began_at
+
+
 @pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
 def test_an_aborted_request_keeps_its_pages_until_prefill_has_ended(serve, backend):
     with serve(Fleet(backend=backend)) as servers:
@@ -48,7 +55,8 @@ def test_an_aborted_request_keeps_its_pages_until_prefill_has_ended(serve, backe
         assert prefill["state"] == decode["state"] == "failed", (prefill, decode)
         assert ABORTED in decode["reason"], decode
         assert decode["changed"] == []
-        assert decode["waited"] > PROMPT and in_time(decode["waited"], WRITE_AT + PROMPT), decode
+        assert decode["over_at"] > written_at(servers.prefill[0]), decode
+        assert in_time(decode["waited"], WRITE_AT + PROMPT), decode
         assert_right(servers)
 
 
@@ -98,8 +106,8 @@ def test_decode_ranks_wait_until_no_page_of_any_is_written_to(serve, backend):
             assert sending[1].result()["state"] == "failed"
         assert [end["state"] for end in ends] == ["failed"] * 2, ends
         assert [end["changed"] for end in ends] == [[], []]
-        waits = [end["waited"] for end in ends]
-        assert min(waits) > PROMPT and in_time(max(waits), WRITE_AT + PROMPT), ends
+        assert min(end["over_at"] for end in ends) > written_at(servers.prefill[1]), ends
+        assert in_time(max(end["waited"] for end in ends), WRITE_AT + PROMPT), ends
         assert ABORTED in ends[0]["reason"] and ELSEWHERE in ends[1]["reason"], ends
         eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * 4)
 
