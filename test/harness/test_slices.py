@@ -5,11 +5,12 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from pd_harness.cpu_host import SWITCH
-from pd_harness.cpu_host.slices import ATTRIBUTES, SLICE_NS, short_slices
+from pd_harness.cpu_host.slices import ATTRIBUTES, SLICE_NS, before_others, short_slices
 
 GET_ATTRIBUTES = {"x86_64": 315, "aarch64": 275}
 RELEASE = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
@@ -65,3 +66,15 @@ def test_a_fork_inherits_it():
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(read, 100) == str(SLICE_NS).encode()
+
+
+def test_who_asks_many_ranks_goes_before_others():
+    found = []
+    with before_others():
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            pytest.skip("no right to choose another policy here")
+        thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+    assert found == [os.SCHED_RR]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER and slice_of_this_thread() == SLICE_NS
