@@ -233,6 +233,18 @@ def test_decode_that_gives_up_just_as_the_end_is_noted_is_not_told_so(backend, m
 
 
 @backends
+def test_what_decode_gives_up_before_all_its_ranks_have_asked(backend):
+    """The engine forgets it, and the request that comes then waits for the other rank."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    asked = managers.request(decode, ROOM, range(4), required_dst_info_num=2)
+    managers.read(prefill, asked, GIVEN_UP)
+    sender = new(prefill)
+    end(sender)
+    assert told(prefill) == []
+    assert not prefill.request_status and not prefill.transfer_infos
+
+
+@backends
 def test_decode_may_give_up_a_request_just_as_it_comes(backend):
     prefill = prefill_rank(backend)
 
@@ -507,6 +519,20 @@ def test_a_sender_may_be_collected_within_another_threads_lock(backend):
     ask(prefill, decode)
     assert [status for _, _, status, _ in told(prefill)] == [KVPoll.Failed]
     assert not prefill.left and ROOM not in prefill.request_status
+
+
+@backends
+def test_decode_that_asks_before_a_failed_sender_is_collected_hears_of_it(backend):
+    """The scheduler never looks at it."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new(prefill)
+    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
+    ask(prefill, decode)
+    assert told(prefill) == []
+    del sender
+    gc.collect()
+    new(prefill, ROOM + 1)
+    assert told(prefill) == [FAILED]
 
 
 @backends

@@ -61,20 +61,22 @@ class Ended:
         self.left: Deque[Tuple[int, Set[Endpoint]]] = deque()
         self.requested: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.ended: OrderedDict[int, EndedRoom] = OrderedDict()
-        self.unrequested: OrderedDict[int, None] = OrderedDict()
+        # Rooms without a request, and the decode ranks that gave each of them up.
+        self.unrequested: OrderedDict[int, Set[Endpoint]] = OrderedDict()
         self.poisoned: OrderedDict[int, None] = OrderedDict()
         return self
 
     def note_requested(self, room: int, sender: Any) -> None:
         """A request has come; what is known of its room was another's."""
         self.drop_left()
-        sender.told = set()
+        with self.ended_lock:
+            sender.told = self.unrequested.pop(room, set())
         sender.left = weakref.finalize(sender, self.left.append, (room, sender.told))
         sender.left.atexit = False
         with self.ended_lock:
             self.requested[room] = sender
             self.ended.pop(room, None)
-            self.unrequested.pop(room, None)
+            sender.told.update(self.unrequested.pop(room, ()))
 
     def note_ended(self, room: int, reason: str, told: Set[Endpoint]) -> None:
         """A request has failed; these decode ranks know, or are being told."""
@@ -149,8 +151,8 @@ class Ended:
             if room in self.requested:  # another of that number
                 return
             if self.request_status.get(room) == KVPoll.Failed:
-                told = told.union(self._room_notify_targets(room))
                 self._note_ended(room, self.failure_records.get(room, ABORTED), told)
+                self.tell_who_has_asked(room)
             self._drop_room(room)
             self._drop_count(room)
 
@@ -246,7 +248,11 @@ class Ended:
             if known is not None and endpoint is not None:
                 _add(known.told, endpoint)
         is_taken = super()._handle_abort_notification(msg)
-        self.note_unrequested(room)
+        if room in self.transfer_infos and room not in self.request_status:
+            # Not all its decode ranks have asked: the engine would forget the abort, and the
+            # request that is to come wait for them.
+            self.request_status[room] = KVPoll.Failed
+        self.note_unrequested(room, endpoint)
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
@@ -254,12 +260,17 @@ class Ended:
         super()._maybe_ack_drained_abort(room)
         self._drop_count(room)
 
-    def note_unrequested(self, room: Optional[int]) -> None:
-        """Of rooms without a request is kept what the engine needs, for the last ones."""
+    def note_unrequested(self, room: Optional[int], given_up: Optional[Endpoint] = None) -> None:
+        """Of rooms without a request is kept what the engine needs, for the last ones.
+
+        given_up: The decode rank that gives the room up, and is not told that it fails.
+        """
         with self.ended_lock:
             is_kept = room in self.request_status or room in self.transfer_infos
             if is_kept and room not in self.requested:
-                self.unrequested[room] = None
+                known = self.unrequested.setdefault(room, set())
+                if given_up is not None:
+                    _add(known, given_up)
                 if len(self.unrequested) > MAX_ENDED:
                     oldest, _ = self.unrequested.popitem(last=False)
                     self._drop_room(oldest)
