@@ -194,7 +194,7 @@ class Room(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("examples", [50, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [50, pytest.param(200, marks=pytest.mark.nightly)])
 def test_any_order(backend, examples):
     machine = type("Room", (Room,), {"backend": backend})
     run_state_machine_as_test(
