@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_parallel
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 BACKENDS = ("mooncake", "nixl")
 PATCHED = {"mooncake": mooncake.MooncakeKVManager, "nixl": nixl.NixlKVManager}
+SENDERS = {"mooncake": mooncake.MooncakeKVSender, "nixl": nixl.NixlKVSender}
 ENGINES = {"mooncake": mooncake.EngineMooncakeKVManager, "nixl": nixl.EngineNixlKVManager}
 
 PAGE, PAGES, PAGE_BYTES = 64, 100, 64 * 1152

@@ -3,16 +3,13 @@
 import managers
 import numpy as np
 import pytest
-from managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER, queued
+from managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER, SENDERS, queued
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import EngineCommonKVSender
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-SENDERS = {"mooncake": MooncakeKVSender, "nixl": NixlKVSender}
 ROOM = 7
 
 

@@ -7,17 +7,14 @@ from weakref import WeakValueDictionary
 
 import managers
 import pytest
-from managers import BACKENDS, DECODE, PATCHED
+from managers import BACKENDS, DECODE, PATCHED, SENDERS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 from sglang.srt.disaggregation.pd import ended, peer_sockets, silence
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-SENDERS = {"mooncake": MooncakeKVSender, "nixl": NixlKVSender}
 ROOM, ABORTED = 7, "Aborted by AbortReq."
 
 

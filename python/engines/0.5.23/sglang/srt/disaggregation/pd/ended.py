@@ -69,8 +69,7 @@ class Ended:
     def note_requested(self, room: int, sender: Any) -> None:
         """A request has come; what is known of its room was another's."""
         self.drop_left()
-        with self.ended_lock:
-            sender.told = self.unrequested.pop(room, set())
+        sender.told = set()
         sender.left = weakref.finalize(sender, self.left.append, (room, sender.told))
         sender.left.atexit = False
         with self.ended_lock:

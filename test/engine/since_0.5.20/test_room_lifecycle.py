@@ -14,15 +14,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from managers import BACKENDS, DECODE
+from managers import BACKENDS, DECODE, SENDERS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-SENDERS = {"mooncake": MooncakeKVSender, "nixl": NixlKVSender}
 ROOM = 7
 RANKS = (0, 1)
 ranks = st.sampled_from(RANKS)
