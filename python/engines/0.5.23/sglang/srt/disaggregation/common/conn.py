@@ -44,7 +44,7 @@ RENAMED = (
 class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        self.status_lock = threading.Lock()
+        self.status_lock = threading.RLock()
         return self
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
@@ -52,6 +52,7 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
 
         The scheduler opens a room just as a message of decode's does: what is read before the
         other writes, and written after it, would be the last word, and the request wait for ever.
+        It also closes one just as that fails, which would be kept for ever: under this lock, too.
         """
         with self.status_lock:
             if status != KVPoll.Failed:
@@ -61,6 +62,21 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
             self.request_status[bootstrap_room] = status
         if self.deferred_bootstrap is not None:  # decode is told, which may take its time
             self._notify_bootstrap(bootstrap_room, self.deferred_bootstrap.fail(bootstrap_room))
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """As the engine's, for a room that is open still.
+
+        The scheduler closes a room first, and then takes the reason. One that came after that would
+        be taken for the reason of the next request of this number.
+        """
+        with self.failure_lock:
+            if bootstrap_room in self.request_status:
+                self.failure_records[bootstrap_room] = failure_reason
+
+    def drop_reason(self, room: int) -> None:
+        """Nobody asks any more why this room failed."""
+        with self.failure_lock:
+            self.failure_records.pop(room, None)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """As the engine's; a room that another thread has dropped just now is over."""
@@ -133,8 +149,13 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
             self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
 
     def _clear(self) -> None:
+        """As the engine's; of a request that has not failed no prefill rank's failure is kept."""
         self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
-        super()._clear()
+        has_failed = self.conclude_state == KVPoll.Failed
+        with self.kv_mgr.status_lock:
+            super()._clear()
+        if not has_failed:
+            self.kv_mgr.drop_reason(self.bootstrap_room)
 
     def _get_bootstrap_info_from_server(self, *rank):
         """As the engine's, of what is known by now; None also for an answer without an address."""

@@ -130,8 +130,8 @@ class Ended:
                 oldest, _ = self.poisoned.popitem(last=False)
                 self._deferred_ack_poisoned_rooms.discard(oldest)
                 self._staging_outstanding.pop(oldest, None)
-        if room not in self.request_status:  # nobody asks why it failed
-            self.failure_records.pop(room, None)
+        if room not in self.request_status:
+            self.drop_reason(room)
 
     def drop_left(self) -> None:
         """Rooms of requests that are gone, and that nobody has cleared.
@@ -161,8 +161,9 @@ class Ended:
             self._staging_outstanding.pop(room, None)
 
     def _drop_room(self, room: int) -> None:
-        for table in (self.request_status, self.transfer_infos, self.failure_records):
-            table.pop(room, None)
+        with self.status_lock:
+            for table in (self.request_status, self.transfer_infos, self.failure_records):
+                table.pop(room, None)
         self.req_to_decode_prefix_len.pop(room, None)
 
     def conclude_transfer(
@@ -183,9 +184,12 @@ class Ended:
                 targets = self._room_notify_targets(bootstrap_room)
             if sender is not None:
                 sender.told.update(targets)
-        return super().conclude_transfer(
+        concluded = super().conclude_transfer(
             bootstrap_room=bootstrap_room, status=status, targets=targets, **more
         )
+        if bootstrap_room not in self.request_status:  # the scheduler is done with it just now
+            self.drop_reason(bootstrap_room)
+        return concluded
 
     def _tell_ended(self, room: int, targets: List[Endpoint], reason: str) -> None:
         self.send_kv_status_message(
@@ -314,8 +318,9 @@ class EndingSender:
         super().abort()
         self._tell_failed()
         if self._tells_decode():
+            self.reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
             self.clear()
-            self.reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+            self.kv_mgr.drop_reason(self.bootstrap_room)
 
     def get_max_transfer_tokens(self) -> Optional[int]:
         """As the engine's; a chunk to a decode rank that is not registered fails its room later."""
@@ -327,7 +332,8 @@ class EndingSender:
     def failure_exception(self):
         """As the engine's, with the reason that is kept here."""
         if self.reason is not None:
-            self.kv_mgr.record_failure(self.bootstrap_room, self.reason)
+            with self.kv_mgr.failure_lock:
+                self.kv_mgr.failure_records[self.bootstrap_room] = self.reason
         super().failure_exception()
 
     def _check_bootstrap_timeout(self) -> Optional[KVPoll]:
@@ -342,10 +348,15 @@ class EndingSender:
         return hasattr(self.kv_mgr, "note_ended") and self.kv_mgr.deferred_bootstrap is None
 
     def _tell_failed(self) -> None:
-        """Decode keeps its pages until we say that nothing is written any more; not before that."""
-        if self._tells_decode() and self.kv_mgr.may_free(self.bootstrap_room):
-            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
-            self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
+        """Decode keeps its pages until we say that nothing is written any more; not before that.
+
+        Who has heard already how the request ended, also that it has all, does not hear it anew.
+        """
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if self._tells_decode() and manager.may_free(room):
+            targets = [to for to in manager._room_notify_targets(room) if to not in self.told]
+            reason = manager.failure_records.get(room, "")
+            manager.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=targets)
 
     def clear(self) -> None:
         """As the engine's, once; decode ranks that ask for a room that failed are told then."""
@@ -359,4 +370,5 @@ class EndingSender:
             reason = manager.failure_records.get(room, "another prefill rank failed")
             manager.note_ended(room, reason, self.told)
             manager.tell_who_has_asked(room)
-        super().clear()
+        with manager.status_lock:
+            super().clear()
