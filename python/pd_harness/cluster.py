@@ -197,7 +197,7 @@ class Kept(subprocess.Popen):
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            start_new_session=True,
+            process_group=0,
         )
 
     def stop(self) -> None:

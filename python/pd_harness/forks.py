@@ -127,7 +127,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], folder: Path)
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
     awaited(lambda: path.exists() or process.poll() is not None, START_SECONDS)
     if not path.exists():

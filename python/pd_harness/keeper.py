@@ -2,8 +2,8 @@
 
 usage: keeper.py COMMAND [ARGUMENT...]
 
-The command gets a session and a temporary folder of its own.  When it ends, or when standard input
-is closed, which the kernel does for a killed parent too, every process of that session's group is
+The command gets a process group and a temporary folder of its own.  When it ends, or when standard
+input is closed, which the kernel does for a killed parent too, every process of that group is
 killed and the folder removed.  Ends with the command's status.
 """
 
@@ -21,7 +21,7 @@ def main() -> int:
         process = subprocess.Popen(
             sys.argv[1:],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # and no session, see `cpu_host`
             cwd=scratch,
             env={**os.environ, "TMPDIR": scratch},
         )

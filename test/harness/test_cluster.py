@@ -43,6 +43,15 @@ def test_all_processes_end_with_the_block(tmp_path):
     assert awaited(lambda: not psutil.pid_exists(pid), 20)
 
 
+def test_servers_share_the_session_of_the_test(tmp_path):
+    """Linux would weigh their sessions against each other, and let some wait for seconds."""
+    server, child = server_with_child(tmp_path)
+    with cluster.running([server], seconds=30):
+        pid = int(child.read_text())
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) != os.getpgid(0)
+
+
 def test_all_processes_end_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

@@ -67,6 +67,16 @@ def test_it_has_imported_the_engine_and_has_the_environment_it_was_given(tmp_pat
     assert log.read_text().splitlines()[0] == "True thing -n1"
 
 
+def test_forks_share_the_session_of_the_test(tmp_path):
+    log = tmp_path / "log"
+    code = "import os, time; print(os.getsid(0), os.getpgrp(), flush=True); time.sleep(600)"
+    server = run(code, log)
+    session, group = map(int, lines(log, 1)[0].split())
+    server.stop()
+    assert session == os.getsid(0)
+    assert group != os.getpgrp()
+
+
 def test_its_status_is_told(tmp_path):
     process = run("import os; os._exit(7)", tmp_path / "log")
     assert process.wait() == 7

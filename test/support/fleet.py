@@ -24,7 +24,6 @@ from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import chosen_memfabric
-from pd_harness.cpu_host.slices import before_others
 from pd_harness.device import await_peers, device
 from pd_harness.ports import HOST, free_ports
 from pd_harness.waiting import awaited
@@ -236,14 +235,6 @@ class ForkServer:
         return Rank(connection)
 
 
-@contextlib.contextmanager
-def pool_of(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that ask ranks, all at once; on the CPU host no rank's thread goes before them."""
-    first = before_others() if device() == "cpu" else contextlib.nullcontext()
-    with first, ThreadPoolExecutor(threads) as pool:
-        yield pool
-
-
 class Rank:
     """The driver's end of one rank process."""
 
@@ -345,7 +336,7 @@ class Servers:
         """Send one request's pages; all ranks of both sides at once, each decode byte read back."""
         room = next(self._rooms)
         chunks = chunks or [len(src_pages)]
-        with pool_of(len(self.prefill) + len(self.decode)) as pool:
+        with ThreadPoolExecutor(len(self.prefill) + len(self.decode)) as pool:
             sent = [
                 pool.submit(
                     rank.timed, "send", room=room, pages=src_pages, chunks=chunks, seconds=seconds
@@ -375,7 +366,7 @@ class Servers:
         """
         (prefill,) = self.prefill
         rooms = [next(self._rooms) for _ in wanted]
-        with pool_of(len(wanted) + 1) as pool:
+        with ThreadPoolExecutor(len(wanted) + 1) as pool:
             given = [[room, src_pages] for room, (_, src_pages, _) in zip(rooms, wanted)]
             sent = pool.submit(prefill.call, "send_at_once", requests=given, seconds=seconds)
             received = [

@@ -3,6 +3,11 @@
 The CPU host stands in for what such a machine lacks, so that the engine's real prefill and decode
 servers start and serve tiny models.  It is off unless ``SGLANG_PD_CPU_HOST=1`` is in the
 environment (`scripts/cpu_host.sh` puts it there), and refuses to run beside a real ``torch_npu``.
+
+All that the harness starts has a process group of its own, and stays in the session of the one who
+started it. Linux weighs sessions against each other (autogroups), on each core by what they did
+there last: with some servers on two cores a thread that had slept waited for up to 13 s until it
+ran, and servers took each other for dead; in one session for 10 ms.
 """
 
 from pd_harness.releases import release

@@ -142,7 +142,7 @@ def keep(connection: socket.socket, read: dict[str, str | None], made: dict[str,
     ``read`` are variables that the import has read, ``made`` those that it has set.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
+    os.setpgid(0, 0)
     _say(connection, read=read)
     message, files, _, _ = socket.recv_fds(connection, LIMIT, 1)
     if not message:
@@ -181,7 +181,7 @@ def kill(server: int) -> None:
 
 def serve(asked: dict, scratch: str) -> None:
     """Be the server: end as ``python -m MODULE`` would."""
-    os.setsid()
+    os.setpgid(0, 0)
     os.chdir(scratch)
     os.environ.clear()
     os.environ.update(asked["environment"], TMPDIR=scratch)

@@ -18,7 +18,6 @@ from pd_harness.cpu_host import (
     name_only,
     newer,
     probe,
-    slices,
     thread_binding,
 )
 from pd_harness.cpu_host.engines_sends import engines_sends
@@ -45,7 +44,6 @@ def activate() -> None:
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
-    slices.short_slices()
     # Importing the engine makes a million objects that stay; collecting among them takes a second.
     gc.set_threshold(100_000)
     name_only.install()
