@@ -334,9 +334,9 @@ def test_a_rank_that_is_nowhere_fails_its_requests(answer, backend, listening):
 # What prefill is told
 
 
-def untold(monkeypatch, fails=()):
+def untold(monkeypatch, fails=(), after=(0,)):
     """Rooms that each rank was told."""
-    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", 0)
+    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", after)
     told = []
 
     def tell(rank: dict, room: int) -> None:
@@ -357,6 +357,38 @@ def test_each_rank_is_told_once(bootstrap, monkeypatch):
     assert awaited(lambda: len(told) >= len(expected), SECONDS, 0.01)
     time.sleep(0.1)  # nothing more comes
     assert told == expected
+
+
+def test_it_is_told_again(bootstrap, monkeypatch):
+    """A request may come to prefill after it was told the first time, and would wait for ever."""
+    thread, told = untold(monkeypatch, after=(0, 0.3, 0.6))
+    thread.add(bootstrap.address, 7)
+    assert awaited(lambda: told, SECONDS, 0.01)
+    thread.add(bootstrap.address, 8)
+    assert awaited(lambda: len(told) == 6, SECONDS, 0.01)
+    assert sorted(room for _, room in told) == [7, 7, 7, 8, 8, 8]
+    assert [room for _, room in told[:2]] == [7, 8]
+    assert awaited(lambda: not any(thread.rooms), SECONDS, 0.01)
+
+
+@backends
+def test_prefill_to_which_the_request_comes_late(backend, bootstrap, monkeypatch):
+    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", (0, 0.2, 3))
+    prefill = managers.rank(backend, managers.latents())
+    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
+        sock.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
+        bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
+        decode = managers.rank(backend, managers.latents(), DECODE)
+        decode.tell_prefill(bootstrap.address, 7)
+        managers.read(prefill, sock.recv_multipart())
+        assert not prefill.request_status
+        sender = managers.SENDERS[backend](prefill, bootstrap.address, 7)
+        managers.read(prefill, sock.recv_multipart())
+        assert sender.poll() == KVPoll.Failed
+        decode.request_status[7] = KVPoll.Bootstrapping  # another request with its number
+        sock.setsockopt(zmq.RCVTIMEO, 4000)
+        with pytest.raises(zmq.Again):
+            sock.recv_multipart()
 
 
 def test_a_server_that_is_gone_is_not_told_and_the_next_one_is(bootstrap, monkeypatch, caplog):
@@ -382,7 +414,7 @@ def test_one_that_does_not_answer_is_asked_once_in_a_while(bootstrap, monkeypatc
         thread, told = untold(monkeypatch)
         for room in range(5):
             thread.add(bootstrap.address, room)
-        assert awaited(lambda: asked and not thread.rooms, SECONDS, 0.01)
+        assert awaited(lambda: asked and not any(thread.rooms), SECONDS, 0.01)
         time.sleep(0.1)  # with the last one
     assert asked == [bootstrap.address] and not told
     monkeypatch.setattr(fitting.time, "monotonic", lambda now=time.monotonic: now() + 11)
@@ -400,8 +432,7 @@ def test_a_rank_that_cannot_be_told_ends_no_thread(bootstrap, monkeypatch, caplo
 
 
 def test_not_before_a_request_may_have_come(bootstrap, monkeypatch):
-    thread, told = untold(monkeypatch)
-    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", 0.3)
+    thread, told = untold(monkeypatch, after=(0.3,))
     began = time.monotonic()
     thread.add(bootstrap.address, 7)
     assert awaited(lambda: told, SECONDS, 0.01)
@@ -425,7 +456,7 @@ def test_so_many_wait_to_be_told(bootstrap, monkeypatch):
 @backends
 def test_over_the_wire(backend, bootstrap, monkeypatch):
     """Prefill's rank reads what its thread takes as an abort."""
-    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", 0)
+    monkeypatch.setattr(fitting, "TELL_AFTER_SECONDS", (0,))
     with zmq.Context() as context, context.socket(zmq.PULL) as sock:
         sock.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
         bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")

@@ -115,6 +115,8 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
             self.untold.add(bootstrap_addr, room)
 
     def _end_unasked(self, rank: dict, room: int) -> None:
+        if room in self.request_status:  # another request has its number by now
+            return
         sock, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
         told = AbortNotification(room, self.local_ip, self.rank_port, None).to_zmq()
         with lock:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Deque, Dict, Optional, Tuple
+from typing import Any, Deque, Dict, List, Optional, Tuple
 
 import requests
 from sglang.srt.disaggregation.kv_layout import tp_size_conflict
@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = (2, 5)
 # How long a server is known as unfit before it is asked again: it may have been started anew.
 UNFIT_SECONDS = 10.0
-# A request may come to prefill a little later than to decode, which refuses it at once.
-TELL_AFTER_SECONDS = 0.5
+# When prefill is told, again and again: it heeds an abort only of a request that has come to it,
+# which on a busy server may be later than decode refuses it.
+TELL_AFTER_SECONDS = (0.5, 2.0, 10.0, 30.0)
+LOOK_SECONDS = 0.1
 MAX_UNTOLD = 4096
 # For how long a server's ranks are known, and of how many servers.
 KNOWN_SECONDS = 60.0
@@ -92,32 +94,45 @@ class Untold:
     def __init__(self, tell: Callable[[dict, int], None]):
         """tell: sends one rank, by its bootstrap server's answer, the end of a room."""
         self.tell = tell
-        self.rooms: Deque[Tuple[float, str, int]] = deque(maxlen=MAX_UNTOLD)
-        self.arrived = threading.Semaphore(0)
+        # For each time that a room is told: since when it has failed, its server, and its number.
+        self.rooms: List[Deque[Tuple[float, str, int]]] = [
+            deque(maxlen=MAX_UNTOLD) for _ in TELL_AFTER_SECONDS
+        ]
+        self.arrived = threading.Event()
         # By bootstrap address: its ranks, and until when they are taken for these.
         self.known: Dict[str, Tuple[list[dict], float]] = {}
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def add(self, bootstrap_addr: str, room: int) -> None:
         """A room has failed, of which this server must know."""
-        self.rooms.append((time.monotonic() + TELL_AFTER_SECONDS, bootstrap_addr, room))
-        self.arrived.release()
+        self.rooms[0].append((time.monotonic(), bootstrap_addr, room))
+        self.arrived.set()
         if not self.thread.is_alive():
             self.thread.start()
 
     def _serve(self) -> None:
-        while True:
-            self.arrived.acquire()
-            try:
-                when, address, room = self.rooms.popleft()
-            except IndexError:  # the oldest have been dropped
-                continue
-            time.sleep(max(0.0, when - time.monotonic()))
+        while self.arrived.wait():
+            self.arrived.clear()
+            while any(self.rooms):
+                for time_told, seconds in enumerate(TELL_AFTER_SECONDS):
+                    self._tell_due(time_told, seconds)
+                time.sleep(LOOK_SECONDS)
+
+    def _tell_due(self, time_told: int, seconds: float) -> None:
+        rooms, *later = self.rooms[time_told:]
+        while rooms and time.monotonic() >= rooms[0][0] + seconds:
+            failed = rooms.popleft()
+            _, address, room = failed
+            if later:
+                later[0].append(failed)
             try:
                 for rank in self._ranks(address):
                     self.tell(rank, room)
             except Exception as error:
-                logger.warning(f"Prefill {address} was not told that room {room} failed: {error}")
+                if not later:
+                    logger.warning(
+                        f"Prefill {address} was not told that room {room} failed: {error}"
+                    )
 
     def _ranks(self, address: str) -> list[dict]:
         ranks, until = self.known.get(address, ([], 0.0))
