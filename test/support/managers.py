@@ -26,6 +26,7 @@ PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 BACKENDS = ("mooncake", "nixl")
 PATCHED = {"mooncake": mooncake.MooncakeKVManager, "nixl": nixl.NixlKVManager}
 SENDERS = {"mooncake": mooncake.MooncakeKVSender, "nixl": nixl.NixlKVSender}
+RECEIVERS = {"mooncake": mooncake.MooncakeKVReceiver, "nixl": nixl.NixlKVReceiver}
 ENGINES = {"mooncake": mooncake.EngineMooncakeKVManager, "nixl": nixl.EngineNixlKVManager}
 
 PAGE, PAGES, PAGE_BYTES = 64, 100, 64 * 1152

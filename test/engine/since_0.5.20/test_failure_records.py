@@ -4,16 +4,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import managers
 import pytest
-from managers import BACKENDS, DECODE, SENDERS
+from managers import BACKENDS, DECODE, RECEIVERS, SENDERS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, KVTransferError
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
-from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-RECEIVERS = {"mooncake": MooncakeKVReceiver, "nixl": NixlKVReceiver}
 ROOM, REASON, ADDRESS = 7, "no such page", "127.0.0.1:8998"
 ABORTED = "Aborted by AbortReq."
 MOST_SECONDS = 0.5
@@ -48,6 +45,7 @@ def scheduler():
 
 
 def receiver_of(decode):
+    """Of a request that decode opens."""
     return RECEIVERS[managers.backend_of(decode)](decode, ADDRESS, ROOM)
 
 
@@ -103,6 +101,43 @@ def test_a_failure_that_is_read_after_success_was_seen(backend):
     fails(decode)
     receiver.clear()
     assert nothing_kept(decode)
+
+
+@backends
+def test_a_request_that_its_client_gives_up_and_nobody_polls_again(backend):
+    """Between stages that agree on rooms the scheduler clears it without asking why it failed."""
+    decode = decode_rank(backend)
+    receiver = receiver_of(decode)
+    receiver.abort()
+    receiver.clear()
+    assert nothing_kept(decode)
+
+
+@backends
+def test_the_next_request_of_a_number_whose_pages_are_held(backend):
+    """The engine clears a failed request once more when it frees its pages."""
+    decode = decode_rank(backend)
+    receiver = receiver_of(decode)
+    receiver.abort()
+    assert reason_of(receiver) == ABORTED
+    following = receiver_of(decode)
+    receiver.clear()
+    assert following.poll() == KVPoll.Bootstrapping
+    fails(decode)
+    receiver.clear()
+    assert reason_of(following) == REASON
+    assert nothing_kept(decode)
+
+
+@backends
+def test_a_room_is_dropped_just_as_it_fails(backend, scheduler):
+    prefill = managers.rank(backend, managers.latents())
+    prefill.request_status[ROOM] = KVPoll.Bootstrapping  # of which no request has come
+    rooms = LookedUp(prefill.request_status, scheduler, lambda: prefill._drop_room(ROOM))
+    prefill.request_status = rooms
+    prefill.record_failure(ROOM, REASON)
+    rooms.reason()
+    assert nothing_kept(prefill)
 
 
 @backends

@@ -10,13 +10,11 @@ from urllib.parse import parse_qs, urlsplit
 import managers
 import pytest
 import zmq
-from managers import BACKENDS, DECODE
+from managers import BACKENDS, DECODE, RECEIVERS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification, KVTransferError
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.kv_layout import Heads
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
-from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.pd import fitting, routes
 from sglang.srt.disaggregation.pd.fitting import Untold
 
@@ -26,7 +24,6 @@ from pd_harness.waiting import awaited
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-RECEIVERS = {"mooncake": MooncakeKVReceiver, "nixl": NixlKVReceiver}
 FITS = {
     **{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1},
     **{"page_size": managers.PAGE, "kv_cache_dtype": "bfloat16", "follow_bootstrap_room": True},

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import managers
 import pytest
 import zmq
-from managers import BACKENDS, DECODE
+from managers import BACKENDS, DECODE, RECEIVERS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.pd import peer_sockets, routes
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
@@ -22,7 +21,6 @@ from pd_harness.waiting import awaited
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-RECEIVERS = {"mooncake": MooncakeKVReceiver, "nixl": NixlKVReceiver}
 ADDRESS, PATIENCE = "127.0.0.1:8998", 10.0
 SIZES = {
     **{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 2, "pp_size": 1},
@@ -290,7 +288,7 @@ def test_no_message_waits_for_a_rank_that_is_silent(asked, bootstrap, monkeypatc
     assert awaited(lambda: decode.request_status[7] == KVPoll.Failed, PATIENCE, 0.01)
     receiver.clear()
     del decode.is_silent
-    sent = []
+    sent, reasons = [], {}
     monkeypatch.setattr(PeerSocket, "send_multipart", lambda self, frames: sent.append(frames))
 
     def is_served(room: int) -> bool:
@@ -298,11 +296,12 @@ def test_no_message_waits_for_a_rank_that_is_silent(asked, bootstrap, monkeypatc
         another = NixlKVReceiver(decode, ADDRESS, room)
         another.init(0)
         state = another.poll()
+        reasons.update(decode.failure_records)
         another.clear()
         return state == KVPoll.WaitingForInput
 
     assert not is_served(8) and not sent
-    assert "has not answered for 1.5 s" in decode.failure_records[8]
+    assert "has not answered for 1.5 s" in reasons[8]
     assert ADDRESS not in decode.prefill_info_table
     with zmq.Context.instance().socket(zmq.PULL) as rank:
         rank.bind(f"tcp://127.0.0.1:{bootstrap.port}")

@@ -64,10 +64,10 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
             self._notify_bootstrap(bootstrap_room, self.deferred_bootstrap.fail(bootstrap_room))
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
-        """As the engine's, for a room that is open still.
+        """As the engine's, but only for an open room.
 
-        The scheduler closes a room first, and then takes the reason. One that came after that would
-        be taken for the reason of the next request of this number.
+        The scheduler closes a room and then takes its reason; a later one would be taken for that
+        of the next request with this number.
         """
         with self.failure_lock:
             if bootstrap_room in self.request_status:
@@ -128,6 +128,8 @@ class CommonKVSender(EndingSender, EngineCommonKVSender):
 
 
 class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
+    is_cleared = takes_reason = False
+
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
         """A socket to a prefill rank, and what the engine holds as it sends; nobody waits."""
@@ -150,13 +152,23 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         if self.init_time is not None:
             self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
 
+    def failure_exception(self):
+        self.takes_reason = True  # once the room is cleared
+        super().failure_exception()
+
     def _clear(self) -> None:
-        """As the engine's; of a request that has not failed no prefill rank's failure is kept."""
+        """As the engine's; why the room failed is dropped, if nobody asks.
+
+        Once: the engine clears a failed room again when it frees its pages, up to half a minute
+        later. The room may be another request's then.
+        """
+        if self.is_cleared:
+            return
+        self.is_cleared = True
         self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
-        has_failed = self.conclude_state == KVPoll.Failed
         with self.kv_mgr.status_lock:
             super()._clear()
-        if not has_failed:
+        if not self.takes_reason:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
     def _get_bootstrap_info_from_server(self, *rank):

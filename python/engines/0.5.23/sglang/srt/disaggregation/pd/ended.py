@@ -162,9 +162,9 @@ class Ended:
 
     def _drop_room(self, room: int) -> None:
         with self.status_lock:
-            for table in (self.request_status, self.transfer_infos, self.failure_records):
+            for table in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
                 table.pop(room, None)
-        self.req_to_decode_prefix_len.pop(room, None)
+        self.drop_reason(room)  # after its state, with which another thread could record it
 
     def conclude_transfer(
         self,
@@ -332,7 +332,7 @@ class EndingSender:
     def failure_exception(self):
         """As the engine's, with the reason that is kept here."""
         if self.reason is not None:
-            with self.kv_mgr.failure_lock:
+            with self.kv_mgr.failure_lock:  # not `record_failure`: the room is closed
                 self.kv_mgr.failure_records[self.bootstrap_room] = self.reason
         super().failure_exception()
 

@@ -87,8 +87,8 @@ class Fitting:
 class Untold:
     """Tells the ranks of prefill servers that requests have failed which decode never asked for.
 
-    Nobody would tell them else, and they would wait for decode. One thread, for it asks bootstrap
-    servers for every rank, once a minute.
+    Nobody would tell them else, and they would wait for decode. Each room is told at all of
+    `TELL_AFTER_SECONDS`. One thread, for it asks bootstrap servers for every rank, once a minute.
     """
 
     def __init__(self, tell: Callable[[dict, int], None]):
@@ -114,12 +114,12 @@ class Untold:
         while self.arrived.wait():
             self.arrived.clear()
             while any(self.rooms):
-                for time_told, seconds in enumerate(TELL_AFTER_SECONDS):
-                    self._tell_due(time_told, seconds)
+                for attempt, seconds in enumerate(TELL_AFTER_SECONDS):
+                    self._tell_due(attempt, seconds)
                 time.sleep(LOOK_SECONDS)
 
-    def _tell_due(self, time_told: int, seconds: float) -> None:
-        rooms, *later = self.rooms[time_told:]
+    def _tell_due(self, attempt: int, seconds: float) -> None:
+        rooms, *later = self.rooms[attempt:]
         while rooms and time.monotonic() >= rooms[0][0] + seconds:
             failed = rooms.popleft()
             _, address, room = failed
