@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from serving_checks import NOT_JOINED, joined
+from serving_checks import LOST_MEMORY, NOT_JOINED, check_memory_is_known, joined
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
@@ -186,14 +187,21 @@ def test_a_port_that_was_listened_on_is_not_held():
     assert found.stdout == f"[{port}]\n", found
 
 
+@pytest.fixture
+def no_evidence(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "OF_RELEASE", tmp_path)
+
+
+@pytest.mark.usefixtures("no_evidence")
+@pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_a_fleet_that_memfabric_did_not_let_join_is_started_anew(refused, starts):
+def test_a_fleet_is_started_anew_after_a_fault_of_memfabrics_own(refused, starts, fault):
     begun = []
 
     def serve() -> str:
         begun.append(1)
         if len(begun) <= refused:
-            raise cluster.ServerFailed(f"decode ended\n{NOT_JOINED}.")
+            raise cluster.ServerFailed(f"decode ended\n{fault}.")
         return "served"
 
     if refused < starts:
@@ -202,6 +210,17 @@ def test_a_fleet_that_memfabric_did_not_let_join_is_started_anew(refused, starts
         with pytest.raises(cluster.ServerFailed):
             joined(serve)
     assert len(begun) == starts
+
+
+def test_a_server_whose_memfabric_has_lost_memory_of_a_peer_is_named(tmp_path):
+    servers = [SimpleNamespace(name=name, log=tmp_path / name) for name in ("prefill", "decode")]
+    for server in servers:
+        server.log.write_text("ready\n")
+        server.log_tail = lambda: "the end"
+    check_memory_is_known(servers)
+    servers[0].log.write_text(f"ready\nERROR {LOST_MEMORY}, index: 3\n")
+    with pytest.raises(cluster.ServerFailed, match=f"prefill: {LOST_MEMORY}"):
+        check_memory_is_known(servers)
 
 
 def test_one_that_fails_otherwise_is_not():

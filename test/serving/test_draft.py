@@ -5,7 +5,16 @@ accepted says whether what it needs has come with the KV.
 """
 
 import pytest
-from serving_checks import LOST_SECONDS, SLOW_SECONDS, Lost, joined, outcome, record, tool
+from serving_checks import (
+    LOST_SECONDS,
+    SLOW_SECONDS,
+    Lost,
+    check_memory_is_known,
+    joined,
+    outcome,
+    record,
+    tool,
+)
 from serving_scenarios import (
     DECODE,
     DRAFTED,
@@ -119,6 +128,8 @@ def serves(reference, drafted_alone):
                     lost = Lost(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
+                if not ended(servers):
+                    check_memory_is_known(servers)
             return answers, result, detail
 
         answers, result, detail = joined(answered)

@@ -7,7 +7,7 @@ import pytest
 from hang_ups import CHUNK, Fleet, fleet, hang_up
 from of_release import IS_DEFAULT
 from probed import probed, still_held
-from serving_checks import held, outcome, record
+from serving_checks import check_memory_is_known, held, joined, outcome, record
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
@@ -106,7 +106,7 @@ def nightly() -> list:
 
 @pytest.mark.parametrize("fleet, seeds", [*every_run(), *nightly()])
 def test_hang_ups(fleet, seeds, reference):
-    row = after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
+    row = joined(lambda: after_hang_ups(fleet, "patched", seeds, reference, PATIENCE))
     assert row["next_prompts"] == "right", row
     shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
     assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
@@ -122,14 +122,15 @@ def beside_it() -> list:
 @pytest.mark.timeout(1800)  # 0.5.9 answers late
 @pytest.mark.parametrize("fleet, next_prompts", beside_it())
 def test_stock_beside_it(fleet, next_prompts, reference):
-    row = after_hang_ups(fleet, "stock", [0], reference, STOCK_PATIENCE[release()])
+    patience = STOCK_PATIENCE[release()]
+    row = joined(lambda: after_hang_ups(fleet, "stock", [0], reference, patience))
     assert row["next_prompts"] == next_prompts, row
 
 
 def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float) -> dict:
     """What two hundred clients for each seed leave behind; recorded.
 
-    Fails with the log of a server that has ended.
+    Fails with the log of a server that has ended, or whose MemFabric has lost memory of a peer.
     """
     expected = reference(fleet.model, NEW_TOKENS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
@@ -163,6 +164,7 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
             record("hang_ups", **row)
         for server in servers:
             server.check_running()
+        check_memory_is_known(servers)
     return row
 
 

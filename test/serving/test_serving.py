@@ -12,6 +12,7 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     Lost,
+    check_memory_is_known,
     joined,
     outcome,
     record,
@@ -53,7 +54,10 @@ def serve(
         if scenario.stray is not None:
             send_stray(servers[0], scenario.topology, scenario.stray)
         answers = ask_until_done(scenario, servers, seconds, lost)
-        return answers, [server.name for server in servers if server.has_ended()]
+        ended = [server.name for server in servers if server.has_ended()]
+        if not ended:
+            check_memory_is_known(servers)
+        return answers, ended
 
 
 def ask_until_done(scenario: Scenario, servers, seconds: float, lost: Lost) -> list[cluster.Answer]:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import httpx
@@ -17,9 +17,12 @@ from pd_harness.device import DTYPES, device
 
 Answered = TypeVar("Answered")
 
-# MemFabric 1.0.8 refuses, now and then, one of two ranks that join its store at the same moment; it
-# says this, and the server of that rank ends.
+# What MemFabric says of faults of its own, after which servers are started anew. 1.0.8 refuses, now
+# and then, one of two ranks that join its store at the same moment, and the server of that rank
+# exits. 1.3.0 may forget part of a decode rank's memory while two prefill ranks join that rank at
+# the same moment; it then refuses each write to it, for ever.
 NOT_JOINED = "smem trans create failed"
+LOST_MEMORY = "failed to auto infer copy direction"
 STARTS = 3
 # Another TP size or kernel sums in another order. In half precision that may also decide between
 # two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.
@@ -41,14 +44,25 @@ def tool(*words: str) -> tuple[int, dict]:
 
 
 def joined(serve: Callable[[], Answered]) -> Answered:
-    """What ``serve`` returns; it is called again where a rank could not join MemFabric's store."""
+    """What ``serve`` returns; it is called again after a fault of MemFabric's own."""
     for _ in range(STARTS - 1):
         try:
             return serve()
         except cluster.ServerFailed as error:
-            if NOT_JOINED not in str(error):
+            fault = next((one for one in (NOT_JOINED, LOST_MEMORY) if one in str(error)), None)
+            if fault is None:
                 raise
+            record("memfabric_faults", fault=fault)
     return serve()
+
+
+def check_memory_is_known(servers: Iterable[cluster.Server]) -> None:
+    """Raise ServerFailed where MemFabric has lost memory of a rank of these servers, all of which
+    were alive.
+    """
+    for server in servers:
+        if LOST_MEMORY in server.log.read_text(errors="replace"):
+            raise cluster.ServerFailed(f"{server.name}: {LOST_MEMORY}\n{server.log_tail()}")
 
 
 def outcome(

@@ -58,6 +58,9 @@ NOTES = """
   `smem trans create failed`; its server ends (seen once). Start it again.
 - **1.2.1**: the first write to a decode rank may never end (seen in about one of ten pairs), and
   holds up one of prefill's four transfer threads. Another release is the only way out.
+- **1.3.0**: when two prefill ranks join a decode rank at the same moment, one of them may lose part
+  of that rank's memory. Each of its writes there then fails, and MemFabric's log says
+  `failed to auto infer copy direction` (seen once, in some hundred fleets). Start prefill again.
 - **`device_rdma`** (A2): a batch that fails may have been written in part, and a pair of ranks with
   a failed write does not recover by itself. This was seen over the stand-in for the driver.
 """
