@@ -22,7 +22,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 
 from pd_harness.device import device
-from pd_harness.ranks import one_rank
+from pd_harness.parallel_context import single_rank_context
 
 PAGE_SIZE = 128  # tokens
 TOKENS = (1024, 16384)
@@ -46,7 +46,7 @@ def pools() -> dict:
     }
 
 
-class Loop:
+class LayerLoop:
     """The same copies, one layer and chunk after the other."""
 
     def __init__(self, pool):
@@ -87,7 +87,7 @@ def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
 
 def measure(name: str, pool, tokens: int) -> dict:
     """One row: both directions, each with its ratio to the loop and to the memcpy."""
-    loop = Loop(pool)
+    loop = LayerLoop(pool)
     slots = torch.randperm(pool.size)[:tokens].to(pool.device)
     targets = torch.randperm(pool.size)[:tokens].to(pool.device)
     ours, loops = pool.get_cpu_copy(slots), loop.get_cpu_copy(slots)
@@ -133,7 +133,7 @@ def main(
     """Time the copy of a request's KV to the host and back."""
     rows = []
     for name, make in pools().items():
-        with one_rank():
+        with single_rank_context():
             pool = make()
         rows += [measure(name, pool, tokens) for tokens in TOKENS]
         del pool

@@ -26,55 +26,58 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
 import fleet as fleets  # noqa: E402
-from of_release import IS_LATER  # noqa: E402
+from engine_release import SINCE_0_5_20  # noqa: E402
 
 ENGINES = ("stock", "patched")
 # NIXL's requests end in 0.5.9 by the library's own notifications.
-BACKENDS = ("mooncake", "nixl") if IS_LATER else ("mooncake",)
+BACKENDS = ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
 RANKS = (8, 16, 32, 64)  # of each side
 STAGES = 4
 REQUESTS = 256  # of all decode ranks together, while processor time is measured
 SECONDS = 20.0  # under load, in the first third of which a decode rank is killed
-REST = 0.2  # of that: at rest
-MANY = 4000  # requests, more than are served meanwhile
-LIMIT = 600.0  # seconds, which only a hang reaches
+IDLE_FRACTION = 0.2  # of that: at rest
+ENOUGH_REQUESTS = 4000  # requests, more than are served meanwhile
+HANG_TIMEOUT_S = 600.0  # seconds, which only a hang reaches
 # What a fleet costs that has lost more of its requests says nothing; stock loses some.
-ATTEMPTS, MOST_LOST = 2, 0.05
+ATTEMPTS, MAX_LOST_FRACTION = 2, 0.05
 # What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
 GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
 # Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
-LEAST_NOISE = 0.1
+MIN_NOISE = 0.1
 
 
 Rooms = tuple[int, int]  # the first, and the one after the last
 
 
-class Ranks:
+class RunningRanks:
     """A running fleet, all of whose ranks can be asked at once."""
 
     def __init__(self, servers: fleets.Servers, ranks: int):
         self.servers, self.next_room = servers, 1
         self.pool = ThreadPoolExecutor(2 * ranks + 1)
-        self.decode = [*servers.decode, *self._more(ranks - 1)]
+        self.decode = [*servers.decode, *self._start_decode_ranks(ranks - 1)]
 
-    def _more(self, count: int) -> list[fleets.Rank]:
+    def _start_decode_ranks(self, count: int) -> list[fleets.Rank]:
         with ThreadPoolExecutor(4) as few:
-            return [one for (one,) in few.map(lambda _: self.servers.more("decode"), range(count))]
+            return [
+                one
+                for (one,) in few.map(lambda _: self.servers.start_another("decode"), range(count))
+            ]
 
     @property
-    def every(self) -> list[fleets.Rank]:
+    def all_ranks(self) -> list[fleets.Rank]:
         return [*self.servers.prefill, *self.decode]
 
-    def ask(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
-        ranks = self.every if ranks is None else ranks
+    def call_ranks(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
+        ranks = self.all_ranks if ranks is None else ranks
         return list(self.pool.map(lambda one: one.call(do, **given), ranks))
 
-    def take(self, count: int) -> Rooms:
+    def new_rooms(self, count: int) -> Rooms:
         """New rooms."""
         first, self.next_room = self.next_room, self.next_room + count
         return first, self.next_room
 
-    def begin(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
+    def start_serving(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
         """Have decode ranks serve these rooms, and prefill `more`, too; futures, decode's last."""
         given = [(one, [*lanes.values(), *more]) for one in self.servers.prefill]
         given += [(one, [lane]) for one, lane in lanes.items()]
@@ -88,8 +91,8 @@ class Ranks:
         Raises RuntimeError where a rank has ended.
         """
         begun = time.monotonic()
-        lanes = {one: self.take(requests) for one in decode or self.decode}
-        answers = [one.result() for one in self.begin(lanes, LIMIT)]
+        lanes = {one: self.new_rooms(requests) for one in decode or self.decode}
+        answers = [one.result() for one in self.start_serving(lanes, HANG_TIMEOUT_S)]
         for answer in answers:
             if "ends" not in answer:
                 raise RuntimeError(f"a rank does not serve: {answer}")
@@ -105,7 +108,7 @@ def fork_server(engine: str) -> fleets.ForkServer:
 
 
 @contextlib.contextmanager
-def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
+def running(engine: str, backend: str, ranks: int) -> Iterator[RunningRanks]:
     # Stock NIXL has wrong results, or hangs, for GQA between such sides.
     fleet = fleets.Fleet(
         prefill=fleets.Side(tp=ranks // STAGES, pp=STAGES),
@@ -117,7 +120,7 @@ def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
     )
     server = fork_server(engine)
     with fleets.running(fleet, server, server) as servers:
-        yield Ranks(servers, ranks)
+        yield RunningRanks(servers, ranks)
 
 
 def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> dict:
@@ -125,18 +128,20 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
     requests = max(2, REQUESTS // ranks)
     with running(engine, backend, ranks) as fleet:
         fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
-        before = fleet.ask("figures")
+        before = fleet.call_ranks("figures")
         meet_seconds, met_ranks = fleet.serve(1)
-        met = fleet.ask("figures")
+        met = fleet.call_ranks("figures")
         prefill = slice(len(fleet.servers.prefill))
         grown = [
             after["private_kib"] - one["private_kib"]
             for one, after in zip(before[prefill], met[prefill])
         ]
-        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST * seconds))
-        start = fleet.ask("figures")
+        rest = statistics.mean(
+            one["part"] for one in fleet.call_ranks("rest", seconds=IDLE_FRACTION * seconds)
+        )
+        start = fleet.call_ranks("figures")
         _, each = fleet.serve(requests)
-        end = fleet.ask("figures")
+        end = fleet.call_ranks("figures")
         spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
         asked = ranks * (1 + requests)
         row = {
@@ -153,32 +158,35 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
             "cpu_ms": 1e3 * (spent["scheduler_s"] + spent["reader_s"]) / each,
             "all_ms": 1e3 * spent["all_s"] / each,
             "rest_percent": 100 * rest,
-            **restarted(fleet, seconds),
+            **measure_rank_replacement(fleet, seconds),
         }
     return {"engine": engine, "backend": backend, "ranks": ranks, **row}
 
 
-def measured(*fleet) -> dict:
+def measure_with_retry(*fleet) -> dict:
     """The first row of several in which few requests were lost, else the last; see `measure`."""
     for attempt in range(1, ATTEMPTS + 1):
         row = {**measure(*fleet), "attempt": attempt}
-        if row["lost_part"] <= MOST_LOST:
+        if row["lost_part"] <= MAX_LOST_FRACTION:
             break
     return row
 
 
-def restarted(fleet: Ranks, seconds: float) -> dict:
+def measure_rank_replacement(fleet: RunningRanks, seconds: float) -> dict:
     """One decode rank is killed under load, and another takes its place; others' longest gaps.
 
     A gap is the longest time in which a decode rank has no request end.
     """
-    lanes, new = {one: fleet.take(MANY) for one in fleet.decode}, fleet.take(MANY)
+    lanes, new = (
+        {one: fleet.new_rooms(ENOUGH_REQUESTS) for one in fleet.decode},
+        fleet.new_rooms(ENOUGH_REQUESTS),
+    )
     begun = time.monotonic()
-    serving = fleet.begin(lanes, seconds, new)
+    serving = fleet.start_serving(lanes, seconds, new)
     time.sleep(seconds / 3)
     os.kill(fleet.decode[0].pid, signal.SIGKILL)
     killed = time.monotonic()
-    (other,) = fleet.servers.more("decode")
+    (other,) = fleet.servers.start_another("decode")
     left = max(1.0, begun + seconds - time.monotonic())
     answer = other.call("serve", lanes=[new], seconds=left)
     answers = [one.result() for one in serving]
@@ -222,17 +230,17 @@ def growths(rows: list[dict], rounds: int) -> list[dict]:
     return found
 
 
-def faster(found: list[dict]) -> list[str]:
+def faster_growing(found: list[dict]) -> list[str]:
     """What grows faster than in stock, in words."""
     return [
         f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
         f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
         for one in found
-        if one["patched"] > one["stock"] + max(one["noise"], LEAST_NOISE)
+        if one["patched"] > one["stock"] + max(one["noise"], MIN_NOISE)
     ]
 
 
-def lossy(rows: list[dict]) -> list[str]:
+def lost_requests(rows: list[dict]) -> list[str]:
     """Where patched has lost requests, in words."""
     return [
         f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests of patched were lost"
@@ -268,10 +276,10 @@ def main(
     sizes = sorted(ranks or RANKS)
     for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
         for size, engine in itertools.product(sizes, ENGINES):
-            rows.append({**measured(engine, backend, size, seconds), "round": number})
+            rows.append({**measure_with_retry(engine, backend, size, seconds), "round": number})
             console.print(rows[-1], highlight=False)
     found = growths(rows, rounds) if len(sizes) > 1 else []
-    missed = [*faster(found), *lossy(rows)]
+    missed = [*faster_growing(found), *lost_requests(rows)]
     console.print(table(rows))
     for line in missed:
         console.print(line, style="red", highlight=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from bench_cpu_copy import PAGE_SIZE, TOKENS, pools
 from rich.console import Console
 from rich.table import Table
 from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent_parts
-from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.page_digests import PageViews
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA
@@ -40,7 +40,7 @@ CONTEXT = 16_384  # tokens; also of each pool
 TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 
 
-def page_memory(pool) -> tuple[PageMemory, tuple]:
+def page_memory(pool) -> tuple[PageViews, tuple]:
     """A pool's buffers, and all that a rank of the same sizes would be sent of them."""
     ptrs, lens, item_lens = pool.get_contiguous_buf_infos()
     heads = getattr(pool, "head_num", None)
@@ -48,7 +48,7 @@ def page_memory(pool) -> tuple[PageMemory, tuple]:
     layout = RankLayout(
         0, 1, 0, 1, PAGE_SIZE, "bfloat16", "DRAM", pool.layer_num, kv=tuple(buffers)
     )
-    memory = PageMemory(layout, layout.kv, [pool], ptrs, lens)
+    memory = PageViews(layout, layout.kv, [pool], ptrs, lens)
     return memory, sent_parts(layout, layout, layout.kv, layout.kv)
 
 
@@ -97,7 +97,7 @@ def digest_rows() -> list[dict]:
 
 def long_model() -> Path:
     """The tests' model, told that it may have longer prompts."""
-    short = TinyGQA().make(cluster.OF_RELEASE / "models")
+    short = TinyGQA().make(cluster.RELEASE_ENV / "models")
     folder = short.with_name(f"{short.name}-long")
     if not folder.exists():
         draft = short.with_name(f"{folder.name}.{os.getpid()}")
@@ -109,7 +109,7 @@ def long_model() -> Path:
     return folder
 
 
-def pair(mode: str) -> bench_serve.Pair:
+def pair(mode: str) -> bench_serve.ServerPair:
     """Patched servers over NIXL that compare or do not, for long prompts."""
     logs, (store_port,) = bench_serve.LOGS / f"verify-{mode}", free_ports(1)
     common = {
@@ -122,13 +122,15 @@ def pair(mode: str) -> bench_serve.Pair:
     return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
 
 
-async def first_tokens(servers: bench_serve.Pair, seed: int) -> list[float]:
+async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float]:
     """Milliseconds for one prompt of each length."""
     rng = random.Random(seed)
     async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
-        await bench_serve.ask(client, servers, rng.choices(range(256), k=32))  # let it wake
+        await bench_serve.time_request(
+            client, servers, rng.choices(range(256), k=32)
+        )  # let it wake
         timed = [
-            await bench_serve.ask(client, servers, rng.choices(range(256), k=length))
+            await bench_serve.time_request(client, servers, rng.choices(range(256), k=length))
             for length in LENGTHS
         ]
     return [1e3 * one.first for one in timed]
@@ -143,9 +145,9 @@ def serving_rows(rounds: int) -> list[dict]:
             for half, order in enumerate((list(MODES), list(reversed(MODES)))):
                 seed = 100 + 2 * number + half  # other prompts, for prefixes are kept
                 for mode in order:
-                    bench_serve.send(pairs[mode], signal.SIGCONT)
+                    bench_serve.send_signal(pairs[mode], signal.SIGCONT)
                     figures = asyncio.run(first_tokens(pairs[mode], seed))
-                    bench_serve.send(pairs[mode], signal.SIGSTOP)
+                    bench_serve.send_signal(pairs[mode], signal.SIGSTOP)
                     if number >= 0:
                         blocks[mode].append(figures)
     rows = []

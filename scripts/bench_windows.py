@@ -14,9 +14,9 @@ import numpy as np
 WINDOW = 4096  # tokens
 LAYERS = 30
 HEADS = 8
-TOKEN = 64  # bytes of all heads; NIXL's cost is by the copy
+TOKEN_BYTES = 64  # bytes of all heads; NIXL's cost is by the copy
 PAGE_SIZES = (1, 64)
-HOST = "DRAM"
+HOST_MEMORY = "DRAM"
 
 
 def layout(kv_layout, page_size: int):
@@ -25,7 +25,7 @@ def layout(kv_layout, page_size: int):
     heads = kv_layout.Heads(0, HEADS, HEADS)
 
     def buffer(component: str, layer: int):
-        return kv_layout.Buffer(component, False, layer, page_size * TOKEN, heads, pages)
+        return kv_layout.Buffer(component, False, layer, page_size * TOKEN_BYTES, heads, pages)
 
     kv = tuple(buffer(component, LAYERS) for component in "kv")
     state = tuple(buffer(f"swa_{component}", n) for component in "kv" for n in range(LAYERS))
@@ -48,7 +48,7 @@ def memory(of_rank, side: int) -> tuple[np.ndarray, list[int], list[int]]:
     return block, starts[: len(of_rank.kv)], starts[len(of_rank.kv) :]
 
 
-class Nixl:
+class NixlAgents:
     """An agent that makes transfers to `peer` in host memory, and does not begin them."""
 
     def __init__(self, own, theirs, peer: str):
@@ -58,15 +58,15 @@ class Nixl:
         alone = nixl_agent_config(enable_prog_thread=False)  # its time would be counted, too
         self.agents = [nixl_agent(name, alone) for name in (str(uuid.uuid4()), peer)]
         for agent, block in zip(self.agents, self.blocks):
-            agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], HOST)
+            agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], HOST_MEMORY)
         self.agent, other = self.agents
         self.agent.add_remote_agent(other.get_agent_metadata())
 
     def get_xfer_descs(self, rows, kind):
-        return self.agent.get_xfer_descs(rows, HOST)
+        return self.agent.get_xfer_descs(rows, HOST_MEMORY)
 
     def prep_xfer_dlist(self, peer, runs, kind):
-        return self.agent.prep_xfer_dlist(peer, runs, HOST)
+        return self.agent.prep_xfer_dlist(peer, runs, HOST_MEMORY)
 
     def make_prepped_xfer(self, *chosen):
         return self.agent.make_prepped_xfer(*chosen)
@@ -105,7 +105,7 @@ def add_state(manager, info: SimpleNamespace, own, peer, later: bool) -> None:
     )
 
 
-def sender(manager, info: SimpleNamespace, peer: str, notice: str, later: bool):
+def make_state_call(manager, info: SimpleNamespace, peer: str, notice: str, later: bool):
     """A function `(src_pages, dst_pages)` that makes the engine's call for a request's state."""
     send, pointers = manager.maybe_send_extra, info.dst_state_data_ptrs
     if not later:

@@ -7,13 +7,13 @@ keeps it beside itself, as the next one finds it.
 import json
 from pathlib import Path
 
-from pd_harness.cluster import OF_RELEASE
+from pd_harness.cluster import RELEASE_ENV
 from pd_harness.releases import release
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE = release()
-NEW = OF_RELEASE / "evidence"
-KEPT = ROOT / "docs" / "evidence" / RELEASE
+NEW = RELEASE_ENV / "evidence"
+SAVED = ROOT / "docs" / "evidence" / RELEASE
 # Of each file of rows, which tests append to, what a row is known by.
 KEYS = {
     "accuracy": ("fleet",),
@@ -30,10 +30,10 @@ KEYS = {
 BENCHES = ("plan", "cpu-copy", "serve", "verify", "scale")
 
 
-def latest(kind: str) -> dict[tuple, dict]:
+def latest_rows(kind: str) -> dict[tuple, dict]:
     """The last row of each key of `KEYS`, by that key."""
     found = {}
-    for folder in (KEPT, NEW):
+    for folder in (SAVED, NEW):
         file = folder / f"{kind}.jsonl"
         for line in file.read_text().splitlines() if file.exists() else ():
             row = json.loads(line)
@@ -56,26 +56,26 @@ def measures() -> dict:
     return _last("measures.json") or {}
 
 
-def measure(**more) -> None:
+def save_measures(**more) -> None:
     """Add to `measures`."""
     NEW.mkdir(parents=True, exist_ok=True)
     (NEW / "measures.json").write_text(json.dumps({**measures(), **more}, indent=1))
 
 
 def _last(name: str):
-    for folder in (NEW, KEPT):
+    for folder in (NEW, SAVED):
         if (folder / name).exists():
             return json.loads((folder / name).read_text())
     return None
 
 
-def keep() -> None:
+def save_rows() -> None:
     """Write all of it to docs/evidence/RELEASE/; delete a file there to have its rows forgotten."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+    SAVED.mkdir(parents=True, exist_ok=True)
     for kind in KEYS:
-        if rows := latest(kind):
+        if rows := latest_rows(kind):
             lines = "".join(json.dumps(row) + "\n" for row in rows.values())
-            (KEPT / f"{kind}.jsonl").write_text(lines)
+            (SAVED / f"{kind}.jsonl").write_text(lines)
     for name in ("measures.json", *(bench_file(name).name for name in BENCHES)):
         if (found := _last(name)) is not None:
-            (KEPT / name).write_text(json.dumps(found, indent=1) + "\n")
+            (SAVED / name).write_text(json.dumps(found, indent=1) + "\n")

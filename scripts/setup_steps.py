@@ -17,17 +17,17 @@ BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
     """Say what begins, and how long it took; what its commands say is between."""
-    say(f"{title} ...")
+    log(f"{title} ...")
     start = time.monotonic()
     yield
-    say(f"{title}: done, {time.monotonic() - start:.0f} s")
+    log(f"{title}: done, {time.monotonic() - start:.0f} s")
 
 
 def run(*command: str | Path, quiet: bool = False) -> None:

@@ -20,24 +20,24 @@ import httpx
 
 from pd_harness import forks
 from pd_harness.cpu_host import ENVIRONMENT, thread_binding
-from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import MEMFABRIC_VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import DTYPES, device, npus
-from pd_harness.ports import HOST, free_ports, free_run
+from pd_harness.ports import HOST, free_port_range, free_ports
 from pd_harness.releases import release
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
 # Of one release of the engine: its environments, the models it reads, and what it answered.
-OF_RELEASE = PD_ENV / release()
-KEEPER = Path(__file__).with_name("keeper.py")
-START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
+RELEASE_ENV = PD_ENV / release()
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+START_TIMEOUT_S = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
 # From `--dist-init-addr` on: a few for its processes, and the last for DP attention's handshake.
 DIST_PORTS = 14
 NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
 # Two tokens drafted by computing and one that is there already, all verified at once.
-DRAFTING = (
+DRAFT_OPTIONS = (
     *("--speculative-algorithm", "EAGLE"),
     *("--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1"),
@@ -45,9 +45,12 @@ DRAFTING = (
     "--disable-cuda-graph",  # of the draft model; there are others on accelerators only
 )
 # Its own size, 4 GiB for each rank, is for larger models.
-STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64"}
+STAGING_VARIABLES = {
+    "SGLANG_DISAGG_STAGING_BUFFER": "1",
+    "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64",
+}
 RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: the ranks of the smallest fleet that is run
-NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
+NO_STOCK_ON_NPU = "on an NPU there is one engine, that of this Python, and it is patched"
 
 
 class ServerFailed(RuntimeError):
@@ -94,7 +97,7 @@ class Topology:
         return self.prefill_tp * self.prefill_pp, self.decode_tp * self.decode_pp
 
     @property
-    def retracts(self) -> bool:
+    def expects_retractions(self) -> bool:
         """Whether decode is meant to retract requests."""
         return self.retract or self.decode_tokens < MAX_TOKENS
 
@@ -111,7 +114,7 @@ class Topology:
 
     def environment(self, store_port: int) -> dict[str, str]:
         """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
-        staging = STAGING if self.staging else {}
+        staging = STAGING_VARIABLES if self.staging else {}
         if self.backend != "ascend":
             return staging
         store = f"tcp://{HOST}:{store_port}"
@@ -144,9 +147,9 @@ def interpreter(environment: str) -> Path:
     """
     if device() == "npu":
         if environment == "stock":
-            raise FileNotFoundError(NO_STOCK)
+            raise FileNotFoundError(NO_STOCK_ON_NPU)
         return Path(sys.executable)
-    folder = PD_ENV if environment == "base" else OF_RELEASE
+    folder = PD_ENV if environment == "base" else RELEASE_ENV
     python = folder / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(
@@ -166,19 +169,19 @@ def engine_folder(environment: str) -> Path:
     command = [str(interpreter(environment)), "-c", ask]
     # `-c` looks into the working folder, too: into one without a `sglang/`.
     found = subprocess.run(
-        command, cwd=KEEPER.parent, stdout=subprocess.PIPE, text=True, check=True
+        command, cwd=SUPERVISOR.parent, stdout=subprocess.PIPE, text=True, check=True
     )
     return Path(found.stdout.splitlines()[-1]).parent
 
 
-def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | None:
+def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | None:
     """Why a fleet of so many ranks cannot run on this device; None if it can."""
     if device() == "cpu":
         return None
     if backend != "ascend":
         return f"on an NPU KV travels by ascend, not by {backend}"
     if "stock" in engines:
-        return NO_STOCK
+        return NO_STOCK_ON_NPU
     least = int(os.environ.get(RANKS_FROM, "1"))
     if ranks < least:
         return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"
@@ -187,12 +190,12 @@ def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | No
     return None
 
 
-class Kept(subprocess.Popen):
+class SupervisedProcess(subprocess.Popen):
     """A command under a keeper, which ends it when this process ends, however that is."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log):
         super().__init__(
-            [sys.executable, "-I", "-S", str(KEEPER), *command],
+            [sys.executable, "-I", "-S", str(SUPERVISOR), *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -232,7 +235,7 @@ class Server:
                 python, _, module, *arguments = self.command
                 self.process = forks.fork(python, module, arguments, self.environment, log)
             else:
-                self.process = Kept(self.command, self.environment, log)
+                self.process = SupervisedProcess(self.command, self.environment, log)
 
     @property
     def url(self) -> str:
@@ -308,7 +311,7 @@ def engine_server(
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     if dp > 1:
         command += ["--dp-size", str(dp), "--enable-dp-attention"]
-        command += ["--dist-init-addr", f"{HOST}:{free_run(DIST_PORTS)}"]
+        command += ["--dist-init-addr", f"{HOST}:{free_port_range(DIST_PORTS)}"]
     command += ["--max-total-tokens", str(max_tokens)]
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
@@ -320,7 +323,7 @@ def engine_server(
     if not overlap:
         command += ["--disable-overlap-schedule"]
     if draft is not None:
-        command += ["--speculative-draft-model-path", str(draft), *DRAFTING]
+        command += ["--speculative-draft-model-path", str(draft), *DRAFT_OPTIONS]
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
@@ -415,7 +418,7 @@ def decode_server(
             *("--disaggregation-mode", "decode"),
             *("--disaggregation-transfer-backend", topology.backend),
             # Tokens kept free for each request: with few, decode admits more than it can finish.
-            *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
+            *("--num-reserved-decode-tokens", "1" if topology.expects_retractions else "512"),
             # By default later releases back up in pinned memory, which takes an accelerator.
             *(
                 []
@@ -454,7 +457,7 @@ def router(
 @contextlib.contextmanager
 def running(
     servers: Sequence[Server],
-    seconds: float = START_SECONDS,
+    seconds: float = START_TIMEOUT_S,
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> Iterator[None]:
     """Start the servers, wait until all are ready, and stop them when the block is left.
@@ -518,7 +521,7 @@ async def ask_all(
 
     async def one(prompt) -> Answer:
         async with places:
-            return await _ask_one(client, url, list(prompt), new_tokens, seconds)
+            return await _send_prompt(client, url, list(prompt), new_tokens, seconds)
 
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
@@ -541,7 +544,7 @@ def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
     return answer
 
 
-async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
+async def _send_prompt(client, url, prompt, new_tokens, seconds) -> Answer:
     body = {
         "input_ids": prompt,
         "sampling_params": {

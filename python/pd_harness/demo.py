@@ -26,13 +26,13 @@ from rich.text import Text
 from pd_harness import cluster
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
-from pd_harness.device import await_peers
+from pd_harness.device import wait_for_memfabric_peers
 from pd_harness.releases import release
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16
-LENGTHS = "1,2,100,600,1024"  # of the prompts whose KV is compared, tokens
-PATIENCE = 60  # seconds; a right answer takes a few
+VERIFY_LENGTHS = "1,2,100,600,1024"  # of the prompts whose KV is compared, tokens
+ANSWER_TIMEOUT_S = 60  # seconds; a right answer takes a few
 PROMPTS = [
     "A",
     "Hello, world.",
@@ -43,7 +43,7 @@ PROMPTS = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Show:
+class DemoCase:
     """A fleet, its model, and the fleet in words."""
 
     topology: cluster.Topology
@@ -58,25 +58,25 @@ class Backend(str, enum.Enum):
     ascend = "ascend"
 
 
-OLDER_SHOWS = {
-    Backend.nixl: Show(
+DEMO_CASES_0_5_9 = {
+    Backend.nixl: DemoCase(
         cluster.Topology("nixl", prefill_tp=2, page_size=16),
         TinyGQA(),
         "prefill TP 2, decode TP 1 over NIXL",
     ),
-    Backend.ascend: Show(
+    Backend.ascend: DemoCase(
         cluster.Topology("ascend", prefill_pp=2, page_size=16),
         TinyMLA(layers=7),
         "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
     ),
 }
-SHOWS = {
-    Backend.nixl: Show(
+DEMO_CASES = {
+    Backend.nixl: DemoCase(
         cluster.Topology("nixl", prefill_pp=2, page_size=16),
         TinyGQA(layers=5),
         "GQA, prefill PP 2 (5 layers), decode PP 1 over NIXL",
     ),
-    Backend.ascend: Show(
+    Backend.ascend: DemoCase(
         cluster.Topology("ascend", prefill_pp=2, page_size=16, fia=True),
         TinyGQA(layers=5),
         "GQA with FIA, prefill PP 2 (5 layers), decode PP 1 with the ascend backend",
@@ -91,13 +91,13 @@ class Completion:
     text: str = ""
     failure: str | None = None
 
-    def shown(self) -> Text:
+    def as_text(self) -> Text:
         if self.failure is not None:
             return Text(self.failure, style="red")
         return Text(self.text)
 
 
-def complete(url: str, seconds: float) -> list[Completion]:
+def complete_prompts(url: str, seconds: float) -> list[Completion]:
     """Send all prompts at once to ``url``'s completions endpoint, decoding greedily."""
 
     async def one(client: httpx.AsyncClient, prompt: str) -> Completion:
@@ -155,40 +155,40 @@ def report(served: list[Completion], single: list[Completion], console: Console)
         equal += same
         short = prompt if len(prompt) <= 24 else f"{prompt[:20]}... ({len(prompt)} tokens)"
         mark = Text("yes", style="green") if same else Text("NO", style="red")
-        table.add_row(Text(short), got.shown(), want.shown(), mark)
+        table.add_row(Text(short), got.as_text(), want.as_text(), mark)
     console.print(table)
     return equal
 
 
 def verify(router: str, console: Console) -> bool:
     """Have all KV of some more requests compared, by the tool; whether it is right."""
-    words = ["verify", "--router", router, "--lengths", LENGTHS, "--requests", "8"]
+    words = ["verify", "--router", router, "--lengths", VERIFY_LENGTHS, "--requests", "8"]
     console.print(f"sglang-pd {' '.join(words)}", highlight=False, soft_wrap=True)
     tool = [sys.executable, "-m", "sglang_pd", *words]
     return subprocess.run(tool, cwd=cluster.CHECKOUT / "python").returncode == 0
 
 
-def run(show: Show, stock: bool) -> int:
+def run(case: DemoCase, stock: bool) -> int:
     """Start the servers, ask them, print the report; returns the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
-    model = show.model.make(cluster.OF_RELEASE / "models")
+    model = case.model.make(cluster.RELEASE_ENV / "models")
     environment = {} if stock else {"SGLANG_PD_VERIFY": "1"}
     prefill, decode, router = cluster.pd_servers(
-        show.topology, model, LOGS, engine, engine, environment
+        case.topology, model, LOGS, engine, engine, environment
     )
     single = cluster.engine_server("single", "stock", model, LOGS)
     console.print(
-        f"{engine} engine: router, {show.fleet}; and one single server (stock). Starting ..."
+        f"{engine} engine: router, {case.fleet}; and one single server (stock). Starting ..."
     )
     try:
         with running([prefill, decode, router, single], console):
-            if show.topology.backend == "ascend":
-                await_peers(memfabric_for(engine))
+            if case.topology.backend == "ascend":
+                wait_for_memfabric_peers(memfabric_for(engine))
             console.print(f"{len(PROMPTS)} prompts, sent together to each")
-            expected = complete(single.url, PATIENCE)
+            expected = complete_prompts(single.url, ANSWER_TIMEOUT_S)
             start = time.monotonic()
-            served = complete(router.url, PATIENCE)
+            served = complete_prompts(router.url, ANSWER_TIMEOUT_S)
             seconds = time.monotonic() - start
             equal = report(served, expected, console)
             verified = stock or verify(router.url, console)
@@ -210,7 +210,7 @@ def main(
 ) -> None:
     """Serve with a prefill and a decode server, and compare with a single server."""
     try:
-        shows = OLDER_SHOWS if release() == "0.5.9" else SHOWS
+        shows = DEMO_CASES_0_5_9 if release() == "0.5.9" else DEMO_CASES
         sys.exit(run(shows[backend], stock))
     except KeyboardInterrupt:
         sys.exit(130)

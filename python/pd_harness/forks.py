@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
-START_SECONDS = 120
+START_TIMEOUT_S = 120
 MODULE = "pd_harness.cpu_host.fork_server"
-SHARED = "SGLANG_PD_FORKS"
-LIMIT = 1 << 20  # bytes of a message
+SHARED_FOLDER_VARIABLE = "SGLANG_PD_FORKS"
+MAX_MESSAGE_BYTES = 1 << 20  # bytes of a message
 
 
 class ForkServerFailed(RuntimeError):
@@ -45,38 +45,38 @@ class ForkServer:
     path: str  # of its Unix socket
     pid: int
 
-    def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    def matches(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Whether it runs, and an import with this environment would make the same."""
         return (
             self.command == list(command)
             and all(environment.get(name) == value for name, value in self.read.items())
-            and _runs(self.pid)
+            and _is_running(self.pid)
         )
 
-    def connected(self, kind: socket.SocketKind) -> socket.socket:
+    def connect(self, kind: socket.SocketKind) -> socket.socket:
         """A new connection to it."""
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.connect(self.path)
         return connection
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: dead, and not yet buried
     return False
 
 
-_started: list[subprocess.Popen] = []
+_started_servers: list[subprocess.Popen] = []
 
 
 @atexit.register
-def close_all() -> None:
+def stop_fork_servers() -> None:
     """End the fork servers of this process; what they have forked goes on until it is stopped."""
-    while _started:
-        _end(_started.pop())
+    while _started_servers:
+        _kill(_started_servers.pop())
 
 
-def _end(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen) -> None:
     process.stdin.close()
     process.kill()
     process.wait()
@@ -100,13 +100,13 @@ def fork_server(
     Raises:
         ForkServerFailed: It does not start.
     """
-    folder = Path(os.environ.get(SHARED) or _own_folder().name)
+    folder = Path(os.environ.get(SHARED_FOLDER_VARIABLE) or _own_folder().name)
     name = hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # else two would import the same side by side
         for offer in folder.glob("*.json"):
             known = ForkServer(**json.loads(offer.read_text()))
-            if known.fits(command, environment):
+            if known.matches(command, environment):
                 return known
         started = _start(command, environment, folder)
         started.read.update(read(started))
@@ -129,12 +129,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str], folder: Path)
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-    awaited(lambda: path.exists() or process.poll() is not None, START_SECONDS)
+    wait_until(lambda: path.exists() or process.poll() is not None, START_TIMEOUT_S)
     if not path.exists():
-        _end(process)
+        _kill(process)
         tail = Path(log).read_text(errors="replace")[-4000:]
         raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
-    _started.append(process)
+    _started_servers.append(process)
     return ForkServer(list(command), {}, str(path), process.pid)
 
 
@@ -144,18 +144,18 @@ class Fork:
     def __init__(self, connection: socket.socket):
         self.connection = self.stdin = connection
         self.returncode: int | None = None
-        self.pid: int = _message(connection)["keeper"]
+        self.pid: int = _receive_message(connection)["keeper"]
 
     def poll(self) -> int | None:
         """The server's exit status, or None while it runs."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
-            self._take_status()
+            self._receive_status()
         return self.returncode
 
     def wait(self) -> int:
         """Its status, when all its processes have been killed."""
         if self.returncode is None:
-            self._take_status()
+            self._receive_status()
         self.connection.close()
         return self.returncode
 
@@ -165,14 +165,14 @@ class Fork:
             self.connection.shutdown(socket.SHUT_WR)
         self.wait()
 
-    def _take_status(self) -> None:
+    def _receive_status(self) -> None:
         # A keeper that was killed says nothing.
-        self.returncode = _message(self.connection).get("status", -9)
+        self.returncode = _receive_message(self.connection).get("status", -9)
 
 
-def _message(connection: socket.socket) -> dict:
+def _receive_message(connection: socket.socket) -> dict:
     """The next one; empty at the end of the connection."""
-    text = connection.recv(LIMIT)
+    text = connection.recv(MAX_MESSAGE_BYTES)
     return json.loads(text) if text else {}
 
 
@@ -186,14 +186,14 @@ def fork(python: str, module: str, arguments: Sequence[str], environment, log) -
     """
     full = {**os.environ, **environment}
     full.pop("PYTEST_CURRENT_TEST", None)  # another for each test, and libraries read it
-    server = fork_server([python, "-m", MODULE], full, _read_by)
-    connection = server.connected(socket.SOCK_SEQPACKET)
-    _message(connection)
-    asked = {"module": module, "arguments": list(arguments), "environment": full}
-    socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
+    server = fork_server([python, "-m", MODULE], full, _variables_read_by)
+    connection = server.connect(socket.SOCK_SEQPACKET)
+    _receive_message(connection)
+    request = {"module": module, "arguments": list(arguments), "environment": full}
+    socket.send_fds(connection, [json.dumps(request).encode()], [log.fileno()])
     return Fork(connection)
 
 
-def _read_by(server: ForkServer) -> dict[str, str | None]:
-    with server.connected(socket.SOCK_SEQPACKET) as connection:
-        return _message(connection)["read"]
+def _variables_read_by(server: ForkServer) -> dict[str, str | None]:
+    with server.connect(socket.SOCK_SEQPACKET) as connection:
+        return _receive_message(connection)["read"]

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
-MOST = 1_000  # that a process holds; those of a whole night's fleets would be nearly all there are
+MAX_RESERVED = (
+    1_000  # that a process holds; those of a whole night's fleets would be nearly all there are
+)
 
 
 def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
@@ -28,14 +30,14 @@ def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
     for port in random.sample(ports, len(ports)):
         if len(found) == count:
             break
-        if _hold(port):
+        if _reserve(port):
             found.append(port)
     if len(found) < count:
         raise OSError(f"no {count} free ports between {ports[0]} and {ports[-1]}")
     return found
 
 
-def free_run(length: int, ports: Sequence[int] = PORTS) -> int:
+def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
     """The first of so many ports in a row, free and held as those of `free_ports`.
 
     Raises:
@@ -43,17 +45,17 @@ def free_run(length: int, ports: Sequence[int] = PORTS) -> int:
     """
     starts = ports[: len(ports) - length + 1]
     for start in random.sample(starts, len(starts)):
-        taken = list(itertools.takewhile(_hold, range(start, start + length)))
+        taken = list(itertools.takewhile(_reserve, range(start, start + length)))
         if len(taken) == length:
             return start
         for port in taken:
-            _let_go(port)
+            _release(port)
     raise OSError(f"no {length} free ports in a row between {ports[0]} and {ports[-1]}")
 
 
-def _hold(port: int) -> bool:
+def _reserve(port: int) -> bool:
     """Whether the port was free, and is now held."""
-    file, held = _held(os.getpid())
+    file, held = _reservations(os.getpid())
     if port in held:
         return False
     try:
@@ -65,21 +67,21 @@ def _hold(port: int) -> bool:
         try:
             probe.bind((HOST, port))
         except OSError:
-            _let_go(port)
+            _release(port)
             return False
-    if len(held) > MOST:
-        _let_go(next(iter(held)))
+    if len(held) > MAX_RESERVED:
+        _release(next(iter(held)))
     return True
 
 
-def _let_go(port: int) -> None:
-    file, held = _held(os.getpid())
+def _release(port: int) -> None:
+    file, held = _reservations(os.getpid())
     fcntl.lockf(file, fcntl.LOCK_UN, 1, port)
     del held[port]
 
 
 @functools.cache
-def _held(process: int) -> tuple[int, dict[int, None]]:
+def _reservations(process: int) -> tuple[int, dict[int, None]]:
     """The file, and the ports that this process holds, the oldest first.
 
     A fork has none of its parent's locks.

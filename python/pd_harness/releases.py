@@ -4,8 +4,8 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-VARIABLE = "SGLANG_PD_RELEASE"
-DEFAULT = Path(__file__).resolve().parents[2] / "scripts" / "default_release"
+RELEASE_VARIABLE = "SGLANG_PD_RELEASE"
+DEFAULT_RELEASE_FILE = Path(__file__).resolve().parents[2] / "scripts" / "default_release"
 
 
 def release() -> str:
@@ -17,27 +17,31 @@ def release() -> str:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return chosen_release()
-    return taken_for(version) or chosen_release()
+    return known_release_for(version) or chosen_release()
 
 
-def taken_for(version: str) -> str | None:
+def known_release_for(version: str) -> str | None:
     """The newest release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
 
     A version that is made of a commit names the release to come (``0.5.24.dev3``). None where all
     releases are later, as for ``0.0.0``.
     """
     # Not above: set-up reads this file, and runs before what the tool needs is installed.
-    from sglang_pd.patchset.patches import age, public, supported
+    from sglang_pd.patchset.patches import public_version, supported_releases, version_key
 
-    earlier = [known for known in supported() if age(known) <= age(public(version))]
+    earlier = [
+        known
+        for known in supported_releases()
+        if version_key(known) <= version_key(public_version(version))
+    ]
     return earlier[-1] if earlier else None
 
 
 def chosen_release() -> str:
     """What the variable says, or the default."""
-    return os.environ.get(VARIABLE) or default_release()
+    return os.environ.get(RELEASE_VARIABLE) or default_release()
 
 
 def default_release() -> str:
     """The one that scripts take, and that every run tries most of."""
-    return DEFAULT.read_text().strip()
+    return DEFAULT_RELEASE_FILE.read_text().strip()

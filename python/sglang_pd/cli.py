@@ -14,23 +14,23 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
-from sglang_pd.doctor.examine import examine
-from sglang_pd.doctor.host import Host, Launch, import_error
+from sglang_pd.doctor.host import Host, LaunchOptions, import_error
 from sglang_pd.doctor.packages import choose_backend
+from sglang_pd.doctor.run_checks import run_checks
 from sglang_pd.doctor.show import as_json as findings_as_json
 from sglang_pd.doctor.show import show as show_findings
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.install.matching import release_of, remarks
+from sglang_pd.install.release_detection import detect_release, release_notes
 from sglang_pd.install.show import as_json as status_as_json
 from sglang_pd.install.show import patch_as_json, patch_state, show_patch
 from sglang_pd.install.show import show as show_status
-from sglang_pd.patchset.patches import Release, load, read_records, supported
-from sglang_pd.verifying.check import Verdict, check
-from sglang_pd.verifying.fleet import Fleet
-from sglang_pd.verifying.show import as_json as verdict_as_json
-from sglang_pd.verifying.show import show as show_verdict
+from sglang_pd.patchset.patches import Release, load_release, read_records, supported_releases
+from sglang_pd.verify.check import Verdict, check
+from sglang_pd.verify.servers import FleetClient
+from sglang_pd.verify.show import as_json as verdict_as_json
+from sglang_pd.verify.show import show as show_verdict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,20 +63,20 @@ ApiKey = Annotated[
 ]
 
 BackendName = Literal["nixl", "mooncake", "ascend"]
-LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
-EXIT = {
+DEFAULT_LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
+EXIT_CODES = {
     "applied": 0,
-    "absent": Code.ABSENT,
-    "half-applied": Code.HALF_APPLIED,
-    "outdated": Code.OUTDATED,
-    "drifted": Code.DRIFTED,
+    "absent": ExitCode.ABSENT,
+    "half-applied": ExitCode.HALF_APPLIED,
+    "outdated": ExitCode.OUTDATED,
+    "drifted": ExitCode.DRIFTED,
     "carried": 0,
-    "missing": Code.ABSENT,
-    "unknown": Code.ABSENT,
+    "missing": ExitCode.ABSENT,
+    "unknown": ExitCode.ABSENT,
 }
 
 
-def refusing(command: Callable) -> Callable:
+def exit_on_refusal(command: Callable) -> Callable:
     """Turns a Refusal or OSError into its exit code and text: on stderr, or as JSON if asked."""
 
     @functools.wraps(command)
@@ -84,10 +84,10 @@ def refusing(command: Callable) -> Callable:
         try:
             return command(*args, **kwargs)
         except (Refusal, OSError) as error:
-            refusal = error if isinstance(error, Refusal) else Refusal(Code.IO, str(error))
+            refusal = error if isinstance(error, Refusal) else Refusal(ExitCode.IO, str(error))
             if kwargs.get("as_json"):
-                told = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
-                print(json.dumps({"error": told}))
+                result = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
+                print(json.dumps({"error": result}))
             else:
                 err.print(
                     Text("refused: ", style="bold red") + Text(str(refusal), style="not bold")
@@ -97,18 +97,18 @@ def refusing(command: Callable) -> Callable:
     return run
 
 
-def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
+def find_engine_and_release(path: Path | None, release: str | None) -> tuple[Engine, Release]:
     """The engine and the patch set for it."""
     engine = find_engine(path, release)
-    return engine, load(release) if release else release_of(engine)
+    return engine, load_release(release) if release else detect_release(engine)
 
 
-def authorization(api_key: str) -> dict[str, str]:
+def auth_headers(api_key: str) -> dict[str, str]:
     """The header that servers started with `--api-key` want."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"sglang-pd {__version__}")
         raise typer.Exit
@@ -118,14 +118,16 @@ def _say_version(wanted: bool) -> None:
 def top(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def status(
     patch: Annotated[
         str | None, typer.Argument(help="Show this patch alone, with its whole record.")
@@ -143,22 +145,24 @@ def status(
     if patch is not None and patch not in records:
         known = ", ".join(records)
         raise typer.BadParameter(f"there is no patch {patch!r}; there are {known}")
-    found, patch_set = locate(engine, release)
-    told = operations.status(found, patch_set)
-    what = (found, patch_set, told) if patch is None else (records[patch], found, patch_set, told)
+    found, patch_set = find_engine_and_release(engine, release)
+    result = operations.status(found, patch_set)
+    what = (
+        (found, patch_set, result) if patch is None else (records[patch], found, patch_set, result)
+    )
     if as_json:
-        said = status_as_json(*what) if patch is None else patch_as_json(*what)
-        print(json.dumps(said, indent=1))
+        output = status_as_json(*what) if patch is None else patch_as_json(*what)
+        print(json.dumps(output, indent=1))
     elif patch is None:
         show_status(*what, out)
     else:
         show_patch(*what, out)
-    state = told.state if patch is None else patch_state(records[patch], patch_set, told)
-    raise typer.Exit(int(EXIT[state]))
+    state = result.state if patch is None else patch_state(records[patch], patch_set, result)
+    raise typer.Exit(int(EXIT_CODES[state]))
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def apply(
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -170,9 +174,9 @@ def apply(
     ] = False,
 ) -> None:
     """Applies every patch, or none."""
-    found, patch_set = locate(engine, release)
+    found, patch_set = find_engine_and_release(engine, release)
     edits = operations.apply(found, patch_set, dry_run, preview)
-    for remark in remarks(found, patch_set):
+    for remark in release_notes(found, patch_set):
         out.print(Text(remark))
     if not edits:
         out.print(f"already applied to SGLang {patch_set.name} at", Text(str(found.root)))
@@ -187,7 +191,7 @@ def apply(
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def revert(engine: EnginePath = None) -> None:
     """Restores every byte of the engine."""
     found = find_engine(engine)
@@ -196,11 +200,11 @@ def revert(engine: EnginePath = None) -> None:
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     """Prints the edit as a unified diff, for review or `git apply`."""
-    found, patch_set = locate(engine, release)
-    for remark in remarks(found, patch_set):
+    found, patch_set = find_engine_and_release(engine, release)
+    for remark in release_notes(found, patch_set):
         err.print(Text(remark))
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
@@ -208,7 +212,7 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def doctor(
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -235,28 +239,28 @@ def doctor(
 
     Exit code: 0 nothing is wrong (there may be warnings), 17 something is.
     """
-    found, patch_set = locate(engine, release)
+    found, patch_set = find_engine_and_release(engine, release)
     # Packages beside the engine are its own; another Python's cannot be imported by this one.
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
     backend = backend or choose_backend(host)
-    launch = Launch(role or "", backend, port, bootstrap_port, image, nnodes)
-    findings = list(examine(found, patch_set, host, launch, url or (), authorization(api_key)))
+    launch = LaunchOptions(role or "", backend, port, bootstrap_port, image, nnodes)
+    findings = list(run_checks(found, patch_set, host, launch, url or (), auth_headers(api_key)))
     if as_json:
         print(json.dumps(findings_as_json(findings, launch), indent=1))
     else:
         show_findings(findings, launch, out)
-    raise typer.Exit(int(Code.UNFIT_HOST) if any(f.level == "wrong" for f in findings) else 0)
+    raise typer.Exit(int(ExitCode.HOST_PROBLEM) if any(f.level == "wrong" for f in findings) else 0)
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def verify(
     router: Annotated[str, typer.Option(help="URL of the router.")] = "",
     prefill: Annotated[str, typer.Option(help="Without a router: of the prefill server.")] = "",
     decode: Annotated[str, typer.Option(help="Without a router: of the decode server.")] = "",
     requests: Annotated[int, typer.Option(help="How many are sent at once, in the end.")] = 16,
-    lengths: Annotated[str, typer.Option(help="Tokens of single prompts.")] = LENGTHS,
+    lengths: Annotated[str, typer.Option(help="Tokens of single prompts.")] = DEFAULT_LENGTHS,
     reference: Annotated[
         str, typer.Option(help="A server of the same model that does not disaggregate.")
     ] = "",
@@ -280,9 +284,9 @@ def verify(
         err.print(f"{count} prompts {name}, twice ...")
 
     async def run() -> Verdict:
-        headers = authorization(api_key)
+        headers = auth_headers(api_key)
         async with httpx.AsyncClient(timeout=seconds, trust_env=False, headers=headers) as client:
-            fleet = Fleet(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
+            fleet = FleetClient(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
             return await check(fleet, wanted, requests, new_tokens, reference, on_progress)
 
     verdict = asyncio.run(run())
@@ -290,11 +294,11 @@ def verify(
         print(json.dumps(verdict_as_json(verdict), indent=1))
     else:
         show_verdict(verdict, out)
-    raise typer.Exit(0 if verdict.is_right else int(Code.WRONG))
+    raise typer.Exit(0 if verdict.passed else int(ExitCode.MISMATCH))
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def plan(
     model: Annotated[Path, typer.Option(help="Its config.json, or the folder that has it.")],
     prefill: Annotated[str, typer.Option(help="Sizes, such as tp=4,pp=2 (or dp, layers=30+31).")],
@@ -318,31 +322,33 @@ def plan(
     is not known.
     """
     # Only here: it needs NumPy, and an engine must be revertible without.
-    from sglang_pd.topology import show as shown
-    from sglang_pd.topology.asked import Asked
-    from sglang_pd.topology.picture import check_name, draw
+    from sglang_pd.plan import show as shown
+    from sglang_pd.plan.picture import check_picture_path, draw
+    from sglang_pd.plan.request import PlanRequest
 
-    asked = Asked(model, backend, release or supported()[-1], page_size, draft_layers, fia)
+    request = PlanRequest(
+        model, backend, release or supported_releases()[-1], page_size, draft_layers, fia
+    )
     try:
-        pairs = [(prefill, decode), *([_two(compare)] if compare else [])]
-        summaries = [asked.summary(*sizes) for sizes in pairs]
+        pairs = [(prefill, decode), *([_split_compare(compare)] if compare else [])]
+        summaries = [request.summary(*sizes) for sizes in pairs]
         if picture:
-            check_name(picture)
+            check_picture_path(picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        told = [shown.as_json(one) for one in summaries]
-        print(json.dumps(told if compare else told[0], indent=1))
+        result = [shown.as_json(one) for one in summaries]
+        print(json.dumps(result if compare else result[0], indent=1))
     elif compare:
         shown.compare(*summaries, out)
     else:
         shown.show(summaries[0], out)
     if picture:
         draw(summaries, picture)
-    raise typer.Exit(0 if summaries[0].works else int(Code.UNFIT))
+    raise typer.Exit(0 if summaries[0].works else int(ExitCode.INCOMPATIBLE))
 
 
-def _two(text: str) -> tuple[str, str]:
+def _split_compare(text: str) -> tuple[str, str]:
     prefill, colon, decode = text.partition(":")
     if not colon:
         raise ValueError(f"--compare {text!r}: give prefill's and decode's sizes, as tp=8:tp=4")

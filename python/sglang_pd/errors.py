@@ -3,7 +3,7 @@
 from enum import IntEnum
 
 
-class Code(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes. 0 is success, and `applied` for `status`; 2 is a wrong command line."""
 
     NO_ENGINE = 3
@@ -17,18 +17,18 @@ class Code(IntEnum):
     HALF_APPLIED = 11
     OUTDATED = 12
     PATCH_SET = 13
-    WRONG = 14
+    MISMATCH = 14
     NOT_VERIFYING = 15
     PREVIEW = 16
-    UNFIT_HOST = 17
+    HOST_PROBLEM = 17
     NO_MODEL = 18
-    UNFIT = 19
+    INCOMPATIBLE = 19
     NO_PICTURE = 20
 
 
 class Refusal(Exception):
     """The command stops; the engine is as it was before. The text names cause and remedy."""
 
-    def __init__(self, code: Code, text: str):
+    def __init__(self, code: ExitCode, text: str):
         super().__init__(text)
         self.code = code

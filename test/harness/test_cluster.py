@@ -14,8 +14,8 @@ from serving_checks import NOT_JOINED, joined
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
-from pd_harness.ports import free_ports, free_run
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
+from pd_harness.ports import free_port_range, free_ports
 
 # A server with a child: answers on a port, or ends at once.
 WITH_CHILD = """
@@ -35,12 +35,12 @@ def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
 
-def test_all_processes_end_with_the_block(tmp_path):
+def test_all_processes_end_with_context_manager(tmp_path):
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
         assert psutil.pid_exists(pid)
-    assert awaited(lambda: not psutil.pid_exists(pid), 20)
+    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
 def test_servers_share_the_session_of_the_test(tmp_path):
@@ -52,7 +52,7 @@ def test_servers_share_the_session_of_the_test(tmp_path):
         assert os.getpgid(pid) != os.getpgid(0)
 
 
-def test_all_processes_end_with_a_killed_parent(tmp_path):
+def test_servers_end_with_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"""
@@ -73,15 +73,15 @@ time.sleep(600)
         env={**os.environ, "PYTHONPATH": paths},
     )
     try:
-        assert awaited(lambda: child.exists() and child.read_text() != "", 20)
+        assert wait_until(lambda: child.exists() and child.read_text() != "", 20)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     pid = int(child.read_text())
-    assert awaited(lambda: not psutil.pid_exists(pid), 20)
+    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
-def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):
+def test_server_that_exits_early_is_reported_with_log(tmp_path):
     (port,) = free_ports(1)
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = cluster.Server("broken", command, port, tmp_path / "log")
@@ -114,25 +114,25 @@ def test_free_ports_are_distinct_and_free():
             probe.bind((cluster.HOST, port))
 
 
-def test_a_run_of_ports_is_held_whole():
-    start = free_run(3, range(19_000, 19_500))
+def test_port_range_is_reserved_completely():
+    start = free_port_range(3, range(19_000, 19_500))
     with pytest.raises(OSError, match="no 1 free ports"):
         free_ports(1, range(start, start + 3))
     with pytest.raises(OSError, match="no 3 free ports in a row"):
-        free_run(3, range(start - 2, start + 5))
+        free_port_range(3, range(start - 2, start + 5))
 
 
-def test_runs_that_were_too_short_are_not_kept():
+def test_short_port_ranges_are_released():
     """Each start would take what is free after it, and a night's runs all ports."""
     ports = range(19_500, 20_000)
     (middle,) = free_ports(1, ports[10:490])
     around = range(middle - 3, middle + 4)
     with pytest.raises(OSError, match="no 4 free ports in a row"):
-        free_run(4, around)
+        free_port_range(4, around)
     assert sorted(free_ports(6, around)) == [port for port in around if port != middle]
 
 
-def test_the_oldest_ports_are_let_go():
+def test_oldest_reserved_ports_are_released():
     """In a process of its own: this one's are of servers that run."""
     script = f"""
 import sys
@@ -149,32 +149,32 @@ print("newest", ports.free_ports(1, [newest]))
     assert "OSError: no 1 free ports" in found.stderr
 
 
-def test_all_ports_that_dp_attention_takes_are_held(tmp_path, monkeypatch):
+def test_all_ports_of_dp_attention_are_reserved(tmp_path, monkeypatch):
     held = []
-    monkeypatch.setattr(cluster, "free_run", lambda length: held.append(length) or 20_000)
+    monkeypatch.setattr(cluster, "free_port_range", lambda length: held.append(length) or 20_000)
     fleet = cluster.Topology("nixl", prefill_tp=2, prefill_dp=2)
     cluster.pd_servers(fleet, tmp_path, tmp_path, "patched", "patched")
     assert held == [cluster.DIST_PORTS] and held[0] > DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 
-def chosen_elsewhere(*ports: int) -> subprocess.CompletedProcess:
+def choose_ports_in_other_process(*ports: int) -> subprocess.CompletedProcess:
     """Another process, which prints one of these ports that it has chosen."""
     script = f"import sys; sys.path[:0] = {sys.path!r}; from pd_harness.ports import free_ports; "
     script += f"print(free_ports(1, {list(ports)}))"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-def test_what_one_process_has_chosen_no_other_does():
+def test_port_reserved_by_one_process_is_not_chosen_by_another():
     """Nothing listens there yet."""
     mine, other = free_ports(2)
     with socket.socket() as listener:
         listener.bind((cluster.HOST, other))
         listener.listen()
-        found = chosen_elsewhere(mine, other)
+        found = choose_ports_in_other_process(mine, other)
     assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
 
 
-def test_a_port_that_was_listened_on_is_not_held():
+def test_port_in_use_is_not_reserved():
     """Another process may have it when nothing listens there any more."""
     with socket.socket() as listener:
         listener.bind((cluster.HOST, 0))
@@ -182,12 +182,12 @@ def test_a_port_that_was_listened_on_is_not_held():
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match="no 1 free ports"):
             free_ports(1, [port])
-    found = chosen_elsewhere(port)
+    found = choose_ports_in_other_process(port)
     assert found.stdout == f"[{port}]\n", found
 
 
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_a_fleet_that_memfabric_did_not_let_join_is_started_anew(refused, starts):
+def test_fleet_is_restarted_if_memfabric_join_fails(refused, starts):
     begun = []
 
     def serve() -> str:
@@ -204,7 +204,7 @@ def test_a_fleet_that_memfabric_did_not_let_join_is_started_anew(refused, starts
     assert len(begun) == starts
 
 
-def test_one_that_fails_otherwise_is_not():
+def test_fleet_is_not_restarted_after_other_failures():
     failures = iter([cluster.ServerFailed("no such model")])
 
     def fails_once() -> None:
@@ -214,7 +214,7 @@ def test_one_that_fails_otherwise_is_not():
         joined(fails_once)
 
 
-def test_silence_is_a_hang_and_refusal_is_not(tmp_path):
+def test_silent_server_is_a_hang_but_refused_connection_is_not(tmp_path):
     with socket.socket() as silent:
         silent.bind((cluster.HOST, 0))
         silent.listen()

@@ -12,7 +12,7 @@ import pytest
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,22 +45,22 @@ def run(code: str, log: Path, **environment: str) -> forks.Fork:
 
 def lines(log: Path, count: int, seconds: float = 60) -> list[str]:
     """The first lines of a log, when they are there."""
-    assert awaited(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
+    assert wait_until(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
     return log.read_text().splitlines()
 
 
-def gone(pid: int, seconds: float = 20) -> bool:
+def has_exited(pid: int, seconds: float = 20) -> bool:
     """A container's first process may not bury the dead."""
 
-    def is_gone() -> bool:
+    def is_dead() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         return True
 
-    return awaited(is_gone, seconds)
+    return wait_until(is_dead, seconds)
 
 
-def test_it_has_imported_the_engine_and_has_the_environment_it_was_given(tmp_path):
+def test_fork_has_imported_engine_and_given_environment(tmp_path):
     log = tmp_path / "log"
     code = "import os, sys; print('sglang' in sys.modules, os.environ['SOME'], sys.argv[1])"
     assert run(code, log, SOME="thing").wait() == 0
@@ -77,13 +77,13 @@ def test_forks_share_the_session_of_the_test(tmp_path):
     assert group != os.getpgrp()
 
 
-def test_its_status_is_told(tmp_path):
+def test_exit_status_of_fork_is_reported(tmp_path):
     process = run("import os; os._exit(7)", tmp_path / "log")
     assert process.wait() == 7
     assert process.poll() == 7
 
 
-def test_its_processes_are_forks_and_its_children(tmp_path):
+def test_spawned_processes_are_forked_children(tmp_path):
     log = tmp_path / "log"
     process = run(CHILD.format(seconds=600, threads=False, target="child"), log)
     server, child = (line.split() for line in lines(log, 2))
@@ -92,10 +92,10 @@ def test_its_processes_are_forks_and_its_children(tmp_path):
     assert int(server[1]) in family
     assert len(family) == 2
     process.stop()
-    assert all(gone(pid) for pid in family)
+    assert all(has_exited(pid) for pid in family)
 
 
-def test_beside_a_thread_nothing_is_forked(tmp_path):
+def test_process_with_threads_does_not_fork(tmp_path):
     """It would hold a lock that nobody ever releases."""
     log = tmp_path / "log"
     # A spawned process takes its target by name, from a module that it can import.
@@ -104,19 +104,19 @@ def test_beside_a_thread_nothing_is_forked(tmp_path):
     assert lines(log, 2)[1] == "False"
 
 
-def test_what_is_read_at_import_takes_another_fork_server(tmp_path):
+def test_variable_read_at_import_needs_another_fork_server(tmp_path):
     """One that nobody reads then does not."""
     given = {**os.environ, **ENVIRONMENT}
     del given["PYTEST_CURRENT_TEST"]
     command = [PYTHON, "-m", forks.MODULE]
-    fork_server = forks.fork_server(command, given, forks._read_by)
+    fork_server = forks.fork_server(command, given, forks._variables_read_by)
     read = next(name for name in fork_server.read if name.startswith("SGLANG"))
-    assert fork_server.fits(command, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
-    assert not fork_server.fits(command, {**given, read: "another value"})
-    assert not fork_server.fits([str(cluster.interpreter("patched")), *command[1:]], given)
+    assert fork_server.matches(command, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
+    assert not fork_server.matches(command, {**given, read: "another value"})
+    assert not fork_server.matches([str(cluster.interpreter("patched")), *command[1:]], given)
 
 
-OFFERS = """
+WORKER = """
 import os, sys
 from pd_harness import forks
 asleep = [sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"]
@@ -127,12 +127,16 @@ sys.stdin.read()
 """
 
 
-def test_workers_of_one_run_share_them_while_they_live(tmp_path):
+def test_workers_share_fork_servers_of_living_workers(tmp_path):
     def worker(value: str) -> tuple[subprocess.Popen, int]:
         """A worker that asks for one with this value, and its process id."""
         process = subprocess.Popen(
-            [sys.executable, "-c", OFFERS, value],
-            env={**os.environ, forks.SHARED: str(tmp_path), "PYTHONPATH": PYTHON_PATH},
+            [sys.executable, "-c", WORKER, value],
+            env={
+                **os.environ,
+                forks.SHARED_FOLDER_VARIABLE: str(tmp_path),
+                "PYTHONPATH": PYTHON_PATH,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -145,19 +149,19 @@ def test_workers_of_one_run_share_them_while_they_live(tmp_path):
         assert worker("1")[1] == made
         assert worker("2")[1] != made
         first.communicate()
-        assert gone(made)
+        assert has_exited(made)
         assert worker("1")[1] != made
 
 
-def test_it_ends_with_who_asked_also_at_once(tmp_path):
+def test_fork_ends_when_its_handle_is_dropped(tmp_path):
     log = tmp_path / "log"
     keepers = [run(CHILD.format(seconds=600, threads=False, target="child"), log).pid]
-    assert all(gone(pid) for pid in keepers)
+    assert all(has_exited(pid) for pid in keepers)
 
 
 @pytest.mark.nightly  # the engine is imported for it
-def test_all_end_with_a_killed_parent(tmp_path, monkeypatch):
-    monkeypatch.delenv(forks.SHARED, raising=False)
+def test_forks_end_with_killed_parent(tmp_path, monkeypatch):
+    monkeypatch.delenv(forks.SHARED_FOLDER_VARIABLE, raising=False)
     log = tmp_path / "log"
     code = CHILD.format(seconds=600, threads=False, target="child")
     script = f"""
@@ -179,7 +183,7 @@ time.sleep(600)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert all(gone(pid) for pid in (server, child.pid, keeper, fork_server))
+    assert all(has_exited(pid) for pid in (server, child.pid, keeper, fork_server))
 
 
 def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
@@ -189,7 +193,7 @@ def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
         )
 
 
-def test_nixls_plug_in_is_there_before_a_fork(tmp_path):
+def test_nixl_plugin_is_loaded_before_fork(tmp_path):
     """Without it each rank would load it anew."""
     log = tmp_path / "log"
     run("print('libplugin_UCX' in open('/proc/self/maps').read())", log).wait()

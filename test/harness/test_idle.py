@@ -33,7 +33,7 @@ class Scheduler:
 def scheduler(monkeypatch):
     """Function: a scheduler; `slept` has its sleeps of both kinds, in milliseconds."""
     changed = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
-    idle.rested_schedulers(SimpleNamespace(Scheduler=changed))
+    idle.throttle_schedulers(SimpleNamespace(Scheduler=changed))
 
     def made(**options):
         one = changed(**options)
@@ -44,7 +44,7 @@ def scheduler(monkeypatch):
 
 
 @pytest.mark.parametrize(("dp", "longest"), [(False, 1000), (True, 50)])
-def test_without_a_request_it_sleeps_ever_longer(scheduler, dp, longest):
+def test_idle_scheduler_sleeps_longer_each_time(scheduler, dp, longest):
     one = scheduler(dp=dp)
     for _ in range(12):
         one.self_check_during_idle()
@@ -53,7 +53,7 @@ def test_without_a_request_it_sleeps_ever_longer(scheduler, dp, longest):
     assert one.polled[-1] == max(one.polled) == longest
 
 
-def test_what_it_computes_or_waits_for_wakes_it(scheduler):
+def test_batch_or_waiting_request_resets_idle_sleep(scheduler):
     one = scheduler()
     for _ in range(6):
         one.self_check_during_idle()
@@ -67,7 +67,7 @@ def test_what_it_computes_or_waits_for_wakes_it(scheduler):
     assert one.polled[-2:] == [-2, 2]
 
 
-def test_one_that_must_not_sleep_does_not(scheduler):
+def test_scheduler_without_idle_sleeper_does_not_sleep(scheduler):
     one = scheduler(sleeps=False)
     one.self_check_during_idle()
     assert one.polled == []
@@ -96,9 +96,9 @@ class Controller:
         (False, ["fed", "one", "fed", "two"]),
     ],
 )
-def test_what_deals_requests_waits_for_them(sleeps, done):
+def test_controller_blocks_on_socket_if_sleep_on_idle(sleeps, done):
     changed = type("Controller", (Controller,), dict(vars(Controller)))
-    idle.rested_controllers(SimpleNamespace(DataParallelController=changed))
+    idle.throttle_controllers(SimpleNamespace(DataParallelController=changed))
     one = changed(sleeps, ["one", "two"])
     one.event_loop()
     assert one.done == done

@@ -25,7 +25,7 @@ SLOTS = 64
 RETRIEVE = "retrive" if release() == "0.5.9" else "retrieve"  # as the engine spells it
 
 
-def built(topk: int = 1):
+def build_tree(topk: int = 1):
     """What the engine makes of two requests' last tokens, 7 and 8, and three drafted after each."""
     return eagle_utils.build_tree_kernel_efficient(
         torch.tensor([7, 8]),
@@ -40,8 +40,8 @@ def built(topk: int = 1):
     )
 
 
-def test_a_chain_is_built():
-    _, positions, places, next_tokens, siblings, tokens = built()
+def test_draft_chain_is_built():
+    _, positions, places, next_tokens, siblings, tokens = build_tree()
     assert tokens.tolist() == [7, 10, 11, 12, 8, 20, 21, 22]
     assert positions.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
     assert places.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -49,9 +49,9 @@ def test_a_chain_is_built():
     assert siblings.tolist() == [[-1] * TOKENS] * 2
 
 
-def test_branches_are_refused():
+def test_topk_above_one_is_refused():
     with pytest.raises(ValueError, match="topk is 2"):
-        built(topk=2)
+        build_tree(topk=2)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_branches_are_refused():
         ([99, 11, 12, 13], 0, [99]),  # right after a wrong one is not accepted
     ],
 )
-def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets(says, accepted, kept):
-    _, _, places, next_tokens, siblings, tokens = built()
+def test_verify_accepts_matching_prefix(says, accepted, kept):
+    _, _, places, next_tokens, siblings, tokens = build_tree()
     predicts, index, number = eagle_utils.verify_tree_greedy_func(
         predicts=torch.zeros(9, dtype=torch.int32),
         accept_index=torch.full((2, TOKENS), -1, dtype=torch.int32),
@@ -141,7 +141,7 @@ def attention(batch: Batch) -> TorchNativeAttnBackend:
     return TorchNativeAttnBackend(SimpleNamespace(device="cpu", **pools))
 
 
-def test_the_target_verifies_tokens_after_those_that_it_has():
+def test_target_verify_attends_to_prefix_and_drafted_tokens():
     batch, ends = Batch(), [length + TOKENS for length in LENGTHS]
     q = torch.randn(2 * TOKENS, HEADS, WIDTH)
     got = batch.attend(
@@ -157,7 +157,7 @@ def test_the_target_verifies_tokens_after_those_that_it_has():
     torch.testing.assert_close(got, batch.expected(q, LENGTHS, ends))
 
 
-def test_the_draft_takes_in_what_was_accepted():
+def test_draft_extend_attends_to_accepted_tokens():
     """The engine leaves lengths of an earlier batch, of other requests, beside the new ones."""
     batch, accepted = Batch(), (1, 3)
     starts = [length - new for length, new in zip(LENGTHS, accepted, strict=True)]
@@ -174,7 +174,7 @@ def test_the_draft_takes_in_what_was_accepted():
     torch.testing.assert_close(got, batch.expected(q, starts, LENGTHS))
 
 
-def test_each_step_of_a_draft_sees_those_before_it():
+def test_draft_decode_steps_attend_to_previous_steps():
     batch, q = Batch(), torch.randn(2, HEADS, WIDTH)
     own = attention(batch)
     runner = SimpleNamespace(attn_backend=own, draft_attention_backend=None)

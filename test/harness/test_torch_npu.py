@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pd_harness.cluster import CHECKOUT, PD_ENV
-from sglang_pd.patchset.patches import supported
+from sglang_pd.patchset.patches import supported_releases
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -25,8 +25,8 @@ WHEELS = {
     "0.5.9": ("2.8.0.post2", "684ec25bb0f40ce316ce15dc342cd2e3812437f0111abf7b247a3d733e1b1b99"),
     "0.5.23": ("2.10.0", "4e14fa849000189c26b006be1d1700e2f46edda48c84a7de05efd9ce6786a215"),
 }
-OURS = ["python/sglang", "python/engines", "test/npu", "python/pd_harness/device.py"]
-OURS += ["test/support/rank_base.py", "test/support/probes.py"]
+PATCH_SOURCES = ["python/sglang", "python/engines", "test/npu", "python/pd_harness/device.py"]
+PATCH_SOURCES += ["test/support/rank_base.py", "test/support/engine_calls.py"]
 POOLS = "srt/hardware_backend/npu/memory_pool_npu.py"
 OPERATORS = "python/pd_harness/cpu_host/npu_operators.py"
 
@@ -52,10 +52,10 @@ def wheel(release: str) -> zipfile.ZipFile:
 
 def sources(release: str) -> Iterator[Path]:
     """Ours of this release, and the pools as it has them with our changes."""
-    for name in OURS:
+    for name in PATCH_SOURCES:
         path = CHECKOUT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            others = {one for one in supported() if one != release}
+            others = {one for one in supported_releases() if one != release}
             if not others & set(file.parts):
                 yield file
     engine = PD_ENV / release / "patched"
@@ -63,7 +63,7 @@ def sources(release: str) -> Iterator[Path]:
     yield pools
 
 
-def called(source: str) -> Iterator[str]:
+def npu_calls(source: str) -> Iterator[str]:
     """`torch_npu.NAME`, `torch.npu.NAME` and `Tensor.npu` for each attribute that is read."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
@@ -77,7 +77,7 @@ def called(source: str) -> Iterator[str]:
             yield "Tensor.npu"
 
 
-def bound(source: bytes) -> set[str]:
+def bound_names(source: bytes) -> set[str]:
     """Names that a module binds at its top level, and those that it says it has."""
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -106,29 +106,29 @@ def is_native(release: str, name: str) -> bool:
     return any(schema.search(library) for library in libraries(release))
 
 
-def has(release: str, what: str) -> bool:
+def wheel_has(release: str, what: str) -> bool:
     module, _, name = what.rpartition(".")
     if what == "Tensor.npu":
         made = "generate_methods_for_privateuse1_backend"
         return made.encode() in wheel(release).read("torch_npu/__init__.py")
     if module == "torch.npu":
-        return name in bound(wheel(release).read("torch_npu/npu/__init__.py"))
-    known = bound(wheel(release).read("torch_npu/__init__.py"))
+        return name in bound_names(wheel(release).read("torch_npu/npu/__init__.py"))
+    known = bound_names(wheel(release).read("torch_npu/__init__.py"))
     return name in known or is_native(release, name)
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_each_call_is_in_the_wheel_of_the_image(release):
+def test_torch_npu_calls_exist_in_wheel(release):
     if not (PD_ENV / release / "patched").exists():
         pytest.skip(f"no patched engine of {release} here, whose pools are looked at")
-    calls = {call for file in sources(release) for call in called(file.read_text())}
+    calls = {call for file in sources(release) for call in npu_calls(file.read_text())}
     assert {"torch.npu.synchronize", "torch.npu.device_count", "Tensor.npu"} < calls
     assert {"torch_npu.npu_scatter_nd_update_", "torch_npu._npu_reshape_and_cache"} < calls
-    assert [call for call in sorted(calls) if not has(release, call)] == []
+    assert [call for call in sorted(calls) if not wheel_has(release, call)] == []
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_what_stands_in_for_an_operator_has_one_to_stand_in_for(release):
+def test_stand_in_operators_exist_in_wheel(release):
     functions = ast.parse((CHECKOUT / OPERATORS).read_text()).body
     names = {one.name for one in functions if isinstance(one, ast.FunctionDef)}
     assert len(names) >= 2
@@ -136,10 +136,10 @@ def test_what_stands_in_for_an_operator_has_one_to_stand_in_for(release):
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_what_is_not_there_is_missed(release):
+def test_missing_operators_are_detected(release):
     for name in ("torch_npu.npu_scatter_nd_updates_", "torch.npu.wait_for_all"):
-        assert not has(release, name)
+        assert not wheel_has(release, name)
 
 
 def test_every_release_has_a_wheel():
-    assert set(WHEELS) == set(supported())
+    assert set(WHEELS) == set(supported_releases())

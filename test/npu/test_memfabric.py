@@ -4,7 +4,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 pytestmark = pytest.mark.npu
 
@@ -21,7 +21,7 @@ MODELS = {
     "fia_large": {"fia": True, **LARGE},
 }
 # Later releases' metadata have room for what sampling masks, if asked.
-METADATA = {"max_sampling_mask_tokens": 0} if IS_LATER else {}
+METADATA = {"max_sampling_mask_tokens": 0} if SINCE_0_5_20 else {}
 REQUESTS = [
     ([3], [5], None),
     ([1, 2, 3, 4], [4, 5, 6, 7], None),
@@ -38,7 +38,7 @@ def fork_server():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_between_two_processes(fork_server, name):
+def test_pools_transfer_between_processes(fork_server, name):
     """Every byte of the decode rank's pools, each rank on an NPU of its own."""
     import fleet
 
@@ -49,7 +49,7 @@ def test_between_two_processes(fork_server, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-class Counting:
+class RecordingEngine:
     """MemFabric's engine, and the batches that it registered."""
 
     def __init__(self, engine):
@@ -61,7 +61,7 @@ class Counting:
         return self.engine.batch_register_memory(addresses, lengths)
 
 
-def test_a_rank_registers_in_one_batch(probes, monkeypatch):
+def test_rank_registers_in_one_batch(engine_calls, monkeypatch):
     import torch
     from memfabric_hybrid import create_config_store
     from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
@@ -72,12 +72,12 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     monkeypatch.setenv("ASCEND_MF_STORE_URL", f"tcp://{HOST}:{port}")
     create_config_store(f"tcp://{HOST}:{port}")
     # Memory must outlive its registration.
-    pool = probes.mla_pool(True, 16, layers=7)
+    pool = engine_calls.mla_pool(True, 16, layers=7)
     metadata = MetadataBuffers(8, 16, torch.float32, **METADATA)
     kv, aux = pool.get_contiguous_buf_infos(), metadata.get_buf_infos()
-    engine = probes.AscendTransferEngine(HOST, 0, DisaggregationMode.PREFILL)
-    engine.engine = counting = Counting(engine.engine)
-    manager = probes.AscendKVManager.__new__(probes.AscendKVManager)
+    engine = engine_calls.AscendTransferEngine(HOST, 0, DisaggregationMode.PREFILL)
+    engine.engine = recording = RecordingEngine(engine.engine)
+    manager = engine_calls.AscendKVManager.__new__(engine_calls.AscendKVManager)
     manager.engine = engine
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=kv[0],
@@ -89,4 +89,4 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
         layout=SimpleNamespace(kv=[SimpleNamespace(name=hex(p)) for p in kv[0]], state=[]),
     )
     manager.register_buffer_to_engine()  # it raises where MemFabric refuses
-    assert counting.batches == [[*kv[1], *aux[1]]]
+    assert recording.batches == [[*kv[1], *aux[1]]]

@@ -25,7 +25,7 @@ def reference():
         question = json.dumps([asked, new_tokens]).encode()
         weights = (model_folder(model) / "model.safetensors").read_bytes()
         key = hashlib.sha256(question + weights).hexdigest()[:16]
-        kept = cluster.OF_RELEASE / "references" / f"{device()}-{model.name}-{key}.json"
+        kept = cluster.RELEASE_ENV / "references" / f"{device()}-{model.name}-{key}.json"
         if not kept.exists():
             made = _ask_single_server(model, new_tokens, asked)
             kept.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,12 @@ from serving_scenarios import model_folder
 
 from pd_harness import cluster
 from pd_harness.cluster import Topology
-from pd_harness.cpu_host.sums import SHOTS, AddingGQA, AddingMLA, write_sums
+from pd_harness.cpu_host.arithmetic_models import (
+    SHOTS,
+    ArithmeticGQA,
+    ArithmeticMLA,
+    write_problems,
+)
 from pd_harness.device import device
 from pd_harness.releases import release
 
@@ -31,17 +36,17 @@ SECONDS = 240
 STOCK_SECONDS = 60  # several times what the patched engine takes
 
 FLEETS = {
-    "nixl TP 2 to 1": (Topology("nixl", prefill_tp=2, page_size=16), AddingGQA()),
-    "nixl TP 4 to 1, replicated heads": (Topology("nixl", prefill_tp=4), AddingGQA()),
-    "ascend MLA, prefill PP 2": (Topology("ascend", prefill_pp=2, page_size=16), AddingMLA()),
-    "ascend FIA": (Topology("ascend", fia=True, page_size=16), AddingGQA()),
+    "nixl TP 2 to 1": (Topology("nixl", prefill_tp=2, page_size=16), ArithmeticGQA()),
+    "nixl TP 4 to 1, replicated heads": (Topology("nixl", prefill_tp=4), ArithmeticGQA()),
+    "ascend MLA, prefill PP 2": (Topology("ascend", prefill_pp=2, page_size=16), ArithmeticMLA()),
+    "ascend FIA": (Topology("ascend", fia=True, page_size=16), ArithmeticGQA()),
 }
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     file = tmp_path_factory.mktemp("gsm8k") / "sums.jsonl"
-    write_sums(file, QUESTIONS + 1)
+    write_problems(file, QUESTIONS + 1)
     return file
 
 

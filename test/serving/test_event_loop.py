@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
-from probed import go_first, longest_pause_ms, look, probed
+from scheduler_dumps import dump_environment, dump_schedulers, longest_pause_ms, raise_priority
 from serving_checks import record, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
 from pd_harness import cluster
-from pd_harness.cpu_host.probe import APART
+from pd_harness.cpu_host.scheduler_dump import HEARTBEATS_APART_VARIABLE
 from pd_harness.device import device
 
 pytestmark = [
@@ -34,7 +34,7 @@ BEFORE = 5  # seconds with open rooms and nothing else, to compare with
 HEARTBEATS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
-    APART: "4",
+    HEARTBEATS_APART_VARIABLE: "4",
 }
 LOST_SECONDS = 30  # in which stock has noticed too, though over NIXL it fails no room then
 PATIENCE = 150  # with each room waiting for a second, one after the other, it takes 100 s
@@ -49,10 +49,10 @@ PATIENCE = 150  # with each room waiting for a second, one after the other, it t
         ("mooncake", "stock"),
     ],
 )
-def test_prefill_dies_with_open_rooms(backend, engine):
+def test_event_loop_keeps_polling_when_prefill_dies(backend, engine):
     rows = []
     for _ in range(TRIES if engine == "patched" else 1):
-        row, statuses = after_prefill_died(backend, engine)
+        row, statuses = measure_prefill_death(backend, engine)
         record("event_loop", **row)
         rows.append(row)
         if engine == "patched":
@@ -62,7 +62,7 @@ def test_prefill_dies_with_open_rooms(backend, engine):
     assert engine == "stock" or rows[-1]["pause_ms"] <= LONGEST_MS, rows
 
 
-def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None]]:
+def measure_prefill_death(backend: str, engine: str) -> tuple[dict, list[int | None]]:
     """What was measured, and the status of each request, None where decode ended first."""
     logs = cluster.PD_ENV / "logs" / "serving" / f"event-loop-{backend}-{engine}"
     # Decode keeps 512 tokens free for each request that it has admitted.
@@ -73,7 +73,7 @@ def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None
         logs,
         engine,
         engine,
-        environment={**probed(logs / "probe"), **HEARTBEATS},
+        environment={**dump_environment(logs / "probe"), **HEARTBEATS},
         max_requests=ROOMS + 28,
         idle_sleep=False,  # a loop that is told to stand still is not what is asked for
     )
@@ -81,24 +81,26 @@ def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None
     # Decode is stopped before the pool waits for those who asked it.
     with ThreadPoolExecutor() as pool, cluster.running([prefill, decode]):
         asking = pool.submit(asyncio.run, ask_decode_alone(prefill, decode))
-        seconds_until(lambda: open_rooms(look(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1)
-        go_first(decode)
-        look(decode)
+        seconds_until(
+            lambda: open_rooms(dump_schedulers(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1
+        )
+        raise_priority(decode)
+        dump_schedulers(decode)
         time.sleep(BEFORE)
-        row["before_ms"] = longest_pause_ms(look(decode))
+        row["before_ms"] = longest_pause_ms(dump_schedulers(decode))
         prefill.stop()
-        row |= after_the_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
+        row |= pauses_after_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
         if engine == "patched":  # stock answers nobody over NIXL
             wait([asking], PATIENCE)
         decode.check_running()
     return row, asking.result()
 
 
-def after_the_kill(decode: cluster.Server, patience: float) -> dict:
+def pauses_after_kill(decode: cluster.Server, patience: float) -> dict:
     """How long until no rank has a room, or "never", and the longest pause meanwhile."""
     start, longest = time.monotonic(), 0.0
     while time.monotonic() - start < patience:
-        ranks = look(decode)
+        ranks = dump_schedulers(decode)
         longest = max(longest, longest_pause_ms(ranks))
         if not any(open_rooms(ranks)):
             return {"seconds": round(time.monotonic() - start, 1), "pause_ms": longest}

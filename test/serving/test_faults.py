@@ -5,8 +5,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from of_release import ELSEWHERE_AT_NIGHT
-from probed import held_in_mid_prompt, probed
+from engine_release import NIGHTLY_IF_NOT_DEFAULT
+from scheduler_dumps import dump_environment, paused_in_mid_prompt
 from serving_checks import holds_nothing, open_files, outcome, record, seconds_until
 from serving_scenarios import (
     FOUR_HEADS,
@@ -18,7 +18,7 @@ from serving_scenarios import (
 )
 
 from pd_harness import cluster
-from pd_harness.waiting import busy
+from pd_harness.polling import busy
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -40,13 +40,13 @@ MORE_FILES = 20
     "backend, victim",
     [
         pytest.param("nixl", "prefill", marks=pytest.mark.nightly),
-        pytest.param("nixl", "decode", marks=ELSEWHERE_AT_NIGHT),
+        pytest.param("nixl", "decode", marks=NIGHTLY_IF_NOT_DEFAULT),
         pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
         pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
     ],
 )
-def test_a_server_killed_in_mid_transfer(backend, victim, reference):
-    if reason := cluster.why_not_here(backend, 2, ("patched", "patched")):
+def test_server_killed_in_mid_transfer(backend, victim, reference):
+    if reason := cluster.skip_reason(backend, 2, ("patched", "patched")):
         pytest.skip(reason)
     expected = reference(FOUR_HEADS, NEW_TOKENS)
     prefill, decode, router = servers = _fleet(backend, f"{backend}-{victim}-killed")
@@ -56,13 +56,13 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
         _check_answers(router, servers, expected)
         seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
         files = open_files(survivor)
-        _hang_up(backend, servers, expected)
+        _disconnect_client(backend, servers, expected)
 
         failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
         row["client"] = failure or "an answer"
         survivor.check_running()
         row["freed"] = round(seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE), 1)
-        _start_again(dying)
+        _restart(dying)
         row["after"] = _check_answers(router, servers, expected)
         seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
         row["more_files"] = open_files(survivor) - files
@@ -75,13 +75,13 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("nixl", marks=ELSEWHERE_AT_NIGHT),
+        pytest.param("nixl", marks=NIGHTLY_IF_NOT_DEFAULT),
         pytest.param("mooncake", marks=pytest.mark.nightly),
     ],
 )
-def test_an_unfit_pair_is_refused_at_once(backend):
+def test_incompatible_pair_is_refused_at_once(backend):
     """Six heads on three ranks and on two: a head would have to be cut."""
-    if reason := cluster.why_not_here(backend, 5, ("patched", "patched")):
+    if reason := cluster.skip_reason(backend, 5, ("patched", "patched")):
         pytest.skip(reason)
     servers = cluster.pd_servers(
         cluster.Topology(backend, prefill_tp=3, decode_tp=2, page_size=16),
@@ -116,7 +116,7 @@ def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cl
         cluster.PD_ENV / "logs" / "serving" / label,
         "patched",
         "patched",
-        environment=probed(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
+        environment=dump_environment(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
         chunk=CHUNK,
     )
     _, decode, _ = servers
@@ -133,12 +133,12 @@ def _check_answers(router, servers, expected) -> str:
     return result
 
 
-def _hang_up(backend, servers, expected) -> None:
+def _disconnect_client(backend, servers, expected) -> None:
     """A client that is gone in mid-transfer: both servers are free again, and answer others."""
     prefill, decode, router = servers
 
     async def ask_and_hang_up() -> None:
-        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+        with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = asyncio.create_task(
                 cluster.ask_all(router.url, [long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
             )
@@ -164,7 +164,7 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     """How the client's request fails, and how long after the kill."""
     with ThreadPoolExecutor() as pool:
         # What is prefilled of a prompt is sent while its next chunk is computed.
-        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+        with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = pool.submit(cluster.ask, router.url, [long_prompt(2)], NEW_TOKENS, PATIENCE)
             reached()
             start = time.monotonic()
@@ -173,8 +173,8 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
         return answer.failure, round(time.monotonic() - start, 1)
 
 
-def _start_again(server: cluster.Server) -> None:
+def _restart(server: cluster.Server) -> None:
     """In its place, at the same address, as a supervisor would."""
     server.log = server.log.with_stem(f"{server.name}-again")
     server.start()
-    cluster.wait_ready([server], time.monotonic() + cluster.START_SECONDS, lambda _: None)
+    cluster.wait_ready([server], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)

@@ -4,13 +4,13 @@ import random
 import time
 
 import pytest
-from of_release import IS_DEFAULT
+from engine_release import IS_DEFAULT
 from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
 from pd_harness import cluster
 from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import await_peers
+from pd_harness.device import wait_for_memfabric_peers
 
 pytestmark = [
     pytest.mark.serving,
@@ -53,7 +53,7 @@ if IS_DEFAULT:
 @pytest.mark.parametrize("backend, prefill_tp, engine", SOAKED)
 def test_soak(backend, prefill_tp, engine, reference):
     name = f"{backend} TP {prefill_tp} to 1, {engine}"
-    if reason := cluster.why_not_here(backend, prefill_tp + 1, (engine, engine)):
+    if reason := cluster.skip_reason(backend, prefill_tp + 1, (engine, engine)):
         pytest.skip(reason)
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
@@ -71,7 +71,7 @@ def test_soak(backend, prefill_tp, engine, reference):
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):
         if backend == "ascend":
-            await_peers(memfabric_for(engine))
+            wait_for_memfabric_peers(memfabric_for(engine))
         start = time.monotonic()
         for _ in range(ROUNDS):
             turn = order.sample(range(PROMPTS), PROMPTS)

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import httpx
 import pytest
-from of_release import IS_LATER
-from probed import go_first, probed
+from engine_release import SINCE_0_5_20
+from scheduler_dumps import dump_environment, raise_priority
 from serving_checks import record
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
 
@@ -26,7 +26,7 @@ MARKS = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
 ]
-PATIENCE = 60 if IS_LATER else 90  # seconds, for any answer
+PATIENCE = 60 if SINCE_0_5_20 else 90  # seconds, for any answer
 CHUNK = 64  # tokens of a prompt that are prefilled, and sent, at once
 SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}
 # Stock's decode knows where the ranks of a lost server were, and does not ask, until heartbeats say
@@ -49,7 +49,7 @@ def two_prefill_servers(
     logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-{backend}-{engine}"
     (store_port,) = free_ports(1)
     given = (engine, model, logs, store_port)
-    environment = {**SILENT, **more, **probed(logs / "probe")}
+    environment = {**SILENT, **more, **dump_environment(logs / "probe")}
     environment |= HEARTBEATS if engine == "stock" else {}
     first, second = (
         cluster.prefill_server(topology, *given, name=name, environment=environment)
@@ -62,7 +62,7 @@ def two_prefill_servers(
         for server in (first, second):
             answer, _ = ask(server, decode)
             assert answer.status_code == 200, answer.text
-        go_first(decode)
+        raise_priority(decode)
         yield first, second, decode
 
 
@@ -74,7 +74,11 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
     (store_port,) = free_ports(1)
     given = ("patched", model, logs, store_port)
     both = {
-        "environment": {**SILENT, **topology.memfabric("patched"), **probed(logs / "probe")},
+        "environment": {
+            **SILENT,
+            **topology.memfabric("patched"),
+            **dump_environment(logs / "probe"),
+        },
         "chunk": CHUNK,
     }
     prefill = cluster.prefill_server(topology, *given, **both, idle_sleep=False)
@@ -82,7 +86,7 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
         cluster.decode_server(topology, *given, name=name, **both) for name in ("first", "second")
     )
     with cluster.running([prefill, first, second]):
-        go_first(prefill)
+        raise_priority(prefill)
         yield prefill, first, second
 
 
@@ -134,7 +138,7 @@ def tokens(answer: httpx.Response) -> list[int]:
     return [row[1] for row in answer.json()["meta_info"]["output_token_logprobs"]]
 
 
-def keep(
+def record_attack(
     case: str, backend: str, engine: str, pause_ms, seconds, held, is_served=True, **more
 ) -> None:
     """A row of the attacks that `scripts/evidence.sh` reports; seconds are of those who live."""

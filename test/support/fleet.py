@@ -17,22 +17,22 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 from pd_harness import forks
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
-from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import MEMFABRIC_VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import chosen_memfabric
-from pd_harness.device import await_peers, device
+from pd_harness.device import device, wait_for_memfabric_peers
+from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
-from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
-RANK = "rank_later.py" if IS_LATER else "rank.py"
+RANK = "rank_0_5_23.py" if SINCE_0_5_20 else "rank_0_5_9.py"
 # Of a machine. MemFabric lets no other number join: whoever sends to it waits for ever.
-DEVICES = 16
-LIBRARIES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
+MAX_DEVICES = 16
+NIXL_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
@@ -92,7 +92,7 @@ class Fleet:
     def ranks(
         self, role: str, bootstrap_port: int, store_port: int, memfabric: str = ""
     ) -> list[dict]:
-        """The configuration of each rank, as `rank.Rank` takes it. On NPUs each has its own."""
+        """The configuration of each rank, as `rank_0_5_9.Rank` takes it. On NPUs each has its own."""
         side: Side = getattr(self, role)
         sizes = self.stage_sizes(side.pp)
         if side.model_layers:
@@ -113,7 +113,7 @@ class Fleet:
                 "bootstrap_port": bootstrap_port,
                 "store": store_url(store_port),
                 "device": device(),
-                "gpu_id": (first + pp_rank * side.tp + tp_rank) % DEVICES,
+                "gpu_id": (first + pp_rank * side.tp + tp_rank) % MAX_DEVICES,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
@@ -138,7 +138,7 @@ class Fleet:
             for pp_rank in range(side.pp)
         ]
 
-    def arriving(self, layers: range) -> list[list]:
+    def arriving_layers(self, layers: range) -> list[list]:
         """[is draft, layer] of all that prefill sends to a rank that holds these layers."""
         drafts = min(self.prefill.draft_layers, self.decode.draft_layers)
         return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
@@ -149,22 +149,22 @@ def store_url(port: int) -> str:
     return f"tcp://{HOST}:{port}"
 
 
-def answers(port: int) -> bool:
+def is_listening(port: int) -> bool:
     """Whether somebody listens there."""
     with socket.socket() as sock:
         return sock.connect_ex((HOST, port)) == 0
 
 
 @functools.cache
-def other_nixl(version: str) -> dict[str, str]:
+def nixl_environment(version: str) -> dict[str, str]:
     """Variables with which a process uses this release of NIXL. Installs it if need be (190 MB).
 
     Raises:
         RuntimeError: It cannot be installed; the text says why.
     """
-    prepare("nixl", version)
+    install_library("nixl", version)
     nixl = PD_ENV / "nixl" / version
-    first = dict(zip(LIBRARIES, (nixl, nixl / "no_cuda")))
+    first = dict(zip(NIXL_PATH_VARIABLES, (nixl, nixl / "no_cuda")))
     return {
         name: os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
         for name, folder in first.items()
@@ -172,7 +172,7 @@ def other_nixl(version: str) -> dict[str, str]:
 
 
 @functools.cache
-def prepare(library: str, version: str) -> None:
+def install_library(library: str, version: str) -> None:
     """Install this release of `nixl` or `memfabric` (5 MB) if need be.
 
     Raises:
@@ -185,14 +185,14 @@ def prepare(library: str, version: str) -> None:
 
 
 @functools.cache
-def why_without_ucx(version: str) -> str:
+def missing_ucx_reason(version: str) -> str:
     """Why this release of NIXL cannot load its plug-in for UCX here; empty if it can."""
     ask = "import os; from nixl._api import nixl_agent as agent; "
     ask += "print(agent('it').get_plugin_list(), flush=True); "
     ask += "os._exit(0)"  # NIXL 1.0 crashes when the interpreter ends it
     found = subprocess.run(
         [str(interpreter("base")), "-c", ask],
-        env={**os.environ, **other_nixl(version)},
+        env={**os.environ, **nixl_environment(version)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -216,7 +216,7 @@ class ForkServer:
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
-        library = other_nixl(nixl) if nixl else {}
+        library = nixl_environment(nixl) if nixl else {}
         environment = {**os.environ, **host, **library}
         self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
         self.log = Path(self.folder.name) / "log"
@@ -224,7 +224,7 @@ class ForkServer:
         self.server = forks.fork_server(
             [str(interpreter(engine)), str(HERE / program), "fresh" if fresh else "fork"],
             environment,
-            lambda _: {name: environment.get(name) for name in LIBRARIES},
+            lambda _: {name: environment.get(name) for name in NIXL_PATH_VARIABLES},
         )
 
     def spawn(self) -> Rank:
@@ -317,7 +317,7 @@ class Servers:
             self.bootstrap = self._start_bootstrap()
         setattr(self, role, self._start_ranks(role))
 
-    def more(self, role: str) -> list[Rank]:
+    def start_another(self, role: str) -> list[Rank]:
         """One more server of this side, to which `request` sends nothing."""
         return self._start_ranks(role)
 
@@ -349,7 +349,7 @@ class Servers:
                     "receive",
                     room=room,
                     pages=dst_pages,
-                    arrives=self.fleet.arriving(self._layers(rank)),
+                    arrives=self.fleet.arriving_layers(self._layers(rank)),
                     leave_out=leave_out,
                     seconds=seconds,
                 )
@@ -375,7 +375,7 @@ class Servers:
                     "receive",
                     room=room,
                     pages=pages,
-                    arrives=self.fleet.arriving(self._layers(rank)),
+                    arrives=self.fleet.arriving_layers(self._layers(rank)),
                     leave_out=0,
                     seconds=seconds,
                 )
@@ -391,8 +391,8 @@ class Servers:
         start = rank.config["start_layer"]
         return range(start, start + rank.config["layers"])
 
-    def kept(self) -> list[dict]:
-        return [rank.call("kept") for rank in (*self.prefill, *self.decode)]
+    def room_counts(self) -> list[dict]:
+        return [rank.call("room_counts") for rank in (*self.prefill, *self.decode)]
 
 
 def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
@@ -447,7 +447,7 @@ def running(
                     "environment": {MEMFABRIC: memfabric, **fleet.prefill.environment},
                 }
             )
-            assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
+            assert wait_until(lambda: is_listening(port), seconds=20), "no bootstrap server"
             return server
 
         def ranks(role: str) -> list[Rank]:
@@ -459,5 +459,5 @@ def running(
 
         servers = Servers(fleet, bootstrap, ranks)
         if fleet.backend == "ascend":
-            await_peers(memfabric)
+            wait_for_memfabric_peers(memfabric)
         yield servers

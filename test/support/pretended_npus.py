@@ -26,17 +26,17 @@ from pd_harness import cluster, device
 
 COUNT = int(os.environ["PRETENDED_NPUS"])
 COUNTS = "PRETENDED_NPUS_COUNTS"
-STARTS = "NPUs are needed from here on"
+SKIP_REASON = "NPUs are needed from here on"
 # A kind of test is given up once the machinery that it needs is not here.
-asked: collections.Counter[str] = collections.Counter()
+counts: collections.Counter[str] = collections.Counter()
 failed: list[str] = []
 
 # Before any test has imported them by name.
-os.environ[device.VARIABLE] = "npu"
+os.environ[device.DEVICE_VARIABLE] = "npu"
 device.npus = cluster.npus = lambda: COUNT
-device.await_peers = lambda *_: None
+device.wait_for_memfabric_peers = lambda *_: None
 # What is kept there, answers and models, is as made up as the NPUs.
-cluster.OF_RELEASE = cluster.OF_RELEASE / "pretended"
+cluster.RELEASE_ENV = cluster.RELEASE_ENV / "pretended"
 
 
 def pytest_configure(config):
@@ -45,47 +45,47 @@ def pytest_configure(config):
     It would import all of its code for NPUs.
     """
     if importlib.util.find_spec("sglang"):
-        probes = importlib.import_module("probes")
-        pools = importlib.import_module(probes.NPUMHATokenToKVPool.__module__)
+        engine_calls = importlib.import_module("engine_calls")
+        pools = importlib.import_module(engine_calls.NPUMHATokenToKVPool.__module__)
         sys.modules["torch_npu"] = pools.torch_npu
         pools.torch = torch  # and not the CPU host's, whose `npu` waits for nothing
         pretended_device.install(COUNT)
         load = ctypes.CDLL
         ctypes.CDLL = lambda name, *more, **also: (
-            pretended_device.Runtime() if name == "libascendcl.so" else load(name, *more, **also)
+            pretended_device.AclRuntime() if name == "libascendcl.so" else load(name, *more, **also)
         )
 
 
 def pytest_collection_finish(session):
     """Replace what starts processes, as the tests that were collected have it."""
-    cluster.running = _servers(cluster.running)
-    cluster.Server.start = _not_here
+    cluster.running = _pretended_servers(cluster.running)
+    cluster.Server.start = _skip_start
     if fleet := importlib.util.find_spec("fleet") and importlib.import_module("fleet"):
         fleet.ForkServer, fleet.Rank = PretendedForkServer, PretendedRank
-        fleet.answers = lambda port: True
-        fleet.running = _ranks(fleet.running)
+        fleet.is_listening = lambda port: True
+        fleet.running = _pretended_ranks(fleet.running)
     for module in {item.module for item in session.items}:
-        if hasattr(module, "UNCOUNTED"):  # elements of a pool
-            module.UNCOUNTED = 1 << 20
+        if hasattr(module, "INT32_ELEMENTS"):  # elements of a pool
+            module.INT32_ELEMENTS = 1 << 20
 
 
 def pytest_runtest_logreport(report):
     if report.failed:
         failed.append(report.nodeid)
     elif report.when == "call" and report.passed:
-        asked["passed"] += 1
+        counts["passed"] += 1
 
 
 def pytest_sessionfinish(session):
     if name := os.environ.get(COUNTS):
-        Path(name).write_text(json.dumps({**asked, "failed": failed}))
+        Path(name).write_text(json.dumps({**counts, "failed": failed}))
 
 
-def _not_here(*args, **kwargs):
-    pytest.skip(STARTS)
+def _skip_start(*args, **kwargs):
+    pytest.skip(SKIP_REASON)
 
 
-def _servers(running):
+def _pretended_servers(running):
     """As `cluster.running`. From one server alone tests have the answers to compare with."""
 
     @functools.wraps(running)
@@ -96,10 +96,10 @@ def _servers(running):
         assert len(held) == len(set(held)) and max(held) < COUNT, (held, COUNT)
         for server in engines:
             _parse(server.command)
-        asked["servers"] += len(engines)
+        counts["servers"] += len(engines)
         if [server.name for server in servers] != ["single"]:
-            _not_here()
-        cluster.ask = _answers
+            _skip_start()
+        cluster.ask = _pretended_answers
         yield
 
     return pretended
@@ -127,11 +127,11 @@ def _parser():
     return parser
 
 
-def _answers(url, prompts, new_tokens, *args, **kwargs):
+def _pretended_answers(url, prompts, new_tokens, *args, **kwargs):
     return [cluster.Answer((0,) * new_tokens, (0.0,) * new_tokens) for _ in prompts]
 
 
-def _ranks(running):
+def _pretended_ranks(running):
     """As `fleet.running`, which goes on when all ranks have been started."""
 
     @contextlib.contextmanager
@@ -139,8 +139,8 @@ def _ranks(running):
         with running(fleet, *fork_servers) as servers:
             held = [rank.config["gpu_id"] for rank in (*servers.prefill, *servers.decode)]
             assert sorted(held) == list(range(fleet.size)) and fleet.size <= COUNT, held
-            asked["fleets"] += 1
-            _not_here()
+            counts["fleets"] += 1
+            _skip_start()
         yield
 
     return pretended

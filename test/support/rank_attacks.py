@@ -14,14 +14,14 @@ ATTACH_FILTER, DETACH_FILTER = 26, 27
 RETURN = 0x06
 PROGRAM = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))
 FILTER = struct.pack("HL", 1, ctypes.addressof(PROGRAM))
-LOOK_SECONDS = 0.02
+POLL_INTERVAL_SECONDS = 0.02
 # A message that says nothing. The engine's sockets take any number, and keep them in memory.
 FLOOD = b"nothing" * 32
 FLOODS = 20_000
 
 
 class VanishingPackets:
-    """From now on no TCP packet reaches this process; `end` lets them through again.
+    """From now on no TCP packet reaches this process; `stop` lets them through again.
 
     What it sends to others arrives, and their answers do not: no connection outlives that.
     """
@@ -31,14 +31,14 @@ class VanishingPackets:
         self._dropping = threading.Thread(target=self._drop, daemon=True)
         self._dropping.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._ended.set()
         self._dropping.join()
         _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0))
 
     def _drop(self) -> None:
         """Also of connections that are made meanwhile."""
-        while not self._ended.wait(LOOK_SECONDS):
+        while not self._ended.wait(POLL_INTERVAL_SECONDS):
             _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, FILTER))
 
 
@@ -53,7 +53,7 @@ def _for_tcp_sockets(do) -> None:
 
 
 class UnreadMessages:
-    """From the next message on this process reads none that ranks send it; `end` reads again."""
+    """From the next message on this process reads none that ranks send it; `stop` reads again."""
 
     def __init__(self):
         self._may_read = may_read = threading.Event()
@@ -69,7 +69,7 @@ class UnreadMessages:
 
         zmq.Socket.recv = receive_later
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._may_read.set()
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_attacks import ATTACKS, flood
-from rank_faults import AgentCalls, Faults, cut_connections, fail_once
-from rank_mistakes import Mistakes
+from rank_corruptions import TransferCorruptions
+from rank_faults import AgentCalls, TransferFaults, cut_connections, fail_next_registration
 from rank_pools import (
     MAMBA_SLOTS,
     STATE_SIZE,
@@ -29,7 +29,7 @@ from rank_pools import (
     pool_layers,
     state_rows,
 )
-from rank_writes import Writes
+from rank_write_log import WriteLog
 from sglang.srt.disaggregation import prefill  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -42,9 +42,9 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from slow_links import slowed
+from slow_links import metadata_of_slow_proxy
 
-from pd_harness.waiting import awaited, own_time
+from pd_harness.polling import own_time, wait_until
 
 try:
     from sglang.srt.disaggregation.pd import peer_sockets
@@ -52,8 +52,8 @@ except ImportError:  # stock has none
     peer_sockets = None
 
 HOST = "127.0.0.1"
-PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
-BATCH = 8  # requests of which a scheduler sends KV in one turn
+POLL_INTERVAL = 0.002  # seconds between two polls, of which a scheduler does more
+MAX_SENT_PER_TURN = 8  # requests of which a scheduler sends KV in one turn
 AUX_SLOTS = 8
 HIDDEN_STATES = 8  # the row's number
 UNWRITTEN = 0xA5
@@ -65,7 +65,7 @@ COMPONENTS = (
 )
 
 
-def deal_heads(total: int, ranks: int) -> list[list[int]]:
+def heads_by_rank(total: int, ranks: int) -> list[list[int]]:
     """Heads of each rank: whole hands, or each head to several ranks in a row."""
     if total >= ranks:
         return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
@@ -95,7 +95,7 @@ class RankBase(ABC):
     """`config` is one element of `fleet.Fleet.ranks`."""
 
     # Tables of the manager by room; a backend has some on prefill, others on decode.
-    TABLES: tuple[str, ...]
+    ROOM_TABLES: tuple[str, ...]
     METADATA: dict = {}  # what this release's metadata buffers take besides
 
     def __init__(self, config: dict):
@@ -109,10 +109,10 @@ class RankBase(ABC):
         self.is_recurrent = c.hybrid in STATE_SIZE
         self._enter_engine()
         self.heads = {
-            False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
-            True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
+            False: heads_by_rank(c.kv_heads, c.tp_size)[c.tp_rank],
+            True: heads_by_rank(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        self.window_heads = deal_heads(c.window_heads or c.kv_heads, c.tp_size)[c.tp_rank]
+        self.window_heads = heads_by_rank(c.window_heads or c.kv_heads, c.tp_size)[c.tp_rank]
         self.pool = make_pool(c, pool_layers(c), len(self.heads[False]), len(self.window_heads))
         drafts, heads = range(c.draft_layers), len(self.heads[True])
         self.draft = make_pool(c, drafts, heads, heads) if drafts else None
@@ -124,13 +124,13 @@ class RankBase(ABC):
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         if c.backend == "nixl" and c.device == "cpu":
             limit_nixl_threads(c.nixl_threads)
-        self.manager = self._manager()
+        self.manager = self._make_manager()
         self.faults = None
-        self.mistakes = None
-        self.lies = None
+        self.corruptions = None
+        self.bad_indices = None
         self.agent_calls = None
         self.early = None
-        self.asked = {}
+        self.open_pollers = {}
         self.group = None
 
     @abstractmethod
@@ -138,11 +138,11 @@ class RankBase(ABC):
         """Tell the engine where this rank is among the others."""
 
     @abstractmethod
-    def _queue(self) -> dict:
+    def _queue_attributes(self) -> dict:
         """What the engine's queue has in this release alone when it makes its manager."""
 
     @abstractmethod
-    def _scheduler(self) -> dict:
+    def _scheduler_attributes(self) -> dict:
         """The same of the queue's scheduler."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ class RankBase(ABC):
         """Decode's end of a room, which knows where prefill is."""
 
     @abstractmethod
-    def _set_aside(self, receiver, pages: list[int], slot: int, state) -> None:
+    def _send_metadata(self, receiver, pages: list[int], slot: int, state) -> None:
         """Tell prefill which pages and which slot of metadata are this room's."""
 
     @abstractmethod
@@ -166,10 +166,10 @@ class RankBase(ABC):
         """Addresses and bytes of the buffers of state."""
 
     @abstractmethod
-    def _leave(self, sender) -> str:
+    def _leave_unsent(self, sender) -> str:
         """What the scheduler does with a request that leaves unsent; `left` if all is freed."""
 
-    def _manager(self):
+    def _make_manager(self):
         """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
         c = self.config
         decode_queue = DecodePreallocQueue
@@ -210,9 +210,9 @@ class RankBase(ABC):
                     )
                 ),
                 spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
-                **self._scheduler(),
+                **self._scheduler_attributes(),
             ),
-            **self._queue(),
+            **self._queue_attributes(),
         )
         if c.backend == "mooncake":
             from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
@@ -295,7 +295,7 @@ class RankBase(ABC):
     def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
         """A request's life on prefill: wait for decode, then send its pages in these chunks."""
         self.fill(room, pages)
-        sender = self.asked.pop(room, None) or self._sender(room)
+        sender = self.open_pollers.pop(room, None) or self._sender(room)
         end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
         if end["state"] != "waiting":
             return end
@@ -324,7 +324,7 @@ class RankBase(ABC):
         sent: set[int] = set()
         pause = 0.0
         while None in ends and time.monotonic() - begun < seconds:
-            batch = len(sent) + BATCH
+            batch = len(sent) + MAX_SENT_PER_TURN
             for at, ((room, pages), sender) in enumerate(zip(requests, senders)):
                 if ends[at] is not None:
                     continue
@@ -338,7 +338,7 @@ class RankBase(ABC):
                     ends[at] = {**end, "seconds": round(time.monotonic() - begun, 2)}
             now = own_time()
             pause, turn = max(pause, now - turn), now
-            time.sleep(PAUSE)
+            time.sleep(POLL_INTERVAL)
         return {"state": "sent", "ends": [end or {"state": "hang"} for end in ends], "pause": pause}
 
     def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
@@ -364,7 +364,7 @@ class RankBase(ABC):
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
-            self._set_aside(receiver, asked, slot, self._state(room, asked))
+            self._send_metadata(receiver, asked, slot, self._state(room, asked))
         end = self._await(receiver, seconds)
         if end["state"] != "success":
             return end
@@ -384,7 +384,9 @@ class RankBase(ABC):
 
     def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
         """Rows that are not as expected, but of slots that rooms have which are still open."""
-        closed = [slot for slot in range(AUX_SLOTS) if slot not in map(decode_slot, self.asked)]
+        closed = [
+            slot for slot in range(AUX_SLOTS) if slot not in map(decode_slot, self.open_pollers)
+        ]
         rows = zip(expected, self._aux_rows())
         wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
         return [
@@ -393,36 +395,36 @@ class RankBase(ABC):
             if len(slots)
         ]
 
-    def ask(self, room: int, pages: list[int]) -> dict:
-        """Open a room on prefill and leave it to `end`, so that several can be open."""
-        self.asked[room] = self._receiver(room)
-        self._set_aside(self.asked[room], pages, decode_slot(room), None)
-        return {"state": "asked"}
+    def open_room(self, room: int, pages: list[int]) -> dict:
+        """Open a room on prefill and leave it to `wait_for_room`, so that several can be open."""
+        self.open_pollers[room] = self._receiver(room)
+        self._send_metadata(self.open_pollers[room], pages, decode_slot(room), None)
+        return {"state": "opened"}
 
-    def begin(self, room: int) -> dict:
+    def start_request(self, room: int) -> dict:
         """A request comes: prefill waits for decode; decode has not opened the room yet."""
-        self.asked[room] = (self._sender if self.is_prefill else self._receiver)(room)
+        self.open_pollers[room] = (self._sender if self.is_prefill else self._receiver)(room)
         return {"state": "begun"}
 
     def abort(self, room: int) -> dict:
-        """The client of a request that was begun or asked for is gone; `end` says what comes."""
-        self.asked[room].abort()
+        """The client of a request that was begun or asked for is gone; `wait_for_room` says what comes."""
+        self.open_pollers[room].abort()
         return {"state": "aborted"}
 
-    def end(self, room: int, seconds: float) -> dict:
+    def wait_for_room(self, room: int, seconds: float) -> dict:
         """Wait for such a room; what has arrived is not looked at."""
-        receiver = self.asked.pop(room)
+        receiver = self.open_pollers.pop(room)
         end = self._await(receiver, seconds)
         if end["state"] == "success":
             receiver.clear()
         return end
 
-    def end_all(self, rooms: list[int], seconds: float) -> dict:
-        """Of several such rooms at once, `ends` as those of `end`."""
+    def wait_for_rooms(self, rooms: list[int], seconds: float) -> dict:
+        """Of several such rooms at once, `ends` as those of `wait_for_room`."""
         with ThreadPoolExecutor(len(rooms)) as pool:
-            return {"ends": list(pool.map(lambda room: self.end(room, seconds), rooms))}
+            return {"ends": list(pool.map(lambda room: self.wait_for_room(room, seconds), rooms))}
 
-    def vote(self, port: int) -> dict:
+    def reduce_polls(self, port: int) -> dict:
         """From now on the TP ranks of this side poll together, as schedulers do."""
         dist.init_process_group(
             "gloo",
@@ -433,27 +435,27 @@ class RankBase(ABC):
         self.group = dist.group.WORLD
         return {"state": "joined"}
 
-    def drop(self, room: int, seconds: float) -> dict:
+    def abort_and_wait(self, room: int, seconds: float) -> dict:
         """Abort a room that was asked for, and wait for its end."""
-        receiver = self.asked.pop(room)
+        receiver = self.open_pollers.pop(room)
         receiver.abort()
         return self._await(receiver, seconds)
 
-    def leave(self, room: int, state: str, seconds: float) -> dict:
+    def leave_unsent(self, room: int, state: str, seconds: float) -> dict:
         """A request that leaves prefill's queue unsent, once it has this state."""
         sender = self._sender(room)
         wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
-        if not awaited(lambda: sender.poll() == wanted, seconds, PAUSE):
+        if not wait_until(lambda: sender.poll() == wanted, seconds, POLL_INTERVAL):
             return {"state": "hang"}
-        return {"state": self._leave(sender)}
+        return {"state": self._leave_unsent(sender)}
 
-    def lose(self, rooms: list[int], knows: bool) -> dict:
+    def lose_prefill(self, rooms: list[int], knows: bool) -> dict:
         """The prefill server of these rooms is lost, which another rank may know first.
 
         Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
         longest turn in seconds.
         """
-        receivers = [self.asked.pop(room) for room in rooms]
+        receivers = [self.open_pollers.pop(room) for room in rooms]
         if knows:
             self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
         longest, failed = 0.0, 0
@@ -468,7 +470,7 @@ class RankBase(ABC):
             time.sleep(0.002)
         return {"failed": failed, "longest": longest}
 
-    def give_up(
+    def abort_after(
         self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
     ) -> dict:
         """Abort a room some seconds after it was opened, or before, if that is below 0.
@@ -482,7 +484,7 @@ class RankBase(ABC):
         if after < 0:
             receiver.abort()
         if first != KVPoll.Failed:
-            self._set_aside(receiver, pages, room % AUX_SLOTS, None)
+            self._send_metadata(receiver, pages, room % AUX_SLOTS, None)
         if after >= 0:
             time.sleep(after)
             if aborts:
@@ -499,7 +501,7 @@ class RankBase(ABC):
 
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         ends = {leave_at, KVPoll.Success, KVPoll.Failed}
-        reached = awaited(lambda: {self._poll(poller)} & ends, seconds, PAUSE)
+        reached = wait_until(lambda: {self._poll(poller)} & ends, seconds, POLL_INTERVAL)
         if KVPoll.Failed in reached:
             return self._failed(poller)
         if KVPoll.Success in reached:
@@ -522,25 +524,25 @@ class RankBase(ABC):
         """The manager's of this name; None if it has none."""
         return getattr(self.manager, name, None)
 
-    def forget_gone_peers(self, seconds: float) -> dict:
+    def set_peer_close_delay(self, seconds: float) -> dict:
         """Close sockets to peers that are gone after so long, instead of a minute."""
-        peer_sockets.GONE_SECONDS = seconds
+        peer_sockets.CLOSE_AFTER_SECONDS = seconds
         return {"state": "set"}
 
-    def kept(self) -> dict:
-        """How many rooms are in each table that the manager has of them; see `TABLES`."""
-        tables = {name: self._table(name) for name in self.TABLES}
+    def room_counts(self) -> dict:
+        """How many rooms are in each table that the manager has of them; see `ROOM_TABLES`."""
+        tables = {name: self._table(name) for name in self.ROOM_TABLES}
         kept = {name: len(table) for name, table in tables.items() if table is not None}
         if "addr_to_rooms_tracker" in kept:
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
         return kept
 
-    def rest_after(self, seconds: float, resting: int) -> dict:
+    def release_peers_after(self, seconds: float, max_released: int) -> dict:
         """Decode ranks that are silent for so long rest, so many of them; others are forgotten."""
-        from sglang.srt.disaggregation.pd import peer_sockets, silence
+        from sglang.srt.disaggregation.pd import peer_silence, peer_sockets
 
-        peer_sockets.GONE_SECONDS = silence.REST_SECONDS = seconds
-        silence.MAX_RESTING = resting
+        peer_sockets.CLOSE_AFTER_SECONDS = peer_silence.RELEASE_AFTER_SECONDS = seconds
+        peer_silence.MAX_RELEASED_PEERS = max_released
         return {"state": "set"}
 
     def peers(self) -> dict:
@@ -548,50 +550,50 @@ class RankBase(ABC):
         return {"known": len(self.manager.decode_kv_args_table)}
 
     def plan_faults(self, **plan) -> dict:
-        """See `rank_faults.Faults.plan`."""
-        self.faults = self.faults or Faults(self.manager)
+        """See `rank_faults.TransferFaults.plan`."""
+        self.faults = self.faults or TransferFaults(self.manager)
         self.faults.plan(**plan)
         return {"state": "planned"}
 
-    def waited_transfer(self) -> dict:
-        """When the last transfer began that a fault had wait (`rank_faults.Faults`)."""
+    def delayed_transfer(self) -> dict:
+        """When the last transfer began that a fault had wait (`rank_faults.TransferFaults`)."""
         return {"began_at": self.faults.began_at}
 
-    def mistake(self, what: str) -> dict:
-        """See `rank_mistakes.Mistakes`."""
-        self.mistakes = self.mistakes or Mistakes(self.manager)
-        self.mistakes.what = what
+    def corrupt_transfers(self, what: str) -> dict:
+        """See `rank_corruptions.TransferCorruptions`."""
+        self.corruptions = self.corruptions or TransferCorruptions(self.manager)
+        self.corruptions.what = what
         return {"state": "planned"}
 
-    def lie(self, what: str) -> dict:
-        """See `rank_lies.Lies`."""
-        from rank_lies import Lies  # of Mooncake's, which not every rank has
+    def use_bad_indices(self, what: str) -> dict:
+        """See `rank_bad_indices.BadIndices`."""
+        from rank_bad_indices import BadIndices  # of Mooncake's, which not every rank has
 
-        self.lies = self.lies or Lies(self.manager)
-        self.lies.what = what
+        self.bad_indices = self.bad_indices or BadIndices(self.manager)
+        self.bad_indices.what = what
         return {"state": "planned"}
 
-    def verified(self) -> dict:
+    def verify_results(self) -> dict:
         """By prefill rank, what this decode rank has compared."""
         (report,) = self.manager.kv_args.verifier.reports.by_address.values()
         pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
         return {"pairs": pairs, "said": report.said}
 
-    def fail_once(self, what: str) -> dict:
-        """See `rank_faults.fail_once`."""
-        fail_once(self.manager, what)
+    def fail_next_registration(self, what: str) -> dict:
+        """See `rank_faults.fail_next_registration`."""
+        fail_next_registration(self.manager, what)
         return {"state": "planned"}
 
-    def note_writes(self) -> dict:
-        """See `rank_writes.Writes`."""
-        self.writes = Writes(self.manager)
+    def record_writes(self) -> dict:
+        """See `rank_write_log.WriteLog`."""
+        self.write_log = WriteLog(self.manager)
         return {"state": "noted"}
 
-    def written_outside(self, ranges: list[list[int]]) -> dict:
+    def writes_outside(self, ranges: list[list[int]]) -> dict:
         """How many writes were done since, and those that left these ranges."""
-        return {"done": len(self.writes), "outside": self.writes.outside(ranges)}
+        return {"done": len(self.write_log), "outside": self.write_log.outside(ranges)}
 
-    def registered(self) -> list[list[int]]:
+    def registered_buffers(self) -> list[list[int]]:
         """Address and bytes of each buffer that prefill may write to."""
         args = self.manager.kv_args
         state_ptrs, state_lens = self._state_buffers()
@@ -599,7 +601,7 @@ class RankBase(ABC):
         lens = [*args.kv_data_lens, *args.aux_data_lens, *state_lens]
         return [[int(ptr), int(size)] for ptr, size in zip(ptrs, lens)]
 
-    def accept(self) -> dict:
+    def rebaseline(self) -> dict:
         """Take what the buffers hold now as right, after a request that went wrong."""
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         return {"state": "accepted"}
@@ -609,7 +611,7 @@ class RankBase(ABC):
         if what:
             self.attacked = ATTACKS[what]()
         else:
-            self.attacked.end()
+            self.attacked.stop()
         return {"state": "attacked" if what else "at peace"}
 
     def flood(self, port: int) -> dict:
@@ -628,7 +630,7 @@ class RankBase(ABC):
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
 
-    def connected_early(self) -> dict:
+    def count_early_connections(self) -> dict:
         """How often NIXL has connected to a decode rank early since this was asked first."""
         logger = logging.getLogger("sglang.srt.disaggregation.pd.early_connections")
         if self.early is None:
@@ -641,7 +643,7 @@ class RankBase(ABC):
     def slow_connections(self, seconds: float) -> dict:
         """What registers from now on is reached over slow connections; see `slow_links`."""
         agent, manager = self.manager.agent, self.manager
-        slow = slowed(agent.get_agent_metadata(), seconds, {manager.rank_port})
+        slow = metadata_of_slow_proxy(agent.get_agent_metadata(), seconds, {manager.rank_port})
         agent.get_agent_metadata = lambda: slow
         return {"state": "slow"}
 

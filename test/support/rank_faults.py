@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
-ERROR = "the test makes this transfer fail"
-GONE_SECONDS = 10
+INJECTED_ERROR = "the test makes this transfer fail"
+EXIT_SECONDS = 10
 
 
-class Faults:
+class TransferFaults:
     """Befalls chosen transfers of one rank, each of which is one call to the transfer engine.
 
     In this order a request makes one for the KV of every chunk, one for its state if it has any,
@@ -38,14 +38,14 @@ class Faults:
         self._sends_state = False
         if hasattr(manager, "agent"):
             self._is_done = manager.agent.check_xfer_state
-            self._start = manager.agent.transfer
+            self._transfer = manager.agent.transfer
             manager.agent.transfer = self._start_nixl
-            manager.agent.check_xfer_state = self._ask_nixl
+            manager.agent.check_xfer_state = self._check_nixl
         else:
-            self._start = manager.engine.batch_transfer_sync
+            self._transfer = manager.engine.batch_transfer_sync
             manager.engine.batch_transfer_sync = self._run_mooncake
         self._send_state = manager.maybe_send_extra
-        manager.maybe_send_extra = self._note_state
+        manager.maybe_send_extra = self._track_state
 
     def plan(self, how="", at=(), only_state=False, pids=(), seconds=0.0) -> None:
         """From now on, `at` these transfers (the next one is 1); with `only_state`, of state's."""
@@ -64,7 +64,7 @@ class Faults:
         if self._calls not in self._at:
             return ""
         if self._how == "exception":
-            raise RuntimeError(ERROR)
+            raise RuntimeError(INJECTED_ERROR)
         if self._how == "wait":
             time.sleep(self._seconds)
             self.began_at = time.monotonic()
@@ -85,12 +85,12 @@ class Faults:
         peers = self._manager.decode_kv_args_table.values()
         return {self._manager.rank_port, *(peer.dst_port for peer in peers)}
 
-    def _note_state(self, *args, **kwargs):
+    def _track_state(self, *args, **kwargs):
         with self._sending_state():
             sent = self._send_state(*args, **kwargs)
-        return self._each_noted(sent) if inspect.isgenerator(sent) else sent
+        return self._each_tracked(sent) if inspect.isgenerator(sent) else sent
 
-    def _each_noted(self, transfers):
+    def _each_tracked(self, transfers):
         """Later releases begin one after the other, as they are asked for."""
         while True:
             with self._sending_state():
@@ -108,27 +108,27 @@ class Faults:
             self._sends_state = False
 
     def _run_mooncake(self, *args) -> int:
-        return -1 if self._inject() == "status" else self._start(*args)
+        return -1 if self._inject() == "status" else self._transfer(*args)
 
     def _start_nixl(self, handle, *args) -> str:
         if threading.current_thread().name == "nixl-connect":
-            return self._start(handle, *args)  # no request's
+            return self._transfer(handle, *args)  # no request's
         how = self._inject()
         if how == "status":
             return "ERR"
         if how.startswith("late"):
             self._late.append((handle, how))
             return "PROC"
-        return self._start(handle, *args)
+        return self._transfer(handle, *args)
 
-    def _ask_nixl(self, handle) -> str:
+    def _check_nixl(self, handle) -> str:
         how = next((how for other, how in self._late if other is handle), "")
         if how == "late exception":
-            raise RuntimeError(ERROR)
+            raise RuntimeError(INJECTED_ERROR)
         return "ERR" if how else self._is_done(handle)
 
 
-def fail_once(manager, what: str) -> None:
+def fail_next_registration(manager, what: str) -> None:
     """The next time a decode rank registers, prefill cannot `plan` for it, or `connect` to it."""
     from sglang.srt.disaggregation.pd import peer_plans  # stock has none
 
@@ -140,7 +140,7 @@ def fail_once(manager, what: str) -> None:
 
     def fail(*args):
         setattr(owner, name, right)
-        raise RuntimeError(ERROR)
+        raise RuntimeError(INJECTED_ERROR)
 
     setattr(owner, name, fail)
 
@@ -206,4 +206,4 @@ def kill(pid: int) -> None:
             return False
         return True
 
-    awaited(killed, GONE_SECONDS)
+    wait_until(killed, EXIT_SECONDS)

@@ -18,15 +18,15 @@ from collections.abc import Callable
 
 from pd_harness.cpu_host.nixl_plugin import load_nixl
 
-# Beside what `rank` imports itself. These do not import Mooncake's library, which starts threads.
+# Beside what a rank's module imports itself. These do not import Mooncake's library, which starts threads.
 IMPORTED = [f"sglang.srt.disaggregation.{backend}.conn" for backend in ("nixl", "mooncake")]
 
 PATH_LENGTH = 4096
 
-Kinds = dict[str, Callable[[dict], object]]
+Factories = dict[str, Callable[[dict], object]]
 
 
-def serve(connection: socket.socket, kinds: Kinds) -> None:
+def serve(connection: socket.socket, factories: Factories) -> None:
     """Answer commands until the driver hangs up; the first one says what this process is."""
     rank = None
     with connection.makefile("rw") as lines:
@@ -34,8 +34,8 @@ def serve(connection: socket.socket, kinds: Kinds) -> None:
             command = json.loads(line)
             name = command.pop("do")
             try:
-                if name in kinds:
-                    rank = kinds[name](command)
+                if name in factories:
+                    rank = factories[name](command)
                     answer = {"state": "started", "pid": os.getpid()}
                 else:
                     answer = getattr(rank, name)(**command)
@@ -49,11 +49,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def main(kinds: Kinds) -> None:
+def main(factories: Factories) -> None:
     """Do what the command line says; `kinds` make what a connection's first command asks for."""
     how, path = sys.argv[1:]
     if how == "on":
-        live(socket.socket(fileno=int(path)), kinds)
+        serve_and_exit(socket.socket(fileno=int(path)), factories)
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if how == "fork":
@@ -80,11 +80,11 @@ def main(kinds: Kinds) -> None:
                     os.set_inheritable(connection.fileno(), True)
                     this = [sys.executable, sys.argv[0], "on", str(connection.fileno())]
                     os.execv(sys.executable, this)
-                live(connection, kinds)
+                serve_and_exit(connection, factories)
             connection.close()
 
 
-def live(connection: socket.socket, kinds: Kinds) -> None:
-    serve(connection, kinds)
+def serve_and_exit(connection: socket.socket, factories: Factories) -> None:
+    serve(connection, factories)
     # Transfer threads of the engine never end by themselves.
     os._exit(0)

@@ -14,12 +14,12 @@ import numpy as np
 import rank_process
 import requests
 import zmq
+from engine_release import SINCE_0_5_20
 from null_transfer import use_null_transfer
-from of_release import IS_LATER
 from rank_base import AUX_SLOTS, failure
 from sglang.srt.disaggregation.base import KVPoll
 
-release = importlib.import_module("rank_later" if IS_LATER else "rank")
+release = importlib.import_module("rank_0_5_23" if SINCE_0_5_20 else "rank_0_5_9")
 
 POLL_SECONDS = 0.01
 OPEN = 2  # requests of each decode rank at a time
@@ -28,7 +28,7 @@ STALLED_SECONDS = 20.0
 release.PREFILL_SECONDS = 60  # all decode ranks ask at once
 
 
-class Counted:
+class ActivityCounter:
     """What this process has sent and asked for, and the threads that read messages."""
 
     def __init__(self):
@@ -60,14 +60,14 @@ class Counted:
 
 class Rank(release.Rank):
     def __init__(self, config: dict):
-        self.counted = Counted()
+        self.activity = ActivityCounter()
         self.scheduler_seconds = 0.0
         use_null_transfer(config["backend"])
         super().__init__(config)
         self.dropped = 0
-        self._keep_workers(self.manager.check_status)
+        self._keep_workers_alive(self.manager.check_status)
 
-    def _keep_workers(self, check: Callable) -> None:
+    def _keep_workers_alive(self, check: Callable) -> None:
         """Stock's transfer worker ends, and no room of its is served any more, where the scheduler
         drops the one at which it looks. Here it lives, that other figures can be compared."""
 
@@ -88,9 +88,9 @@ class Rank(release.Rank):
             "private_kib": sum(int(row.split()[1]) for row in rollup if row.startswith("Private_")),
             "all_s": time.process_time(),
             "scheduler_s": self.scheduler_seconds,
-            "reader_s": self.counted.reader_seconds(),
-            "messages": self.counted.sent,
-            "asked_http": self.counted.asked,
+            "reader_s": self.activity.reader_seconds(),
+            "messages": self.activity.sent,
+            "asked_http": self.activity.asked,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "dropped": self.dropped,
         }
@@ -105,7 +105,7 @@ class Rank(release.Rank):
         """
         waiting, open_rooms, ends = [deque(range(*lane)) for lane in lanes], {}, []
         until, stalled, lost = time.monotonic() + seconds, time.monotonic() + STALLED_SECONDS, []
-        begin = self._send if self.is_prefill else self._ask
+        begin = self._send if self.is_prefill else self._open
         while (any(waiting) or open_rooms) and time.monotonic() < min(until, stalled):
             for number, lane in enumerate(waiting):
                 held = sum(of == number for of, *_ in open_rooms.values())
@@ -114,7 +114,7 @@ class Rank(release.Rank):
                     begun = time.monotonic()
                     open_rooms[room] = (number, begun, self._timed(begin, room))
             for room, (_, begun, request) in list(open_rooms.items()):
-                state = self._turn(request)
+                state = self._poll_once(request)
                 if state == "success":
                     ends.append((room, begun, time.monotonic()))
                 elif state is not None:
@@ -127,7 +127,7 @@ class Rank(release.Rank):
         return {"ends": ends, "lost": lost}
 
     def _timed(self, call: Callable, *given):
-        """What the scheduler's thread does, but not how often it looks in vain, see `_turn`."""
+        """What the scheduler's thread does, but not how often it looks in vain, see `_poll_once`."""
         begun = time.thread_time()
         result = call(*given)
         self.scheduler_seconds += time.thread_time() - begun
@@ -136,12 +136,12 @@ class Rank(release.Rank):
     def _send(self, room: int) -> dict:
         return {"room": room, "poller": self._sender(room), "last": None}
 
-    def _ask(self, room: int) -> dict:
+    def _open(self, room: int) -> dict:
         receiver = self._receiver(room)
-        self._set_aside(receiver, PAGE, room % AUX_SLOTS, None)
+        self._send_metadata(receiver, PAGE, room % AUX_SLOTS, None)
         return {"room": room, "poller": receiver, "last": None}
 
-    def _turn(self, request: dict) -> str | None:
+    def _poll_once(self, request: dict) -> str | None:
         """`success` or why the request has failed; None if it has not ended."""
         poller, begun = request["poller"], time.thread_time()
         state = poller.poll()

@@ -30,7 +30,7 @@ SLOW_SECONDS = 60
 TOKENS_MUST_AGREE = {"float32": True, "float16": False}
 
 
-def tool(*words: str) -> tuple[int, dict]:
+def run_tool(*words: str) -> tuple[int, dict]:
     """Exit status of `sglang-pd`, and what it found."""
     command = [str(cluster.interpreter("base")), "-m", "sglang_pd", *words, "--json"]
     done = subprocess.run(
@@ -40,7 +40,7 @@ def tool(*words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def joined(serve: Callable[[], Answered]) -> Answered:
+def retry_if_not_joined(serve: Callable[[], Answered]) -> Answered:
     """What ``serve`` returns; it is called again where a rank could not join MemFabric's store."""
     for _ in range(STARTS - 1):
         try:
@@ -94,7 +94,7 @@ def retractions(log: str) -> int:
     return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
-def held(server: cluster.Server) -> dict[str, int]:
+def server_load(server: cluster.Server) -> dict[str, int]:
     """Tokens and requests that an engine server holds, by its own count.
 
     Prefixes that it only keeps for reuse are not among them.
@@ -110,10 +110,10 @@ def held(server: cluster.Server) -> dict[str, int]:
 
 
 def holds_nothing(server: cluster.Server) -> bool:
-    return not any(held(server).values())
+    return not any(server_load(server).values())
 
 
-class Lost:
+class HangDetector:
     """Whether no answer is to be expected: for long nothing has been computed.
 
     Prefill has done its part, or has raised, and decode runs nothing; or one of them has died, and
@@ -138,11 +138,11 @@ class Lost:
         return time.monotonic() - self.busy_at > self.seconds
 
     def _is_idle(self) -> bool:
-        if any(server.has_ended() for server in (self.prefill, self.decode)):
+        if any(server.has_finished() for server in (self.prefill, self.decode)):
             return True
         raised = self._raised() > self.raised_before
         try:
-            return held(self.decode)["num_running_reqs"] == 0 and (
+            return server_load(self.decode)["num_running_reqs"] == 0 and (
                 raised or holds_nothing(self.prefill)
             )
         except httpx.HTTPError:
@@ -192,7 +192,7 @@ def _processes(server: cluster.Server) -> list[psutil.Process]:
 
 def record(kind: str, **row) -> None:
     """Append a row to .pd-env/RELEASE/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
-    file = cluster.OF_RELEASE / "evidence" / f"{kind}.jsonl"
+    file = cluster.RELEASE_ENV / "evidence" / f"{kind}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")

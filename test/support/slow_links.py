@@ -10,7 +10,7 @@ import time
 from pd_harness.ports import HOST
 
 
-def slowed(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
+def metadata_of_slow_proxy(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
     """A NIXL agent's metadata, by which others reach it through a proxy that keeps bytes so long.
 
     UCX writes there where it listens, in network byte order, behind the agent's name. The ports in
@@ -59,11 +59,11 @@ def _accept(listener: socket.socket, to: tuple[str, int], seconds: float) -> Non
         far = socket.create_connection(to)
         for source, sink in ((near, far), (far, near)):
             kept: queue.SimpleQueue = queue.SimpleQueue()
-            _start(_take, source, kept, seconds)
-            _start(_give, sink, kept)
+            _start(_receive, source, kept, seconds)
+            _start(_send_delayed, sink, kept)
 
 
-def _take(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> None:
+def _receive(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> None:
     part = b"first"
     while part:
         try:
@@ -73,7 +73,7 @@ def _take(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> Non
         kept.put((time.monotonic() + seconds, part))
 
 
-def _give(sink: socket.socket, kept: queue.SimpleQueue) -> None:
+def _send_delayed(sink: socket.socket, kept: queue.SimpleQueue) -> None:
     while True:
         due, part = kept.get()
         time.sleep(max(0.0, due - time.monotonic()))

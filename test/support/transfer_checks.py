@@ -3,21 +3,21 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_20
 from fleet import Fleet, Outcome, Rank, Servers
-from of_release import ELSEWHERE_AT_NIGHT, IS_LATER
 
+from pd_harness.polling import is_in_time, wait_until
 from pd_harness.ports import free_ports
-from pd_harness.waiting import awaited, in_time
 
 BACKENDS = ["nixl", "mooncake"]
 # Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
 # so that the next one overwrites all that a failed one has left behind.
 PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
-AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
-SETTLED = 5  # seconds, after which nothing is kept of a request that is over
+FAILURE_SECONDS = 5  # seconds, within which a failure is told on a machine that does much else
+SETTLE_SECONDS = 5  # seconds, after which nothing is kept of a request that is over
 # How often later ones of Mooncake look after a peer to which a write has failed; NIXL: 1 s.
 PROBE_SECONDS = 0.1
-PROBING = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
+PROBE_ENVIRONMENT = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
 JOINS = 50
 JOIN_SECONDS = 120
@@ -30,84 +30,88 @@ REQUESTS = [
 ]
 
 
-def of_first(why: str):
+def only_0_5_9(why: str):
     """A mark for what 0.5.9 alone has; why later releases have nothing of it to test."""
-    return pytest.mark.skipif(IS_LATER, reason=f"0.5.9 alone: {why}")
+    return pytest.mark.skipif(SINCE_0_5_20, reason=f"0.5.9 alone: {why}")
 
 
-def few(cases, *always) -> list:
+def nightly_except(cases, *always) -> list:
     """Parameters, of which those not in `always` are tried at night."""
     at_night = [pytest.mark.nightly]
     return [pytest.param(case, marks=[] if case in always else at_night) for case in cases]
 
 
-def every_second(cases, more_marks=lambda case: []) -> list:
+def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
     """Parameters, of which releases other than the default try every second one at night."""
-    marks = [[], ELSEWHERE_AT_NIGHT]
+    marks = [[], NIGHTLY_IF_NOT_DEFAULT]
     return [
         pytest.param(case, marks=[*marks[at % 2], *more_marks(case)])
         for at, case in enumerate(cases)
     ]
 
 
-def assert_right(servers: Servers, pages=PAGES) -> None:
+def assert_transfers(servers: Servers, pages=PAGES) -> None:
     """A request is served, every byte of it, and nothing is kept."""
     outcome = servers.request(*pages)
     assert outcome.state == "right", outcome
-    eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * servers.fleet.size)
+    assert_eventually(
+        lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * servers.fleet.size
+    )
 
 
-def eventually(measure, wanted) -> None:
+def assert_eventually(measure, wanted) -> None:
     seen = []
 
     def settled() -> bool:
         seen[:] = [measure()]
         return seen == [wanted]
 
-    assert awaited(settled, SETTLED, pause=0.05), (seen, wanted)
+    assert wait_until(settled, SETTLE_SECONDS, pause=0.05), (seen, wanted)
 
 
-def assert_served_again(servers: Servers, pages=PAGES) -> None:
+def assert_recovers(servers: Servers, pages=PAGES) -> None:
     """The next request is; in later releases once prefill has looked after its peer."""
-    if IS_LATER:
-        assert awaited(lambda: servers.request(*pages).state == "right", SETTLED, PROBE_SECONDS)
-    assert_right(servers, pages)
+    if SINCE_0_5_20:
+        assert wait_until(
+            lambda: servers.request(*pages).state == "right", SETTLE_SECONDS, PROBE_SECONDS
+        )
+    assert_transfers(servers, pages)
 
 
-def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
+def assert_failed(outcome: Outcome, said: str, within: float = FAILURE_SECONDS) -> None:
     """On every rank, in time, with this in the reason on each side."""
     for side in (outcome.prefill, outcome.decode):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
-        assert in_time(max(answer["seconds"] for answer in side), within), outcome
+        assert is_in_time(max(answer["seconds"] for answer in side), within), outcome
         assert any(said in answer["reason"] for answer in side), outcome
 
 
-def vote(ranks: list[Rank]) -> None:
+def reduce_polls(ranks: list[Rank]) -> None:
     """From now on they poll as the TP ranks of one server do."""
     (port,) = free_ports(1)
     with ThreadPoolExecutor(len(ranks)) as pool:
-        list(pool.map(lambda rank: rank.call("vote", port=port), ranks))
+        list(pool.map(lambda rank: rank.call("reduce_polls", port=port), ranks))
 
 
-def assert_ranks_may_join(serve) -> None:
+def assert_ranks_can_join_while_sending(serve) -> None:
     """The thread that reads registrations adds peers while the scheduler sends: in turns."""
     with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
         (prefill,) = servers.prefill
         many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
-        assert_right(servers, many)
-        (joining,) = servers.more("decode")
+        assert_transfers(servers, many)
+        (joining,) = servers.start_another("decode")
         before = prefill.call("health")["peers"]
         prefill.call("count_agent_calls")
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(joining.call, "join", count=JOINS)
+            joined = pool.submit(joining.call, "register_decode_ranks", count=JOINS)
 
             def all_known() -> bool:
-                assert_right(servers, many)
+                assert_transfers(servers, many)
                 return prefill.call("health")["peers"] > before + JOINS
 
-            assert awaited(all_known, JOIN_SECONDS, pause=0)
+            assert wait_until(all_known, JOIN_SECONDS, pause=0)
             assert joined.result()["state"] == "joined"
-        assert_right(servers, many)
+        assert_transfers(servers, many)
         calls = prefill.call("count_agent_calls")
         assert calls["count"] > JOINS and calls["at_once"] == 0, calls
 
@@ -116,8 +120,8 @@ def assert_connected_early(servers: Servers) -> None:
     """NIXL connects each prefill rank to each decode rank, before anything large is sent."""
 
     def counts() -> list[int]:
-        return [rank.call("connected_early")["count"] for rank in servers.prefill]
+        return [rank.call("count_early_connections")["count"] for rank in servers.prefill]
 
     counts()
-    assert_right(servers, ([1], [1]))
-    eventually(counts, [len(servers.decode)] * len(servers.prefill))
+    assert_transfers(servers, ([1], [1]))
+    assert_eventually(counts, [len(servers.decode)] * len(servers.prefill))

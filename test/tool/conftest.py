@@ -31,7 +31,9 @@ def toy(toy_template, tmp_path):
 
 def releases() -> list:
     """Each that the tool knows; every run applies to the older ones in its set-up."""
-    *older, newest = sorted(patches.supported(), key=lambda name: [int(n) for n in name.split(".")])
+    *older, newest = sorted(
+        patches.supported_releases(), key=lambda name: [int(n) for n in name.split(".")]
+    )
     return [*(pytest.param(name, marks=pytest.mark.nightly) for name in older), newest]
 
 
@@ -50,10 +52,10 @@ def published(published_at, version):
 @pytest.fixture(scope="session")
 def published_at(tmp_path_factory):
     """A function from a release to such a folder."""
-    return cache(lambda version: prepared_or_downloaded(version, tmp_path_factory))
+    return cache(lambda version: find_or_download_engine(version, tmp_path_factory))
 
 
-def prepared_or_downloaded(version: str, tmp_path_factory) -> Path:
+def find_or_download_engine(version: str, tmp_path_factory) -> Path:
     prepared = ROOT / ".pd-env" / version / "stock" / "lib" / "python3.11" / "site-packages"
     if (prepared / "sglang" / "srt").is_dir():
         return prepared
@@ -80,6 +82,6 @@ def engine_copy(published, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
+def _skip_fsync(monkeypatch):
     """A killed process loses nothing that the system has; only a power failure needs the sync."""
     monkeypatch.setattr("os.fsync", lambda fd: None)

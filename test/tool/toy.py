@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_pd.install import record
+from sglang_pd.install import dist_record
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.patchset import fingerprints, patches
 
@@ -110,7 +110,7 @@ class Toy:
         return toy
 
     @classmethod
-    def of_published(cls, published: Path, version: str, site: Path) -> "Toy":
+    def from_published(cls, published: Path, version: str, site: Path) -> "Toy":
         """What the patch set changes of a published engine, and what says its version."""
         made = cls(site, patches.RELEASES, patches.TREES, version)
         for path in ("__init__.py", "version.py", "_version.py", *made.release().tree):
@@ -135,16 +135,18 @@ class Toy:
         return self.site / "sglang"
 
     @property
-    def record(self) -> Path:
+    def dist_record(self) -> Path:
         return self.site / f"sglang-{VERSION}.dist-info" / "RECORD"
 
     def write_record(self) -> None:
-        info = self.record.parent.name
-        write(self.record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
+        info = self.dist_record.parent.name
+        write(self.dist_record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
         files = sorted(path for path in self.root.rglob("*.py"))
-        rows = [record.entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files]
+        rows = [
+            dist_record.record_entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files
+        ]
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
-        write(self.record, "\n".join(rows) + "\n")
+        write(self.dist_record, "\n".join(rows) + "\n")
 
     def write_patch(self, name: str, releases: str, kind: str = "mission", order: int = 0) -> None:
         """Writes a patch record; `releases` is what it says of releases."""
@@ -161,7 +163,7 @@ class Toy:
         file.write_text(json.dumps(fingerprints))
 
     def make_fingerprints(self) -> None:
-        release = patches.load(VERSION, self.releases, self.trees, with_fingerprints=False)
+        release = patches.load_release(VERSION, self.releases, self.trees, with_fingerprints=False)
         target = release.folder / "fingerprints.json"
         target.write_text(json.dumps(fingerprints.make_fingerprints(self.engine(), release)))
 
@@ -169,7 +171,7 @@ class Toy:
         return find_engine(self.site)
 
     def release(self) -> patches.Release:
-        return patches.load(self.version, self.releases, self.trees)
+        return patches.load_release(self.version, self.releases, self.trees)
 
     def snapshot(self, mtimes: bool = True) -> dict:
         return snapshot(self.site, mtimes)
@@ -204,7 +206,7 @@ def is_change(event: str, args: tuple) -> bool:
     return event in CHANGES
 
 
-def forked(work: Callable[[], int]) -> int:
+def run_forked(work: Callable[[], int]) -> int:
     """Runs `work` in a child process; its exit code, negative for the signal that killed it."""
     pid = os.fork()
     if pid == 0:
@@ -216,5 +218,5 @@ def forked(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

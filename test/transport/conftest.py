@@ -7,7 +7,7 @@ import os
 import fleet as fleets
 import pytest
 
-from pd_harness.cluster import OF_RELEASE, why_not_here
+from pd_harness.cluster import RELEASE_ENV, skip_reason
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import device
 
@@ -36,18 +36,18 @@ def serve(fork_server):
     def run(
         fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched", memfabric: str = ""
     ):
-        if reason := why_not_here(fleet.backend, fleet.size, (prefill, decode)):
+        if reason := skip_reason(fleet.backend, fleet.size, (prefill, decode)):
             pytest.skip(reason)
         if fleet.backend == "ascend" and device() == "cpu":
             memfabric = memfabric or memfabric_for(decode)
-            fleets.prepare("memfabric", memfabric)
+            fleets.install_library("memfabric", memfabric)
         return fleets.running(fleet, fork_server(prefill), fork_server(decode), memfabric)
 
     return run
 
 
 @pytest.fixture()
-def note():
+def record_fault():
     """A function that keeps, for `scripts/evidence.sh`, how a survivor learned of a fault.
 
     It is called when the next request has been served.
@@ -55,7 +55,7 @@ def note():
 
     def keep(case: str, backend: str, answer: dict) -> None:
         said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
-        file = OF_RELEASE / "evidence" / "faults.jsonl"
+        file = RELEASE_ENV / "evidence" / "faults.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as out:
             row = {"case": case, "backend": backend, **said, "after": "right"}

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import fleet as fleets
 import pytest
-from topologies import ASCEND
 from transfer_checks import REQUESTS
+from transport_cases import ASCEND
 
-from pd_harness.cluster import OF_RELEASE
+from pd_harness.cluster import RELEASE_ENV
 from pd_harness.cpu_host.memfabric import MAY_HANG, RELEASES
 from pd_harness.device import device
 from pd_harness.releases import release
@@ -36,12 +36,12 @@ ENGINES = [("patched", "patched"), ("stock", "patched"), ("patched", "stock"), (
 
 @pytest.fixture(params=RELEASES)
 def memfabric(request) -> str:
-    fleets.prepare("memfabric", request.param)
+    fleets.install_library("memfabric", request.param)
     return request.param
 
 
 @contextlib.contextmanager
-def served(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers]:
+def after_first_request(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers]:
     """A fleet that has ended a first request, however that was."""
     attempts = ATTEMPTS if memfabric in MAY_HANG else 1
     for attempt in range(1, attempts + 1):
@@ -54,14 +54,14 @@ def served(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", ["mla", "tp2_to_1"])
-def test_an_engine_and_memfabric(serve, memfabric, name, engines):
+def test_engine_over_memfabric_release(serve, memfabric, name, engines):
     """Fleets that stock serves as far as layouts go; only a decode rank's session id counts."""
-    with served(serve, memfabric, name, engines) as servers:
+    with after_first_request(serve, memfabric, name, engines) as servers:
         requests = [servers.request(*pages, seconds=20) for pages in REQUESTS]
     states = {outcome.state for outcome in requests}
     outcome = OUTCOMES.get(states.pop(), "fails") if len(states) == 1 else "fails"
     if engines[0] == engines[1]:
-        keep(Run(memfabric, release(), engines[0] == "patched", name, outcome))
+        save_outcome(Run(memfabric, release(), engines[0] == "patched", name, outcome))
     known = table().outcome(memfabric, release(), engines[1] == "patched")
     expected = "right" if engines[1] == "patched" else known
     assert outcome == expected, requests
@@ -69,14 +69,14 @@ def test_an_engine_and_memfabric(serve, memfabric, name, engines):
 
 @pytest.mark.parametrize("name", ["fia_tp2_to_1", "mla_index_keys_draft_unequal", "mla_2_2_3"])
 def test_transfers(serve, memfabric, name):
-    with served(serve, memfabric, name, ["patched", "patched"]) as servers:
+    with after_first_request(serve, memfabric, name, ["patched", "patched"]) as servers:
         for request in REQUESTS:
             outcome = servers.request(*request)
             assert outcome.state == "right", outcome
 
 
-def keep(run: Run) -> None:
-    folder = OF_RELEASE / "evidence" / "memfabric"
+def save_outcome(run: Run) -> None:
+    folder = RELEASE_ENV / "evidence" / "memfabric"
     folder.mkdir(parents=True, exist_ok=True)
     side = "patched" if run.patched else "stock"
     (folder / f"{run.memfabric}-{side}-{run.fleet}.json").write_text(as_json([run]))

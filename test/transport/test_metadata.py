@@ -27,7 +27,7 @@ FLEETS = {
 ROOM, REQUESTS = 6, 9
 
 
-def over(backend, fleet):
+def with_backend(backend, fleet):
     """V as wide as K for stock; `mooncake_tcp` sends metadata as messages."""
     tcp = {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"} if backend == "mooncake_tcp" else {}
     sides = {
@@ -44,24 +44,24 @@ def outcomes(servers, requests=REQUESTS):
 
 @pytest.mark.parametrize("name", FLEETS)
 def test_metadata(serve, backend, name):
-    with serve(over(backend, FLEETS[name])) as servers:
+    with serve(with_backend(backend, FLEETS[name])) as servers:
         assert {outcome.state for outcome in outcomes(servers)} == {"right"}
 
 
 @pytest.mark.parametrize("name", ["both", "prefill", "decode"])
-def test_stock_decode(serve, backend, name):
+def test_metadata_with_stock_decode(serve, backend, name):
     """It does not say how wide its rows are; its pointers tell whether it has a draft."""
-    with serve(over(backend, FLEETS[name]), "patched", "stock") as servers:
+    with serve(with_backend(backend, FLEETS[name]), "patched", "stock") as servers:
         assert {outcome.state for outcome in outcomes(servers)} == {"right"}
 
 
 @pytest.mark.parametrize("decode", ["stock", "patched"])
-def test_stock_prefill_writes_other_slots(serve, backend, decode):
+def test_stock_prefill_writes_to_other_slots(serve, backend, decode):
     """Its narrow rows by their own width. (With a draft on prefill alone stock sends no KV.)
 
     A patched decode rank can tell only where they come as messages.
     """
-    with serve(over(backend, FLEETS["decode"]), "stock", decode) as servers:
+    with serve(with_backend(backend, FLEETS["decode"]), "stock", decode) as servers:
         outcome = outcomes(servers, 1)[0]
     if (backend, decode) == ("mooncake_tcp", "patched"):
         assert outcome.state == "right", outcome

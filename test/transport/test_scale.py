@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 from pd_harness.device import device
 
@@ -15,21 +15,21 @@ pytestmark = [
 ]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-RANKS, BACKENDS = 4, ("mooncake", "nixl") if IS_LATER else ("mooncake",)
+RANKS, BACKENDS = 4, ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
 
 
 @pytest.mark.nightly
-def test_the_bench_at_its_smallest(tmp_path):
+def test_smallest_scale_benchmark(tmp_path):
     file = tmp_path / "scale.json"
     smallest = ["--ranks", str(RANKS), "--rounds", "1", "--seconds", "1", "--json", file]
     done = subprocess.run(
         [SCRIPTS / "bench.sh", "scale", *smallest], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    check(file, [(backend, engine) for backend in BACKENDS for engine in ("stock", "patched")])
+    check_rows(file, [(backend, engine) for backend in BACKENDS for engine in ("stock", "patched")])
 
 
-def check(file: Path, kinds: list[tuple[str, str]]) -> None:
+def check_rows(file: Path, kinds: list[tuple[str, str]]) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert [(row["backend"], row["engine"]) for row in rows] == kinds
     for row in rows:

@@ -13,15 +13,15 @@ import numpy as np
 from kv_layout import (
     Buffer,
     Heads,
-    PeerFacts,
     Pointers,
     RankLayout,
-    connected_prefill_ranks,
+    StockRegistration,
+    byte_ranges,
     difference,
     plan_for_peer,
+    prefill_ranks_of,
     sent_parts,
-    slices_of,
-    sum_up,
+    summarize,
     unsent,
     weights,
 )
@@ -37,7 +37,7 @@ def deal_heads(total: int, ranks: int) -> list[list[int]]:
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
-def splittable(total: int, ranks: int) -> bool:
+def can_split(total: int, ranks: int) -> bool:
     return total % ranks == 0 or ranks % total == 0
 
 
@@ -45,7 +45,7 @@ def splittable(total: int, ranks: int) -> bool:
 TOPOLOGIES = [
     (prefill, decode, total)
     for prefill, decode, total in product(range(1, 17), repeat=3)
-    if splittable(prefill, decode) and splittable(total, prefill) and splittable(total, decode)
+    if can_split(prefill, decode) and can_split(total, prefill) and can_split(total, decode)
 ]
 
 
@@ -60,14 +60,14 @@ class Model:
 
 
 @dataclass
-class Rank:
+class SimulatedRank:
     layout: RankLayout
     pointers: list[int]
     memory: dict[int, np.ndarray]  # address -> int64 [pages, page_size, heads or 1, width]
     heads: dict[bool, list[int]]
 
 
-class World:
+class SimulatedMemory:
     """Hands out addresses and performs copies between them."""
 
     def __init__(self, page_size: int, pages: int):
@@ -82,10 +82,10 @@ class World:
         pp: tuple[int, int],
         layers: list[int],
         drafts: int,
-    ) -> Rank:
+    ) -> SimulatedRank:
         held = {
-            False: self._held(model.kv_heads, tp),
-            True: self._held(model.draft_heads or model.kv_heads, tp),
+            False: self._heads_of(model.kv_heads, tp),
+            True: self._heads_of(model.draft_heads or model.kv_heads, tp),
         }
         buffers, pointers, memory = [], [], {}
         for is_draft, numbers in ((False, layers), (True, range(drafts))):
@@ -105,10 +105,10 @@ class World:
                     pointers.append(address)
                     memory[address] = array
         layout = RankLayout(*tp, *pp, self.page_size, "int64", "DRAM", model.layers, tuple(buffers))
-        return Rank(layout, pointers, memory, held)
+        return SimulatedRank(layout, pointers, memory, held)
 
     @staticmethod
-    def _held(total: int | None, tp: tuple[int, int]) -> list[int]:
+    def _heads_of(total: int | None, tp: tuple[int, int]) -> list[int]:
         return [0] if total is None else deal_heads(total, tp[1])[tp[0]]
 
     def apply(self, copies) -> None:
@@ -128,7 +128,7 @@ def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> 
     return number
 
 
-def fill(model: Model, rank: Rank, pages: list[int], page_size: int) -> None:
+def fill(model: Model, rank: SimulatedRank, pages: list[int], page_size: int) -> None:
     """Write the request's tokens, which lie in `pages`, into a prefill rank."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
@@ -141,7 +141,9 @@ def fill(model: Model, rank: Rank, pages: list[int], page_size: int) -> None:
                         )
 
 
-def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set) -> None:
+def check_received(
+    model: Model, rank: SimulatedRank, pages: list[int], page_size: int, sent: set
+) -> None:
     """Every element of a decode rank: the request's where it was sent, untouched elsewhere."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
@@ -157,19 +159,21 @@ def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set)
         np.testing.assert_array_equal(array, expected, err_msg=f"{rank.layout.name}: {buffer.name}")
 
 
-def digests(rank: Rank, parts, pages: list[int]):
+def digests(rank: SimulatedRank, parts, pages: list[int]):
     """Of these parts of a rank's memory; a page's is a sum over its bytes."""
     table = np.empty((len(parts), len(pages)), np.uint64)
-    for number, where in enumerate(slices_of(parts, rank.layout, rank.layout.kv)):
+    for number, where in enumerate(byte_ranges(parts, rank.layout, rank.layout.kv)):
         whole = rank.memory[rank.pointers[where.buffer]].view(np.uint8)
         rows = whole.reshape(len(whole), where.rows, -1)[pages]
         held = rows[:, :, where.start : where.start + where.length]
         held = held.reshape(len(pages), where.rows * where.length)
         table[number] = (held * weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
-    return sum_up(tuple(parts), table)
+    return summarize(tuple(parts), table)
 
 
-def check_digests(senders: list[Rank], receiver: Rank, src_pages, dst_pages) -> None:
+def check_digests(
+    senders: list[SimulatedRank], receiver: SimulatedRank, src_pages, dst_pages
+) -> None:
     """What these ranks sent is what the receiver has, and is all of it."""
     own, sent = receiver.layout, []
     for sender in senders:
@@ -182,7 +186,7 @@ def check_digests(senders: list[Rank], receiver: Rank, src_pages, dst_pages) -> 
     assert unsent(own.kv, sent) == []
 
 
-def run(
+def run_transfer(
     model: Model,
     prefill_tp: int,
     decode_tp: int,
@@ -200,7 +204,7 @@ def run(
     `stages` lists each prefill stage's layers; the drafts are on the last. `decode_stages` is None
     for a decode server without pipeline stages.
     """
-    world = World(page_size, pages=8)
+    world = SimulatedMemory(page_size, pages=8)
     wanted = decode_stages or [list(range(model.layers))]
     last = len(stages) - 1
     senders = {
@@ -223,7 +227,7 @@ def run(
             receiver = world.rank(model, (tp, decode_tp), (pp, len(wanted)), layers, drafts)
             served_by = []
             for (sender_tp, sender_pp), sender in senders.items():
-                connected = sender_tp in connected_prefill_ranks(tp, prefill_tp, decode_tp)
+                connected = sender_tp in prefill_ranks_of(tp, prefill_tp, decode_tp)
                 if not connected or (len(wanted) > 1 and sender_pp != pp):
                     continue
                 if model.kv_heads is None and sender_tp * decode_tp // prefill_tp != tp:
@@ -231,7 +235,7 @@ def run(
                 served_by.append(sender)
                 peer = receiver.layout
                 if stock_decode:
-                    peer = PeerFacts(tp, decode_tp, len(receiver.pointers))
+                    peer = StockRegistration(tp, decode_tp, len(receiver.pointers))
                 plan = plan_for_peer(
                     sender.layout, Pointers(sender.pointers), peer, Pointers(receiver.pointers)
                 )
@@ -240,26 +244,26 @@ def run(
                 world.apply(copies)
             sent = {(False, layer) for layer in layers}
             sent |= {(True, layer) for layer in range(min(prefill_drafts, drafts))}
-            check(model, receiver, list(dst_pages), page_size, sent)
+            check_received(model, receiver, list(dst_pages), page_size, sent)
             check_digests(served_by, receiver, list(src_pages), list(dst_pages))
     return copies_made
 
 
-def facts_of(rank: Rank, **changed) -> PeerFacts:
+def registration_of(rank: SimulatedRank, **changed) -> StockRegistration:
     facts = {
         "tp_rank": rank.layout.tp_rank,
         "tp_size": rank.layout.tp_size,
         "kv_pointers": len(rank.pointers),
         "page_bytes": rank.layout.kv[0].page_bytes,
     }
-    return PeerFacts(**{**facts, **changed})
+    return StockRegistration(**{**facts, **changed})
 
 
-def evenly(layers: int, stages: int) -> list[list[int]]:
+def equal_stages(layers: int, stages: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(range(layers), stages)]
 
 
-def unevenly(sizes: list[int]) -> list[list[int]]:
+def stages_of_sizes(sizes: list[int]) -> list[list[int]]:
     """Stages of these sizes, such as 23/23/24/24."""
     edges = np.cumsum([0, *sizes])
     return [list(range(a, b)) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())]

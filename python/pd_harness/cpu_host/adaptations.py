@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from pd_harness.cpu_host.newer import TorchOfPools
+from pd_harness.cpu_host.adaptations_0_5_23 import NpuPoolTorch
+from pd_harness.cpu_host.file_lock import FileLock
 from pd_harness.cpu_host.streams import NoEvent, NoStream
-from pd_harness.cpu_host.turns import Turn
 from pd_harness.releases import release
 
-TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
+MAX_TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
-KEPT_SECONDS = 600
+KEEP_ALIVE_S = 600
 PROGRESS_DELAY_US = 10_000
 
 
-def without_hccl(transfer_engine: ModuleType) -> None:
+def skip_hccl(transfer_engine: ModuleType) -> None:
     """Before it asks MemFabric for DEVICE_RDMA the engine starts HCCL, by a tensor on an NPU."""
     engine = transfer_engine.AscendTransferEngine
     # Where a patch has its own, the engine's has another name.
-    name = "_initialize" if "_initialize" in vars(engine) else "initialize"
+    name = "_engine_initialize" if "_engine_initialize" in vars(engine) else "initialize"
     initialize = getattr(engine, name)
 
     def on_host(self):
@@ -41,7 +41,7 @@ def without_hccl(transfer_engine: ModuleType) -> None:
     setattr(engine, name, on_host)
 
 
-def torch_streams(torch: ModuleType) -> None:
+def stub_torch_streams(torch: ModuleType) -> None:
     """Streams and events that the engine's pipeline loop names even on ``--device cpu``."""
     if torch.cuda.is_available():
         return
@@ -64,7 +64,7 @@ def _without_pinning(make):
     return made
 
 
-def whole_kv_heads(update_config: ModuleType) -> None:
+def disable_kv_head_padding(update_config: ModuleType) -> None:
     """Let KV heads be replicated as on an accelerator, rather than padded with dummy ones.
 
     With more TP ranks than KV heads the CPU engine pads the model with dummy heads.  A rank then
@@ -77,13 +77,13 @@ def whole_kv_heads(update_config: ModuleType) -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = unchanged
 
 
-def nixl_memory_kind(nixl_api: ModuleType) -> None:
+def map_vram_to_dram(nixl_api: ModuleType) -> None:
     """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
 
     The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
     right kind itself, so there NIXL stays as it is.
     """
-    if engine_is_patched():
+    if is_engine_patched():
         return
     agent = nixl_api.nixl_agent
     make = agent.__init__
@@ -95,7 +95,7 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
     agent.__init__ = make_with_host_memory
 
 
-def few_copies_at_once(mooncake_engine: ModuleType) -> None:
+def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
     """Let Mooncake's engines make few copies at a time, for one caller of this server.
 
     Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
@@ -104,27 +104,27 @@ def few_copies_at_once(mooncake_engine: ModuleType) -> None:
     """
     engine = mooncake_engine.TransferEngine
     write = engine.batch_transfer_sync_write
-    turn = Turn("mooncake")
+    file_lock = FileLock("mooncake")
 
-    def write_in_turn(self, session, src, dst, lengths, *more, **options) -> int:
-        for start in range(0, len(src), TCP_COPIES):
-            few = [column[start : start + TCP_COPIES] for column in (src, dst, lengths)]
-            with turn.taken():
-                status = write(self, session, *few, *more, **options)
+    def transfer_serialized(self, session, src, dst, lengths, *more, **options) -> int:
+        for start in range(0, len(src), MAX_TCP_COPIES):
+            batch = [column[start : start + MAX_TCP_COPIES] for column in (src, dst, lengths)]
+            with file_lock.acquired():
+                status = write(self, session, *batch, *more, **options)
             if status != 0:
                 return status
         return 0
 
-    engine.batch_transfer_sync_write = write_in_turn
+    engine.batch_transfer_sync_write = transfer_serialized
 
 
-def nixl_agents(nixl_api: ModuleType) -> None:
+def adapt_nixl(nixl_api: ModuleType) -> None:
     """Both changes to NIXL."""
-    nixl_memory_kind(nixl_api)
-    nixl_progress_delay(nixl_api)
+    map_vram_to_dram(nixl_api)
+    throttle_nixl_progress(nixl_api)
 
 
-def nixl_progress_delay(nixl_api: ModuleType) -> None:
+def throttle_nixl_progress(nixl_api: ModuleType) -> None:
     """Let the progress thread of NIXL's agents sleep between two looks.
 
     NIXL gives it no delay, so that each rank burns a whole core, also when it is idle; here they
@@ -139,7 +139,7 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
     nixl_api.nixlBind.nixlAgentConfig = PatientConfig
 
 
-def kept_connections(uvicorn_config: ModuleType) -> None:
+def extend_keep_alive(uvicorn_config: ModuleType) -> None:
     """Let HTTP servers keep idle connections for longer than the router does.
 
     The engine closes one after 5 s. The router may be writing a request to it just then, more
@@ -151,12 +151,12 @@ def kept_connections(uvicorn_config: ModuleType) -> None:
     @functools.wraps(make)
     def keeping(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        self.timeout_keep_alive = max(self.timeout_keep_alive, KEPT_SECONDS)
+        self.timeout_keep_alive = max(self.timeout_keep_alive, KEEP_ALIVE_S)
 
     uvicorn_config.Config.__init__ = keeping
 
 
-def gathers(parallel_state: ModuleType) -> None:
+def use_torch_collectives(parallel_state: ModuleType) -> None:
     """Let DP attention's ranks exchange tensors through torch, as the engine does on an NPU.
 
     Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
@@ -168,7 +168,7 @@ def gathers(parallel_state: ModuleType) -> None:
         group.all_to_all_single = group._all_to_all_single
 
 
-def copies_between_ranks(dp_attention: ModuleType) -> None:
+def use_torch_dp_copy(dp_attention: ModuleType) -> None:
     """DP attention's copy of a rank's tokens among those of all, or out of them, without Triton."""
 
     def copy(dst, src, dim, offset, sz, offset_src) -> None:
@@ -182,7 +182,7 @@ def copies_between_ranks(dp_attention: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
+def with_npu_operators(memory_pool_npu: ModuleType) -> Iterator[None]:
     """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.
 
     The stock module imports ``torch_npu``; the patched one does so on an NPU only, and has it from
@@ -196,10 +196,10 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     finally:
         del sys.modules["torch_npu"]
     memory_pool_npu.torch_npu = operators
-    memory_pool_npu.torch = TorchOfPools("torch")
+    memory_pool_npu.torch = NpuPoolTorch("torch")
 
 
-def torch_native_attention(torch_native_backend: ModuleType) -> None:
+def extend_torch_native_attention(torch_native_backend: ModuleType) -> None:
     """Compute the new tokens of a prompt's chunk, and not all before them again; pad for DP; draft.
 
     With DP attention idle ranks and short batches are padded by requests of a length that each
@@ -211,7 +211,7 @@ def torch_native_attention(torch_native_backend: ModuleType) -> None:
     backend._run_sdpa_forward_extend = extend
     for graph in ("cuda", "cpu"):  # later releases ask for the second
         setattr(backend, f"get_{graph}_graph_seq_len_fill_value", lambda self: 1)
-    speculative_attention(torch_native_backend)
+    support_speculation(torch_native_backend)
 
 
 def ascend_attention(attention_registry: ModuleType) -> None:
@@ -225,7 +225,7 @@ def ascend_attention(attention_registry: ModuleType) -> None:
     attention_registry.ATTENTION_BACKENDS["ascend"] = make
 
 
-def chains_of_drafts(eagle_utils: ModuleType) -> None:
+def use_draft_chains(eagle_utils: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
     from pd_harness.cpu_host import speculation
 
@@ -235,25 +235,25 @@ def chains_of_drafts(eagle_utils: ModuleType) -> None:
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
 
 
-def speculative_attention(torch_native_backend: ModuleType) -> None:
+def support_speculation(torch_native_backend: ModuleType) -> None:
     """Let the backend, which knows prompts and single tokens, verify and draft."""
-    from pd_harness.cpu_host.speculation import decoded_lengths, extended_lengths
+    from pd_harness.cpu_host.speculation import with_decode_lengths, with_extend_lengths
 
     backend = torch_native_backend.TorchNativeAttnBackend
     extend, decode = backend.forward_extend, backend.forward_decode
     backend.drafted = 0
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        return extend(self, q, k, v, layer, extended_lengths(forward_batch), save_kv_cache)
+        return extend(self, q, k, v, layer, with_extend_lengths(forward_batch), save_kv_cache)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        batch = decoded_lengths(forward_batch, self.drafted)
+        batch = with_decode_lengths(forward_batch, self.drafted)
         return decode(self, q, k, v, layer, batch, save_kv_cache)
 
     backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
 
 
-def draft_attention(draft_utils: ModuleType) -> None:
+def use_runner_attention(draft_utils: ModuleType) -> None:
     """Let a draft have the attention that its model runner has.
 
     The engine knows none for ``torch_native``, and an NPU's kernels alone for ``ascend``.
@@ -268,7 +268,7 @@ def draft_attention(draft_utils: ModuleType) -> None:
     factory.create_draft_extend_backend = lambda self: self.draft_model_runner.attn_backend
 
 
-def absorbed_mla(attention_backend_handler: ModuleType) -> None:
+def force_absorbed_mla(attention_backend_handler: ModuleType) -> None:
     """Compute MLA by the absorbed method, which takes K and V from the pool, at all times.
 
     What else the engine would choose calls an NPU's kernels, or takes K and V past the pool.
@@ -280,7 +280,7 @@ def absorbed_mla(attention_backend_handler: ModuleType) -> None:
         )
 
 
-def engine_is_patched() -> bool:
+def is_engine_patched() -> bool:
     """Whether the installed engine holds the package that only the patch set brings."""
     engine = importlib.util.find_spec("sglang")
     return engine is not None and any(

@@ -14,15 +14,15 @@ import functools
 import time
 from types import ModuleType
 
-from pd_harness.cpu_host.probe import QUEUES, at_path
+from pd_harness.cpu_host.scheduler_dump import QUEUES, at_path
 
-WAITING = 0.002  # seconds, of a scheduler that has requests and nothing to compute
-LONGEST = 1.0
-LONGEST_IN_STEP = 0.05
-DEALING = 0.1  # seconds between two looks of what deals requests, where none comes
+WORKING_SLEEP_S = 0.002  # seconds, of a scheduler that has requests and nothing to compute
+MAX_SLEEP_S = 1.0
+MAX_DP_SLEEP_S = 0.05
+CONTROLLER_POLL_S = 0.1  # seconds between two looks of what deals requests, where none comes
 
 
-def rested_schedulers(module: ModuleType) -> None:
+def throttle_schedulers(module: ModuleType) -> None:
     """Change how long schedulers sleep that have been told to (``--sleep-on-idle``)."""
     scheduler = module.Scheduler
     name = "on_idle" if hasattr(scheduler, "on_idle") else "self_check_during_idle"  # 0.5.9
@@ -32,20 +32,20 @@ def rested_schedulers(module: ModuleType) -> None:
     def on_idle(self):
         check(self)
         if self.idle_sleeper is not None:
-            _rest(self)
+            _sleep_while_idle(self)
 
     @functools.wraps(run)
     def run_batch(self, *args, **kwargs):
-        self.rest = WAITING
+        self.idle_interval = WORKING_SLEEP_S
         return run(self, *args, **kwargs)
 
     setattr(scheduler, name, on_idle)
     scheduler.run_batch = run_batch
     scheduler.maybe_sleep_on_idle = lambda self: None
-    scheduler.rest = WAITING
+    scheduler.idle_interval = WORKING_SLEEP_S
 
 
-def rested_controllers(module: ModuleType) -> None:
+def throttle_controllers(module: ModuleType) -> None:
     """Let what deals requests to groups sleep until there is one, where schedulers do."""
     controller = module.DataParallelController
     loop = controller.event_loop
@@ -53,13 +53,13 @@ def rested_controllers(module: ModuleType) -> None:
     @functools.wraps(loop)
     def event_loop(self):
         if self.server_args.sleep_on_idle:
-            self.soft_watchdog = _Rested(self.soft_watchdog, self.recv_from_tokenizer)
+            self.soft_watchdog = _ThrottledWatchdog(self.soft_watchdog, self.recv_from_tokenizer)
         loop(self)
 
     controller.event_loop = event_loop
 
 
-class _Rested:
+class _ThrottledWatchdog:
     """A watchdog, which is fed before each look at the socket."""
 
     def __init__(self, watchdog, sock):
@@ -67,15 +67,17 @@ class _Rested:
 
     def feed(self) -> None:
         self.watchdog.feed()
-        self.sock.poll(DEALING * 1000)
+        self.sock.poll(CONTROLLER_POLL_S * 1000)
 
 
-def _rest(scheduler) -> None:
+def _sleep_while_idle(scheduler) -> None:
     """Sleep, twice as long as the last time if there is no request."""
     if any(at_path(scheduler, name) for name in QUEUES):
-        scheduler.rest = WAITING
-        time.sleep(WAITING)
+        scheduler.idle_interval = WORKING_SLEEP_S
+        time.sleep(WORKING_SLEEP_S)
         return
-    scheduler.idle_sleeper.poller.poll(scheduler.rest * 1000)
+    scheduler.idle_sleeper.poller.poll(scheduler.idle_interval * 1000)
     in_step = scheduler.server_args.enable_dp_attention
-    scheduler.rest = min(2 * scheduler.rest, LONGEST_IN_STEP if in_step else LONGEST)
+    scheduler.idle_interval = min(
+        2 * scheduler.idle_interval, MAX_DP_SLEEP_S if in_step else MAX_SLEEP_S
+    )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pd_harness.releases import release
 
-VARIABLE = "SGLANG_PD_MEMFABRIC"
-DEFAULT = "1.3.0"
+MEMFABRIC_VARIABLE = "SGLANG_PD_MEMFABRIC"
+DEFAULT_MEMFABRIC = "1.3.0"
 PACKAGE = "memfabric_hybrid"
 CHECKOUT = Path(__file__).resolve().parents[3]
 FOLDER = CHECKOUT / ".pd-env" / "memfabric"
@@ -38,17 +38,17 @@ FOR_STOCK_DECODE_0_5_9 = "1.0.8"
 
 def chosen_memfabric() -> str:
     """The release that the variable names, or the newest that is tried."""
-    return os.environ.get(VARIABLE) or DEFAULT
+    return os.environ.get(MEMFABRIC_VARIABLE) or DEFAULT_MEMFABRIC
 
 
 def memfabric_for(decode_engine: str) -> str:
     """The release that is chosen, or the newest with which this engine can be decode."""
-    if VARIABLE not in os.environ and (release(), decode_engine) == ("0.5.9", "stock"):
+    if MEMFABRIC_VARIABLE not in os.environ and (release(), decode_engine) == ("0.5.9", "stock"):
         return FOR_STOCK_DECODE_0_5_9
     return chosen_memfabric()
 
 
-def knows_peers_late(version: str) -> bool:
+def discovers_peers_late(version: str) -> bool:
     """Whether a peer that starts is known to the others after some seconds only."""
     return tuple(map(int, version.split("."))) < FIRST_WITHOUT_STORE
 
@@ -65,8 +65,8 @@ class MemFabricFinder(importlib.abc.MetaPathFinder):
         if name != PACKAGE:
             return None
         version = chosen_memfabric()
-        if why := why_no_memfabric(version):
-            raise ImportError(why, name=PACKAGE)
+        if reason := memfabric_error(version):
+            raise ImportError(reason, name=PACKAGE)
         os.environ["ASCEND_HOME_PATH"] = str(DRIVER)
         return importlib.machinery.PathFinder.find_spec(name, [str(FOLDER / version)])
 
@@ -76,10 +76,10 @@ def install() -> None:
     sys.meta_path.append(MemFabricFinder())
 
 
-def why_no_memfabric(version: str) -> str | None:
+def memfabric_error(version: str) -> str | None:
     """Why this release cannot be imported here; None if it can."""
     if version not in RELEASES:
-        return f"{VARIABLE} is {version}; set it to one of {', '.join(RELEASES)}"
+        return f"{MEMFABRIC_VARIABLE} is {version}; set it to one of {', '.join(RELEASES)}"
     missing = [path for path in (FOLDER / version, LIBRARY) if not path.exists()]
     if missing:
         return (
@@ -97,7 +97,7 @@ def why_no_memfabric(version: str) -> str | None:
     return None
 
 
-def why_no_copies() -> str | None:
+def process_copy_error() -> str | None:
     """Why a process here cannot write into another, as the made-up driver does; None if it can."""
     libc = ctypes.CDLL(None, use_errno=True)
     there = ctypes.create_string_buffer(b"before", 6)
@@ -124,9 +124,9 @@ def why_no_copies() -> str | None:
         os.close(end)
     if written == 6 and status == 0:
         return None
-    said = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
+    errno_text = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
     return (
-        f"process_vm_writev is refused here ({said}): the stand-in for the Ascend driver copies "
+        f"process_vm_writev is refused here ({errno_text}): the stand-in for the Ascend driver copies "
         "between processes with it; let the container call it (a seccomp profile that allows it, "
         "or the capability SYS_PTRACE)"
     )
@@ -138,14 +138,14 @@ def check(version: str) -> None:
     Raises:
         SystemExit: one of them is not possible; its text says why.
     """
-    os.environ[VARIABLE] = version
+    os.environ[MEMFABRIC_VARIABLE] = version
     install()
     try:
         __import__(PACKAGE)
     except (ImportError, OSError) as error:
         sys.exit(f"MemFabric {version} cannot be imported: {error}")
-    if why := why_no_copies():
-        sys.exit(why)
+    if reason := process_copy_error():
+        sys.exit(reason)
 
 
 if __name__ == "__main__":

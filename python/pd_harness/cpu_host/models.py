@@ -33,20 +33,20 @@ class TinyModel(abc.ABC):
     heads: int = 4
     hidden: int = 128
     seed: int = 0
-    later: float = 1.0
+    later_weight: float = 1.0
 
     @property
     def name(self) -> str:
         """Folder of the checkpoint, which tells every parameter."""
-        later = "" if self.later == 1 else f"-later{self.later:g}"
+        later_weight = "" if self.later_weight == 1 else f"-later{self.later_weight:g}"
         return (
-            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache}"
-            f"-e{self.hidden}-s{self.seed}{later}"
+            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache_name}"
+            f"-e{self.hidden}-s{self.seed}{later_weight}"
         )
 
     @property
     @abc.abstractmethod
-    def cache(self) -> str:
+    def cache_name(self) -> str:
         """What the name tells of the KV cache."""
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class TinyModel(abc.ABC):
 
     def make(self, folder: Path) -> Path:
         """Folder of the checkpoint below ``folder``, written there first if it is not yet."""
-        return written_once(folder / self.name, self._write)
+        return write_atomically(folder / self.name, self._write)
 
     def _write(self, folder: Path) -> None:
         import torch
@@ -76,8 +76,8 @@ class TinyModel(abc.ABC):
                 dtype="float32",
             )
         for layer in network.model.layers[1:]:
-            for said in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                said.weight.data *= self.later
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight.data *= self.later_weight
         network.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
 
@@ -92,7 +92,7 @@ class TinyGQA(TinyModel):
     head_dim: int = 64
 
     @property
-    def cache(self) -> str:
+    def cache_name(self) -> str:
         return f"kv{self.kv_heads}-d{self.head_dim}"
 
     def network(self, **common):
@@ -137,7 +137,7 @@ class TinyMLA(TinyModel):
     head_dim: int = 32
 
     @property
-    def cache(self) -> str:
+    def cache_name(self) -> str:
         return f"c{self.latent}-r{self.rope}-d{self.head_dim}"
 
     def network(self, **common):
@@ -151,13 +151,13 @@ class TinyMLA(TinyModel):
             v_head_dim=self.head_dim,
             first_k_dense_replace=self.layers,
             moe_layer_freq=1,  # the engine asks for it, transformers does not
-            **plain_yarn(),
+            **identity_yarn(),
             **common,
         )
         return DeepseekV2ForCausalLM(config)
 
 
-def loaded(folder: Path):
+def load_checkpoint(folder: Path):
     """The transformers model of a checkpoint, to be compared with.
 
     Not by ``from_pretrained``: in a process with the CPU host that of transformers 5 leaves RoPE's
@@ -171,7 +171,7 @@ def loaded(folder: Path):
     return network.eval()
 
 
-def plain_yarn() -> dict[str, dict]:
+def identity_yarn() -> dict[str, dict]:
     """RoPE of the only kind that the engine knows for MLA on a CPU; a factor of 1 makes it plain.
 
     transformers 4 reads ``rope_scaling``, transformers 5 ``rope_parameters``.
@@ -184,7 +184,7 @@ def plain_yarn() -> dict[str, dict]:
     return {"rope_parameters": {**kind, "rope_theta": 10_000.0}}
 
 
-def written_once(target: Path, write: Callable[[Path], None]) -> Path:
+def write_atomically(target: Path, write: Callable[[Path], None]) -> Path:
     """The folder ``target``, whose files are written by ``write(folder)`` if it is not there yet.
 
     It appears whole or not at all, also when two processes make it at once.

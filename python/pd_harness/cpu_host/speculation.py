@@ -81,7 +81,7 @@ class DraftSteps:
         """There are none."""
 
 
-def decoded_lengths(forward_batch, drafted: int):
+def with_decode_lengths(forward_batch, drafted: int):
     """The batch with the lengths of its requests where the last so many tokens are drafts."""
     if not drafted:
         return forward_batch
@@ -95,7 +95,7 @@ def is_draft_extend(mode) -> bool:
     return mode.is_draft_extend() if hasattr(mode, "is_draft_extend") else mode.is_draft_extend_v2()
 
 
-def extended_lengths(forward_batch):
+def with_extend_lengths(forward_batch):
     """The batch with the lengths that attention over a prompt's chunk reads.
 
     While the target verifies, they are those before the tokens to verify; when the draft takes in

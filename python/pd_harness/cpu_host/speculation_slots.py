@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 
-def _parts(rows, start, end, req_to_token) -> Iterator[torch.Tensor]:
+def _row_parts(rows, start, end, req_to_token) -> Iterator[torch.Tensor]:
     for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist()):
         yield req_to_token[row, first:last]
 
@@ -20,14 +20,14 @@ def _parts(rows, start, end, req_to_token) -> Iterator[torch.Tensor]:
 def assign_req_to_token_pool_cpu(rows, req_to_token, start, end, out_cache_loc, width) -> None:
     """Write new slots into the requests' rows."""
     taken = 0
-    for part in _parts(rows, start, end, req_to_token):
+    for part in _row_parts(rows, start, end, req_to_token):
         part.copy_(out_cache_loc[taken : taken + len(part)])
         taken += len(part)
 
 
 def assign_extend_cache_locs_cpu(rows, req_to_token, start, end, out_cache_loc, width) -> None:
     """Read slots out of the requests' rows."""
-    slots = torch.cat([*_parts(rows, start, end, req_to_token)])
+    slots = torch.cat([*_row_parts(rows, start, end, req_to_token)])
     out_cache_loc[: len(slots)] = slots
 
 
@@ -59,7 +59,7 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, targets, sources) -> None:
             ctypes.memmove(pointer + target * stride, row, stride)
 
 
-def put_into(module: ModuleType) -> None:
+def install(module: ModuleType) -> None:
     """Give a module of the engine those of the functions above that it imports by name."""
     for name, function in globals().items():
         if name.endswith("_cpu") and hasattr(module, name):

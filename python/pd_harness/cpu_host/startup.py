@@ -13,15 +13,15 @@ from types import ModuleType
 from pd_harness.cpu_host import (
     SWITCH,
     adaptations,
+    adaptations_0_5_23,
     idle,
+    import_stubs,
     memfabric,
-    name_only,
-    newer,
-    probe,
+    scheduler_dump,
     thread_binding,
 )
-from pd_harness.cpu_host.engines_sends import engines_sends
 from pd_harness.cpu_host.import_hooks import after_import, around_import
+from pd_harness.cpu_host.stock_sends import stock_sends
 from pd_harness.cpu_host.stock_transfer import stock_transfer
 
 
@@ -46,52 +46,57 @@ def activate() -> None:
         )
     # Importing the engine makes a million objects that stay; collecting among them takes a second.
     gc.set_threshold(100_000)
-    name_only.install()
+    import_stubs.install()
     memfabric.install()
     _bind_threads()
-    after_import("torch", adaptations.torch_streams)
-    after_import("transformers.utils.import_utils", newer.no_torchvision)
-    after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
+    after_import("torch", adaptations.stub_torch_streams)
+    after_import("transformers.utils.import_utils", adaptations_0_5_23.hide_torchvision)
+    after_import("sglang.srt.configs.update_config", adaptations.disable_kv_head_padding)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
-        after_import(f"{build}._api", adaptations.nixl_agents)
+        after_import(f"{build}._api", adaptations.adapt_nixl)
     if os.environ.get("MC_FORCE_TCP"):
-        after_import("mooncake.engine", adaptations.few_copies_at_once)
-    after_import("uvicorn.config", adaptations.kept_connections)
+        after_import("mooncake.engine", adaptations.limit_mooncake_batches)
+    after_import("uvicorn.config", adaptations.extend_keep_alive)
     engine = "sglang.srt"
-    after_import(f"{engine}.disaggregation.mooncake.conn", _mooncake)
-    after_import(f"{engine}.disaggregation.ascend.transfer_engine", adaptations.without_hccl)
-    after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
-    after_import(f"{engine}.disaggregation.common.staging_handler", newer.scatter_on_host)
-    for name in newer.SLOT_MODULES:
-        after_import(name, newer.slots_without_kernels)
-    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
+    after_import(f"{engine}.disaggregation.mooncake.conn", _adapt_mooncake)
+    after_import(f"{engine}.disaggregation.ascend.transfer_engine", adaptations.skip_hccl)
     after_import(
-        f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
+        f"{engine}.disaggregation.common.staging_buffer", adaptations_0_5_23.stage_in_host_memory
     )
-    after_import(f"{engine}.distributed.parallel_state", adaptations.gathers)
-    after_import(f"{engine}.layers.dp_attention", adaptations.copies_between_ranks)
+    after_import(
+        f"{engine}.disaggregation.common.staging_handler",
+        adaptations_0_5_23.scatter_from_host_memory,
+    )
+    for name in adaptations_0_5_23.SLOT_MODULES:
+        after_import(name, adaptations_0_5_23.install_slot_functions)
+    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.with_npu_operators)
+    after_import(
+        f"{engine}.layers.attention.torch_native_backend", adaptations.extend_torch_native_attention
+    )
+    after_import(f"{engine}.distributed.parallel_state", adaptations.use_torch_collectives)
+    after_import(f"{engine}.layers.dp_attention", adaptations.use_torch_dp_copy)
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
     after_import(
-        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
+        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.force_absorbed_mla
     )
-    after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
-    after_import("sglang.kernels.ops.speculative.spec_tree", newer.chains_of_drafts)
-    after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
-    after_import(f"{engine}.managers.scheduler", _schedulers)
-    after_import(f"{engine}.managers.data_parallel_controller", idle.rested_controllers)
-    after_import(f"{engine}.disaggregation.pd.describe", stock_transfer)
-    after_import(f"{engine}.disaggregation.nixl.conn", engines_sends)
-    after_import(f"{engine}.disaggregation.ascend.conn", engines_sends)
+    after_import(f"{engine}.speculative.eagle_utils", adaptations.use_draft_chains)
+    after_import("sglang.kernels.ops.speculative.spec_tree", adaptations_0_5_23.use_draft_chains)
+    after_import(f"{engine}.speculative.draft_utils", adaptations.use_runner_attention)
+    after_import(f"{engine}.managers.scheduler", _adapt_schedulers)
+    after_import(f"{engine}.managers.data_parallel_controller", idle.throttle_controllers)
+    after_import(f"{engine}.disaggregation.pd.local_layout", stock_transfer)
+    after_import(f"{engine}.disaggregation.nixl.conn", stock_sends)
+    after_import(f"{engine}.disaggregation.ascend.conn", stock_sends)
 
 
-def _mooncake(module: ModuleType) -> None:
-    newer.page_indices_unpinned(module)
-    engines_sends(module)
+def _adapt_mooncake(module: ModuleType) -> None:
+    adaptations_0_5_23.disable_pinned_page_indices(module)
+    stock_sends(module)
 
 
-def _schedulers(module: ModuleType) -> None:
-    idle.rested_schedulers(module)
-    probe.probed_schedulers(module)
+def _adapt_schedulers(module: ModuleType) -> None:
+    idle.throttle_schedulers(module)
+    scheduler_dump.install_scheduler_dump(module)
 
 
 def _bind_threads() -> None:

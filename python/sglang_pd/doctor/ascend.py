@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.memfabric import installed, uses_store
-from sglang_pd.doctor.network import GROUP, LOCAL, is_address
+from sglang_pd.doctor.network import GROUP, LOCAL_PREFIXES, is_address
 
-STORE = "ASCEND_MF_STORE_URL"
-OTHER_STORE = "MF_CONFIG_STORE_URL"
+STORE_URL = "ASCEND_MF_STORE_URL"
+OTHER_STORE_URL = "MF_CONFIG_STORE_URL"
 PROTOCOL = "ASCEND_MF_TRANSFER_PROTOCOL"
 # Of the ports that decode ranks listen on, where the store is not used, and what it takes else.
 FIRST_PORT, LAST_PORT = "MF_CONFIG_STORE_PORT_START", "MF_CONFIG_STORE_PORT_END"
-PORTS = range(9000, 65536)
-LEAST_PORT = 1024
+DEFAULT_PORTS = range(9000, 65536)
+MIN_PORT = 1024
 
 
 def store_address(url: str) -> tuple[str, int] | None:
@@ -32,12 +32,12 @@ def session_ports(host: Host) -> range:
     named = [host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT)]
     first, last = (
         int(value) if value.isdecimal() else default
-        for value, default in zip(named, (PORTS[0], PORTS[-1]))
+        for value, default in zip(named, (DEFAULT_PORTS[0], DEFAULT_PORTS[-1]))
     )
-    return range(first, last + 1) if first <= last else PORTS
+    return range(first, last + 1) if first <= last else DEFAULT_PORTS
 
 
-def check_ascend(host: Host, launch: Launch) -> Iterator[Finding]:
+def check_ascend(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     if launch.backend != "ascend":
         return
     yield from _check_store(host)
@@ -51,25 +51,25 @@ def check_ascend(host: Host, launch: Launch) -> Iterator[Finding]:
 
 def _check_store(host: Host) -> Iterator[Finding]:
     """The engine hands MemFabric what the variable says, and MemFabric refuses None alone."""
-    url, other = host.environ.get(STORE), host.environ.get(OTHER_STORE)
+    url, other = host.environ.get(STORE_URL), host.environ.get(OTHER_STORE_URL)
     address = store_address(url or "")
     if url is None and other is not None:
-        advice = f"the engine reads {STORE} alone: `export {STORE}=${OTHER_STORE}`"
-        yield wrong(GROUP, STORE, f"not set, and {OTHER_STORE} is", advice)
+        advice = f"the engine reads {STORE_URL} alone: `export {STORE_URL}=${OTHER_STORE_URL}`"
+        yield wrong(GROUP, STORE_URL, f"not set, and {OTHER_STORE_URL} is", advice)
     elif url is None:
         advice = "give prefill and decode the first prefill node's: tcp://ADDRESS:24667"
-        yield wrong(GROUP, STORE, "not set", advice)
+        yield wrong(GROUP, STORE_URL, "not set", advice)
     elif not uses_store(host):
-        said = f"{url or 'empty'}, which MemFabric {installed(host)} does not use"
-        yield ok(GROUP, STORE, said)
+        text = f"{url or 'empty'}, which MemFabric {installed(host)} does not use"
+        yield ok(GROUP, STORE_URL, text)
     elif address is None:
-        yield wrong(GROUP, STORE, repr(url), "it takes tcp://ADDRESS:PORT")
+        yield wrong(GROUP, STORE_URL, repr(url), "it takes tcp://ADDRESS:PORT")
     elif not is_address(address[0]):
         advice = "MemFabric takes an IP address alone: give the first prefill node's"
-        yield wrong(GROUP, STORE, url, advice)
-    elif address[0].startswith(LOCAL):
+        yield wrong(GROUP, STORE_URL, url, advice)
+    elif address[0].startswith(LOCAL_PREFIXES):
         advice = "other hosts cannot reach it: give the first prefill node's address"
-        yield warning(GROUP, STORE, url, advice)
+        yield warning(GROUP, STORE_URL, url, advice)
 
 
 def _check_ports(host: Host) -> Iterator[Finding]:
@@ -81,12 +81,14 @@ def _check_ports(host: Host) -> Iterator[Finding]:
             advice = "MemFabric reads it from 1.1.3 on: unset it"
             yield warning(GROUP, name, value, advice)
         elif not value.isdecimal():
-            advice = f"it takes a port; MemFabric would take {PORTS[0]} to {PORTS[-1]}"
+            advice = (
+                f"it takes a port; MemFabric would take {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+            )
             yield warning(GROUP, name, repr(value), advice)
-        elif int(value) < LEAST_PORT:
-            advice = f"MemFabric takes none below {LEAST_PORT}, and the server does not start"
+        elif int(value) < MIN_PORT:
+            advice = f"MemFabric takes none below {MIN_PORT}, and the server does not start"
             yield wrong(GROUP, name, value, advice)
     first, last = (host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT))
     if first.isdecimal() and last.isdecimal() and int(first) > int(last):
-        advice = f"MemFabric takes {PORTS[0]} to {PORTS[-1]} instead: give the lower one first"
+        advice = f"MemFabric takes {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]} instead: give the lower one first"
         yield warning(GROUP, "MemFabric's ports", f"{first} to {last}", advice)

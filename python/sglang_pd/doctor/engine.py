@@ -17,13 +17,13 @@ ADVICE = {
 
 
 def check_engine(engine: Engine, release: Release) -> Iterator[Finding]:
-    said = f"SGLang {engine.version or release.name} at {engine.root}"
+    text = f"SGLang {engine.version or release.name} at {engine.root}"
     if release.preview:
-        yield warning(GROUP, "release", said, f"it is a preview: {release.preview}")
+        yield warning(GROUP, "release", text, f"it is a preview: {release.preview}")
     elif engine.version and engine.version != release.name:
-        yield ok(GROUP, "release", f"{said}, taken for {release.name}")
+        yield ok(GROUP, "release", f"{text}, taken for {release.name}")
     else:
-        yield ok(GROUP, "release", said)
+        yield ok(GROUP, "release", text)
 
 
 def check_patches(status: Status) -> Iterator[Finding]:

@@ -56,23 +56,23 @@ class Host:
             return []
 
     def versions(self, *packages: str) -> dict[str, str]:
-        """Version by name of those packages that are installed; names as `_normal` has them."""
+        """Version by name of those packages that are installed; names as `_normalized_name` has them."""
         return {name: self._installed[name] for name in packages if name in self._installed}
 
     @cached_property
     def _installed(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for one in distributions(path=list(self.folders)):
-            found.setdefault(_normal(one.metadata["Name"] or ""), one.version)
+            found.setdefault(_normalized_name(one.metadata["Name"] or ""), one.version)
         return found
 
 
-def _normal(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchOptions:
     """The server that is meant.
 
     role: `prefill`, `decode`, or empty for either. backend: `nixl`, `mooncake` or `ascend`.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_pd.doctor.memfabric import RUNS, Kind, Run, Table, table
-from sglang_pd.patchset.patches import age, read_data, supported
+from sglang_pd.doctor.memfabric import RUNS_FILE, CompatibilityTable, ReleaseTraits, Run, table
+from sglang_pd.patchset.patches import read_data, supported_releases, version_key
 
 HEAD = """\
 # MemFabric, by release
@@ -30,7 +30,7 @@ yet.
 A cell is of fleets whose layouts a stock engine serves: "right" where every byte arrived; "fails",
 every request does; "hangs", until a time-out. In brackets the releases of MemFabric that were run.
 """
-FACTS = """
+TRAITS_HEAD = """
 ## What the releases do
 
 Session ids and ports are what each release answered. The rest was seen with 1.0.8 and with all from
@@ -63,14 +63,14 @@ NOTES = """
 """
 
 
-def merged(runs: Iterable[Run], newer: Iterable[Run]) -> list[Run]:
+def merge_runs(runs: Iterable[Run], newer: Iterable[Run]) -> list[Run]:
     """In a fixed order."""
-    by_fleet = {_fleet(one): one for one in (*runs, *newer)}
+    by_fleet = {_run_key(one): one for one in (*runs, *newer)}
     return [by_fleet[key] for key in sorted(by_fleet)]
 
 
-def _fleet(run: Run) -> tuple:
-    return tuple(age(run.engine)), run.patched, tuple(age(run.memfabric)), run.fleet
+def _run_key(run: Run) -> tuple:
+    return tuple(version_key(run.engine)), run.patched, tuple(version_key(run.memfabric)), run.fleet
 
 
 def as_json(runs: Iterable[Run]) -> str:
@@ -79,7 +79,7 @@ def as_json(runs: Iterable[Run]) -> str:
     return f'{{"runs": [\n{lines}\n]}}\n'
 
 
-def markdown(table: Table, engines: list[str]) -> str:
+def markdown(table: CompatibilityTable, engines: list[str]) -> str:
     """The page. engines: the releases that have columns."""
     columns = [(engine, patched) for engine in engines for patched in (False, True)]
     names = [f"{'patched' if patched else 'stock'} {engine}" for engine, patched in columns]
@@ -87,24 +87,25 @@ def markdown(table: Table, engines: list[str]) -> str:
     for kind in table.kinds:
         cells = (_cell(table, kind, *column) for column in columns)
         rows.append(_row([", ".join(kind.releases), *cells]))
-    return "\n".join([HEAD, *rows, FACTS, *_facts(table.kinds), NOTES])
+    return "\n".join([HEAD, *rows, TRAITS_HEAD, *_traits_rows(table.kinds), NOTES])
 
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(table: Table, kind: Kind, engine: str, patched: bool) -> str:
+def _cell(table: CompatibilityTable, kind: ReleaseTraits, engine: str, patched: bool) -> str:
     """As `fails (1.1.3), right (1.1.4, 1.1.6)`."""
     tried = table.tried(engine, patched)
     outcomes = [(tried[one], one) for one in kind.releases if one in tried]
-    said = groupby(sorted(outcomes, key=lambda one: one[0]), key=lambda one: one[0])
+    by_outcome = groupby(sorted(outcomes, key=lambda one: one[0]), key=lambda one: one[0])
     return (
-        ", ".join(f"{word} ({', '.join(one[1] for one in run)})" for word, run in said) or "not run"
+        ", ".join(f"{word} ({', '.join(one[1] for one in run)})" for word, run in by_outcome)
+        or "not run"
     )
 
 
-def _facts(kinds: list[Kind]) -> Iterator[str]:
+def _traits_rows(kinds: list[ReleaseTraits]) -> Iterator[str]:
     yield _row(["MemFabric", "session id", "port known", "store", "registered again", "start"])
     yield _row(["---"] * 6)
     for kind in kinds:
@@ -115,15 +116,15 @@ def _facts(kinds: list[Kind]) -> Iterator[str]:
 
 def page() -> str:
     """docs/memfabric.md as it must be today."""
-    return markdown(table(), supported())
+    return markdown(table(), supported_releases())
 
 
 def main(files: list[str]) -> None:
     runs = table().runs
     for file in files:
-        runs = merged(runs, read_data(Path(file), dict[str, list[Run]])["runs"])
+        runs = merge_runs(runs, read_data(Path(file), dict[str, list[Run]])["runs"])
     if files:
-        RUNS.write_text(as_json(runs))
+        RUNS_FILE.write_text(as_json(runs))
         table.cache_clear()
     print(page(), end="")
 

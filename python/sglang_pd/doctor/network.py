@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 
 GROUP = "environment"
 # The engine takes the first that says something.
 ADDRESSES = ("SGLANG_HOST_IP", "HOST_IP")
-LOCAL = ("127.", "localhost", "0.0.0.0", "::")
+LOCAL_PREFIXES = ("127.", "localhost", "0.0.0.0", "::")
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 GLOO, HCCL = "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"
 
@@ -23,7 +23,7 @@ def is_address(host: str) -> bool:
     return True
 
 
-def check_network(host: Host, launch: Launch) -> Iterator[Finding]:
+def check_network(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     yield from _check_address(host, launch)
     yield from _check_devices(host, launch)
     proxy = next((name for name in PROXIES if host.environ.get(name)), None)
@@ -33,23 +33,23 @@ def check_network(host: Host, launch: Launch) -> Iterator[Finding]:
         yield warning(GROUP, proxy, host.environ[proxy], advice)
 
 
-def _check_address(host: Host, launch: Launch) -> Iterator[Finding]:
+def _check_address(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     name = next((name for name in ADDRESSES if host.environ.get(name)), "")
     value = host.environ.get(name, "")
     if value and launch.backend == "ascend" and not is_address(value):
         advice = "MemFabric's session ids take an IP address, and no name: give this host's"
         yield wrong(GROUP, name, value, advice)
-    elif value.startswith(LOCAL):
+    elif value.startswith(LOCAL_PREFIXES):
         advice = "ranks tell it to their peers, who cannot reach it: give this host's address"
         yield warning(GROUP, name, value, advice)
 
 
-def _check_devices(host: Host, launch: Launch) -> Iterator[Finding]:
+def _check_devices(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     """Gloo takes names of devices, HCCL their beginnings."""
     here = host.names("/sys/class/net")
     for name in (GLOO, HCCL) if launch.backend == "ascend" else (GLOO,):
         value = host.environ.get(name, "")
-        lacking = [one for one in _named(value) if not _is_here(one, name, here)]
+        lacking = [one for one in _listed_devices(value) if not _has_device(one, name, here)]
         if lacking:
             advice = f"not here: {', '.join(lacking)}; here are {', '.join(here)}"
             yield wrong(GROUP, name, value, advice)
@@ -61,12 +61,12 @@ def _check_devices(host: Host, launch: Launch) -> Iterator[Finding]:
             yield warning(GROUP, name, "not set", advice)
 
 
-def _named(value: str) -> list[str]:
+def _listed_devices(value: str) -> list[str]:
     """The devices that a list asks for; none of one that begins with ^, which leaves some out."""
     return [] if value.startswith("^") else [one for one in value.split(",") if one]
 
 
-def _is_here(device: str, variable: str, here: list[str]) -> bool:
+def _has_device(device: str, variable: str, here: list[str]) -> bool:
     if variable == HCCL and not device.startswith("="):
         return any(one.startswith(device) for one in here)
     return device.lstrip("=") in here

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.patchset.patches import Release
 
 GROUP = "packages"
@@ -20,8 +20,8 @@ PACKAGES = {
     ),
     "memfabric": ("memfabric-hybrid",),
 }
-LIBRARY = {"nixl": "nixl", "mooncake": "mooncake", "ascend": "memfabric"}
-MODULE = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "ascend": "memfabric_hybrid"}
+BACKEND_LIBRARY = {"nixl": "nixl", "mooncake": "mooncake", "ascend": "memfabric"}
+BACKEND_MODULE = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "ascend": "memfabric_hybrid"}
 CANN_HOMES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 CANN_FILES = ("*/ascend_toolkit_install.info", "compiler/version.info")
 
@@ -39,31 +39,31 @@ def choose_backend(host: Host) -> str:
     return "nixl" if version(host, "nixl") and not version(host, "mooncake") else "mooncake"
 
 
-def check_versions(host: Host, launch: Launch, release: Release) -> Iterator[Finding]:
+def check_versions(host: Host, launch: LaunchOptions, release: Release) -> Iterator[Finding]:
     """Of a MemFabric that is installed doctor/memfabric.py has more to say."""
     on_npu = launch.backend == "ascend"
-    names = ["torch", *(["torch_npu"] if on_npu else []), LIBRARY[launch.backend]]
+    names = ["torch", *(["torch_npu"] if on_npu else []), BACKEND_LIBRARY[launch.backend]]
     for name in names:
         found = version(host, name)
         if not (name == "memfabric" and found):
-            yield _judge(name, found, release)
+            yield _version_finding(name, found, release)
     if on_npu:
-        yield _judge("CANN", cann_version(host), release)
+        yield _version_finding("CANN", cann_version(host), release)
 
 
-def _judge(name: str, found: str, release: Release) -> Finding:
+def _version_finding(name: str, found: str, release: Release) -> Finding:
     tested = release.tested.get(name, [])
     if not found:
         where = "source its `set_env.sh`" if name == "CANN" else "install it for this Python"
         return wrong(GROUP, name, "not found", f"{where}, or choose another --backend")
-    if _public(found) in map(_public, tested):
+    if _public_version(found) in map(_public_version, tested):
         return ok(GROUP, name, found)
     known = f"only with {', '.join(tested)}" if tested else "with no version of it yet"
     advice = f"the patches were tested {known}: run `sglang-pd verify` before you rely on it"
     return warning(GROUP, name, found, advice)
 
 
-def _public(version: str) -> str:
+def _public_version(version: str) -> str:
     return version.split("+")[0]
 
 
@@ -73,16 +73,16 @@ def cann_version(host: Host) -> str:
     for home in (named, *CANN_HOMES) if named else CANN_HOMES:
         for pattern in CANN_FILES:
             for file in sorted(host.path(home).glob(pattern)):
-                said = re.search(r"(?im)^version=(.+)$", file.read_text(errors="replace"))
-                if said:
-                    return said[1].strip()
+                match = re.search(r"(?im)^version=(.+)$", file.read_text(errors="replace"))
+                if match:
+                    return match[1].strip()
     return ""
 
 
-def check_library(host: Host, launch: Launch) -> Iterator[Finding]:
+def check_library(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     """Whether the transport's library can be loaded, system libraries included."""
-    module = MODULE[launch.backend]
-    if not version(host, LIBRARY[launch.backend]) or host.import_error is None:
+    module = BACKEND_MODULE[launch.backend]
+    if not version(host, BACKEND_LIBRARY[launch.backend]) or host.import_error is None:
         return
     if not (error := host.import_error(module)):
         yield ok(GROUP, module, "can be imported")

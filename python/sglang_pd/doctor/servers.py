@@ -9,12 +9,12 @@ import httpx
 import msgspec
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Launch
-from sglang_pd.patchset.patches import Release, public
+from sglang_pd.doctor.host import LaunchOptions
+from sglang_pd.patchset.patches import Release, public_version
 
 GROUP = "servers"
-SECONDS = 10.0
-UNANSWERED = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
+HTTP_TIMEOUT_S = 10.0
+REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
 # The numbers that a rank is asked by, of 0.5.9 for the whole server and of later ones for rank 0.
 SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
 RANK_QUERY = dict.fromkeys(
@@ -58,14 +58,14 @@ class Server(msgspec.Struct):
 
 
 def check_servers(
-    client: httpx.Client, urls: list[str], launch: Launch, release: Release
+    client: httpx.Client, urls: list[str], launch: LaunchOptions, release: Release
 ) -> Iterator[Finding]:
     """Each that is named, and each prefill with each decode server."""
     servers = []
     for url in urls:
         try:
-            servers.append(ask(client, url.rstrip("/")))
-        except UNANSWERED as error:
+            servers.append(query_server(client, url.rstrip("/")))
+        except REQUEST_ERRORS as error:
             advice = "is it up, is its port open to this host, is it an SGLang server?"
             yield wrong(GROUP, url, f"no answer: {error!r}", advice)
     for server in servers:
@@ -78,7 +78,7 @@ def check_servers(
         yield from check_pair(prefill, decode)
 
 
-def ask(client: httpx.Client, url: str) -> Server:
+def query_server(client: httpx.Client, url: str) -> Server:
     """Raises one of UNANSWERED, also for an answer that is no server's."""
     response = client.get(f"{url}/server_info")
     if response.status_code == 404:
@@ -89,16 +89,16 @@ def ask(client: httpx.Client, url: str) -> Server:
     return server
 
 
-def check_server(server: Server, launch: Launch, release: Release) -> Iterator[Finding]:
+def check_server(server: Server, launch: LaunchOptions, release: Release) -> Iterator[Finding]:
     sizes = f"TP {server.tp_size}, PP {server.pp_size}, attention TP {server.attn_tp}"
-    said = f"SGLang {server.version}, {server.disaggregation_transfer_backend}, {sizes}"
+    text = f"SGLang {server.version}, {server.disaggregation_transfer_backend}, {sizes}"
     if server.disaggregation_mode not in ("prefill", "decode"):
         found = f"disaggregation mode {server.disaggregation_mode!r}"
         advice = "start it with --disaggregation-mode prefill or decode"
         yield wrong(GROUP, server.url, found, advice)
         return
-    yield ok(GROUP, server.name, said)
-    if public(server.version) != release.name:
+    yield ok(GROUP, server.name, text)
+    if public_version(server.version) != release.name:
         found = f"SGLang {server.version}, this host has {release.name}"
         advice = "run one release on both sides; docs/upgrade.md has the order of an upgrade"
         yield warning(GROUP, server.name, found, advice)
@@ -113,8 +113,8 @@ def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
     host = f"[{host}]" if ":" in host else host
     address = f"{host}:{server.disaggregation_bootstrap_port}"
     try:
-        known = _route(client, address)
-    except UNANSWERED as error:
+        known = _query_route(client, address)
+    except REQUEST_ERRORS as error:
         advice = "decode hosts must reach the bootstrap port: open it"
         yield wrong(GROUP, f"bootstrap {address}", f"no answer: {error!r}", advice)
         return
@@ -126,7 +126,7 @@ def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
         yield warning(GROUP, f"bootstrap {address}", "answers; a stock engine", advice)
 
 
-def _route(client: httpx.Client, address: str) -> dict:
+def _query_route(client: httpx.Client, address: str) -> dict:
     """What the bootstrap server says of itself, or of its first rank. Raises as `ask` does."""
     url = f"http://{address}/route"
     response = client.get(url, params=SERVER_QUERY)
@@ -139,7 +139,7 @@ def _route(client: httpx.Client, address: str) -> dict:
 def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
     """What the two must have in common."""
     name = f"{prefill.url} and {decode.url}"
-    found = [*_unequal(prefill, decode), *_unfit_sizes(prefill, decode)]
+    found = [*_unequal_options(prefill, decode), *_incompatible_sizes(prefill, decode)]
     for what, advice in found:
         yield wrong(GROUP, name, what, advice)
     for what, left, right in (
@@ -154,7 +154,7 @@ def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
         yield ok(GROUP, name, "fit together")
 
 
-def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
     flags = {
         "disaggregation_transfer_backend": "--disaggregation-transfer-backend",
         "page_size": "--page-size",
@@ -166,8 +166,8 @@ def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
             yield f"{flag}: {left} and {right}", "start both with the same"
 
 
-def _unfit_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
-    from sglang_pd.topology.core import kv_layout  # takes a second, for two servers alone
+def _incompatible_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+    from sglang_pd.plan.core import kv_layout  # takes a second, for two servers alone
 
     if kv_layout.tp_size_conflict(prefill.attn_tp, decode.attn_tp):
         what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"

@@ -7,12 +7,12 @@ from rich.text import Text
 
 from sglang_pd import __version__
 from sglang_pd.doctor.findings import Finding
-from sglang_pd.doctor.host import Launch
+from sglang_pd.doctor.host import LaunchOptions
 
 COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 
-def as_json(findings: list[Finding], launch: Launch) -> dict:
+def as_json(findings: list[Finding], launch: LaunchOptions) -> dict:
     return {
         "tool": __version__,
         "launch": {"role": launch.role or None, "backend": launch.backend},
@@ -22,7 +22,7 @@ def as_json(findings: list[Finding], launch: Launch) -> dict:
     }
 
 
-def show(findings: list[Finding], launch: Launch, console: Console) -> None:
+def show(findings: list[Finding], launch: LaunchOptions, console: Console) -> None:
     """A table by group, then what to do, what is wrong first."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "looked at", "found"):
@@ -38,12 +38,12 @@ def show(findings: list[Finding], launch: Launch, console: Console) -> None:
     for level in ("wrong", "warning"):
         for one in findings:
             if one.level == level:
-                said = Text(f"{level}: ", COLOURS[level])
-                console.print(said.append(f"{one.name}: {one.found}: {one.advice}", "not bold"))
-    console.print(_sentence(findings, launch))
+                line = Text(f"{level}: ", COLOURS[level])
+                console.print(line.append(f"{one.name}: {one.found}: {one.advice}", "not bold"))
+    console.print(_summary_line(findings, launch))
 
 
-def _sentence(findings: list[Finding], launch: Launch) -> Text:
+def _summary_line(findings: list[Finding], launch: LaunchOptions) -> Text:
     meant = f"{launch.role or 'prefill or decode'} over {launch.backend}"
     wrong = sum(one.level == "wrong" for one in findings)
     warnings = sum(one.level == "warning" for one in findings)

@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
-from sglang_pd.grafting.source import (
+from sglang_pd.grafting.symbols import (
     BASES,
-    Bound,
+    Binding,
     Definition,
     GraftError,
-    absolute,
+    absolute_module,
     bases,
     bases_statement,
     bindings,
-    find,
+    body_statements,
+    find_binding,
     fingerprint,
-    imported,
+    imported_bindings,
     imports_of,
     is_guarded_import,
     is_typing_block,
     parse,
-    statements,
     symbol_name,
 )
 
@@ -49,25 +49,25 @@ def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str |
     module = parse(engine, f"the engine's {path}")
     if module.bytes != engine:
         raise GraftError(f"the engine's {path} would not be written back byte for byte by LibCST")
-    return _Graft(path).run(module, parse(ours, f"our {path}"))
+    return _Grafter(path).run(module, parse(ours, f"our {path}"))
 
 
-class _Graft:
+class _Grafter:
     def __init__(self, path: str):
         self.path = path
         self.module = module_name(path)
         self.before: dict[str, str | None] = {}
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
-        imports, typing, guarded, symbols = self._sort(ours)
-        symbols, gone, moved = self._said(symbols, "")
+        imports, typing, guarded, symbols = self._classify(ours)
+        symbols, removed, renamed = self._directives(symbols, "")
         bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
-        mine = {symbol_name(s): s for s in symbols}
-        body = self._without(list(engine.body), gone, bound, "")
-        body = self._renamed(body, moved, mine, "")
-        body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
-        body = self._guard(body, guarded, ours)
-        body = self._symbols(body, symbols, "", moved)
+        our_symbols = {symbol_name(s): s for s in symbols}
+        body = self._remove_symbols(list(engine.body), removed, bound, "")
+        body = self._rename_definitions(body, renamed, our_symbols, "")
+        body = self._add_imports(body, imports, typing, {symbol_name(s) for s in symbols})
+        body = self._add_guarded_imports(body, guarded, ours)
+        body = self._merge_symbols(body, symbols, "", renamed)
         if body and not engine.body:
             engine = engine.with_changes(has_trailing_newline=True)
         grafted = engine.with_changes(body=body).bytes
@@ -78,7 +78,7 @@ class _Graft:
             raise GraftError(text) from error
         return grafted, self.before
 
-    def _sort(self, ours: cst.Module):
+    def _classify(self, ours: cst.Module):
         """Our module-level imports, those for type checking, the guarded ones, and our symbols."""
         imports: list[cst.CSTNode] = []
         typing: list[cst.CSTNode] = []
@@ -97,14 +97,16 @@ class _Graft:
 
     # Imports
 
-    def _imports(self, body: list, imports: list, typing: list, ours: set) -> list:
+    def _add_imports(self, body: list, imports: list, typing: list, ours: set) -> list:
         """The engine's statements with the imports of ours that it lacks."""
-        table: dict[str, list[Bound]] = {}
+        table: dict[str, list[Binding]] = {}
         for statement in body:
             for name, bound in bindings(statement, self.module).items():
                 table.setdefault(name, []).append(bound)
-        lines = [line for node in imports if (line := self._missing(node, table, ours, False))]
-        typed = [line for node in typing if (line := self._missing(node, table, ours, True))]
+        lines = [
+            line for node in imports if (line := self._missing_import(node, table, ours, False))
+        ]
+        typed = [line for node in typing if (line := self._missing_import(node, table, ours, True))]
         block = next((at for at, s in enumerate(body) if is_typing_block(s)), None)
         if typed and block is not None:
             body[block] = body[block].with_deep_changes(
@@ -118,24 +120,26 @@ class _Graft:
         at = _after_imports(body)
         return [*body[:at], *map(cst.parse_statement, lines), *body[at:]]
 
-    def _missing(self, node, table: dict[str, list[Bound]], ours: set, typing: bool) -> str | None:
+    def _missing_import(
+        self, node, table: dict[str, list[Binding]], ours: set, typing: bool
+    ) -> str | None:
         """The text of our import statement less what the engine's file has; None if it has all."""
         if isinstance(node, cst.ImportFrom):
             self._check_absolute(node)
-            if absolute(node, self.module) == self.module:
-                return self._check_own(node, table, ours)
+            if absolute_module(node, self.module) == self.module:
+                return self._check_own_import(node, table, ours)
         wanted = []
-        for alias, names in imported(node, self.module):
+        for alias, names in imported_bindings(node, self.module):
             if "typing.TYPE_CHECKING" in names.values():
                 continue
-            known = [self._bound(name, at, table, typing) for name, at in names.items()]
+            known = [self._is_bound(name, at, table, typing) for name, at in names.items()]
             if not all(known):
                 wanted.append(_alias_text(alias))
         if not wanted:
             return None
         if isinstance(node, cst.Import):
             return f"import {', '.join(wanted)}"
-        source = absolute(node, self.module)
+        source = absolute_module(node, self.module)
         if source == "__future__":
             raise GraftError(
                 f"our {self.path}: `from __future__ import {', '.join(wanted)}` would "
@@ -152,7 +156,7 @@ class _Graft:
                 f"our {self.path}: imports must be absolute, and name what they import"
             )
 
-    def _check_own(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
+    def _check_own_import(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
         """An import of the file's own module only tells linters of the engine's names."""
         for alias in node.names:
             if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
@@ -161,7 +165,9 @@ class _Graft:
                     "has no such name"
                 )
 
-    def _bound(self, name: str, origin: str, table: dict[str, list[Bound]], typing: bool) -> bool:
+    def _is_bound(
+        self, name: str, origin: str, table: dict[str, list[Binding]], typing: bool
+    ) -> bool:
         """Whether the engine's file has the name; GraftError where it means something else."""
         bounds = table.get(name, [])
         for bound in bounds:
@@ -177,16 +183,19 @@ class _Graft:
 
     # Removals and renames
 
-    def _said(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
+    def _directives(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
         """Our statements without those that say what is removed and renamed, and what they say."""
         rest = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
-        removed, renamed = self._tuple(ours, REMOVED, scope), self._tuple(ours, RENAMED, scope)
+        removed, renamed = (
+            self._parse_directive(ours, REMOVED, scope),
+            self._parse_directive(ours, RENAMED, scope),
+        )
         names = [name for name, _ in renamed]
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} renames `{scope}{min(twice)}` twice")
         return rest, removed, dict(renamed)
 
-    def _tuple(self, ours: Sequence, name: str, scope: str) -> list:
+    def _parse_directive(self, ours: Sequence, name: str, scope: str) -> list:
         """The elements of our assignment to this name: of REMOVED names, of RENAMED pairs."""
         found: list = []
         for statement in (s for s in ours if symbol_name(s) == name):
@@ -198,17 +207,19 @@ class _Graft:
             is_tuple = isinstance(elements, tuple) and len(elements) > 0
             if not (is_tuple and all(map(is_element, elements))):
                 raise GraftError(
-                    f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                    f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} is no "
                     f"tuple of {'names' if name == REMOVED else 'pairs of names'}"
                 )
             found += elements
         return found
 
-    def _renamed(self, body: list, names: dict[str, str], ours: dict, scope: str) -> list:
+    def _rename_definitions(
+        self, body: list, names: dict[str, str], ours: dict, scope: str
+    ) -> list:
         """The engine's statements, where definitions that ours takes the name of have another."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name, new in names.items():
-            at, symbol = find(body, name, where), scope + name
+            at, symbol = find_binding(body, name, where), scope + name
             if at is None or not isinstance(body[at], Definition):
                 raise GraftError(f"our {self.path} renames `{symbol}`; {where} has none")
             if type(ours.get(name)) is not type(body[at]):
@@ -220,39 +231,39 @@ class _Graft:
                 raise GraftError(
                     f"our {self.path} renames `{symbol}` to `{new}`, which is another thing"
                 )
-            self._note_overridden(body[at], ours[name], symbol)
+            self._record_overridden(body[at], ours[name], symbol)
             body[at] = body[at].with_changes(name=cst.Name(new))
         return body
 
-    def _note_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
+    def _record_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
         """Of a class only what a subclass of that name overrides, or adds; else the whole."""
         if not isinstance(theirs, cst.ClassDef):
             self.before[symbol] = fingerprint(theirs)
             return
         where = f"the engine's {self.path}, class {symbol}"
-        members = statements(theirs, where)
-        for name in filter(None, map(symbol_name, statements(ours, f"our {self.path}"))):
-            at = find(members, name, where)
+        members = body_statements(theirs, where)
+        for name in filter(None, map(symbol_name, body_statements(ours, f"our {self.path}"))):
+            at = find_binding(members, name, where)
             self.before[f"{symbol}.{name}"] = None if at is None else fingerprint(members[at])
 
-    def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
+    def _remove_symbols(self, body: list, names: list[str], ours: set, scope: str) -> list:
         """The engine's statements of a module or class less those that bind our removed names."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name in names:
-            at = find(body, name, where, ("symbol", "import"))
+            at = find_binding(body, name, where, ("symbol", "import"))
             if at is None:
                 raise GraftError(f"our {self.path} removes `{scope}{name}`; {where} has none")
             if symbol_name(body[at]) is None and not imports_of(body[at]):
                 raise GraftError(
                     f"our {self.path} removes `{scope}{name}`, which {where} binds by "
-                    f"`{_head(body[at])}`, together with something else"
+                    f"`{_first_line(body[at])}`, together with something else"
                 )
             if name in ours or names.count(name) > 1:
                 raise GraftError(f"our {self.path} removes `{scope}{name}` and binds it, or twice")
             self.before[scope + name] = fingerprint(body[at])
-        places = {find(body, name, where, ("symbol", "import")) for name in names}
+        places = {find_binding(body, name, where, ("symbol", "import")) for name in names}
         for at in sorted(places, reverse=True):
-            rest = _less(body[at], set(names))
+            rest = _without_names(body[at], set(names))
             if rest is not None:
                 body[at] = rest
                 continue
@@ -267,14 +278,14 @@ class _Graft:
 
     # Guarded imports
 
-    def _guard(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
+    def _add_guarded_imports(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
         """The engine's statements with our guarded imports, below its own."""
         place = _after_imports(body)
         where = f"the engine's {self.path}"
         added = []
         for block in blocks:
-            names = self._guarded(block, ours)
-            found = [find(body, name, where, ("import", "guarded")) for name in names]
+            names = self._guarded_names(block, ours)
+            found = [find_binding(body, name, where, ("import", "guarded")) for name in names]
             if any(at is not None and fingerprint(body[at]) == fingerprint(block) for at in found):
                 self.before.update(dict.fromkeys(names, fingerprint(block)))
                 continue  # the engine's own guard
@@ -288,10 +299,10 @@ class _Graft:
             _, comments = _split_comments(block.leading_lines)
             added.append(block.with_changes(leading_lines=[BLANK, *comments]))
         for block in added:
-            self._check_test(block, body[:place])
+            self._check_guard_test(block, body[:place])
         return [*body[:place], *added, *body[place:]]
 
-    def _guarded(self, block: cst.If, ours: cst.Module) -> list[str]:
+    def _guarded_names(self, block: cst.If, ours: cst.Module) -> list[str]:
         """What our block binds."""
         for node in (node for line in block.body.body for node in imports_of(line)):
             if isinstance(node, cst.ImportFrom):
@@ -300,14 +311,16 @@ class _Graft:
         for name, bound in bounds.items():
             if bound.kind != "guarded" or "." in name:
                 raise GraftError(
-                    f"our {self.path}: `{_head(block)}` binds `{name}`, and may only import plain "
+                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, and may only import plain "
                     "names, each of one thing (`import a.b as c`)"
                 )
             if sum(name in bindings(s, self.module) for s in ours.body) > 1:
-                raise GraftError(f"our {self.path} binds `{name}` twice; `{_head(block)}` does it")
+                raise GraftError(
+                    f"our {self.path} binds `{name}` twice; `{_first_line(block)}` does it"
+                )
         return list(bounds)
 
-    def _check_test(self, block: cst.If, top: list) -> None:
+    def _check_guard_test(self, block: cst.If, top: list) -> None:
         """What the test calls must be imported above it; compiling does not show it."""
         tree = ast.parse(_code(block.test).strip(), mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -319,41 +332,43 @@ class _Graft:
         }
         if missing := names - bound - set(dir(builtins)):
             raise GraftError(
-                f"our {self.path}: `{_head(block)}` needs {_quoted(missing)}, which nothing "
+                f"our {self.path}: `{_first_line(block)}` needs {_quoted(missing)}, which nothing "
                 "imports above the engine's first line of code, where it will stand"
             )
 
     # Symbols
 
-    def _symbols(self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]) -> list:
+    def _merge_symbols(
+        self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]
+    ) -> list:
         """The engine's statements of a module or class with our symbols replaced or added."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
-        names = [self._name(statement, scope) for statement in ours]
+        names = [self._require_name(statement, scope) for statement in ours]
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} defines `{scope}{min(twice)}` twice")
-        known = {name for name in names if find(body, name, where) is not None}
+        known = {name for name in names if find_binding(body, name, where) is not None}
         for k, (name, statement) in enumerate(zip(names, ours)):
             if name in known:
-                at = find(body, name, where)
+                at = find_binding(body, name, where)
                 body[at] = self._replace(body[at], statement, scope + name)
                 continue
             if name not in renamed:
                 self.before.setdefault(scope + name, None)
             self._check_new(statement, scope + name)
             if name in renamed:
-                at = find(body, renamed[name], where) + 1
+                at = find_binding(body, renamed[name], where) + 1
             elif scope and not isinstance(statement, Definition):
                 at = _after_fields(body)
             else:
-                at = self._place(body, ours, k, known, where, scope)
-            body.insert(at, _spaced(statement, 1 if scope else 2))
+                at = self._insertion_index(body, ours, k, known, where, scope)
+            body.insert(at, _with_blank_lines(statement, 1 if scope else 2))
         return body
 
-    def _name(self, statement: cst.CSTNode, scope: str) -> str:
+    def _require_name(self, statement: cst.CSTNode, scope: str) -> str:
         name = symbol_name(statement)
         if name is None:
             raise GraftError(
-                f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
+                f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} is no "
                 "function, class or assignment to one name"
             )
         return name
@@ -365,14 +380,18 @@ class _Graft:
                 f"our {self.path}: `class {symbol}` is new; nothing can be removed or renamed"
             )
 
-    def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
+    def _insertion_index(
+        self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str
+    ) -> int:
         """Where a new symbol goes: after our previous one, else before our next in the engine."""
         chain = [s for s in ours if not scope or isinstance(s, Definition)]
         k = chain.index(ours[k])
         if k:
-            return find(body, symbol_name(chain[k - 1]), where) + 1
+            return find_binding(body, symbol_name(chain[k - 1]), where) + 1
         following = (symbol_name(s) for s in chain[1:])
-        return next((find(body, name, where) for name in following if name in known), len(body))
+        return next(
+            (find_binding(body, name, where) for name in following if name in known), len(body)
+        )
 
     def _replace(self, old: cst.CSTNode, new: cst.CSTNode, symbol: str) -> cst.CSTNode:
         if type(old) is not type(new):
@@ -391,13 +410,13 @@ class _Graft:
                 "out"
             )
         old = self._with_bases(old, new, symbol)
-        members = _without_docstring(statements(new, f"our {self.path}"))
-        members, gone, moved = self._said(members, f"{symbol}.")
-        mine = {symbol_name(s): s for s in members}
-        body = statements(old, f"the engine's {self.path}")
-        body = self._without(body, gone, set(mine), f"{symbol}.")
-        body = self._renamed(body, moved, mine, f"{symbol}.")
-        body = self._symbols(body, members, f"{symbol}.", moved)
+        members = _without_docstring(body_statements(new, f"our {self.path}"))
+        members, removed, renamed = self._directives(members, f"{symbol}.")
+        our_symbols = {symbol_name(s): s for s in members}
+        body = body_statements(old, f"the engine's {self.path}")
+        body = self._remove_symbols(body, removed, set(our_symbols), f"{symbol}.")
+        body = self._rename_definitions(body, renamed, our_symbols, f"{symbol}.")
+        body = self._merge_symbols(body, members, f"{symbol}.", renamed)
         return old.with_deep_changes(old.body, body=body)
 
     def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
@@ -408,8 +427,8 @@ class _Graft:
             return old
         if [*added, *theirs] != wanted or any("=" in base for base in added):
             raise GraftError(
-                f"{self.path}: `class {symbol}` has `{_joined(wanted)}` in ours, "
-                f"`{_joined(theirs)}` in the engine; an opened class repeats them, with its own "
+                f"{self.path}: `class {symbol}` has `{_format_bases(wanted)}` in ours, "
+                f"`{_format_bases(theirs)}` in the engine; an opened class repeats them, with its own "
                 "before them, or leaves them out"
             )
         self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
@@ -421,7 +440,7 @@ class _Graft:
         return old.with_changes(bases=[*front, *old.bases], lpar=PAREN[0], rpar=PAREN[1])
 
 
-def _joined(names: list[str]) -> str:
+def _format_bases(names: list[str]) -> str:
     return f"({', '.join(names)})"
 
 
@@ -433,7 +452,7 @@ def _is_pair(element: object) -> bool:
     return isinstance(element, tuple) and len(element) == 2 and all(map(_is_name, element))
 
 
-def _less(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
+def _without_names(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
     """The statement without what binds these names; None where nothing is left of it."""
     imports = imports_of(statement)
     kept = []
@@ -496,7 +515,7 @@ def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
     return list(lines[:k]), list(lines[k:])
 
 
-def _spaced(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
+def _with_blank_lines(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
     """A new definition has blank lines above it, also if it was the first of our file or class."""
     lines = statement.leading_lines
     if not isinstance(statement, Definition) or (lines and not lines[0].comment):
@@ -512,7 +531,7 @@ def _code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def _head(statement: cst.CSTNode) -> str:
+def _first_line(statement: cst.CSTNode) -> str:
     """First line of a statement."""
     return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
 

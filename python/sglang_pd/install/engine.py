@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Engine:
 
     root: Path
     version: str | None
-    record: Path | None
+    dist_record: Path | None
 
     def prefix(self) -> str:
         """The engine's folder as seen from where a diff of it applies, with a trailing slash."""
@@ -35,8 +35,8 @@ def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
     root = _at(path) if path else _importable()
     installed = _distribution(root)
     files = installed.files if installed else []
-    record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
-    return Engine(root, release or _version(root, installed), record)
+    dist_record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
+    return Engine(root, release or _version(root, installed), dist_record)
 
 
 def _is_engine(folder: Path) -> bool:
@@ -51,7 +51,7 @@ def _at(path: Path) -> Path:
             return folder.resolve()
     looked = ", ".join(map(str, candidates))
     raise Refusal(
-        Code.NO_ENGINE,
+        ExitCode.NO_ENGINE,
         f"no SGLang at {path}: neither of {looked} has `__init__.py` and `srt/`. Give "
         "--engine the folder `sglang/`, the site-packages folder that holds it, or a checkout",
     )
@@ -62,7 +62,7 @@ def _importable() -> Path:
         if _is_engine(folder):
             return folder.resolve()
     raise Refusal(
-        Code.NO_ENGINE,
+        ExitCode.NO_ENGINE,
         f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
         "the engine, or give the engine's folder with --engine",
     )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from difflib import unified_diff
 
 from sglang_pd import __version__
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.install import record, transaction
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.install import dist_record, transaction
 from sglang_pd.install.engine import Engine
-from sglang_pd.install.matching import remarks
+from sglang_pd.install.release_detection import release_notes
 from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
+from sglang_pd.patchset.edits import Drift, Edit, is_applied, plan, symbol_states
 from sglang_pd.patchset.patches import Patch, Release
-from sglang_pd.patchset.plan import Drift, Edit, plan, stands, survey
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def apply(
     """
     if release.preview and not preview:
         raise Refusal(
-            Code.PREVIEW,
+            ExitCode.PREVIEW,
             f"SGLang {release.name} is a preview: {release.preview}\nNothing was written. "
             "--preview applies it all the same.",
         )
@@ -51,11 +51,11 @@ def apply(
         journal = read_journal(root)
         if journal:
             transaction.check_undoable(root, journal)
-        edits = _edits(engine, release, journal)
+        edits = _plan_edits(engine, release, journal)
         is_complete = journal is not None and transaction.is_complete(root, journal)
         if not edits or (is_complete and _is_current(journal, edits)):
             if not dry_run:
-                transaction.sweep(root)
+                transaction.remove_leftovers(root)
             return []
         if dry_run:
             transaction.check_writable(root, [edit.path for edit in edits])
@@ -74,8 +74,8 @@ def status(engine: Engine, release: Release) -> Status:
     """What the engine's own files say, symbol by symbol."""
     root, journal = engine.root, read_journal(engine.root)
     entries = journal.entries if journal else []
-    files = {entry.path: transaction.present(root, entry) for entry in entries}
-    symbols = survey(release, lambda path: read_file(root / path))
+    files = {entry.path: transaction.file_state(root, entry) for entry in entries}
+    symbols = symbol_states(release, lambda path: read_file(root / path))
     edits, drifts = plan(release, originals(root, journal))
     if not journal and set(symbols.values()) == {"applied"}:
         drifts = []  # the patch set does not fit onto itself
@@ -84,7 +84,7 @@ def status(engine: Engine, release: Release) -> Status:
         # What stands in a file exactly as some patch set wrote it was not changed by anyone else.
         if at != "applied" and (is_complete or files.get(symbol.split("::")[0]) == "new"):
             symbols[symbol] = "outdated"
-    state = _overall(list(symbols.values()))
+    state = _combined_state(list(symbols.values()))
     if state != "drifted" and "old" in files.values():
         state = "half-applied"
     elif is_complete and not drifts and not _is_current(journal, edits):
@@ -92,10 +92,10 @@ def status(engine: Engine, release: Release) -> Status:
     elif state == "absent" and drifts:
         state = "drifted"
     patches = [
-        (patch, _overall([at for symbol, at in symbols.items() if patch.owns(symbol)]))
+        (patch, _combined_state([at for symbol, at in symbols.items() if patch.owns(symbol)]))
         for patch in release.patches
     ]
-    notes = [*remarks(engine, release), *_notes(engine, journal, state)]
+    notes = [*release_notes(engine, release), *_notes(engine, journal, state)]
     edited = [path for path, at in files.items() if at == "edited"]
     return Status(state, patches, symbols, edited, drifts, notes)
 
@@ -110,49 +110,51 @@ def diff(engine: Engine, release: Release) -> Iterator[bytes]:
         read = originals(root, journal)
         edits = [Edit(e.path, read(e.path), read_file(root / e.path)) for e in journal.entries]
     else:
-        edits = _edits(engine, release, journal)
+        edits = _plan_edits(engine, release, journal)
     for edit in sorted(edits, key=lambda edit: edit.path):
         if not edit.path.startswith(".."):
             yield from _file_diff(engine.prefix() + edit.path, edit)
 
 
-def _edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
+def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
     """All edits, RECORD's last; none if they stand without a journal. Refusal for a drift."""
     read = originals(engine.root, journal)
     edits, drifts = plan(release, read)
-    if drifts and not journal and stands(release, read):
+    if drifts and not journal and is_applied(release, read):
         return []
     if drifts:
-        raise _refuse_drifts(engine, release, drifts)
+        raise _drift_refusal(engine, release, drifts)
     edits = [edit for edit in edits if edit.old != edit.new]
-    if engine.record is None:
+    if engine.dist_record is None:
         return edits
-    name = os.path.relpath(engine.record, engine.root)
+    name = os.path.relpath(engine.dist_record, engine.root)
     old = read(name)
     folder = engine.root.name
     listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
     with_record = [*edits, Edit(name, old, b"")]
-    listed |= {f"{folder}/{path}": None for path in transaction.kept(with_record)}
-    return [*edits, Edit(name, old, record.updated(old, listed))]
+    listed |= {f"{folder}/{path}": None for path in transaction.state_files(with_record)}
+    return [*edits, Edit(name, old, dist_record.with_entries(old, listed))]
 
 
-def _refuse_drifts(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
+def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
     """EDITED if RECORD shows that a drifted file was changed since installation, else DRIFTED."""
-    rows = engine.record.read_bytes() if engine.record else b""
+    rows = engine.dist_record.read_bytes() if engine.dist_record else b""
     changed = set()
     for path in {drift.path for drift in drifts}:
         content = read_file(engine.root / path)
-        if content is not None and record.differs(rows, f"{engine.root.name}/{path}", content):
+        if content is not None and dist_record.has_other_hash(
+            rows, f"{engine.root.name}/{path}", content
+        ):
             changed.add(path)
     lines = "\n".join(f"  {drift}" for drift in drifts)
     if changed:
         return Refusal(
-            Code.EDITED,
+            ExitCode.EDITED,
             f"someone has edited {', '.join(sorted(changed))} of {engine.root} since it was "
             f"installed:\n{lines}\nNothing was written. Reinstall the engine, or take them back.",
         )
     return Refusal(
-        Code.DRIFTED,
+        ExitCode.DRIFTED,
         f"{engine.root} is not the SGLang {release.name} that this patch set knows:\n{lines}\n"
         "Nothing was written. Install the published release, or give the right one with --release.",
     )
@@ -165,7 +167,7 @@ def _is_current(journal: Journal, edits: list[Edit]) -> bool:
     return all(wanted.get(path) == made.get(path) for path in {*wanted, *made} if path[0] != ".")
 
 
-def _overall(states: list[str]) -> str:
+def _combined_state(states: list[str]) -> str:
     """One state for many symbols."""
     for state in ("drifted", "outdated"):
         if state in states:

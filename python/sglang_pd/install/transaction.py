@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.patchset.plan import Edit
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.patchset.edits import Edit
 
-STATE = ".sglang_pd"
-SCRATCH = ".sglang_pd.new"  # being staged: holds nothing of worth
+STATE_FOLDER = ".sglang_pd"
+SCRATCH_FOLDER = ".sglang_pd.new"  # being staged: holds nothing of worth
 
 
-class Entry(msgspec.Struct, frozen=True):
+class JournalEntry(msgspec.Struct, frozen=True):
     """A changed file. staged: its name in the state folder. old (None: new file), new: SHA-256."""
 
     path: str
@@ -37,7 +37,7 @@ class Journal(msgspec.Struct, frozen=True):
 
     tool: str
     release: str
-    entries: list[Entry]
+    entries: list[JournalEntry]
     folders: list[str]
 
 
@@ -61,7 +61,7 @@ def locked(root: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refusal(
-                Code.BUSY,
+                ExitCode.BUSY,
                 f"another apply or revert of {root} is under way; try again when it has ended",
             ) from None
         yield
@@ -74,18 +74,19 @@ def read_journal(root: Path) -> Journal | None:
 
     Raises Refusal IO where it is damaged.
     """
-    text = read_file(root / STATE / "journal.json")
+    text = read_file(root / STATE_FOLDER / "journal.json")
     if text is None:
         return None
     try:
         return msgspec.json.decode(text, type=Journal)
     except msgspec.DecodeError as error:
         raise Refusal(
-            Code.IO, f"{root / STATE / 'journal.json'} cannot be read ({error}); reinstall SGLang"
+            ExitCode.IO,
+            f"{root / STATE_FOLDER / 'journal.json'} cannot be read ({error}); reinstall SGLang",
         ) from error
 
 
-def present(root: Path, entry: Entry) -> str:
+def file_state(root: Path, entry: JournalEntry) -> str:
     """`old`, `new`, or `edited` where the file is neither."""
     content = read_file(root / entry.path)
     digest = None if content is None else sha256(content)
@@ -93,7 +94,7 @@ def present(root: Path, entry: Entry) -> str:
 
 
 def is_complete(root: Path, journal: Journal) -> bool:
-    return all(present(root, entry) == "new" for entry in journal.entries)
+    return all(file_state(root, entry) == "new" for entry in journal.entries)
 
 
 def originals(root: Path, journal: Journal | None) -> Callable[[str], bytes | None]:
@@ -102,9 +103,9 @@ def originals(root: Path, journal: Journal | None) -> Callable[[str], bytes | No
 
     def read(path: str) -> bytes | None:
         entry = entries.get(path)
-        if entry is None or present(root, entry) == "old":
+        if entry is None or file_state(root, entry) == "old":
             return read_file(root / path)
-        return None if entry.old is None else read_file(root / STATE / "old" / entry.staged)
+        return None if entry.old is None else read_file(root / STATE_FOLDER / "old" / entry.staged)
 
     return read
 
@@ -113,36 +114,36 @@ def staged_names(edits: list[Edit]) -> list[str]:
     return [f"{k:03}-{Path(edit.path).name}.txt" for k, edit in enumerate(edits)]
 
 
-def kept(edits: list[Edit]) -> list[str]:
+def state_files(edits: list[Edit]) -> list[str]:
     """The state folder's own files that stay while the edits are applied."""
     names = [
         f"old/{name}" for name, edit in zip(staged_names(edits), edits) if edit.old is not None
     ]
-    return [f"{STATE}/{name}" for name in ["journal.json", *names]]
+    return [f"{STATE_FOLDER}/{name}" for name in ["journal.json", *names]]
 
 
 def check_writable(root: Path, paths: list[str]) -> None:
     """Raises Refusal NO_PERMISSION, naming the first file or folder that could not be replaced."""
-    for path in [root / STATE, *(root / path for path in paths)]:
+    for path in [root / STATE_FOLDER, *(root / path for path in paths)]:
         folder = path.parent
         while not folder.exists():
             folder = folder.parent
         if path.is_symlink():
             raise Refusal(
-                Code.NO_PERMISSION,
+                ExitCode.NO_PERMISSION,
                 f"{path} is a symbolic link, and its target may belong to others (a package "
                 "manager's cache?); reinstall the engine with copied files",
             )
         for place in [folder, *([path] if path.exists() else [])]:
             if not os.access(place, os.W_OK):
                 raise Refusal(
-                    Code.NO_PERMISSION,
+                    ExitCode.NO_PERMISSION,
                     f"no permission to write {place}; run as its owner, or make it writable",
                 )
         # Of folders only: files of a container's image may show the device of another layer.
         if os.stat(folder).st_dev != os.stat(root).st_dev:
             raise Refusal(
-                Code.NO_PERMISSION,
+                ExitCode.NO_PERMISSION,
                 f"{folder} is on another file system than {root}: its files cannot be replaced "
                 "in one step",
             )
@@ -155,31 +156,33 @@ def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
     """
     journal = read_journal(root)
     check_writable(root, [item.path for item in (*edits, *(journal.entries if journal else ()))])
-    sweep(root)
+    remove_leftovers(root)
     if journal:
         _undo(root, journal)
     try:
         _stage(root, edits, release, tool)
-        os.rename(root / SCRATCH, root / STATE)
+        os.rename(root / SCRATCH_FOLDER, root / STATE_FOLDER)
     except BaseException as error:
-        shutil.rmtree(root / SCRATCH, ignore_errors=True)
-        raise _told(error, f"nothing is applied: staging in {root / SCRATCH} failed") from error
+        shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
+        raise _as_refusal(
+            error, f"nothing is applied: staging in {root / SCRATCH_FOLDER} failed"
+        ) from error
     journal = read_journal(root)
     try:
         _sync(root)
         for folder in journal.folders:
             _make_folder(root / folder)
         for entry in journal.entries:
-            os.replace(root / STATE / "new" / entry.staged, root / entry.path)
+            os.replace(root / STATE_FOLDER / "new" / entry.staged, root / entry.path)
         _sync_parents(root, journal)
-        os.rmdir(root / STATE / "new")
+        os.rmdir(root / STATE_FOLDER / "new")
     except BaseException as error:
         _undo(root, journal)
-        raise _told(error, "undone again, nothing is applied") from error
+        raise _as_refusal(error, "undone again, nothing is applied") from error
 
 
-def _told(error: BaseException, what: str) -> BaseException:
-    return Refusal(Code.IO, f"{what}: {error}") if isinstance(error, OSError) else error
+def _as_refusal(error: BaseException, what: str) -> BaseException:
+    return Refusal(ExitCode.IO, f"{what}: {error}") if isinstance(error, OSError) else error
 
 
 def undo(root: Path) -> bool:
@@ -191,50 +194,52 @@ def undo(root: Path) -> bool:
     if journal is None:
         if has_leftovers(root):
             check_writable(root, [])
-            sweep(root)
+            remove_leftovers(root)
         return False
     check_undoable(root, journal)
     check_writable(root, [entry.path for entry in journal.entries])
-    sweep(root)
+    remove_leftovers(root)
     _undo(root, journal)
     return True
 
 
 def check_undoable(root: Path, journal: Journal) -> None:
     """Raises Refusal EDITED for a file that is neither old nor new, IO for a lost original."""
-    states = {entry.path: present(root, entry) for entry in journal.entries}
+    states = {entry.path: file_state(root, entry) for entry in journal.entries}
     if found := [path for path, state in states.items() if state == "edited"]:
         raise Refusal(
-            Code.EDITED,
+            ExitCode.EDITED,
             f"edited since the patch set was applied: {', '.join(found)} (in {root}). Take these "
             "edits back first. If the engine was reinstalled over the patch set instead, delete "
-            f"{root / STATE}",
+            f"{root / STATE_FOLDER}",
         )
     for entry in journal.entries:
-        saved = root / STATE / "old" / entry.staged
+        saved = root / STATE_FOLDER / "old" / entry.staged
         is_needed = entry.old is not None and states[entry.path] == "new"
         if is_needed and sha256(read_file(saved) or b"") != entry.old:
             raise Refusal(
-                Code.IO,
+                ExitCode.IO,
                 f"the original of {entry.path} is missing or damaged at {saved}; reinstall SGLang",
             )
 
 
 def has_leftovers(root: Path) -> bool:
     """Whether an interrupted run left folders that nobody needs."""
-    return (root / SCRATCH).exists() or ((root / STATE).exists() and not read_journal(root))
+    return (root / SCRATCH_FOLDER).exists() or (
+        (root / STATE_FOLDER).exists() and not read_journal(root)
+    )
 
 
-def sweep(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Removes what an interrupted run left and nobody needs."""
-    shutil.rmtree(root / SCRATCH, ignore_errors=True)
+    shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
     if not read_journal(root):
-        shutil.rmtree(root / STATE, ignore_errors=True)
-    _remove_if_empty(root / STATE / "new")
+        shutil.rmtree(root / STATE_FOLDER, ignore_errors=True)
+    _remove_if_empty(root / STATE_FOLDER / "new")
 
 
 def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
-    scratch = root / SCRATCH
+    scratch = root / SCRATCH_FOLDER
     for folder in (scratch, scratch / "old", scratch / "new"):
         _make_folder(folder)
     entries = []
@@ -246,7 +251,9 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
             os.utime(scratch / "old" / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         _write(scratch / "new" / name, edit.new, like)
         entries.append(
-            Entry(edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new))
+            JournalEntry(
+                edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new)
+            )
         )
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
     text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
@@ -262,16 +269,16 @@ def _undo(root: Path, journal: Journal) -> None:
             target.unlink(missing_ok=True)
             for compiled in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
                 compiled.unlink()
-        elif present(root, entry) == "new":
-            os.replace(root / STATE / "old" / entry.staged, target)
+        elif file_state(root, entry) == "new":
+            os.replace(root / STATE_FOLDER / "old" / entry.staged, target)
     for folder in reversed(journal.folders):
         _remove_if_empty(root / folder / "__pycache__")
         _remove_if_empty(root / folder)
     _sync_parents(root, journal)
     # The state folder itself cannot be renamed where it is part of a container's image.
-    os.unlink(root / STATE / "journal.json")
-    _sync(root / STATE)
-    shutil.rmtree(root / STATE)
+    os.unlink(root / STATE_FOLDER / "journal.json")
+    _sync(root / STATE_FOLDER)
+    shutil.rmtree(root / STATE_FOLDER)
 
 
 def _missing_folders(root: Path, edits: list[Edit]) -> list[str]:
@@ -286,7 +293,7 @@ def _make_folder(path: Path) -> None:
     """Makes a folder with its parent's mode and owner."""
     above = path.parent.stat()
     os.mkdir(path)
-    _own(path, above, os.stat(path))
+    _copy_owner_and_mode(path, above, os.stat(path))
 
 
 def _write(path: Path, content: bytes, like: Path) -> None:
@@ -294,11 +301,11 @@ def _write(path: Path, content: bytes, like: Path) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
-        _own(path, like.stat(), os.fstat(file.fileno()))
+        _copy_owner_and_mode(path, like.stat(), os.fstat(file.fileno()))
         os.fsync(file.fileno())
 
 
-def _own(path: Path, wanted: os.stat_result, has: os.stat_result) -> None:
+def _copy_owner_and_mode(path: Path, wanted: os.stat_result, has: os.stat_result) -> None:
     if (wanted.st_uid, wanted.st_gid) != (has.st_uid, has.st_gid):
         with suppress(PermissionError):  # only root may give files away
             os.chown(path, wanted.st_uid, wanted.st_gid)

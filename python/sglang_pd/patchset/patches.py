@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +29,7 @@ State = Literal["needed", "in part", "carried"]
 Kind = Literal["mission", "layouts", "hardening"]
 
 
-class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a patch stands to one engine release.
 
     what: of the defect, what is left, or what the release carries itself.
@@ -53,7 +53,7 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("what the engine carries whole has no `symbols` of ours")
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PatchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The record of one patch, for all releases; one that is not in `releases` was not examined.
 
     kind: `mission` is what the patch set is for, `layouts` what else keeps prefill's and decode's
@@ -68,11 +68,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symptom: str
     cause: str
     drop_when: str
-    releases: dict[str, State | Stand]
+    releases: dict[str, State | ReleaseStatus]
 
-    def at(self, release: str) -> Stand | None:
+    def at(self, release: str) -> ReleaseStatus | None:
         found = self.releases.get(release)
-        return Stand(found) if isinstance(found, str) else found
+        return ReleaseStatus(found) if isinstance(found, str) else found
 
 
 class Patch(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class Release:
     name: str
     folder: Path
     tree: dict[str, bytes]
-    every: list[Patch]
+    all_patches: list[Patch]
     fingerprints: Fingerprints
     preview: str
     tested: dict[str, list[str]]
@@ -111,17 +111,19 @@ class Release:
     @property
     def patches(self) -> list[Patch]:
         """Those that we have an edit for."""
-        return [patch for patch in self.every if patch.symbols]
+        return [patch for patch in self.all_patches if patch.symbols]
 
     @property
     def carried(self) -> list[Patch]:
         """Those that this engine has itself."""
-        return [patch for patch in self.every if patch.need == "carried"]
+        return [patch for patch in self.all_patches if patch.need == "carried"]
 
     @property
     def missing(self) -> list[Patch]:
         """Those that it needs, and we have not."""
-        return [patch for patch in self.every if patch.need != "carried" and not patch.symbols]
+        return [
+            patch for patch in self.all_patches if patch.need != "carried" and not patch.symbols
+        ]
 
 
 def symbol_ids(fingerprints: Fingerprints) -> list[str]:
@@ -132,31 +134,31 @@ def symbol_ids(fingerprints: Fingerprints) -> list[str]:
     return ids
 
 
-def supported(releases: Path | None = None) -> list[str]:
+def supported_releases(releases: Path | None = None) -> list[str]:
     """The releases that there are seams for, oldest first, previews among them."""
     found = (folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
-    return sorted(found, key=age)
+    return sorted(found, key=version_key)
 
 
-def age(release: str) -> list[int]:
+def version_key(release: str) -> list[int]:
     """Sorts releases: 0.5.9 before 0.5.12.post1."""
     return [int(number) for number in re.findall(r"\d+", release)]
 
 
-def public(version: str) -> str:
+def public_version(version: str) -> str:
     """A local version (`0.5.9+vendor`) is its public release."""
     return version.split("+")[0]
 
 
-def read_records(releases: Path | None = None) -> list[Record]:
+def read_records(releases: Path | None = None) -> list[PatchRecord]:
     """All patch records, in their order. Raises Refusal PATCH_SET where one is not right."""
     folder = (releases or RELEASES) / "patches"
-    records = [read_data(path, Record) for path in folder.glob("*.toml")]
+    records = [read_data(path, PatchRecord) for path in folder.glob("*.toml")]
     kinds = get_args(Kind)
     return sorted(records, key=lambda one: (kinds.index(one.kind), one.order, one.id))
 
 
-def load(
+def load_release(
     name: str,
     releases: Path | None = None,
     trees: Path | None = None,
@@ -168,15 +170,15 @@ def load(
     Raises Refusal UNSUPPORTED for an unknown release, PATCH_SET if it does not fit its tree.
     """
     releases, trees = releases or RELEASES, trees or TREES
-    name = public(name)
-    if name not in supported(releases):
+    name = public_version(name)
+    if name not in supported_releases(releases):
         raise Refusal(
-            Code.UNSUPPORTED,
+            ExitCode.UNSUPPORTED,
             f"SGLang {name} is not supported; this patch set knows "
-            f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
+            f"{', '.join(supported_releases(releases))}. Install one of these, or a newer sglang-pd.",
         )
     folder = releases / name
-    about = read_data(folder / "release.toml", _About)
+    about = read_data(folder / "release.toml", _ReleaseManifest)
     tree = read_tree(trees / part for part in about.trees)
     fingerprints = (
         read_data(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
@@ -184,16 +186,16 @@ def load(
     if with_fingerprints and set(fingerprints) != set(tree):
         differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
-            Code.PATCH_SET,
+            ExitCode.PATCH_SET,
             f"fingerprints of {name} do not fit the patch set's files ({differ}): "
             f"run `python -m sglang_pd.patchset.fingerprints --release {name}` on an unmodified "
             "engine",
         )
-    every = _patches(name, read_records(releases))
-    return Release(name, folder, tree, every, fingerprints, about.preview, about.tested)
+    all_patches = _patches(name, read_records(releases))
+    return Release(name, folder, tree, all_patches, fingerprints, about.preview, about.tested)
 
 
-def _patches(release: str, records: list[Record]) -> list[Patch]:
+def _patches(release: str, records: list[PatchRecord]) -> list[Patch]:
     """The records that speak of a release."""
     stands = [(record, record.at(release)) for record in records]
     return [
@@ -203,7 +205,7 @@ def _patches(release: str, records: list[Record]) -> list[Patch]:
     ]
 
 
-class _About(msgspec.Struct, forbid_unknown_fields=True):
+class _ReleaseManifest(msgspec.Struct, forbid_unknown_fields=True):
     trees: list[str]
     preview: str = ""
     tested: dict[str, list[str]] = {}
@@ -216,7 +218,7 @@ def read_data(path: Path, kind: Any) -> Any:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         return msgspec.convert(tomllib.loads(path.read_text()), kind)
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(Code.PATCH_SET, f"{path} is not as it must be: {error}") from error
+        raise Refusal(ExitCode.PATCH_SET, f"{path} is not as it must be: {error}") from error
 
 
 def read_tree(folders: Iterable[Path]) -> dict[str, bytes]:

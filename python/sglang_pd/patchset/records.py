@@ -2,7 +2,14 @@
 
 from itertools import groupby
 
-from sglang_pd.patchset.patches import Record, Stand, age, load, read_records, supported
+from sglang_pd.patchset.patches import (
+    PatchRecord,
+    ReleaseStatus,
+    load_release,
+    read_records,
+    supported_releases,
+    version_key,
+)
 
 HEAD = """\
 # The patches
@@ -24,9 +31,9 @@ FIELDS = {
 }
 
 
-def markdown(records: list[Record], previews: dict[str, str]) -> str:
+def markdown(records: list[PatchRecord], previews: dict[str, str]) -> str:
     """The patch records as one page. previews: what the releases that are previews say."""
-    columns = sorted({name for record in records for name in record.releases}, key=age)
+    columns = sorted({name for record in records for name in record.releases}, key=version_key)
     lines = [HEAD, *(f"SGLang {name} is a preview: {why}\n" for name, why in previews.items())]
     lines += [_row(["patch", *columns]), _row(["---"] * (len(columns) + 1))]
     for record in records:
@@ -34,7 +41,7 @@ def markdown(records: list[Record], previews: dict[str, str]) -> str:
         lines.append(_row([f"[{record.id}](#{record.id})", *cells]))
     for record in records:
         lines += ["", f"## {record.id}", "", f"{record.title}.", "", *_fields(record)]
-        lines += _stands(record, columns)
+        lines += _release_rows(record, columns)
     return "\n".join(lines) + "\n"
 
 
@@ -42,21 +49,21 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(stand: Stand | None) -> str:
+def _cell(stand: ReleaseStatus | None) -> str:
     if stand is None:
         return ""
     return f"**{stand.state}**" if stand.symbols else stand.state
 
 
-def _fields(record: Record) -> list[str]:
+def _fields(record: PatchRecord) -> list[str]:
     return [f"- **{label}:** {getattr(record, field)}" for field, label in FIELDS.items()]
 
 
-def _stands(record: Record, columns: list[str]) -> list[str]:
+def _release_rows(record: PatchRecord, columns: list[str]) -> list[str]:
     """What there is to say of releases; neighbours of which the same is said stand together."""
-    said = ((name, record.at(name)) for name in columns)
+    statuses = ((name, record.at(name)) for name in columns)
     rows = []
-    for stand, group in groupby(said, key=lambda one: one[1]):
+    for stand, group in groupby(statuses, key=lambda one: one[1]):
         if stand and (stand.what or stand.symbols):
             names = ", ".join(name for name, _ in group)
             state = stand.state + (f": {stand.what}" if stand.what else "")
@@ -64,7 +71,7 @@ def _stands(record: Record, columns: list[str]) -> list[str]:
     return rows
 
 
-def _edit(stand: Stand) -> list[str]:
+def _edit(stand: ReleaseStatus) -> list[str]:
     rows = [f"**Change:** {stand.change}"] if stand.change else []
     rows += [f"**Names:** {'; '.join(stand.names)}"] if stand.names else []
     edits = ", ".join(f"`{symbol}`" for symbol in stand.symbols)
@@ -73,8 +80,10 @@ def _edit(stand: Stand) -> list[str]:
 
 def page() -> str:
     """docs/patches.md as it must be today."""
-    said = {name: load(name, with_fingerprints=False).preview for name in supported()}
-    return markdown(read_records(), {name: why for name, why in said.items() if why})
+    statuses = {
+        name: load_release(name, with_fingerprints=False).preview for name in supported_releases()
+    }
+    return markdown(read_records(), {name: why for name, why in statuses.items() if why})
 
 
 if __name__ == "__main__":

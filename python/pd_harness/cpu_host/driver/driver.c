@@ -31,7 +31,7 @@
 
 #include "driver.h"
 
-void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
+void log_call(const char *call, uint64_t a, uint64_t b, uint64_t c) {
     static FILE *log;
     const char *path = getenv("PD_DRIVER_LOG");
     if (path == NULL || (log == NULL && (log = fopen(path, "a")) == NULL))
@@ -43,7 +43,7 @@ void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
 /* What MemFabric looks up and no transfer needs: each says that it succeeded. */
 #define SUCCEEDS(name)                                                                             \
     long name(long a, long b, long c) {                                                            \
-        note(#name, a, b, c);                                                                      \
+        log_call(#name, a, b, c);                                                                      \
         return 0;                                                                                  \
     }
 #include "succeeds.h"
@@ -138,7 +138,7 @@ static int open_window(void *start, size_t size, int pid, uintptr_t there) {
     }
     windows[window_count++] = (struct window){(uintptr_t)start, size, pid, there};
     pthread_mutex_unlock(&window_lock);
-    note("open_window", (uintptr_t)start, size, there);
+    log_call("open_window", (uintptr_t)start, size, there);
     return 0;
 }
 
@@ -153,7 +153,7 @@ static size_t close_window(const void *start, int is_mapped) {
             break;
         }
     pthread_mutex_unlock(&window_lock);
-    note("close_window", (uintptr_t)start, size, 0);
+    log_call("close_window", (uintptr_t)start, size, 0);
     return size;
 }
 
@@ -171,7 +171,7 @@ static int window_at(const void *address, size_t size, struct window *found) {
 /* By name */
 
 int rtIpcSetMemoryName(const void *start, uint64_t size, char *name, uint32_t most) {
-    note("export", (uintptr_t)start, size, 0);
+    log_call("export", (uintptr_t)start, size, 0);
     snprintf(name, most, "%d:%lx:%lx", getpid(), (long)start, (long)size);
     return 0;
 }
@@ -194,7 +194,7 @@ int rtIpcCloseMemory(const void *start) {
 struct share { int pid; uintptr_t start; };
 
 int halMemRetainAllocationHandle(struct share **handle, void *start) {
-    note("export", (uintptr_t)start, 0, 0);
+    log_call("export", (uintptr_t)start, 0, 0);
     *handle = malloc(sizeof **handle);
     **handle = (struct share){getpid(), (uintptr_t)start};
     return 0;
@@ -234,7 +234,7 @@ int halMemUnmap(void *start) { close_window(start, 1); return 0; }
 
 /* Copies */
 
-int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
+int copy_process_memory(int pid, void *here, uintptr_t there, size_t size, int is_write) {
     for (size_t done = 0; done < size;) {
         struct iovec own = {(char *)here + done, size - done};
         struct iovec peers = {(void *)(there + done), size - done};
@@ -255,7 +255,7 @@ int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
     return 0;
 }
 
-int is_carried(void) {
+int is_copy_allowed(void) {
     static atomic_long done;
     const char *path = getenv("PD_DRIVER_FAULT");
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -274,15 +274,15 @@ int is_carried(void) {
 
 static int copy(void *to, const void *from, size_t size) {
     struct window peer;
-    note("copy", (uintptr_t)to, (uintptr_t)from, size);
+    log_call("copy", (uintptr_t)to, (uintptr_t)from, size);
     int is_write = window_at(to, size, &peer);
     if (!is_write && !window_at(from, size, &peer))
-        return move(getpid(), (void *)from, (uintptr_t)to, size, 1);
-    if (!is_carried())
+        return copy_process_memory(getpid(), (void *)from, (uintptr_t)to, size, 1);
+    if (!is_copy_allowed())
         return FAILED;
     if (is_write)
-        return move(peer.pid, (void *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
-    return move(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
+        return copy_process_memory(peer.pid, (void *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
+    return copy_process_memory(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
 }
 
 int aclrtMemcpy(void *to, size_t most, const void *from, size_t size, int kind) { return copy(to, from, size); }

@@ -35,14 +35,14 @@
 union address { struct in_addr v4; struct in6_addr v6; };
 struct device { uint32_t number; int family; union address address; };
 struct device_options { int mode; uint32_t notify; bool lite_910a, without_thread, lite; };
-struct asked_interfaces { uint32_t device, position; bool all; };
+struct interface_query { uint32_t device, position; bool all; };
 struct interface { int family, scope; union address address; struct in_addr mask; char name[256]; };
 static void *card; /* its handle, NULL until it is opened */
 
 static struct in_addr address_of(pid_t pid) { return (struct in_addr){htonl(0x7f400000u | pid)}; }
 
-int ra_get_ifnum(const struct asked_interfaces *asked, uint32_t *count) { *count = 1; return 0; }
-int ra_get_ifaddrs(const struct asked_interfaces *asked, struct interface *found, uint32_t *count) {
+int ra_get_ifnum(const struct interface_query *asked, uint32_t *count) { *count = 1; return 0; }
+int ra_get_ifaddrs(const struct interface_query *asked, struct interface *found, uint32_t *count) {
     *found = (struct interface){.family = AF_INET, .address.v4 = address_of(getpid())};
     snprintf(found->name, sizeof found->name, "eth%u", asked->device);
     *count = 1;
@@ -179,7 +179,7 @@ int ra_register_mr(const void *handle, struct region_info *info, struct region *
     if (*region)
         **region = (struct region){info->local_key = info->remote_key = last_key, info->start, info->size};
     pthread_mutex_unlock(&region_lock);
-    note("region", info->start, info->size, info->local_key);
+    log_call("region", info->start, info->size, info->local_key);
     return *region ? 0 : FAILED;
 }
 
@@ -261,7 +261,7 @@ static int add_pair(uint32_t depth, struct pair **pair) {
     if (is_added)
         pairs[(*pair)->number = pair_count++] = *pair;
     pthread_mutex_unlock(&pair_lock);
-    note("pair", (*pair)->number, (*pair)->depth, depth);
+    log_call("pair", (*pair)->number, (*pair)->depth, depth);
     return is_added ? 0 : FAILED;
 }
 
@@ -327,12 +327,12 @@ static bool is_done(const struct pair *pair, const struct entry *entry) {
     struct region there;
     struct iovec copy = {&there, sizeof there};
     struct iovec original = {&pair->peers_regions[entry->there_key % REGIONS], sizeof there};
-    note(entry->operation == READ ? "read" : "write", entry->there, here.start, here.size);
+    log_call(entry->operation == READ ? "read" : "write", entry->there, here.start, here.size);
     return holds(&regions[here.key % REGIONS], here.key, here.start, here.size) &&
            process_vm_readv(pair->peer, &copy, 1, &original, 1, 0) == sizeof there &&
            holds(&there, entry->there_key, entry->there, here.size) &&
-           (entry->operation == READ || is_carried()) &&
-           move(pair->peer, (void *)here.start, entry->there, here.size, entry->operation != READ) == 0;
+           (entry->operation == READ || is_copy_allowed()) &&
+           copy_process_memory(pair->peer, (void *)here.start, entry->there, here.size, entry->operation != READ) == 0;
 }
 
 static void ring(uint32_t number, uint32_t posted) {

@@ -12,7 +12,7 @@ from typing import Optional
 import numpy as np
 import numpy.typing as npt
 
-from .describe import Buffer, RankLayout
+from .local_layout import Buffer, RankLayout
 
 # Address and bytes of a buffer; None where its side does not say how many.
 Memory = tuple[int, Optional[int]]
@@ -20,20 +20,20 @@ Memory = tuple[int, Optional[int]]
 ENDLESS = 1 << 64
 
 
-def until_next(pointers: Iterable[int]) -> dict[int, int]:
+def bytes_until_next(pointers: Iterable[int]) -> dict[int, int]:
     """Of each address the bytes until the next one: what begins there has no more."""
     known = sorted(set(pointers))
     return {here: there - here for here, there in zip(known, [*known[1:], ENDLESS])}
 
 
-def fewest_until_next(
+def min_pages_until_next(
     numbers: Iterable[int], buffers: Sequence[Buffer], pointers: Sequence[int]
 ) -> int:
     """Pages that each of the buffers with these numbers has room for before the next one begins.
 
     0 where that says nothing: of the last one in memory, or where they lie within one another.
     """
-    room = until_next(pointers)
+    room = bytes_until_next(pointers)
     pages = [room[pointers[i]] // buffers[i].page_bytes for i in set(numbers)]
     fewest = min(pages, default=0)
     return fewest if fewest < ENDLESS >> 32 else 0
@@ -42,14 +42,14 @@ def fewest_until_next(
 class Bounds:
     """Memory that a side has; `whose` says whose, for messages."""
 
-    def __init__(self, whose: str, held: Iterable[Memory]):
+    def __init__(self, owner: str, held: Iterable[Memory]):
         """Buffers that lie within one another are one; those that only touch are not.
 
         One of unknown length reaches to the next.
         """
-        self.whose = whose
+        self.owner = owner
         known = [(start, size) for start, size in held if start]  # what is empty has no address
-        room = until_next(start for start, _ in known)
+        room = bytes_until_next(start for start, _ in known)
         spans = sorted(
             (start, start + (room[start] if size is None else size)) for start, size in known
         )
@@ -66,7 +66,7 @@ class Bounds:
             .T
         )
 
-    def why_outside(self, starts: Sequence[int], sizes: Sequence[int]) -> str:
+    def outside_error(self, starts: Sequence[int], sizes: Sequence[int]) -> str:
         """Which copy, by address and bytes, is not within a buffer; "" if all are."""
         if not len(starts):
             return ""
@@ -84,7 +84,7 @@ class Bounds:
         which = outside.argmax()
         return (
             f"a copy of {int(size[which]):,} bytes at {int(first[which]):#x}, which is in none of "
-            f"the buffers that {self.whose} registered"
+            f"the buffers that {self.owner} registered"
         )
 
 
@@ -101,12 +101,12 @@ def described_memory(
     ]
 
 
-def told_memory(pointers: Sequence[int], told: Sequence[int]) -> Optional[list[Memory]]:
+def announced_memory(pointers: Sequence[int], told: Sequence[int]) -> Optional[list[Memory]]:
     """The same by a list of bytes; None where it is not of these buffers."""
     return list(zip(pointers, told)) if len(pointers) == len(told) else None
 
 
-def described_rows(layout: Optional[RankLayout], pointers: Sequence[int]) -> list[Memory]:
+def described_aux(layout: Optional[RankLayout], pointers: Sequence[int]) -> list[Memory]:
     """The same of metadata."""
     if layout is None or not layout.aux_slots or len(layout.aux) != len(pointers):
         return [(pointer, None) for pointer in pointers]
@@ -115,7 +115,7 @@ def described_rows(layout: Optional[RankLayout], pointers: Sequence[int]) -> lis
     ]
 
 
-def most_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[int]:
+def max_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[int]:
     """Slots of the buffer that has the most of them; None where that is not known.
 
     One whose slots are of 0 bytes is not sent; of nothing but those the slots do not matter.
@@ -126,7 +126,7 @@ def most_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[
     return max(slots, default=None)
 
 
-def why_no_slots(kind: object, slots: npt.ArrayLike, most: Optional[int]) -> str:
+def slot_error(kind: object, slots: npt.ArrayLike, most: Optional[int]) -> str:
     """Which of a peer's slots or pages of state it does not have; "" if it has all."""
     asked = np.asarray(slots, dtype=np.int64).reshape(-1)
     if not asked.size or (asked.min() >= 0 and (most is None or asked.max() < most)):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .heads import heads_of_rank, heads_to_send
 
 
-def shares_group(parts: Sequence[int], tp_size: int, channels: int) -> bool:
+def replicates_bc(parts: Sequence[int], tp_size: int, channels: int) -> bool:
     """Whether a rank with so many channels has its share of the first part and all of the others.
 
     Args:
@@ -24,7 +24,7 @@ def shares_group(parts: Sequence[int], tp_size: int, channels: int) -> bool:
     return len(parts) > 1 and parts[0] // tp_size + sum(parts[1:]) == channels
 
 
-def blocks_of_shared_group(
+def slice_blocks_with_shared_bc(
     parts: Sequence[int], prefill: tuple[int, int], decode: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
     """Channels to copy from one prefill rank to one decode rank: (from, to, how many) of each part.

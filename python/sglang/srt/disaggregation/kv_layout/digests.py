@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import heads_to_send
+from .local_layout import Buffer, Heads, LayoutError, RankLayout
 from .match import is_elided, match_buffers
 
 Words = npt.NDArray[np.uint64]
@@ -106,7 +106,7 @@ def decode_digests(frame: bytes) -> RoomDigests:
 
 
 @dataclass(frozen=True)
-class Slice:
+class ByteRange:
     """Bytes of a page: `length` from `start`, of each of `rows` equal parts of the page."""
 
     buffer: int
@@ -142,13 +142,15 @@ def elided_parts(layout: RankLayout) -> tuple[Part, ...]:
     return tuple(Part(*one.key) for one in (*layout.kv, *layout.state) if is_elided(one))
 
 
-def slices_of(parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]) -> list[Slice]:
+def byte_ranges(
+    parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]
+) -> list[ByteRange]:
     """Where a rank holds each part.
 
     Raises:
         LayoutError: It does not hold one.
     """
-    held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.idle}
+    held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.unused}
     slices = []
     for part in parts:
         if part.key not in held:
@@ -157,31 +159,31 @@ def slices_of(parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffe
     return slices
 
 
-def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> Slice:
+def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> ByteRange:
     if part.heads is None or buffer.heads is None:
         if part.heads != buffer.heads:
             raise LayoutError(
                 f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'undivided'}, the "
                 f"other side {part.name}"
             )
-        return Slice(i, 1, 0, buffer.page_bytes)
+        return ByteRange(i, 1, 0, buffer.page_bytes)
     if part.heads & buffer.heads != part.heads:
         raise LayoutError(f"{layout.name} holds KV heads {buffer.heads} of {part.name}")
     head = buffer.page_bytes // (layout.page_size * buffer.heads.count)
     start = (part.heads.start - buffer.heads.start) * head
-    return Slice(i, layout.page_size, start, part.heads.count * head)
+    return ByteRange(i, layout.page_size, start, part.heads.count * head)
 
 
-def sum_up(parts: tuple[Part, ...], pages: npt.NDArray[np.int64]) -> Digests:
+def summarize(parts: tuple[Part, ...], pages: npt.NDArray[np.int64]) -> Digests:
     """Rows and columns of the digests of single pages, `[parts, pages]`."""
     words = np.ascontiguousarray(pages).view(np.uint64)
-    rows = (words * weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+    rows = (words * position_weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
     of_part = np.array([part.weight for part in parts], dtype=np.uint64)
     columns = (words * of_part[:, None]).sum(axis=0, dtype=np.uint64)
     return Digests(parts, rows.tobytes(), columns.tobytes())
 
 
-def weights(count: int) -> Words:
+def position_weights(count: int) -> Words:
     """Odd numbers that look random, the same in every process: SplitMix64's of 0, 1, 2, ..."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -190,7 +192,7 @@ def weights(count: int) -> Words:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
+def describe_difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
     """What differs, in words; None where all is equal. Both are of the same parts."""
     wrong = [
         part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
@@ -213,7 +215,7 @@ def _place(page: int, wrong: int, count: int, tokens: int) -> str:
     return f"; first wrong page {page} of {count} ({at}), {wrong} in all"
 
 
-def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
+def missing_parts(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
     """The target model's buffers, or heads of them, of which no prefill rank has sent a digest."""
     held: dict[tuple, set[int]] = {}
     for part in parts:
@@ -226,7 +228,7 @@ def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
         heads = buffer.heads
         wanted = {-1} if heads is None else set(range(heads.start, heads.stop))
         left = wanted - held.get(buffer.key, set())
-        if left and not (buffer.draft or buffer.idle or is_elided(buffer)):
+        if left and not (buffer.draft or buffer.unused or is_elided(buffer)):
             missing.append(
                 buffer.name if heads is None else f"{buffer.name}, KV heads {sorted(left)}"
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from .describe import Heads, LayoutError
+from .local_layout import Heads, LayoutError
 
 
 def heads_of_rank(rank: int, tp_size: int, total: int) -> Heads:
@@ -41,7 +41,7 @@ def tp_size_conflict(prefill_tp: int, decode_tp: int) -> Optional[str]:
     )
 
 
-def connected_prefill_ranks(decode_rank: int, prefill_tp: int, decode_tp: int) -> range:
+def prefill_ranks_of(decode_rank: int, prefill_tp: int, decode_tp: int) -> range:
     """Prefill ranks that serve a decode rank, as the engine's receivers connect them."""
     if prefill_tp >= decode_tp:
         each = prefill_tp // decode_tp
@@ -63,7 +63,7 @@ def heads_to_send(
         prefill, decode: Each side's (rank, size) in attention TP.
     """
     rank, size = prefill
-    served_by = connected_prefill_ranks(decode[0], size, decode[1])
+    served_by = prefill_ranks_of(decode[0], size, decode[1])
     if size > sender.total and any(
         heads_of_rank(earlier, size, sender.total) == sender
         for earlier in served_by

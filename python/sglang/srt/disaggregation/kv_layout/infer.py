@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from .describe import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .heads import heads_of_rank
+from .local_layout import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .match import is_elided
 
 
 @dataclass(frozen=True)
-class PeerFacts:
+class StockRegistration:
     """What every release registers: attention TP, pointer counts, the first buffer's page bytes.
 
     `state_pointers` is None where the transport sends state by other means.
@@ -31,7 +31,7 @@ class PeerFacts:
     page_bytes: Optional[int] = None
 
 
-def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
+def infer_layout(own: RankLayout, peer: StockRegistration) -> RankLayout:
     """The layout of a decode rank that describes nothing, seen from prefill rank `own`.
 
     It serves the same model, holds all layers or the same stage as `own`, and its pool has the same
@@ -63,7 +63,7 @@ def infer_layout(own: RankLayout, peer: PeerFacts) -> RankLayout:
     )
 
 
-def counted_layout(
+def layout_from_counts(
     components: tuple[str, ...], start_layer: int, total_layers: int, kv_pointers: int
 ) -> RankLayout:
     """The KV buffers of a prefill rank of which only the first layer and the counts are known.
@@ -86,10 +86,10 @@ def counted_layout(
     return RankLayout(0, 1, 0, stages, 1, "", "", total_layers, tuple(kv))
 
 
-def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
+def _infer_kv(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
     ours = [buffer for buffer in own.kv if not buffer.draft]
     if own.pp_size == 1:  # so has the peer, and the same layers in the same order
-        held = [_as_held_by(peer, buffer, False, buffer.layer) for buffer in ours]
+        held = [_rescaled_for(peer, buffer, False, buffer.layer) for buffer in ours]
         return (*held, *_infer_drafts(own, peer, len(held)))
     target = _first_layers(own.kv, draft=False)
     layers = [buffer.layer for buffer in ours if buffer.key[:2] == target[0].key[:2]]
@@ -103,16 +103,16 @@ def _infer_kv(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
         )
     if peer.kv_pointers >= len(target) * own.total_layers:
         layers = list(range(own.total_layers))
-    held = [_as_held_by(peer, one, False, layer) for one in target for layer in layers]
+    held = [_rescaled_for(peer, one, False, layer) for one in target for layer in layers]
     return (*held, *_infer_drafts(own, peer, len(held)))
 
 
-def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer]:
+def _infer_drafts(own: RankLayout, peer: StockRegistration, targets: int) -> list[Buffer]:
     """What follows the target's buffers; of no interest where we have no draft to send."""
     left = peer.kv_pointers - targets
     ours = [buffer for buffer in own.kv if buffer.draft]
     if left == len(ours):
-        return [_as_held_by(peer, buffer, True, buffer.layer) for buffer in ours]
+        return [_rescaled_for(peer, buffer, True, buffer.layer) for buffer in ours]
     draft = _first_layers(own.kv, draft=True)
     if left < 0 or (draft and (left % len(draft) or len(ours) % len(draft))):
         raise LayoutError(
@@ -122,10 +122,10 @@ def _infer_drafts(own: RankLayout, peer: PeerFacts, targets: int) -> list[Buffer
         )
     if not draft:
         return [Buffer("undescribed", True, n, 0) for n in range(left)]
-    return [_as_held_by(peer, one, True, n) for one in draft for n in range(left // len(draft))]
+    return [_rescaled_for(peer, one, True, n) for one in draft for n in range(left // len(draft))]
 
 
-def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
+def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
     """State by position: the same buffers as ours, or each component's layers counted from 0."""
     if peer.state_pointers is None:
         return ()
@@ -142,7 +142,7 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
     whole_model = first and own.pp_size > 1 and more == 0
     for held in () if whole_model else (own.state, target):  # stock may lack the draft's state
         if peer.state_pointers == len(held):
-            return tuple(_as_held_by(peer, one, one.draft, one.layer) for one in held)
+            return tuple(_rescaled_for(peer, one, one.draft, one.layer) for one in held)
     if not first or more < 0:
         raise LayoutError(
             f"decode registered {peer.state_pointers} state buffers, prefill ({own.name}) holds "
@@ -154,9 +154,9 @@ def _infer_state(own: RankLayout, peer: PeerFacts) -> tuple[Buffer, ...]:
             "some that have none; apply the patch set to decode, too, or use PP 1"
         )
     layers = range(own.total_layers)
-    held = [_as_held_by(peer, one, False, layer) for one in first for layer in layers]
+    held = [_rescaled_for(peer, one, False, layer) for one in first for layer in layers]
     if more == len(drafts):
-        return (*held, *(_as_held_by(peer, one, True, one.layer) for one in drafts))
+        return (*held, *(_rescaled_for(peer, one, True, one.layer) for one in drafts))
     return (*held, *(Buffer("undescribed", True, n, 0) for n in range(more)))
 
 
@@ -177,7 +177,7 @@ def _first_layers(buffers: tuple[Buffer, ...], draft: bool) -> list[Buffer]:
     return list(first.values())
 
 
-def _as_held_by(peer: PeerFacts, ours: Buffer, draft: bool, layer: int) -> Buffer:
+def _rescaled_for(peer: StockRegistration, ours: Buffer, draft: bool, layer: int) -> Buffer:
     if ours.heads is None:
         return Buffer(ours.component, draft, layer, ours.page_bytes)
     heads: Heads = heads_of_rank(peer.tp_rank, peer.tp_size, ours.heads.total)

@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from .describe import (
+from .heads import heads_to_send, tp_size_conflict
+from .local_layout import (
     Buffer,
     Heads,
     LayoutError,
     RankLayout,
+    has_fused_conv_state,
     is_opaque,
     is_recurrent,
-    joins_convolutions,
 )
-from .heads import heads_to_send, tp_size_conflict
 
 
 @dataclass(frozen=True)
-class Pair:
+class BufferPair:
     """One source buffer, one destination buffer, and what of each page is copied.
 
     Attributes:
@@ -46,7 +46,7 @@ class Pair:
     row_bytes: int
 
 
-def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
+def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
     """Every reason why `src` (prefill) must not send to `dst` (decode); empty if it may."""
     reasons = []
     conflict = tp_size_conflict(src.tp_size, dst.tp_size)
@@ -63,7 +63,7 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
             f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
             "use one PP size for hybrid models"
         )
-    if joins_convolutions(src) and src.tp_size != dst.tp_size:
+    if has_fused_conv_state(src) and src.tp_size != dst.tp_size:
         reasons.append(
             f"recurrent state: prefill TP size {src.tp_size}, decode TP size {dst.tp_size}; its "
             "convolutions lie in one buffer, which cannot be cut: use one TP size for this model"
@@ -94,7 +94,7 @@ def match_buffers(
     dst: RankLayout,
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
-) -> tuple[Pair, ...]:
+) -> tuple[BufferPair, ...]:
     """Pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
 
     A draft buffer that only one side has is left out. Pairs that carry no head are left out too.
@@ -105,7 +105,7 @@ def match_buffers(
     """
     pairs = (
         _pair(src, dst, i, j, src_buffers[i], dst_buffers[j])
-        for i, j in same_layers(src, dst, src_buffers, dst_buffers)
+        for i, j in match_layers(src, dst, src_buffers, dst_buffers)
         if not (is_elided(src_buffers[i]) or is_elided(dst_buffers[j]))
     )
     return tuple(pair for pair in pairs if pair.row_bytes)
@@ -116,7 +116,7 @@ def is_elided(buffer: Buffer) -> bool:
     return buffer.component == "index_k" and not buffer.page_bytes
 
 
-def same_layers(
+def match_layers(
     src: RankLayout,
     dst: RankLayout,
     src_buffers: tuple[Buffer, ...],
@@ -129,9 +129,9 @@ def same_layers(
     Raises:
         LayoutError: The target model's buffer is missing on the destination.
     """
-    where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.idle}
+    where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.unused}
     for i, buffer in enumerate(src_buffers):
-        if buffer.idle:
+        if buffer.unused:
             continue
         j = where.get(buffer.key)
         if j is not None:
@@ -143,11 +143,13 @@ def same_layers(
             )
 
 
-def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer) -> Pair:
+def _pair(
+    src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer
+) -> BufferPair:
     if ours.heads == theirs.heads and (ours.heads is None or src.tp_size <= ours.heads.total):
         if ours.page_bytes != theirs.page_bytes:
             raise _unequal("bytes a page", ours, ours.page_bytes, theirs.page_bytes)
-        return Pair(i, j, True, 0, 0, ours.page_bytes)
+        return BufferPair(i, j, True, 0, 0, ours.page_bytes)
     if ours.heads is None or theirs.heads is None:
         raise _unequal("split by heads", ours, ours.heads or "no", theirs.heads or "no")
     if ours.heads.total != theirs.heads.total:
@@ -159,7 +161,7 @@ def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs
         ours.heads, theirs.heads, (src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size)
     )
     whole = share == ours.heads == theirs.heads
-    return Pair(
+    return BufferPair(
         i,
         j,
         whole,
@@ -188,7 +190,7 @@ def _unequal(what: str, buffer: Buffer, ours: object, theirs: object) -> LayoutE
     )
 
 
-def one_sided_draft(src: RankLayout, dst: RankLayout) -> Optional[str]:
+def draft_mismatch(src: RankLayout, dst: RankLayout) -> Optional[str]:
     """What is said of a draft model that only one side has; its buffers are left out."""
     if src.pp_rank != src.pp_size - 1:
         return None  # only the last stage has a draft
@@ -204,7 +206,7 @@ def _summary(buffers: tuple[Buffer, ...]) -> str:
     """Such as `k layers 0-3, draft k layers 0-0`."""
     spans: dict[str, list[int]] = {}
     for buffer in buffers:
-        if buffer.idle:
+        if buffer.unused:
             continue
         spans.setdefault(f"{'draft ' if buffer.draft else ''}{buffer.component}", []).append(
             buffer.layer

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from .aux_rows import AuxPlan, make_aux_plan
-from .describe import Buffer, LayoutError, RankLayout
-from .infer import PeerFacts, infer_layout
-from .match import match_buffers, refusals, same_layers
-from .plan import TransferPlan, make_plan
+from .aux_buffers import AuxPlan, make_aux_plan
+from .edits import TransferPlan, make_plan
+from .infer import StockRegistration, infer_layout
+from .local_layout import Buffer, LayoutError, RankLayout
+from .match import incompatibilities, match_buffers, match_layers
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class PeerPlan:
 def plan_for_peer(
     own: RankLayout,
     own_pointers: Pointers,
-    peer: Union[RankLayout, PeerFacts],
+    peer: Union[RankLayout, StockRegistration],
     peer_pointers: Pointers,
 ) -> PeerPlan:
-    """Plans from prefill rank `own` to a decode rank, described or (as `PeerFacts`) stock.
+    """Plans from prefill rank `own` to a decode rank, described or (as `StockRegistration`) stock.
 
     Raises:
         LayoutError: The two cannot work together; the text holds every reason.
     """
-    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
-    reasons = refusals(own, layout)
+    layout = infer_layout(own, peer) if isinstance(peer, StockRegistration) else peer
+    reasons = incompatibilities(own, layout)
     if reasons:
         raise LayoutError("; ".join(reasons))
 
@@ -66,7 +66,7 @@ def plan_for_peer(
 def pair_layers(
     own: RankLayout,
     own_kv: Sequence[int],
-    peer: Union[RankLayout, PeerFacts],
+    peer: Union[RankLayout, StockRegistration],
     peer_kv: Sequence[int],
 ) -> list[tuple[Buffer, int, int]]:
     """(our buffer, our pointer, the peer's pointer) of each KV buffer that both sides hold.
@@ -77,11 +77,11 @@ def pair_layers(
         LayoutError: The peer lacks a layer of the target model, or describes other buffers than it
             registered.
     """
-    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
+    layout = infer_layout(own, peer) if isinstance(peer, StockRegistration) else peer
     _check_count(own, own.kv, own_kv)
     _check_count(layout, layout.kv, peer_kv)
     return [
-        (own.kv[i], own_kv[i], peer_kv[j]) for i, j in same_layers(own, layout, own.kv, layout.kv)
+        (own.kv[i], own_kv[i], peer_kv[j]) for i, j in match_layers(own, layout, own.kv, layout.kv)
     ]
 
 

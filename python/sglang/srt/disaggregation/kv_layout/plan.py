@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .bounds import fewest_until_next
-from .describe import Buffer, LayoutError
-from .match import Pair
+from .bounds import min_pages_until_next
+from .local_layout import Buffer, LayoutError
+from .match import BufferPair
 
 Ints = npt.NDArray[np.int64]
 
 # Numbers made at a time on the way to a list: few enough to stay in a core's cache.
-_AT_ONCE = 8192
+_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class CopyGroup:
     src: Ints
     dst: Ints
 
-    def copies(self, src_pages: Ints, dst_pages: Ints) -> _Copies:
+    def copies(self, src_pages: Ints, dst_pages: Ints) -> _GroupCopies:
         each = self._runs if self.whole else self._rows
-        return _Copies(self.src, self.dst, *each(src_pages, dst_pages))
+        return _GroupCopies(self.src, self.dst, *each(src_pages, dst_pages))
 
     def _runs(self, src: Ints, dst: Ints) -> tuple[Ints, Ints, Ints]:
         starts = np.ones(src.size + 1, dtype=bool)  # the last says where the last run ends
@@ -67,7 +67,7 @@ class CopyGroup:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class _GroupCopies:
     """The same copies for some buffer pairs: from `src` + `src_offset` to `dst` + `dst_offset`.
 
     Addresses of shape `[pairs]`; offsets and lengths, in bytes, `[copies of a pair]`.
@@ -88,12 +88,12 @@ class _Copies:
             return [int(self.length[0])] * len(self)
         return self.length.tolist() * self.src.size
 
-    def parts(self, at_most: int) -> Iterator[_Copies]:
+    def split(self, at_most: int) -> Iterator[_GroupCopies]:
         pairs = max(1, at_most // max(1, self.length.size))
-        for src, dst in zip(_cut(self.src, pairs), _cut(self.dst, pairs)):
+        for src, dst in zip(_slices(self.src, pairs), _slices(self.dst, pairs)):
             columns = (self.src_offset, self.dst_offset, self.length)
-            for some in zip(*(_cut(column, at_most) for column in columns)):
-                yield _Copies(src, dst, *some)
+            for some in zip(*(_slices(column, at_most) for column in columns)):
+                yield _GroupCopies(src, dst, *some)
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Copies:
     Every form has them in the same order: buffer after buffer, pages as the request has them.
     """
 
-    sets: tuple[_Copies, ...]
+    groups: tuple[_GroupCopies, ...]
 
     def __len__(self) -> int:
-        return sum(map(len, self.sets))
+        return sum(map(len, self.groups))
 
     def arrays(self) -> Ints:
         """Source addresses, destination addresses and lengths in bytes, as one array `[3, n]`."""
@@ -117,9 +117,9 @@ class Copies:
     def lists(self) -> tuple[list[int], list[int], list[int]]:
         """The same as lists."""
         return (
-            _sums([(some.src, some.src_offset) for some in self.sets]),
-            _sums([(some.dst, some.dst_offset) for some in self.sets]),
-            _chained([some.lengths() for some in self.sets]),
+            _outer_sums([(some.src, some.src_offset) for some in self.groups]),
+            _outer_sums([(some.dst, some.dst_offset) for some in self.groups]),
+            _concatenate([some.lengths() for some in self.groups]),
         )
 
     def descriptors(self, src_device: int, dst_device: int) -> tuple[Ints, Ints]:
@@ -130,16 +130,16 @@ class Copies:
         src[:, 2], dst[:, 2] = src_device, dst_device
         return src, dst
 
-    def parts(self, at_most: int) -> list[Copies]:
+    def split(self, at_most: int) -> list[Copies]:
         """Copies that together are these, at most so many in each part."""
         if len(self) <= at_most:
             return [self]
-        return [Copies((part,)) for some in self.sets for part in some.parts(at_most)]
+        return [Copies((part,)) for some in self.groups for part in some.split(at_most)]
 
     def _fill(self, src: Ints, dst: Ints, length: Ints) -> None:
         """Write into arrays `[n]`, in place, for they are large."""
         end = 0
-        for some in self.sets:
+        for some in self.groups:
             rows, end = slice(end, end + len(some)), end + len(some)
             shape = (some.src.size, some.length.size)
             np.add(some.src[:, None], some.src_offset, out=src[rows].reshape(shape))
@@ -152,13 +152,13 @@ class TransferPlan:
     """All copies between two ranks, short of the page indices; none where both hold nothing.
 
     `src_pages` and `dst_pages` are how many pages each side's buffers have, 0 if it does not say;
-    `dst_most` how many end before the peer's next buffer begins, 0 if that is not known.
+    `dst_max_pages` how many end before the peer's next buffer begins, 0 if that is not known.
     """
 
     groups: tuple[CopyGroup, ...]
     src_pages: int = 0
     dst_pages: int = 0
-    dst_most: int = 0
+    dst_max_pages: int = 0
 
     @property
     def is_sliced(self) -> bool:
@@ -172,10 +172,12 @@ class TransferPlan:
             LayoutError: The two, of shape `[pages]`, do not name the same number of pages, or name
                 one that the buffers do not have.
         """
-        src, dst = self.checked(src_pages, dst_pages)
+        src, dst = self.validate_pages(src_pages, dst_pages)
         return Copies(tuple(group.copies(src, dst) for group in self.groups))
 
-    def checked(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> tuple[Ints, Ints]:
+    def validate_pages(
+        self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike
+    ) -> tuple[Ints, Ints]:
         """These pages as arrays. Raises LayoutError as `copies`."""
         src = np.asarray(src_pages, dtype=np.int64)
         dst = np.asarray(dst_pages, dtype=np.int64)
@@ -184,7 +186,7 @@ class TransferPlan:
                 f"prefill sends {src.size} pages where decode has set aside {dst.size}; "
                 "the two servers disagree about this request's length"
             )
-        held = min(filter(None, (self.dst_pages, self.dst_most)), default=0)
+        held = min(filter(None, (self.dst_pages, self.dst_max_pages)), default=0)
         if _is_outside(src, self.src_pages) or _is_outside(dst, held):
             raise LayoutError(
                 f"prefill sends pages {_span(src, self.src_pages)}, decode has set aside pages "
@@ -206,11 +208,11 @@ def _span(pages: Ints, held: int) -> str:
     return f"{pages.min()} to {pages.max()} of {held or 'an unknown number'}"
 
 
-def _cut(numbers: Ints, size: int) -> list[Ints]:
+def _slices(numbers: Ints, size: int) -> list[Ints]:
     return [numbers[start : start + size] for start in range(0, numbers.size, size)]
 
 
-def _chained(lists: list[list[int]]) -> list[int]:
+def _concatenate(lists: list[list[int]]) -> list[int]:
     """One list of all; the first grows, for they are large."""
     chained = lists[0] if lists else []
     for more in lists[1:]:
@@ -218,18 +220,18 @@ def _chained(lists: list[list[int]]) -> list[int]:
     return chained
 
 
-def _sums(sides: list[tuple[Ints, Ints]]) -> list[int]:
+def _outer_sums(sides: list[tuple[Ints, Ints]]) -> list[int]:
     """Of each pair of arrays, each number of the first plus each of the second."""
     numbers = array("q")
     for firsts, offsets in sides:
-        step = max(1, _AT_ONCE // max(1, offsets.size))
+        step = max(1, _CHUNK // max(1, offsets.size))
         for start in range(0, firsts.size, step):
             numbers.frombytes((firsts[start : start + step, None] + offsets).view(np.uint8))
     return numbers.tolist()  # a tenth faster than NumPy's
 
 
 def make_plan(
-    pairs: Sequence[Pair],
+    pairs: Sequence[BufferPair],
     page_size: int,
     src_buffers: Sequence[Buffer],
     src_pointers: Sequence[int],
@@ -257,7 +259,7 @@ def make_plan(
         ),
         _fewest_pages(src_buffers[pair.src] for pair in pairs),
         _fewest_pages(dst_buffers[pair.dst] for pair in pairs),
-        fewest_until_next((pair.dst for pair in pairs), dst_buffers, dst_pointers),
+        min_pages_until_next((pair.dst for pair in pairs), dst_buffers, dst_pointers),
     )
 
 

@@ -12,7 +12,7 @@ A pool is known by what it has, not by its class, so that this module needs no e
 
 Later releases keep index keys of some layers only (indexer_layer_ids), and on NPU store both parts
 of a latent as one record of fp8 (dsa_kv_cache_store_fp8) beside the scales of the index keys
-(index_k_scale_buffer). A pool with what `_refuse_unlike` names is not one of these.
+(index_k_scale_buffer). A pool with what `_reject_unsupported_variants` names is not one of these.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from .describe import OPAQUE, Buffer, Heads, LayoutError
 from .heads import heads_of_rank
+from .local_layout import OPAQUE, Buffer, Heads, LayoutError
 
 Components = list[tuple[str, list[int], Optional[int]]]  # name, layers, KV heads held by the rank
 
@@ -60,7 +60,7 @@ def describe_pools(
     """
     try:
         parts = [(False, *part) for part in _parts(target, state, tp, total_kv_heads, computed)]
-        if draft is not None and (not state or keeps_own_state(target, draft)):
+        if draft is not None and (not state or has_separate_state(target, draft)):
             parts += [(True, *part) for part in _parts(draft, state, tp, draft_kv_heads)]
     except AttributeError as error:
         raise LayoutError(f"{error}; this pool is not known to the patch set") from error
@@ -71,8 +71,10 @@ def describe_pools(
             f"{len(item_lens)}; this pool is not known to the patch set"
         )
     return tuple(
-        Buffer(component, is_draft, layer, page_bytes, heads, data_bytes // (page_bytes or 1), idle)
-        for (is_draft, component, layer, heads, idle), page_bytes, data_bytes in zip(
+        Buffer(
+            component, is_draft, layer, page_bytes, heads, data_bytes // (page_bytes or 1), unused
+        )
+        for (is_draft, component, layer, heads, unused), page_bytes, data_bytes in zip(
             parts, item_lens, data_lens
         )
     )
@@ -104,9 +106,9 @@ def _parts(
     computed: Optional[range] = None,
 ) -> list[tuple[str, int, Optional[Heads], bool]]:
     """Component, layer, heads, and whether it is idle, of each buffer of a pool."""
-    idle = _idle_layers(pool, computed)
+    unused = _unused_layers(pool, computed)
     return [
-        (component, layer, None if held is None else _heads(held, tp, total_heads), layer in idle)
+        (component, layer, None if held is None else _heads(held, tp, total_heads), layer in unused)
         for component, layers, held in (_state(pool) if state else _kv(pool))
         for layer in layers
     ]
@@ -119,7 +121,7 @@ def _kv(pool: Any) -> Components:
 
 def _components(pool: Any, layers: list[int]) -> Components:
     """What a pool of one kind of attention holds of these layers of the model."""
-    _refuse_unlike(pool)
+    _reject_unsupported_variants(pool)
     if not hasattr(pool, "kv_lora_rank"):
         return [("k", layers, pool.head_num), ("v", layers, pool.head_num)]
     if hasattr(pool, "kv_buffer"):
@@ -134,7 +136,7 @@ def _components(pool: Any, layers: list[int]) -> Components:
     return parts
 
 
-def _refuse_unlike(pool: Any) -> None:
+def _reject_unsupported_variants(pool: Any) -> None:
     """Raise LayoutError where a pool has the attributes of a known one, but other buffers."""
     layout = getattr(pool, "kv_cache_layout", "nhd")
     unlike = {
@@ -176,7 +178,7 @@ def _recurrent(pool: Any) -> Components:
     return parts
 
 
-def keeps_own_state(target: Any, draft: Any) -> bool:
+def has_separate_state(target: Any, draft: Any) -> bool:
     """The draft has state of the target's kind, in memory of its own: it is registered, too.
 
     A hybrid's recurrent state lies in one pool, which target and draft share.
@@ -198,7 +200,7 @@ def _full_attention_layers(pool: Any) -> list[int]:
     return [layer for layer, (_, is_swa) in mapping.items() if not is_swa]
 
 
-def _idle_layers(pool: Any, computed: Optional[range]) -> set[int]:
+def _unused_layers(pool: Any, computed: Optional[range]) -> set[int]:
     """Layers that are another stage's: with sliding windows the engine adds the next one."""
     held = set(getattr(pool, "layers_mapping", ()))
     return set() if computed is None else held - set(computed)

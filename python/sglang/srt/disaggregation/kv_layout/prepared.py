@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from .describe import LayoutError
-from .plan import TransferPlan
+from .edits import TransferPlan
+from .local_layout import LayoutError
 
 Runs = list[tuple[int, int, int, int]]  # address, length and stride in bytes, blocks
 Numbers = npt.NDArray[np.int32]
@@ -24,7 +24,7 @@ MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class _BlockNumbers:
     """The blocks of a plan's group, of both sides at once, which have equally many of a page.
 
     `first` is where each run begins, `[2, runs, 1]`; `rows` are the blocks of page 0 in a run.
@@ -33,7 +33,7 @@ class _Numbered:
     first: Numbers
     rows: Numbers
 
-    def of_runs(self, pages: Numbers) -> Numbers:
+    def block_numbers(self, pages: Numbers) -> Numbers:
         """Of these pages, `[2, 1, pages]`, counted from where a run begins."""
         if self.rows.size == 1:
             return pages
@@ -48,14 +48,14 @@ class PreparedPlan:
         plan: What they were made from.
         src, dst: Runs of each side, which belong together in this order.
         numbered: Numbers of the blocks, an entry for each of the plan's groups.
-        of_page: How many blocks a page has, of all runs.
+        blocks_per_page: How many blocks a page has, of all runs.
     """
 
     plan: TransferPlan
     src: Runs
     dst: Runs
-    numbered: tuple[_Numbered, ...]
-    of_page: int
+    numbered: tuple[_BlockNumbers, ...]
+    blocks_per_page: int
 
     def blocks(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> tuple[Numbers, Numbers]:
         """Numbers of the blocks that a request copies, from and to, `[blocks]`.
@@ -63,13 +63,13 @@ class PreparedPlan:
         Raises:
             LayoutError: As `TransferPlan.copies`.
         """
-        pages = np.array(self.plan.checked(src_pages, dst_pages), dtype=np.int32)
-        numbers, end = np.empty((2, self.of_page * pages.shape[1]), dtype=np.int32), 0
+        pages = np.array(self.plan.validate_pages(src_pages, dst_pages), dtype=np.int32)
+        numbers, end = np.empty((2, self.blocks_per_page * pages.shape[1]), dtype=np.int32), 0
         for group in self.numbered:  # each number is written once
-            of_runs = group.of_runs(pages[:, None])
-            shape = (2, group.first.shape[1], of_runs.shape[2])
+            block_numbers = group.block_numbers(pages[:, None])
+            shape = (2, group.first.shape[1], block_numbers.shape[2])
             start, end = end, end + shape[1] * shape[2]
-            np.add(group.first, of_runs, out=numbers[:, start:end].reshape(shape))
+            np.add(group.first, block_numbers, out=numbers[:, start:end].reshape(shape))
         return numbers[0], numbers[1]
 
 
@@ -96,11 +96,13 @@ def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
         for group in plan.groups
         for address in group.dst.tolist()
     ]
-    numbered, of_page = [], 0
+    numbered, blocks_per_page = [], 0
     for group in plan.groups:
-        starts = of_page + np.arange(group.src.size) * group.rows  # if both sides had one page
+        starts = (
+            blocks_per_page + np.arange(group.src.size) * group.rows
+        )  # if both sides had one page
         first = np.array(pages)[:, None, None] * starts[:, None]
         rows = np.arange(group.rows, dtype=np.int32)
-        numbered.append(_Numbered(first.astype(np.int32), rows))
-        of_page += starts.size * group.rows
-    return PreparedPlan(plan, src, dst, tuple(numbered), of_page)
+        numbered.append(_BlockNumbers(first.astype(np.int32), rows))
+        blocks_per_page += starts.size * group.rows
+    return PreparedPlan(plan, src, dst, tuple(numbered), blocks_per_page)

@@ -12,7 +12,7 @@ from typing import Optional
 
 import msgspec
 
-from .describe import Buffer, LayoutError, RankLayout
+from .local_layout import Buffer, LayoutError, RankLayout
 
 _TAG = b"KVL1"
 _SIZES_TAG = b"KVS1"
@@ -69,12 +69,12 @@ def _is_possible(buffer: Buffer) -> bool:
     return held and buffer.page_bytes >= least and buffer.pages >= 0
 
 
-def bears_layout(frames: Sequence[bytes]) -> bool:
+def has_layout_frame(frames: Sequence[bytes]) -> bool:
     """Whether a registration holds a description of ours, as its 13th frame."""
     return len(frames) > 12 and frames[12].startswith(_TAG)
 
 
-def layout_frame(frames: Sequence[bytes]) -> bytes:
+def find_layout_frame(frames: Sequence[bytes]) -> bytes:
     """The description among a message's frames, from the end; empty where there is none."""
     return next((frame for frame in reversed(frames) if frame.startswith(_TAG)), b"")
 
@@ -84,7 +84,7 @@ def encode_sizes(sizes: Sizes) -> bytes:
     return _SIZES_TAG + msgspec.msgpack.encode(sizes)
 
 
-def told_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
+def find_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
     """The sizes among a message's frames; None where there are none that can be read."""
     frame = next((frame for frame in reversed(frames) if frame.startswith(_SIZES_TAG)), b"")
     try:
@@ -95,6 +95,6 @@ def told_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
     return told if min(sizes, default=0) >= 0 else None
 
 
-def is_ours(frame: bytes) -> bool:
+def is_extension_frame(frame: bytes) -> bool:
     """Whether a stock peer does not send it."""
     return frame.startswith((_TAG, _SIZES_TAG))

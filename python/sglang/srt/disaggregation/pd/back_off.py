@@ -23,20 +23,20 @@ BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 30.0
 # A wait is as long as so many failures, and the longest may be as long as so many: a peer that
 # takes a time-out to fail leaves its queue to others for most of the time.
-LEAST_FAILURES = 2
-MOST_FAILURES = 10
+MIN_WAIT_IN_FAILURES = 2
+MAX_WAIT_IN_FAILURES = 10
 
 
 @dataclass
-class _Failures:
-    """`not_before` is when it is tried next, on the monotonic clock; infinite while it is."""
+class _PeerFailures:
+    """`retry_at` is when it is tried next, on the monotonic clock; infinite while it is."""
 
     count: int = 0
     wait: float = 0.0
-    not_before: float = -math.inf
+    retry_at: float = -math.inf
 
 
-class BackOff:
+class PeerBackoff:
     """Counts failures in a row of each peer, from any thread.
 
     in_a_row: After so many a peer is left alone.
@@ -45,60 +45,60 @@ class BackOff:
     def __init__(self, in_a_row: int = FAILURES_IN_A_ROW):
         self._in_a_row = in_a_row
         self._lock = threading.Lock()
-        self._failures: Dict[str, _Failures] = {}
+        self._failures: Dict[str, _PeerFailures] = {}
 
     @contextlib.contextmanager
-    def trying(self, peer: str) -> Iterator[None]:
+    def attempt(self, peer: str) -> Iterator[None]:
         """Around a transfer; after some failures one at a time.
 
         Raises:
             RuntimeError: It failed a short time ago, or is being tried.
         """
         self._check(peer)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             yield
         except LayoutError:  # nothing was tried
             with self._lock:
-                if self.is_left_alone(peer):
-                    self._failures[peer].not_before = 0.0
+                if self.is_backing_off(peer):
+                    self._failures[peer].retry_at = 0.0
             raise
         except Exception:
-            self.note_failure(peer, time.monotonic() - begun)
+            self.note_failure(peer, time.monotonic() - started_at)
             raise
-        self.forgive(peer)
+        self.reset(peer)
 
     def note_failure(self, peer: str, took: float) -> None:
         """A transfer to it failed, after so many seconds."""
         with self._lock:
-            known = self._failures.setdefault(peer, _Failures())
+            known = self._failures.setdefault(peer, _PeerFailures())
             known.count += 1
             if known.count >= self._in_a_row:
                 known.wait = _wait(known, took)
-                known.not_before = time.monotonic() + known.wait
+                known.retry_at = time.monotonic() + known.wait
 
-    def forgive(self, peer: str) -> None:
+    def reset(self, peer: str) -> None:
         """It is another process, or lives."""
         with self._lock:
             self._failures.pop(peer, None)
 
-    def is_left_alone(self, peer: str) -> bool:
+    def is_backing_off(self, peer: str) -> bool:
         """Whether it is tried one at a time, and not at once."""
         known = self._failures.get(peer)
         return known is not None and known.count >= self._in_a_row
 
-    def seconds_left(self, peer: str) -> float:
+    def retry_in(self, peer: str) -> float:
         """Until it is tried again; infinite while it is, 0 or less for one that may be tried."""
         known = self._failures.get(peer)
-        return -math.inf if known is None else known.not_before - time.monotonic()
+        return -math.inf if known is None else known.retry_at - time.monotonic()
 
     def _check(self, peer: str) -> None:
         with self._lock:
-            if not self.is_left_alone(peer):
+            if not self.is_backing_off(peer):
                 return
-            seconds, failures = self.seconds_left(peer), self._failures[peer].count
+            seconds, failures = self.retry_in(peer), self._failures[peer].count
             if seconds <= 0:
-                self._failures[peer].not_before = math.inf  # until this try has ended
+                self._failures[peer].retry_at = math.inf  # until this try has ended
                 return
         when = "when that has ended" if seconds == math.inf else f"in {math.ceil(seconds)} s"
         raise RuntimeError(
@@ -107,10 +107,10 @@ class BackOff:
         )
 
 
-def _wait(known: _Failures, took: float) -> float:
+def _wait(known: _PeerFailures, took: float) -> float:
     """Seconds until the next try."""
-    longest = max(MAX_BACK_OFF_SECONDS, MOST_FAILURES * took)
-    return max(BACK_OFF_SECONDS, LEAST_FAILURES * took, min(2 * known.wait, longest))
+    longest = max(MAX_BACK_OFF_SECONDS, MAX_WAIT_IN_FAILURES * took)
+    return max(BACK_OFF_SECONDS, MIN_WAIT_IN_FAILURES * took, min(2 * known.wait, longest))
 
 
 class FailedSessions(set):
@@ -123,12 +123,12 @@ class FailedSessions(set):
 
     def __init__(self):
         super().__init__()
-        self._back_off = BackOff(in_a_row=1)
+        self._back_off = PeerBackoff(in_a_row=1)
         self._asked = threading.local()  # when each worker began what may fail
 
     def __contains__(self, session: str) -> bool:
         self._asked.at = time.monotonic()
-        return super().__contains__(session) and self._back_off.seconds_left(session) > 0
+        return super().__contains__(session) and self._back_off.retry_in(session) > 0
 
     def add(self, session: str) -> None:
         """A transfer to it failed."""
@@ -139,9 +139,9 @@ class FailedSessions(set):
     def discard(self, session: str) -> None:
         """It has registered, or answers."""
         super().discard(session)
-        self._back_off.forgive(session)
+        self._back_off.reset(session)
 
-    def forgive(self, sessions: Iterable[str]) -> None:
+    def reset(self, sessions: Iterable[str]) -> None:
         """Transfers to these have succeeded: their next failure is a first one."""
         for session in list(sessions):
             self.discard(session)

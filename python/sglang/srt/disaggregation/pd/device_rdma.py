@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 # How many copies are in one call at most; and, if 1, that calls need not wait for each other.
 COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
-AT_ONCE_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
+CONCURRENT_CALLS_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
 DEFAULT_COPIES = 2048
 
 # The process has one transfer engine.
-_calls = threading.Lock()
+_call_lock = threading.Lock()
 
 
 def is_used() -> bool:
@@ -29,7 +29,7 @@ def is_used() -> bool:
     return os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip().lower() == "device_rdma"
 
 
-def copies_at_most() -> int:
+def max_copies_per_call() -> int:
     """In one call to the transfer engine."""
     return _read_copies(os.environ.get(COPIES_VARIABLE, ""))
 
@@ -43,7 +43,7 @@ def _read_copies(text: str) -> int:
     return DEFAULT_COPIES
 
 
-def write_in_turn(
+def transfer_serialized(
     transfer: Callable[[str, List[int], List[int], List[int]], int],
     session: str,
     src: List[int],
@@ -58,7 +58,7 @@ def write_in_turn(
     Returns:
         The first status that is not 0; what is left then is not begun.
     """
-    at_most = copies_at_most()
+    at_most = max_copies_per_call()
     for start in range(0, len(src), at_most) or (0,):  # of none the engine says what it says
         part = slice(start, start + at_most)
         status = _call(transfer, session, src[part], dst[part], lengths[part])
@@ -68,7 +68,7 @@ def write_in_turn(
 
 
 def _call(transfer: Callable[..., int], *copies) -> int:
-    if os.environ.get(AT_ONCE_VARIABLE) == "1":
+    if os.environ.get(CONCURRENT_CALLS_VARIABLE) == "1":
         return transfer(*copies)
-    with _calls:
+    with _call_lock:
         return transfer(*copies)

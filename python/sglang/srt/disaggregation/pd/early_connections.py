@@ -33,12 +33,12 @@ POLL_SECONDS = 0.01
 
 
 @dataclass
-class Reading:
+class PendingRead:
     """A transfer from a decode rank, begun on the monotonic clock."""
 
     peer: str
     handle: Any
-    begun: float
+    started_at: float
 
 
 class EarlyConnections:
@@ -75,7 +75,7 @@ class EarlyConnections:
         except Exception as error:
             logger.warning(f"Decode {peer} is connected to by its first request: {error}")
 
-    def could_not_connect(self, peer: str) -> None:
+    def handle_connect_failure(self, peer: str) -> None:
         """NIXL may have forgotten a decode rank to which it found no connection."""
 
     def _connect(self) -> None:
@@ -92,9 +92,9 @@ class EarlyConnections:
                 readings += self._begin(*asked, byte.ctypes.data)
             readings = [one for one in readings if not self._is_over(one)]
 
-    def _begin(self, peer: str, theirs: int, ours: int) -> List[Reading]:
+    def _begin(self, peer: str, theirs: int, ours: int) -> List[PendingRead]:
         """Begin to read; empty where that fails."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
             copies = max(1, threads * COPIES_OF_A_THREAD)
@@ -111,10 +111,10 @@ class EarlyConnections:
             self.connecting.discard(peer)
             self._note_failed(peer, str(error))
             return []
-        return [Reading(peer, handle, begun)]
+        return [PendingRead(peer, handle, started_at)]
 
-    def _is_over(self, reading: Reading) -> bool:
-        seconds = time.monotonic() - reading.begun
+    def _is_over(self, reading: PendingRead) -> bool:
+        seconds = time.monotonic() - reading.started_at
         reason = "it reports an error"
         with self.agent_lock:
             try:
@@ -136,6 +136,6 @@ class EarlyConnections:
     def _note_failed(self, peer: str, reason: str) -> None:
         logger.warning(f"NIXL could not connect to decode {peer}, a request will: {reason}")
         try:
-            self.could_not_connect(peer)
+            self.handle_connect_failure(peer)
         except Exception:
             logger.exception(f"Decode {peer} is left to its first request")

@@ -16,23 +16,23 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
+    ByteRange,
     Digests,
     LayoutError,
     Part,
     RankLayout,
-    Slice,
-    slices_of,
-    sum_up,
-    weights,
+    byte_ranges,
+    position_weights,
+    summarize,
 )
 
 # Bytes that are gathered at a time; their products take twice as much again.
-AT_ONCE = 4 << 20
-DEPTH = 4
-WORDS = (torch.int32, torch.int16, torch.uint8)
+CHUNK_BYTES = 4 << 20
+MAX_ATTRIBUTE_DEPTH = 4
+WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 
 
-class PageMemory:
+class PageViews:
     """Buffers of a rank, KV or state, as bytes.
 
     Args:
@@ -68,7 +68,7 @@ class PageMemory:
             LayoutError: This rank does not hold a part, or has no such page.
         """
         indices = np.asarray(pages, dtype=np.int64)
-        slices = slices_of(parts, self.layout, self.buffers)
+        slices = byte_ranges(parts, self.layout, self.buffers)
         for one in slices:
             held = self.pages[one.buffer].shape[0]
             if indices.size and not 0 <= indices.min() <= indices.max() < held:
@@ -81,23 +81,23 @@ class PageMemory:
                 on_device[device] = torch.from_numpy(indices).to(device)
             found.append(self._digests(one, on_device[device]))
         table = torch.stack(found).cpu().numpy() if found else np.empty((0, indices.size), np.int64)
-        return sum_up(tuple(parts), table)
+        return summarize(tuple(parts), table)
 
     def size(self, parts: Sequence[Part], pages: npt.ArrayLike) -> int:
         """Bytes of these parts."""
-        slices = slices_of(parts, self.layout, self.buffers)
+        slices = byte_ranges(parts, self.layout, self.buffers)
         return sum(one.rows * one.length for one in slices) * np.asarray(pages).size
 
-    def _digests(self, one: Slice, indices: torch.Tensor) -> torch.Tensor:
+    def _digests(self, one: ByteRange, indices: torch.Tensor) -> torch.Tensor:
         """Int64, `[pages]`."""
         whole = self.pages[one.buffer]
         rows = whole.view(len(whole), one.rows, whole.shape[1] // one.rows)
         rows = rows[:, :, one.start : one.start + one.length]
         size = one.rows * one.length
-        word = next(word for word in WORDS if size % word.itemsize == 0)
+        word = next(word for word in WORD_DTYPES if size % word.itemsize == 0)
         weight = self._weights(size // word.itemsize, whole.device)
         found = torch.empty(len(indices), dtype=torch.int64, device=whole.device)
-        step = max(1, AT_ONCE // max(1, size))
+        step = max(1, CHUNK_BYTES // max(1, size))
         for start in range(0, len(indices), step):
             some = rows.index_select(0, indices[start : start + step])
             words = some.view(len(some), size).view(word)
@@ -107,14 +107,14 @@ class PageMemory:
     def _weights(self, count: int, device: torch.device) -> torch.Tensor:
         key = (count, device)
         if key not in self.weights:
-            self.weights[key] = torch.from_numpy(weights(count).view(np.int64)).to(device)
+            self.weights[key] = torch.from_numpy(position_weights(count).view(np.int64)).to(device)
         return self.weights[key]
 
 
 def _storages(owner: Any) -> Iterator[torch.Tensor]:
     """The memory of each tensor that an object has, as bytes."""
     seen, level = set(), [owner]
-    for _ in range(DEPTH):
+    for _ in range(MAX_ATTRIBUTE_DEPTH):
         level = list(itertools.chain.from_iterable(map(_within, level)))
         for one in level:
             if isinstance(one, torch.Tensor) and id(one) not in seen:

@@ -6,13 +6,13 @@ import logging
 from typing import Optional
 
 from sglang.srt.disaggregation.kv_layout import (
-    PeerFacts,
     PeerPlan,
     Pointers,
     RankLayout,
-    one_sided_draft,
+    StockRegistration,
+    draft_mismatch,
     plan_for_peer,
-    unsent_rows,
+    unsent_rows_message,
 )
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def plan_registered(
     own: RankLayout,
     own_pointers: Pointers,
     layout: Optional[RankLayout],
-    facts: PeerFacts,
+    facts: StockRegistration,
     pointers: Pointers,
 ) -> PeerPlan:
     """The copies to the decode rank of this name.
@@ -42,7 +42,7 @@ def plan_registered(
             "they are taken to be those of the same model."
         )
     plan = plan_for_peer(own, own_pointers, layout or facts, pointers)
-    for unsent in (one_sided_draft, unsent_rows):
+    for unsent in (draft_mismatch, unsent_rows_message):
         said = unsent(own, plan.layout)
         if said:
             logger.warning(f"Decode {name}: {said}")

@@ -39,7 +39,7 @@ class PeerQueue:
         with self._changed:
             return sum(map(len, self._lanes.values()))
 
-    def busy(self) -> Set[str]:
+    def busy_peers(self) -> Set[str]:
         """Decode ranks that workers are sending to."""
         with self._changed:
             return set().union(*self._busy.values())
@@ -84,7 +84,7 @@ class PeerQueue:
         return None
 
 
-class AtWork(threading.local):
+class WorkerState(threading.local):
     """Decode ranks that a worker is sending to, also when their room has been cleared."""
 
     peers: Peers = frozenset()
@@ -98,7 +98,7 @@ class PeerQueues:
 
     _queues: List[PeerQueue] = []
     enable_staging = False
-    at_work = AtWork()
+    worker_state = WorkerState()
 
     @property
     def transfer_queues(self) -> List[PeerQueue]:
@@ -116,7 +116,7 @@ class PeerQueues:
         return self._peers_of(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
-        self.at_work.peers = self._peers_of(chunk)
+        self.worker_state.peers = self._peers_of(chunk)
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))

@@ -25,7 +25,7 @@ def port_of(session_id: str) -> int:
     return int(found["port"])
 
 
-def why_unreachable(session_id: str) -> str:
+def unreachable_reason(session_id: str) -> str:
     """Why nothing can be written to a decode rank of this session id; empty where it can.
 
     Raises:

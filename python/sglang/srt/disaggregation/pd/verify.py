@@ -29,16 +29,16 @@ from sglang.srt.disaggregation.kv_layout import (
     RankLayout,
     RoomDigests,
     decode_digests,
-    difference,
+    describe_difference,
     elided_parts,
     encode_digests,
+    missing_parts,
     sent_parts,
-    unsent,
 )
-from sglang.srt.disaggregation.pd.memory import flat
-from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.memory_registration import flatten
+from sglang.srt.disaggregation.pd.page_digests import PageViews
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE, verify_mode
-from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
+from sglang.srt.disaggregation.pd.verify_reports import PairStats, ReportSender, VerifyReport
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class Verifier:
     """
 
     args: KVArgs
-    kv: PageMemory
-    state: PageMemory
+    kv: PageViews
+    state: PageViews
     mode: str
 
     def __post_init__(self):
-        self.reports = Reports(self.name)
+        self.reports = ReportSender(self.name)
 
     @property
     def layout(self) -> RankLayout:
@@ -80,7 +80,7 @@ class Verifier:
         chunks: Sequence[Chunk],
         peer: RankLayout,
         state_pages: Optional[Sequence[int]],
-        plans_state: bool,
+        sends_state_by_plan: bool,
     ) -> bytes:
         """Of all that the room has sent to this decode rank; empty where that fails."""
         try:
@@ -89,7 +89,7 @@ class Verifier:
             own, state = self.layout, None
             kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
             # Between TP sizes Mooncake cuts recurrent state along dimensions.
-            is_alike = plans_state or own.tp_size == peer.tp_size
+            is_alike = sends_state_by_plan or own.tp_size == peer.tp_size
             if state_pages is not None and is_alike:
                 parts = sent_parts(own, peer, own.state, peer.state)
                 state = self.state.digests(parts, state_pages)
@@ -100,13 +100,13 @@ class Verifier:
 
     # Decode
 
-    def check(
+    def compare(
         self,
         room: int,
         frames: Iterable[bytes],
         pages: npt.NDArray[np.int32],
         state_pages: Optional[Sequence[int]],
-        report: Report,
+        report: VerifyReport,
         seconds: float,
     ) -> Optional[str]:
         """Compare a room's digests, one frame from each prefill rank; what differs, in words.
@@ -114,7 +114,7 @@ class Verifier:
         With `log` that is logged, and None. It is counted in `report`, in which the transfer that
         took so many `seconds` is noted, too.
         """
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             sent = [_read(frame) for frame in frames]
             differences = self._differences(sent, pages, state_pages, report.pairs)
@@ -124,7 +124,7 @@ class Verifier:
         except Exception as error:
             logger.exception(f"Room {room}: its digests could not be compared")
             said = [f"digests could not be compared: {error!r}"]
-        report.add(said, seconds, time.perf_counter() - begun)
+        report.add(said, seconds, time.perf_counter() - started_at)
         if not said:
             return None
         reason = f"KV is not what prefill has: {'; '.join(said)}"
@@ -134,11 +134,11 @@ class Verifier:
     def _missing(self, sent: List[RoomDigests]) -> List[str]:
         own = self.layout
         left_out = [part for one in sent for part in one.left_out]
-        kv = unsent(own.kv, [*_parts(one.kv for one in sent), *left_out])
+        kv = missing_parts(own.kv, [*_parts(one.kv for one in sent), *left_out])
         if any(one.state is None for one in sent):
             state = []
         else:
-            state = unsent(own.state, [*_parts(one.state for one in sent), *left_out])
+            state = missing_parts(own.state, [*_parts(one.state for one in sent), *left_out])
         missing = [*kv, *state]
         return [f"no prefill rank sent {missing[0]} ({len(missing)} in all)"] if missing else []
 
@@ -147,11 +147,11 @@ class Verifier:
         sent: List[RoomDigests],
         pages: npt.NDArray[np.int32],
         state_pages: Any,
-        pairs: Dict[str, Count],
+        pairs: Dict[str, PairStats],
     ) -> List[str]:
         said = []
         for one in sent:
-            count = pairs.setdefault(one.sender, Count())
+            count = pairs.setdefault(one.sender, PairStats())
             count.requests += 1
             found = []
             for memory, digests, of in (
@@ -163,7 +163,7 @@ class Verifier:
                 count.parts += len(digests.parts)
                 count.bytes += memory.size(digests.parts, of)
                 arrived = memory.digests(digests.parts, of)
-                found.append(difference(digests, arrived, self.layout.page_size))
+                found.append(describe_difference(digests, arrived, self.layout.page_size))
             wrong = [text for text in found if text]
             if wrong:
                 count.mismatches += 1
@@ -172,7 +172,7 @@ class Verifier:
         return said
 
 
-class Verifies:
+class VerifyingManager:
     """A KV manager's part; its `verifier`, of `KVArgs`, is None where nothing is compared."""
 
     def __new__(cls, *args, **kwargs):
@@ -200,7 +200,7 @@ class Verifies:
         if self.verifier is None or info.plan is None or not info.plan.layout.verifies:
             return None
         peer, chunks = info.plan.layout, self.sent_pages.get(room, [])
-        return self.verifier.digests(room, chunks, peer, state_pages, self.plans_state)
+        return self.verifier.digests(room, chunks, peer, state_pages, self.sends_state_by_plan)
 
     def drop_digests(self, room: int) -> None:
         """Forget a room that is over."""
@@ -218,9 +218,9 @@ class Verifies:
         """Decode: why the room fails, if its KV is not what the prefill server there has."""
         frames, reports = self.arrived_digests[room].values(), self.verifier.reports
         with reports.lock:
-            report = reports.of(address, f"{self.local_ip}:{self.rank_port}")
-            reason = self.verifier.check(room, frames, pages, state_pages, report, seconds)
-            reports.is_changed(address)
+            report = reports.report_for(address, f"{self.local_ip}:{self.rank_port}")
+            reason = self.verifier.compare(room, frames, pages, state_pages, report, seconds)
+            reports.mark_changed(address)
         return reason
 
 
@@ -240,8 +240,8 @@ def make_verifier(args: KVArgs, owners: Sequence[Any]) -> Optional[Verifier]:
     if not mode:
         return None
     layout = args.layout
-    kv = PageMemory(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
-    registered = (flat(args.state_data_ptrs), flat(args.state_data_lens))
-    state = PageMemory(layout, layout.state, owners, *registered)
+    kv = PageViews(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
+    registered = (flatten(args.state_data_ptrs), flatten(args.state_data_lens))
+    state = PageViews(layout, layout.state, owners, *registered)
     logger.info(f"{VARIABLE}: KV is compared after each transfer ({mode})")
     return Verifier(args, kv, state, mode)

@@ -18,15 +18,15 @@ from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
 
-EVERY_SECONDS = 1.0
-ANSWER_SECONDS = (2, 5)
+REPORT_INTERVAL_SECONDS = 1.0
+HTTP_TIMEOUT_SECONDS = (2, 5)
 # What is kept of the past: mismatches in words, seconds of transfers, and ranks.
-MAX_SAID = 20
-MAX_TIMES = 1024
+MAX_MISMATCHES = 20
+MAX_DURATIONS = 1024
 MAX_RANKS = 4096
 
 
-class Count(msgspec.Struct):
+class PairStats(msgspec.Struct):
     """What a decode rank has compared with one prefill rank's digests."""
 
     requests: int = 0
@@ -35,7 +35,7 @@ class Count(msgspec.Struct):
     mismatches: int = 0
 
 
-class Report(msgspec.Struct):
+class VerifyReport(msgspec.Struct):
     """A decode rank's, on what came from one prefill server.
 
     Attributes:
@@ -51,7 +51,7 @@ class Report(msgspec.Struct):
     at: str
     requests: int = 0
     failed: int = 0
-    pairs: Dict[str, Count] = msgspec.field(default_factory=dict)
+    pairs: Dict[str, PairStats] = msgspec.field(default_factory=dict)
     said: List[str] = msgspec.field(default_factory=list)
     seconds: List[float] = msgspec.field(default_factory=list)
     comparing: float = 0.0
@@ -60,27 +60,27 @@ class Report(msgspec.Struct):
         """One request has been compared."""
         self.requests += 1
         self.comparing += comparing
-        self.seconds = [*self.seconds[1 - MAX_TIMES :], seconds]
+        self.seconds = [*self.seconds[1 - MAX_DURATIONS :], seconds]
         if said:
             self.failed += 1
-            self.said = [*self.said[1 - MAX_SAID :], "; ".join(said)]
+            self.said = [*self.said[1 - MAX_MISMATCHES :], "; ".join(said)]
 
 
-class Reports:
+class ReportSender:
     """A decode rank's reports, by bootstrap address, and the thread that sends them."""
 
     def __init__(self, decode: str):
         self.decode = decode
         self.lock = threading.Lock()
-        self.by_address: Dict[str, Report] = {}
+        self.by_address: Dict[str, VerifyReport] = {}
         self.changed: Set[str] = set()
         self.thread: Optional[threading.Thread] = None
 
-    def of(self, address: str, at: str) -> Report:
-        """The report for this prefill server; hold `lock`, and call `is_changed` after."""
-        return self.by_address.setdefault(address, Report(self.decode, at))
+    def report_for(self, address: str, at: str) -> VerifyReport:
+        """The report for this prefill server; hold `lock`, and call `mark_changed` after."""
+        return self.by_address.setdefault(address, VerifyReport(self.decode, at))
 
-    def is_changed(self, address: str) -> None:
+    def mark_changed(self, address: str) -> None:
         """Send it soon."""
         self.changed.add(address)
         if self.thread is None:
@@ -98,30 +98,30 @@ class Reports:
                 self.changed.clear()
             for address, body in bodies.items():
                 self._send(address, body)
-            time.sleep(EVERY_SECONDS)
+            time.sleep(REPORT_INTERVAL_SECONDS)
 
     def _send(self, address: str, body: bytes) -> None:
         """One that is lost is in the next one, too."""
         try:
             url = f"http://{address}/verify"
-            requests.put(url, data=body, timeout=ANSWER_SECONDS).raise_for_status()
+            requests.put(url, data=body, timeout=HTTP_TIMEOUT_SECONDS).raise_for_status()
         except Exception as error:  # not all that `requests` raises is its own
             logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
 
 
-class GathersReports:
+class VerifyRoutes:
     """A bootstrap server that takes reports; it has no such route where nothing is compared."""
 
     def _setup_routes(self) -> None:
         super()._setup_routes()
         if verify_mode():
-            self.reports: Dict[str, Report] = {}
+            self.reports: Dict[str, VerifyReport] = {}
             self.app.router.add_put("/verify", self._take_report)
             self.app.router.add_get("/verify", self._show_reports)
 
     async def _take_report(self, request: web.Request) -> web.Response:
         try:
-            report = msgspec.json.decode(await request.read(), type=Report)
+            report = msgspec.json.decode(await request.read(), type=VerifyReport)
         except msgspec.MsgspecError as error:
             return web.Response(text=f"this is no report: {error}", status=400)
         self.reports.pop(report.at, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple
 
 import torch
-from sglang.srt.hardware_backend.npu import host_blocks
+from sglang.srt.hardware_backend.npu import pinned_buffers
 
 # An NPU's index operators count the elements of what they index in 32 bits.
 MAX_INDEXED = 2**31 - 1
@@ -37,12 +37,12 @@ def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
     """
     copied = HostCopy()
     at_once = _rows_at_once(buffers, chunk)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     for part in _chunks(buffers, rows, at_once):
-        copied.append([_room(copied, buffer, len(part), at_once) for buffer in buffers])
+        copied.append([_host_buffer(copied, buffer, len(part), at_once) for buffer in buffers])
         for buffer, host in zip(buffers, copied[-1]):
             _gather(buffer, part, host)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     return copied
 
 
@@ -56,11 +56,11 @@ def copy_from_host(
     """
     parts = _chunks(buffers, rows, _rows_at_once(buffers, chunk))
     _check_fit(copied, buffers, parts)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     for hosts, part in zip(copied, parts):
         for buffer, host in zip(buffers, hosts):
             _scatter(buffer, part, host)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
 
 
 def _rows_at_once(buffers: Sequence[torch.Tensor], chunk: int) -> int:
@@ -88,12 +88,12 @@ def copy_layers_to_host(
     """
     device = layers[0][0].device
     parts = _chunks(layers[0], rows, chunk)
-    _wait_for(device)
+    _synchronize(device)
     copied = [
         [[buffer[part].to("cpu", non_blocking=True) for buffer in layer] for part in parts]
         for layer in layers
     ]
-    _wait_for(device)
+    _synchronize(device)
     return copied
 
 
@@ -110,18 +110,18 @@ def copy_layers_from_host(
     """
     device = layers[0][0].device
     parts = _chunks(layers[0], rows, chunk)
-    found = [[_said(hosts) for hosts in layer] for layer in copied]
-    fits = [
+    actual = [[_shapes(hosts) for hosts in layer] for layer in copied]
+    expected = [
         [[((len(part), *buffer.shape[1:]), buffer.dtype) for buffer in layer] for part in parts]
         for layer in layers
     ]
-    _refuse_misfit(found, fits)
-    _wait_for(device)
+    _require_equal_shapes(actual, expected)
+    _synchronize(device)
     for hosts_of_layer, layer in zip(copied, layers):
         for hosts, part in zip(hosts_of_layer, parts):
             for host, buffer in zip(hosts, layer):
                 buffer[part] = host.to(device, non_blocking=True)
-    _wait_for(device)
+    _synchronize(device)
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -141,18 +141,18 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     return pages
 
 
-def _room(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
+def _host_buffer(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
     """Host memory for so many rows of every layer, which belongs to this copy."""
     layers, _, *row = buffer.shape
     row_bytes = layers * buffer[0, 0].nbytes
     pinned = buffer.device.type != "cpu"
-    block = host_blocks.take(copied, rows * row_bytes, at_once * row_bytes, pinned)
+    block = pinned_buffers.allocate(copied, rows * row_bytes, at_once * row_bytes, pinned)
     return block.view(buffer.dtype).view(layers, rows, *row)
 
 
 def _gather(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
     for layers, part in _by_index(buffer, host):
-        flat, at = _flat(layers, rows)
+        flat, at = _flatten_rows(layers, rows)
         if flat.device.type == "cpu":
             torch.index_select(flat, 0, at, out=part)
         else:
@@ -161,7 +161,7 @@ def _gather(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> Non
 
 def _scatter(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
     for layers, part in _by_index(buffer, host):
-        flat, at = _flat(layers, rows)
+        flat, at = _flatten_rows(layers, rows)
         flat.index_copy_(0, at, part.to(flat.device, non_blocking=True))
 
 
@@ -175,7 +175,7 @@ def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tens
     return list(zip(buffer.split(at_once), parts))
 
 
-def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+def _flatten_rows(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """The layers as [layers * rows, ...], and these rows of all of them in it.
 
     An NPU copies a whole buffer, twice, to index any dimension but the first.
@@ -186,29 +186,29 @@ def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch
 
 
 def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequence) -> None:
-    fits = [
+    expected = [
         [((buffer.shape[0], len(part), *buffer.shape[2:]), buffer.dtype) for buffer in buffers]
         for part in parts
     ]
-    _refuse_misfit([_said(host) for host in copied], fits)
+    _require_equal_shapes([_shapes(host) for host in copied], expected)
 
 
-def _said(tensors: Sequence[torch.Tensor]) -> List[tuple]:
+def _shapes(tensors: Sequence[torch.Tensor]) -> List[tuple]:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def _refuse_misfit(found: list, fits: list) -> None:
-    if found != fits:
+def _require_equal_shapes(actual: list, expected: list) -> None:
+    if actual != expected:
         raise ValueError(
-            f"This copy of KV holds {found}, the pool's slots for it take {fits}; a request can "
+            f"This copy of KV holds {actual}, the pool's slots for it take {expected}; a request can "
             "only be loaded into as many slots of a pool like the one it was copied from"
         )
 
 
-def by_token(buffer: torch.Tensor) -> torch.Tensor:
+def as_tokens(buffer: torch.Tensor) -> torch.Tensor:
     """[layers, pages, slots of a page, ...] seen as [layers, tokens, ...]; never a copy of it."""
     return buffer.view(buffer.shape[0], -1, *buffer.shape[3:])
 
 
-def _wait_for(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize()

@@ -6,12 +6,12 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams
 
 
 class JetNemotronConfig:
-    RENAMED = (("mamba2_cache_params", "_params_of_mamba2"),)
+    RENAMED = (("mamba2_cache_params", "_engine_mamba2_cache_params"),)
 
     @property
     def mamba2_cache_params(self) -> Mamba2CacheParams:
         """The engine's, with the channels of q, k and v in the whole model."""
-        params = self._params_of_mamba2
+        params = self._engine_mamba2_cache_params
         shape = params.shape
         values = shape.num_heads * shape.head_dim
         keys = shape.num_heads * shape.state_size

@@ -4,7 +4,7 @@ from typing import Any, List, Optional
 
 
 class Mamba2StateShape:
-    RENAMED = (("create", "_create_without_parts"),)
+    RENAMED = (("create", "_engine_create"),)
 
     @staticmethod
     def create(
@@ -21,7 +21,7 @@ class Mamba2StateShape:
         """
         if conv_shard_groups is None and n_groups * state_size:
             conv_shard_groups = [intermediate_size, *[n_groups * state_size] * 2]
-        return Mamba2StateShape._create_without_parts(
+        return Mamba2StateShape._engine_create(
             intermediate_size=intermediate_size,
             n_groups=n_groups,
             state_size=state_size,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.refused import tell_refused
+from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 if TYPE_CHECKING:
@@ -17,5 +17,5 @@ class Scheduler(EngineScheduler):
         is_taken = super()._set_or_validate_priority(req)
         if not is_taken and self.disaggregation_mode == DisaggregationMode.PREFILL:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager
-            tell_refused(manager, req, "this server does not take priorities")
+            notify_refused(manager, req, "this server does not take priorities")
         return is_taken

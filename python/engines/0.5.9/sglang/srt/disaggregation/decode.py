@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import make_kv_manager
+from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import make_kv_manager
-from sglang.srt.disaggregation.pd.refused import tell_refused
+from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
+from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -31,8 +31,8 @@ def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocato
     if slot is not None and slot >= 0:
         allocator.free(slot)
         req.metadata_buffer_index = -1
-    if hasattr(req.disagg_kv_sender, "leave"):
-        req.disagg_kv_sender.leave()
+    if hasattr(req.disagg_kv_sender, "abandon"):
+        req.disagg_kv_sender.abandon()
 
 
 class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
@@ -56,4 +56,4 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
             self.scheduler.stream_output([req], req.return_logprob)
         else:
             super().add(req, num_kv_heads)
-        tell_refused(self.kv_manager, req)
+        notify_refused(self.kv_manager, req)

@@ -1,6 +1,6 @@
 """Fill `KVArgs` from the engine's pools, for prefill and decode alike.
 
-Each `_init_kv_manager` calls `setup_state_kv_args` between the two functions of `pd.describe`.
+Each `_init_kv_manager` calls `setup_state_kv_args` between the two functions of `pd.local_layout`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Optional
 
-from sglang.srt.disaggregation.kv_layout import keeps_own_state
+from sglang.srt.disaggregation.kv_layout import has_separate_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
@@ -23,12 +23,12 @@ def poll_and_all_reduce(pollers, gloo_group):
         pollers: Senders or receivers, of the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.pd.agreement import vote
+    from sglang.srt.disaggregation.pd.rank_consensus import reduce_polls
 
     polls = [
         KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
     ]
-    return vote(pollers, polls, gloo_group)
+    return reduce_polls(pollers, polls, gloo_group)
 
 
 def setup_state_kv_args(
@@ -62,7 +62,7 @@ def setup_state_kv_args(
             continue
         kv_args.state_type = state_type
         pools = [token_to_kv_pool]
-        if keeps_own_state(token_to_kv_pool, draft_token_to_kv_pool):
+        if has_separate_state(token_to_kv_pool, draft_token_to_kv_pool):
             pools.append(draft_token_to_kv_pool)
         for pool in pools:
             ptrs, lens, item_lens = pool.get_state_buf_infos()

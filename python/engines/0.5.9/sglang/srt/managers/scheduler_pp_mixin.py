@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Dict, List, Optional
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.pd.agreement import agreed
+from sglang.srt.disaggregation.pd.rank_consensus import pinned_polls
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.utils import get_logprob_dict_from_result
 
@@ -27,7 +27,7 @@ class SchedulerPPMixin:
         good, failed = bootstrapped_rids
         queue = self.disagg_prefill_bootstrap_queue
         requests = [(req.rid, req.disagg_kv_sender) for req in queue.queue]
-        with agreed(requests, dict.fromkeys(good, KVPoll.WaitingForInput), failed):
+        with pinned_polls(requests, dict.fromkeys(good, KVPoll.WaitingForInput), failed):
             taken, dropped = queue.pop_bootstrapped(True, [*good, *failed])
         self.waiting_queue.extend(taken)
         return [[req.rid for req in taken], [req.rid for req in dropped]]
@@ -55,7 +55,7 @@ class SchedulerPPMixin:
         for one in queue.queue:
             # The queue does not ask again for what has waited before.
             one.waiting_for_input &= one.req.rid not in failed
-        with agreed(requests, dict.fromkeys(good, KVPoll.WaitingForInput), failed):
+        with pinned_polls(requests, dict.fromkeys(good, KVPoll.WaitingForInput), failed):
             taken, dropped = queue.pop_preallocated([*good, *failed])
         self.disagg_decode_transfer_queue.extend(taken)
         return [[one.req.rid for one in taken], [one.req.rid for one in dropped]]
@@ -70,10 +70,12 @@ class SchedulerPPMixin:
         over, failed = release_rids
         queue = self.disagg_decode_transfer_queue
         requests = [(one.req.rid, one.kv_receiver) for one in queue.queue]
-        with agreed(requests, dict.fromkeys(over, KVPoll.Success), failed):
+        with pinned_polls(requests, dict.fromkeys(over, KVPoll.Success), failed):
             taken = queue.pop_transferred(over)
         # Aborted, on all stages, after they had agreed that it is done.
-        aborted = {rid for rid, receiver in requests if getattr(receiver, "is_aborted", False)}
+        aborted = {
+            rid for rid, receiver in requests if getattr(receiver, "aborted_by_engine", False)
+        }
         for req in taken:
             if req.rid in aborted:
                 req.to_finish = FINISH_ABORT()

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.memory import register_again, register_ranges
+from sglang.srt.disaggregation.pd.memory_registration import register_after_pause, register_ranges
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import EngineAscendKVManager
@@ -20,7 +20,7 @@ class AscendKVManager(EngineAscendKVManager):
             RuntimeError: A buffer cannot be registered; the text names it. Not after a pause.
         """
         if self.has_registered:
-            register_again(self.kv_args, self.engine.batch_register)
+            register_after_pause(self.kv_args, self.engine.batch_register)
         else:
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
@@ -30,6 +30,6 @@ class AscendKVManager(EngineAscendKVManager):
 
     def send_kvcache(self, session: str, *sent, **more) -> int:
         """Write these pages of all layers to the peer. Returns the transfer engine's status."""
-        if self.plan_of(session) is None:
+        if self.plan_for(session) is None:
             return super().send_kvcache(session, *sent, **more)
         return super(EngineAscendKVManager, self).send_kvcache(session, *sent, **more)

@@ -30,5 +30,5 @@ class AscendTransferEngine(MooncakeTransferEngine):
         """Write copies to a decode session. Returns MemFabric's status, 0 if all are written."""
         transfer, copies = super().batch_transfer_sync, (buffers, peer_buffer_addresses, lengths)
         if device_rdma.is_used():
-            return device_rdma.write_in_turn(transfer, session_id, *copies)
+            return device_rdma.transfer_serialized(transfer, session_id, *copies)
         return transfer(session_id, *copies)

@@ -11,14 +11,14 @@ import threading
 from typing import TYPE_CHECKING, List, Literal
 
 from aiohttp import web
-from sglang.srt.disaggregation.kv_layout import encode_layout, is_ours
-from sglang.srt.disaggregation.pd.comparing import ComparesDigests, TakesDigests
-from sglang.srt.disaggregation.pd.ended import EndingSender
-from sglang.srt.disaggregation.pd.fitting import Fitting, Untold
+from sglang.srt.disaggregation.kv_layout import encode_layout, is_extension_frame
+from sglang.srt.disaggregation.pd.compatibility import AbortNotifier, CompatibilityCheck
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.routes import Routes
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.pd.room_failures import NotifyingSender
+from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, VerifyingReceiver
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
-from sglang.srt.disaggregation.pd.verify_reports import GathersReports
+from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
@@ -41,7 +41,7 @@ RENAMED = (
 )
 
 
-class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
+class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCommonKVManager):
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.status_lock = threading.RLock()
@@ -96,25 +96,25 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
         PeerSocket(endpoint, is_ipv6).send_multipart(parts)
 
     @staticmethod
-    def unknown_prefill() -> PrefillServerInfo:
+    def placeholder_prefill_info() -> PrefillServerInfo:
         """A server of one rank, of which nothing else is known."""
         sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
         unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
         return PrefillServerInfo(**sizes, **unknown)
 
-    def with_layout(self, message: List[bytes]) -> List[bytes]:
+    def append_layout(self, message: List[bytes]) -> List[bytes]:
         """A registration that says what each of our buffers holds, where that is known."""
         layout = self.kv_args.layout
         return message if layout is None else [*message, encode_layout(layout)]
 
-    def tell_prefill(self, bootstrap_addr: str, room: int) -> None:
+    def abort_on_prefill(self, bootstrap_addr: str, room: int) -> None:
         """Have all ranks of a prefill server end a room that it is never asked for."""
         if self.attn_tp_rank == 0 and self.pp_rank == 0:
-            if not hasattr(self, "untold"):
-                self.untold = Untold(self._end_unasked)
-            self.untold.add(bootstrap_addr, room)
+            if not hasattr(self, "abort_notifier"):
+                self.abort_notifier = AbortNotifier(self._send_abort_to_rank)
+            self.abort_notifier.add(bootstrap_addr, room)
 
-    def _end_unasked(self, rank: dict, room: int) -> None:
+    def _send_abort_to_rank(self, rank: dict, room: int) -> None:
         if room in self.request_status:  # another request has its number by now
             return
         sock, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
@@ -123,11 +123,11 @@ class CommonKVManager(Routes, Fitting, TakesDigests, EngineCommonKVManager):
             sock.send_multipart(told)
 
 
-class CommonKVSender(EndingSender, EngineCommonKVSender):
+class CommonKVSender(NotifyingSender, EngineCommonKVSender):
     """Decode hears of requests that have ended here."""
 
 
-class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
+class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
     is_cleared = takes_reason = False
 
     @classmethod
@@ -137,20 +137,20 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
 
     def init(self, prefill_dp_rank: int):
         """As the engine's; a prefill server that does not fit fails the request, and is told."""
-        why = self.kv_mgr.why_unfit(self.bootstrap_addr)
+        why = self.kv_mgr.incompatibility(self.bootstrap_addr)
         if why is None or self.conclude_state == KVPoll.Failed:
             with self.kv_mgr.servers_lock:
                 return super().init(prefill_dp_rank)
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room)
+        self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
 
     def send_metadata(self, *where, **more):
         """As the engine's; it is known which prefill ranks the request waits for."""
         super().send_metadata(*where, **more)
         if self.init_time is not None:
-            self.kv_mgr.asked_ranks[self.bootstrap_room] = self.bootstrap_infos
+            self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
 
     def failure_exception(self):
         self.takes_reason = True  # once the room is cleared
@@ -165,7 +165,7 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         if self.is_cleared:
             return
         self.is_cleared = True
-        self.kv_mgr.asked_ranks.pop(self.bootstrap_room, None)
+        self.kv_mgr.requested_ranks.pop(self.bootstrap_room, None)
         with self.kv_mgr.status_lock:
             super()._clear()
         if not self.takes_reason:
@@ -173,7 +173,7 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
 
     def _get_bootstrap_info_from_server(self, *rank):
         """As the engine's, of what is known by now; None also for an answer without an address."""
-        info = self.kv_mgr.known_rank(self.bootstrap_addr, rank)
+        info = self.kv_mgr.cached_rank(self.bootstrap_addr, rank)
         info = info or super()._get_bootstrap_info_from_server(*rank)
         if (
             info is None
@@ -196,18 +196,18 @@ class CommonKVReceiver(ComparesDigests, EngineCommonKVReceiver):
         Nothing goes to one that is silent, where it would wait with all that is sent after it.
         """
         if self.kv_mgr.is_silent(bootstrap_info):
-            self.kv_mgr.fail_waiting(self.bootstrap_room, bootstrap_info)
+            self.kv_mgr.fail_room_waiting_for(self.bootstrap_room, bootstrap_info)
             self.conclude_state = KVPoll.Failed
-            self.kv_mgr.forget_server(self.bootstrap_addr)
+            self.kv_mgr.drop_server(self.bootstrap_addr)
             return False
         if not bootstrap_info.get("reads_layouts"):
-            message = [frame for frame in message if not is_ours(frame)]
+            message = [frame for frame in message if not is_extension_frame(frame)]
         return super()._send_bootstrap_message(
             bootstrap_info=bootstrap_info, message=message, operation=operation
         )
 
 
-class CommonKVBootstrapServer(GathersReports, EngineCommonKVBootstrapServer):
+class CommonKVBootstrapServer(VerifyRoutes, EngineCommonKVBootstrapServer):
     async def _handle_route_get(self, request: web.Request):
         """As the engine's; each rank's address comes with what it reads."""
         response = await super()._handle_route_get(request)

@@ -21,22 +21,25 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import FailedSessions
-from sglang.srt.disaggregation.pd.batches import write_copies
-from sglang.srt.disaggregation.pd.bounded import Bounded, outermost
-from sglang.srt.disaggregation.pd.comparing import SendsDigests
-from sglang.srt.disaggregation.pd.ended import Ended
-from sglang.srt.disaggregation.pd.memory import only_logged_later, register_apart
-from sglang.srt.disaggregation.pd.plans import Plans, check_state_pages
-from sglang.srt.disaggregation.pd.readers import (
-    STAGING,
-    check_room,
-    check_session,
-    check_sizes,
-    check_staging,
-    checked,
+from sglang.srt.disaggregation.pd.copy_batches import write_copies
+from sglang.srt.disaggregation.pd.memory_registration import (
+    raise_only_at_startup,
+    register_kv_then_aux,
 )
-from sglang.srt.disaggregation.pd.session_ids import why_unreachable
+from sglang.srt.disaggregation.pd.message_checks import (
+    STAGING,
+    check_frame_sizes,
+    check_metadata_message,
+    check_session_id,
+    check_staging_message,
+    drop_invalid,
+)
+from sglang.srt.disaggregation.pd.peers import PlannedTransfers, check_state_pages
+from sglang.srt.disaggregation.pd.room_failures import RoomFailures
+from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
 from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
+from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
+from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -50,32 +53,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # State of which a request has slots, and no pages that are paired.
-UNPAGED = (None, StateType.MAMBA, StateType.DSA_TAIL)
+STATE_WITHOUT_PAGES = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
 RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
 
 
 class TransferInfo:
-    # What has been sent of it, see `pd.comparing`.
+    # What has been sent of it, see `pd.verify_exchange`.
     sent_chunks = ()
     sent_state = None
 
 
 class KVArgsRegisterInfo:
-    # How this decode rank is served, see `pd.plans`.
+    # How this decode rank is served, see `pd.peers`.
     plan = None
     refusal = ""
-    # What memory it has, see `pd.bounded`.
+    # What memory it has, see `pd.write_bounds`.
     bounds = None
     state_slots = ()
 
 
-class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, EngineMooncakeKVManager):
+class MooncakeKVManager(
+    BoundedWrites,
+    DigestSender,
+    SilentPeers,
+    RoomFailures,
+    PlannedTransfers,
+    EngineMooncakeKVManager,
+):
     # One frame more, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # A transfer worker's last room of which it is not known that nothing is written any more.
     unsettled = threading.local()
-    register_memory = staticmethod(register_apart)
+    register_memory = staticmethod(register_kv_then_aux)
     has_registered = False
 
     def register_buffer_to_engine(self) -> None:
@@ -86,7 +96,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         """
         has_pool, pool = check_mooncake_custom_mem_pool_enabled()
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
-        with only_logged_later(self):
+        with raise_only_at_startup(self):
             self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
 
     def start_prefill_thread(self):
@@ -96,7 +106,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
 
     def _register_staging_memory(self, ptr: int, size: int) -> None:
         super()._register_staging_memory(ptr, size)
-        self.more_memory = (*self.more_memory, (ptr, size))
+        self.extra_memory = (*self.extra_memory, (ptr, size))
 
     # What peers say
 
@@ -104,8 +114,8 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         """As the engine's, without messages that could not be read."""
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
-            return checked(recv, self._check_decode_message)
-        return checked(recv, self._check_prefill_message, self.end_ask)
+            return drop_invalid(recv, self._check_decode_message)
+        return drop_invalid(recv, self._check_prefill_message, self.release_message_lock)
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
         """Raises what the engine's thread would on its way through these frames.
@@ -113,33 +123,33 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         True for a room that has ended here, of which the decode rank is told.
         """
         if frames[0] in STAGING:
-            check_staging(frames, self._staging_ctx)
+            check_staging_message(frames, self._staging_ctx)
         elif frames[0] != ABORT_TAG:
-            check_session(frames[3])
+            check_session_id(frames[3])
             if frames[0] == b"None":
-                check_sizes(frames)
+                check_frame_sizes(frames)
                 info = KVArgsRegisterInfo.from_zmq(frames)
                 if self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank):
                     drafts = self.kv_args.num_draft_entries
                     targets = [info.dst_kv_item_len] * (len(self.kv_args.kv_item_lens) - drafts)
                     lengths = [*targets, *[None] * drafts]
                     self.prepare_dcp_token_item_lens(lengths, info.dst_dcp_size)
-                self.read_layout(frames)
+                self.note_arriving_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames)
-                check_room(info)
-                self.hear_asking(info.mooncake_session_id)
-                if why_unreachable(info.mooncake_session_id):
+                check_metadata_message(info)
+                self.note_metadata_sender(info.mooncake_session_id)
+                if unreachable_reason(info.mooncake_session_id):
                     frames[7] = b"1"  # ranks without a port share a session id: one opens the room
-                return self.tells_ended(info)
+                return self.reject_failed_room(info)
         return False
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
-            check_staging(frames, self._staging_handler)
-        return self.takes_digests(frames)
+            check_staging_message(frames, self._staging_handler)
+        return self.handle_digests_message(frames)
 
     def _check_aux_data(self, frames: List[bytes]) -> None:
         """Raises ValueError for a metadata row that has no place here."""
@@ -168,30 +178,30 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         """As the engine's, with a plan for this decode rank; returns why it is refused."""
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
-            self.plan_peer(mooncake_session_id, info, tp, info.dst_kv_item_len)
-            info.refusal = why_unreachable(mooncake_session_id) or info.refusal
-            self._bound_peer(mooncake_session_id, info)
+            self.set_plan(mooncake_session_id, info, tp, info.dst_kv_item_len)
+            info.refusal = unreachable_reason(mooncake_session_id) or info.refusal
+            self._set_peer_bounds(mooncake_session_id, info)
             super()._publish_peer_registration(mooncake_session_id, info)
         except Exception as error:
             # An entry that is missing would be worse: its rooms would wait.
             logger.exception(f"Decode {mooncake_session_id} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
-        self.meet(mooncake_session_id, info)
+        self.watch_peer(mooncake_session_id, info)
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
 
-    def is_back(self, name: str) -> None:
+    def handle_peer_recovered(self, name: str) -> None:
         with self.session_lock:
             self._unblacklist_session(name)
 
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
+    def drop_peer(self, name: str) -> None:
+        """As `SilenceWatch`."""
         with self.session_lock:
             self._unblacklist_session(name)
             self.state_layout_rejections.pop(name, None)
             self.state_strides_validated.discard(name)
 
-    def _bound_peer(self, session: str, info: KVArgsRegisterInfo) -> None:
+    def _set_peer_bounds(self, session: str, info: KVArgsRegisterInfo) -> None:
         """Note what memory this decode rank has."""
         try:
             layout = decode_layout(self.arriving_layout)
@@ -200,7 +210,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         state = (info.dst_state_data_ptrs, info.dst_state_item_lens)
         staging = [(info.staging_base_ptr, info.staging_total_size)]
         told = (layout, self.arriving_sizes)
-        self.bound(info, session, *told, *state, staging if info.staging_base_ptr else ())
+        self.set_bounds(info, session, *told, *state, staging if info.staging_base_ptr else ())
 
     def _validate_peer_state_layout(self, registration_info: KVArgsRegisterInfo):
         """As the engine's, of state that goes its way: by position, and all of it."""
@@ -214,26 +224,26 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         args = self.kv_args
         lens = (args.kv_data_lens, map(tuple, args.state_data_lens), args.aux_data_lens)
         sizes = encode_sizes(Sizes(*map(tuple, lens)))
-        return [*self.with_layout(super().build_receiver_registration_message()), sizes]
+        return [*self.append_layout(super().build_receiver_registration_message()), sizes]
 
     # What is sent
 
     def send_kvcache(self, session: str, src_pages, dst_ptrs, dst_pages, executor, **more) -> int:
         """Write these pages of all layers to the peer. Returns the transfer engine's status."""
-        plan = self.plan_of(session)
+        plan = self.plan_for(session)
         if plan is None or more.get("dst_device_kv_indices") is not None:
             sent = (session, src_pages, dst_ptrs, dst_pages, executor)
             return super().send_kvcache(*sent, **more)
-        return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
+        return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
 
     def send_kvcache_slice(self, session: str, src_pages, dst_ptrs, dst_pages, *more) -> int:
         """The same between TP sizes: the heads that both sides hold."""
-        plan = self.plan_of(session)
+        plan = self.plan_for(session)
         if plan is None:
             self._check_pages(session, src_pages, dst_ptrs, dst_pages, more[2])
             return super().send_kvcache_slice(session, src_pages, dst_ptrs, dst_pages, *more)
         _, _, _, executor, *_ = more  # behind the peer's TP rank and size, and its bytes a page
-        return self.write_planned(session, plan.kv, src_pages, dst_pages, executor)
+        return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
 
     def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
         """Raise RuntimeError for a page that a side has not, of which the engine sends heads.
@@ -245,11 +255,11 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         own, info = self.kv_args, self.decode_kv_args_table[session]
         theirs = info.dst_kv_item_lens or [page_bytes] * len(dst_ptrs)
         written = [ptr for ptr, size in zip(dst_ptrs, theirs) if size == page_bytes]
-        src = outermost(zip(own.kv_data_ptrs, own.kv_item_lens), src_pages)
-        dst = outermost([(ptr, page_bytes) for ptr in written], dst_pages)
+        src = lowest_and_highest(zip(own.kv_data_ptrs, own.kv_item_lens), src_pages)
+        dst = lowest_and_highest([(ptr, page_bytes) for ptr in written], dst_pages)
         self.check_bounds(session, src, dst)
 
-    def write_planned(
+    def transfer_by_plan(
         self,
         session: str,
         plan: TransferPlan,
@@ -267,7 +277,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         in_threads = self.enable_custom_mem_pool and (
             self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
         )
-        plan.checked(src_pages, dst_pages)
+        plan.validate_pages(src_pages, dst_pages)
         for start in range(0, len(src_pages), at_once):
             some = slice(start, start + at_once)
             copies = plan.copies(src_pages[some], dst_pages[some])
@@ -280,7 +290,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
         """Write the request's metadata to the peer. Returns the transfer engine's status."""
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
-        plan = self.aux_plan_of(session)
+        plan = self.aux_plan_for(session)
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
         if plan is None or nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():
             return super().send_aux(req, prefill_aux_index, dst_aux_ptrs)
@@ -289,7 +299,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
 
     def send_aux_tcp(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
         """The same in messages, one a row; 0, for nobody tells how they fare."""
-        plan, own = self.aux_plan_of(req.mooncake_session_id), self.kv_args.aux_data_ptrs
+        plan, own = self.aux_plan_for(req.mooncake_session_id), self.kv_args.aux_data_ptrs
         if plan is None:
             return super().send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
         rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
@@ -308,15 +318,15 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
     ):
         """Write state to the peer. Returns the transfer engine's status."""
-        plan = self.plan_of(req.mooncake_session_id)
+        plan = self.plan_for(req.mooncake_session_id)
         if plan is None or plan.state is None:
             self._check_state_lists(req, prefill_state_indices)
             self.check_state_slots(req.mooncake_session_id, self._state_slots(req))
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )
-        pages = self.planned_state_pages(prefill_state_indices, req.dst_state_indices)
-        return self.write_planned(req.mooncake_session_id, plan.state, *pages, executor)
+        pages = self.pair_state_pages(prefill_state_indices, req.dst_state_indices)
+        return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
 
     def _check_state_lists(self, req: TransferInfo, own: List) -> None:
         """Raise LayoutError for lists of pages of which the engine would cut the longer one.
@@ -327,7 +337,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
         for kind, ours, ptrs, theirs in zip_longest(
             self.kv_args.state_types, own, registered, req.dst_state_indices
         ):
-            if kind not in UNPAGED and ours is not None and ptrs:
+            if kind not in STATE_WITHOUT_PAGES and ours is not None and ptrs:
                 check_state_pages(kind, ours, theirs or ())
 
     def _state_slots(self, req: TransferInfo) -> List:
@@ -353,7 +363,7 @@ class MooncakeKVManager(Bounded, SendsDigests, SilentPeers, Ended, Plans, Engine
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
         """As the engine's; of a room that succeeds all peers are reached."""
         if status == KVPoll.Success:
-            self.failed_sessions.forgive(self.transfer_infos.get(bootstrap_room, ()))
+            self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 
     def poison_deferred_ack_room(self, room: int) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 from sglang.srt.disaggregation.kv_layout import LayoutError, RankLayout
 
 
-def use_host_memory(agent: Any) -> None:
+def register_vram_as_dram(agent: Any) -> None:
     """Let an agent's `VRAM` mean host memory, where a CPU's pools lie."""
     agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
 
-def kind_of_peer(own: RankLayout, peer: RankLayout) -> str:
+def peer_memory_kind(own: RankLayout, peer: RankLayout) -> str:
     """What this rank's agent calls the memory of a peer's pools.
 
     Raises:

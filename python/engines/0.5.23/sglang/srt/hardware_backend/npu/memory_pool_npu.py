@@ -7,7 +7,7 @@ from typing import Any, List, NoReturn, Tuple
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
-    by_token,
+    as_tokens,
     copy_from_host,
     copy_layers_from_host,
     copy_layers_to_host,
@@ -18,8 +18,8 @@ from sglang.srt.hardware_backend.npu.cpu_copy import (
 
 class NPUMHATokenToKVPool:
     RENAMED = (
-        ("get_cpu_copy", "_copy_equally_wide"),
-        ("load_cpu_copy", "_load_equally_wide"),
+        ("get_cpu_copy", "_engine_get_cpu_copy"),
+        ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
 
     def get_cpu_copy(
@@ -30,7 +30,7 @@ class NPUMHATokenToKVPool:
         The engine's own copy views V with the width of K.
         """
         if self.v_head_dim == self.head_dim:
-            return self._copy_equally_wide(indices, mamba_indices, req_pool_index)
+            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
         return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
 
     def load_cpu_copy(
@@ -47,7 +47,7 @@ class NPUMHATokenToKVPool:
                 nothing has been written.
         """
         if self.v_head_dim == self.head_dim:
-            return self._load_equally_wide(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
 
     def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
@@ -68,8 +68,8 @@ class NPUMHATokenToKVPool:
 
 class NPUMLATokenToKVPool:
     RENAMED = (
-        ("get_cpu_copy", "_copy_by_token"),
-        ("load_cpu_copy", "_load_by_token"),
+        ("get_cpu_copy", "_engine_get_cpu_copy"),
+        ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
 
     def get_cpu_copy(
@@ -80,8 +80,8 @@ class NPUMLATokenToKVPool:
         Raises:
             ValueError: With `SGLANG_USE_FIA_NZ`, they are not page after page.
         """
-        if not self._in_tiles():
-            return self._copy_by_token(indices, mamba_indices, req_pool_index)
+        if not self._is_tiled():
+            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
         return [copy_to_host(*part) for part in self._parts(indices)]
 
     def load_cpu_copy(
@@ -97,8 +97,8 @@ class NPUMLATokenToKVPool:
             ValueError: With `SGLANG_USE_FIA_NZ`, the slots are not page after page, or the copy
                 does not fit them or this pool.
         """
-        if not self._in_tiles():
-            return self._load_by_token(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+        if not self._is_tiled():
+            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         for copied, part in zip(kv_cache_cpu, list(self._parts(indices)), strict=True):
             copy_from_host(copied, *part)
 
@@ -126,7 +126,7 @@ class NPUMLATokenToKVPool:
             NotImplementedError: A token's bytes are not by themselves, or on another rank.
         """
         self._raise_if_native_kv_cache_disabled()
-        if self._in_tiles() or self.dcp_size > 1:
+        if self._is_tiled() or self.dcp_size > 1:
             raise NotImplementedError(
                 "drafts with --speculative-eagle-topk above 1 move single tokens, which NPU MLA "
                 f"pools cannot do with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode "
@@ -138,7 +138,7 @@ class NPUMLATokenToKVPool:
             for rows in self._get_cpu_offload_layer_buffers(layer):
                 rows[target] = rows[source]
 
-    def _in_tiles(self) -> bool:
+    def _is_tiled(self) -> bool:
         """Latents and RoPE parts lie tile after tile in a page; packed records never do."""
         return self.use_fia_nz and not self.dsa_kv_cache_store_fp8
 
@@ -151,4 +151,4 @@ class NPUMLATokenToKVPool:
         pages_at_once = max(1, self.cpu_offloading_chunk_size // self.page_size)
         yield [self.k_buffer, self.v_buffer], whole_pages(own, self.page_size), pages_at_once
         if self.num_indexer_layers:
-            yield [by_token(self.index_k_buffer)], indices, self.cpu_offloading_chunk_size
+            yield [as_tokens(self.index_k_buffer)], indices, self.cpu_offloading_chunk_size

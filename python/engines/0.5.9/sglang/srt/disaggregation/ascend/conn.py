@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.memory import register_ranges
+from sglang.srt.disaggregation.pd.memory_registration import register_ranges
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import MooncakeKVManager

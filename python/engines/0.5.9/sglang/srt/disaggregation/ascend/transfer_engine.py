@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class AscendTransferEngine(MooncakeTransferEngine):
-    RENAMED = (("initialize", "_initialize"),)
+    RENAMED = (("initialize", "_engine_initialize"),)
 
     def initialize(self) -> None:
         """As the engine's; MemFabric from 1.1.3 on chooses its port there, and has none before.
@@ -23,7 +23,7 @@ class AscendTransferEngine(MooncakeTransferEngine):
         Raises:
             RuntimeError: MemFabric could not be initialised.
         """
-        self._initialize()
+        self._engine_initialize()
         if self.session_id.endswith(":0"):
             self.session_id = f"{self.hostname}:{self.engine.get_rpc_port()}"
 
@@ -45,5 +45,5 @@ class AscendTransferEngine(MooncakeTransferEngine):
         """Write copies to a decode session. Returns MemFabric's status, 0 if all are written."""
         transfer, copies = super().batch_transfer_sync, (buffers, peer_buffer_addresses, lengths)
         if device_rdma.is_used():
-            return device_rdma.write_in_turn(transfer, session_id, *copies)
+            return device_rdma.transfer_serialized(transfer, session_id, *copies)
         return transfer(session_id, *copies)

@@ -21,16 +21,16 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.kv_layout import encode_layout
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
-from sglang.srt.disaggregation.pd.back_off import BackOff
-from sglang.srt.disaggregation.pd.bounded import Bounded
-from sglang.srt.disaggregation.pd.memory import register_apart
-from sglang.srt.disaggregation.pd.messages import unpacked
-from sglang.srt.disaggregation.pd.queued import QueuedSends
-from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.rooms import ENDED, UNSETTLED_SECONDS
-from sglang.srt.disaggregation.pd.session_ids import port_of, why_unreachable
-from sglang.srt.disaggregation.pd.status_messages import StatusMessages
-from sglang.srt.disaggregation.pd.verify_reports import GathersReports
+from sglang.srt.disaggregation.pd.back_off import PeerBackoff
+from sglang.srt.disaggregation.pd.memory_registration import register_kv_then_aux
+from sglang.srt.disaggregation.pd.message_checks import unpack_numbers
+from sglang.srt.disaggregation.pd.mooncake_status import MooncakeStatus
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
+from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
+from sglang.srt.disaggregation.pd.transfer_queue import TransferQueue
+from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
+from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -47,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo(Registration):
+class KVArgsRegisterInfo(PeerRegistration):
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
         """Read a registration, whose frames are known by position."""
 
         def numbers(position: int, code: str) -> List[int]:
-            return unpacked(code, msg[position]) if len(msg) > position else []
+            return unpack_numbers(code, msg[position]) if len(msg) > position else []
 
         return cls(
             room=msg[0].decode("ascii"),
@@ -89,7 +89,7 @@ def _aux_goes_over_tcp() -> bool:
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
 
 
-class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
+class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "_transfer_data",
@@ -101,7 +101,7 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
-    register_memory = staticmethod(register_apart)
+    register_memory = staticmethod(register_kv_then_aux)
     # A call returns at the first copy that fails, or after its time-out: others are under way. So
     # do MemFabric's, by whatever protocol.
     unsettled_seconds = UNSETTLED_SECONDS
@@ -127,9 +127,9 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         Raises:
             LayoutError: The two sides do not name the same number of pages.
         """
-        plan = self._plan(mooncake_session_id).kv
+        plan = self._plan_for(mooncake_session_id).kv
         pages = (prefill_kv_indices, dst_kv_indices)
-        return self._write(mooncake_session_id, plan, *pages, executor)
+        return self._transfer(mooncake_session_id, plan, *pages, executor)
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
         """Write the request's metadata to the peer. Returns the transfer engine's status."""
@@ -139,14 +139,14 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
         return self.engine.batch_transfer_sync(
-            session, *self._plan(session).aux.copies(*slots).tolist()
+            session, *self._plan_for(session).aux.copies(*slots).tolist()
         )
 
     def send_aux_tcp(
         self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
     ) -> int:
         """The same in messages, one a row; 0, for nobody tells how they fare."""
-        plan, own = self._plan(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
+        plan, own = self._plan_for(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
         rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
         peer = (req.endpoint, req.dst_port, req.room)
         for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
@@ -169,7 +169,7 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         session = req.mooncake_session_id
         if kind != "mamba":
             pages = (prefill_state_indices, req.dst_state_indices)
-            return self._write(session, self._plan(session).state, *pages, executor)
+            return self._transfer(session, self._plan_for(session).state, *pages, executor)
         self.check_state_slots(session, [req.dst_state_indices])
         slots = (req, prefill_state_indices, dst_state_data_ptrs)
         if info is None or info.dst_attn_tp_size == self.attn_tp_size:
@@ -199,24 +199,24 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
                 )
             )
 
-    def conclude_failed(self, room: int, reason: str) -> None:
+    def conclude_failure(self, room: int, reason: str) -> None:
         """Tell the room's decode ranks that it failed, behind what is being written of it.
 
         Of its chunks that wait none is sent any more.
         """
         self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
-    def _drop_room(self, room: int) -> None:
+    def _drop_backend_state(self, room: int) -> None:
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self.required_prefill_response_num_table.pop(room, None)
             self.prefill_response_tracker.pop(room, None)
-            self.asked_rooms.discard(room)
+            self.requested_rooms.discard(room)
             self.failing_rooms.discard(room)
 
     def start_decode_thread(self):
         """Read how prefill ranks end their rooms, and watch whether they live."""
         self.read_status_messages()
-        self.watch_prefill_servers()
+        self.start_heartbeat()
 
     def _handle_decode_message(self, frames: List[bytes]) -> None:
         if frames[0] == self.AUX_DATA_HEADER:
@@ -243,7 +243,7 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
             )
         if announced == item:
             with self.rooms_lock:
-                if int(msg[1]) in self.asked_rooms:
+                if int(msg[1]) in self.requested_rooms:
                     AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
         else:
             logger.warning_once(
@@ -252,27 +252,27 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
             )
 
     def _register_to_bootstrap(self):
-        self.limit_messages()
+        self.rebind_server_socket()
         super()._register_to_bootstrap()
 
     def start_prefill_thread(self):
         """Read what decode ranks register, which rooms they open and which they give up."""
-        self.back_off = BackOff()
+        self.back_off = PeerBackoff()
         self.read_bootstrap_messages()
 
-    def is_back(self, name: str) -> None:
+    def handle_peer_recovered(self, name: str) -> None:
         """A silent decode rank answers again."""
-        self.back_off.forgive(name)
+        self.back_off.reset(name)
 
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
-        self.back_off.forgive(name)
+    def drop_peer(self, name: str) -> None:
+        """As `SilenceWatch`."""
+        self.back_off.reset(name)
 
-    def _peer_of(self, info: TransferInfo) -> str:
+    def _peer_name(self, info: TransferInfo) -> str:
         return info.mooncake_session_id
 
     @property
-    def plans_state(self) -> bool:
+    def sends_state_by_plan(self) -> bool:
         """Recurrent state is sent without a plan: between TP sizes it is cut along dimensions."""
         return self.kv_args.state_type != "mamba"
 
@@ -282,19 +282,19 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
     def _plan_transfers(self, info: KVArgsRegisterInfo) -> None:
         """Set its `plan`, or its `refusal`."""
         super()._plan_transfers(info)
-        unreachable = why_unreachable(info.name)
+        unreachable = unreachable_reason(info.name)
         if unreachable:
             logger.error(f"Decode {info.name} is refused: {unreachable}")
-            info.plan, info.refusal, info.try_again = None, unreachable, False
+            info.plan, info.refusal, info.can_retry = None, unreachable, False
 
     def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
         layout = info.plan and info.plan.layout
         state = ([info.dst_state_data_ptrs], [info.dst_state_item_lens])
-        self.bound(info, info.name, layout, None, *state)
+        self.set_bounds(info, info.name, layout, None, *state)
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
-            self.back_off.forgive(info.name)  # another process
+            self.back_off.reset(info.name)  # another process
 
 
 class MooncakeKVSender(CommonKVSender):
@@ -302,7 +302,7 @@ class MooncakeKVSender(CommonKVSender):
 
     def failure_exception(self):
         """End the room, which this or another rank failed; decode is told when we write no more."""
-        raise KVTransferError(self.bootstrap_room, self._finish_failed())
+        raise KVTransferError(self.bootstrap_room, self._close_failed_room())
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
@@ -320,7 +320,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            self._rank_name(),
             packed("Q", args.kv_data_ptrs),
             packed("Q", args.aux_data_ptrs),
             packed("Q", target_state),
@@ -334,15 +334,17 @@ class MooncakeKVReceiver(CommonKVReceiver):
         ]
         self._register(frames)
 
-    def _expect_room(self, has_state: bool) -> None:
-        self.kv_mgr.asked_rooms.add(self.bootstrap_room)
+    def _reset_room_state(self, has_state: bool) -> None:
+        self.kv_mgr.requested_rooms.add(self.bootstrap_room)
 
-    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+    def _metadata_frames(
+        self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes
+    ) -> List[bytes]:
         return [
             str(self.bootstrap_room).encode("ascii"),
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            self._rank_name(),
             *([b"", b"", b""] if is_dummy else [pages, aux, state]),
             str(self.required_dst_info_num).encode("ascii"),
         ]
@@ -351,18 +353,18 @@ class MooncakeKVReceiver(CommonKVReceiver):
         """The room's state; it ends when every prefill rank has said how its part ended."""
         if self.conclude_state is not None:
             return self.conclude_state
-        if self.is_asking():
+        if self.is_querying():
             return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.check_status(room) not in ENDED and self.init_time is not None:
             self._check_timeout(room in manager.failing_rooms)
-        return self._conclude()
+        return self._update_conclude_state()
 
-    def is_busy(self) -> bool:
+    def has_pending_transfers(self) -> bool:
         """Whether our pages may be written to."""
         return self.is_open() and self.conclude_state is None
 
-    def _own_name(self) -> bytes:
+    def _rank_name(self) -> bytes:
         return self.session_id.encode("ascii")
 
     def failure_exception(self):
@@ -371,5 +373,5 @@ class MooncakeKVReceiver(CommonKVReceiver):
         raise KVTransferError(self.bootstrap_room, reason)
 
 
-class MooncakeKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
+class MooncakeKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):
     takes_aborts = True

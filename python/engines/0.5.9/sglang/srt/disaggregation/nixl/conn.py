@@ -23,11 +23,17 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encode_layout
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
-from sglang.srt.disaggregation.pd.messages import unpacked
-from sglang.srt.disaggregation.pd.notifications import Notifications
-from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.verify_reports import GathersReports
-from sglang.srt.disaggregation.pd.writes import Chunk, RoomFailed, Write, Writes, WritingSender
+from sglang.srt.disaggregation.pd.message_checks import unpack_numbers
+from sglang.srt.disaggregation.pd.nixl_notifications import NixlNotifications
+from sglang.srt.disaggregation.pd.nixl_transfers import (
+    Chunk,
+    NixlTransfers,
+    RoomFailed,
+    Transfer,
+    TransferSender,
+)
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
@@ -40,7 +46,7 @@ REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo(Registration):
+class KVArgsRegisterInfo(PeerRegistration):
     # Whether NIXL knows the rank.
     is_connected: bool = False
 
@@ -53,8 +59,8 @@ class KVArgsRegisterInfo(Registration):
             dst_port=int(msg[2]),
             agent_name=msg[3].decode("ascii"),
             agent_metadata=msg[4],
-            dst_kv_ptrs=unpacked("Q", msg[5]),
-            dst_aux_ptrs=unpacked("Q", msg[6]),
+            dst_kv_ptrs=unpack_numbers("Q", msg[5]),
+            dst_aux_ptrs=unpack_numbers("Q", msg[6]),
             dst_state_data_ptrs=state_pointers(msg, 7),
             gpu_id=int(msg[8]),
             decode_tp_size=int(msg[9]),
@@ -76,7 +82,7 @@ def _is_in(metadata: bytes, name: bytes) -> bool:
     return struct.pack("<Q", len(name)) + name in metadata
 
 
-class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
+class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "check_status",
@@ -102,7 +108,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
             self._start_bootstrap_thread()
         else:
-            self._watch_prefill_servers()
+            self._init_heartbeat()
 
     def _make_agent(self):
         try:
@@ -128,7 +134,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         logger.info(f"NIXL KVManager initialized with backend: {backend}")
         return agent
 
-    def _watch_prefill_servers(self) -> None:
+    def _init_heartbeat(self) -> None:
         """Decode: the state that the heartbeat thread shares, and the thread."""
         self.transfer_statuses: Dict[int, kv_layout.TransferStatus] = defaultdict(
             kv_layout.TransferStatus
@@ -137,9 +143,9 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
         self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
         self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        self.watch_prefill_servers()
+        self.start_heartbeat()
 
-    def _drop_room(self, room: int) -> None:
+    def _drop_backend_state(self, room: int) -> None:
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.transfer_infos.pop(room, None)
         else:
@@ -188,7 +194,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         prefill_data_indices: npt.NDArray[np.int32],
         dst_data_indices: npt.NDArray[np.int32],
         notif: str,
-    ) -> Optional[Write]:
+    ) -> Optional[Transfer]:
         """Write pages by `plan`, KV's or state's; None with nothing to write."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
         copies = plan.copies(prefill_data_indices, dst_data_indices)
@@ -289,14 +295,14 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Write]:
+    def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Transfer]:
         """Start the writes of one chunk to every decode rank of the room.
 
         The further arguments are a `Chunk`'s. Returns the writes that were started. What goes wrong
         fails the room, never the caller, which is the scheduler.
         """
         chunk = Chunk(*args, **kwargs)
-        writes: List[Write] = []
+        writes: List[Transfer] = []
         self.note_chunk(bootstrap_room, chunk.index_slice, chunk.kv_indices)
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
@@ -309,14 +315,14 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
         return writes
 
-    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Write]) -> None:
+    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Transfer]) -> None:
         """Start one chunk's writes to one decode rank, adding them as they come."""
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
             return self._notification(req.room, kind, **more).decode("ascii")
 
-        def add(write: Optional[Write]) -> None:
+        def add(write: Optional[Transfer]) -> None:
             if write is not None:
                 writes.append(write)
 
@@ -351,7 +357,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         self._notify_digests(peer, req.room, digests)
 
     def _register_to_bootstrap(self):
-        self.limit_messages()
+        self.rebind_server_socket()
         super()._register_to_bootstrap()
 
     def _start_bootstrap_thread(self):
@@ -363,17 +369,17 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         super()._handle_bootstrap_message(frames[1:])
 
-    def _peer_of(self, info: TransferInfo) -> str:
+    def _peer_name(self, info: TransferInfo) -> str:
         return info.agent_name
 
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
         name = info.name.encode("ascii")
         # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
-        if self.metadata_have_names and not _is_in(info.agent_metadata, name):
+        if self.can_check_agent_metadata and not _is_in(info.agent_metadata, name):
             raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
 
     @functools.cached_property
-    def metadata_have_names(self) -> bool:
+    def can_check_agent_metadata(self) -> bool:
         """Whether NIXL writes an agent's name in its metadata as it is looked for there."""
         has_own = _is_in(self.agent.get_agent_metadata(), self.agent.name.encode("ascii"))
         if not has_own:
@@ -399,36 +405,39 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
                 self.connect_early(name, decode_kv_args.dst_aux_ptrs)
         except Exception as error:
             logger.error(f"Decode {name} is not known to NIXL: {error}")
-            decode_kv_args.try_again = True
+            decode_kv_args.can_retry = True
 
-    def rest(self, name: str) -> bool:
-        """As `NoticesSilence`: its NIXL agent and its plan; not while it is being written to."""
+    def release_peer(self, name: str) -> bool:
+        """As `SilenceWatch`: its NIXL agent and its plan; not while it is being written to."""
         info = self.decode_kv_args_table.get(name)
         with self.agent_lock:
-            if any(write.peer == name and not self.has_ended(write) for write in list(self.writes)):
+            if any(
+                write.peer == name and not self.has_finished(write)
+                for write in list(self.transfers)
+            ):
                 return False
-            self.drop(name)
+            self.drop_peer(name)
         if info is not None and not info.refusal:
-            info.plan, info.try_again, info.not_before = None, True, 0.0
+            info.plan, info.can_retry, info.retry_at = None, True, 0.0
         return True
 
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
+    def drop_peer(self, name: str) -> None:
+        """As `SilenceWatch`."""
         info = self.decode_kv_args_table.get(name)
-        self.leave_untold(name)
+        self.drop_pending_notices(name)
         with self.agent_lock, contextlib.suppress(Exception):  # NIXL may not know it any more
-            self.out_of_reach.discard(name)
+            self.unreachable_peers.discard(name)
             if info is not None:
                 info.is_connected = False
             self.agent.remove_remote_agent(name)
 
     def _open_room(self, info: TransferInfo) -> None:
-        self.is_back(info.agent_name)
-        self.leave_untold(info.agent_name, info.room)  # was another request of that number
+        self.handle_peer_recovered(info.agent_name)
+        self.drop_pending_notices(info.agent_name, info.room)  # was another request of that number
         super()._open_room(info)
 
 
-class NixlKVSender(WritingSender, CommonKVSender):
+class NixlKVSender(TransferSender, CommonKVSender):
     REMOVED = ("poll",)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
@@ -446,25 +455,27 @@ class NixlKVSender(WritingSender, CommonKVSender):
 
     def failure_exception(self):
         """End the room, which this or another rank failed; no write of ours is under way."""
-        raise RuntimeError(self._finish_failed())
+        raise RuntimeError(self._close_failed_room())
 
 
 class NixlKVReceiver(CommonKVReceiver):
     REMOVED = ("init",)
 
-    def _expect_room(self, has_state: bool) -> None:
+    def _reset_room_state(self, has_state: bool) -> None:
         """What has come for this number before is another request's."""
         self.kv_mgr.transfer_statuses[self.bootstrap_room] = kv_layout.TransferStatus(
             self.required_prefill_response_num, has_state, self.expects_digests
         )
 
-    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+    def _metadata_frames(
+        self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes
+    ) -> List[bytes]:
         return [
             GUARD,
             str(self.bootstrap_room).encode("ascii"),
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            self._rank_name(),
             b"" if is_dummy else pages,
             aux,
             str(self.required_dst_info_num).encode("ascii"),
@@ -473,13 +484,13 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def poll(self) -> KVPoll:
         """The room's state; it succeeds when every sender's KV, aux and state are written."""
-        if self.conclude_state is None and self.is_asking():
+        if self.conclude_state is None and self.is_querying():
             return KVPoll.Bootstrapping
         if self.conclude_state is None:
-            self._take_in()
+            self._drain_notifications()
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
 
-    def _take_in(self) -> None:
+    def _drain_notifications(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.init_time is not None:
             manager.update_transfer_status()
@@ -488,7 +499,7 @@ class NixlKVReceiver(CommonKVReceiver):
                 manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
             else:
                 self._check_timeout(manager.transfer_statuses[room].is_failing)
-        self._conclude()
+        self._update_conclude_state()
 
     def _register_kv_args(self):
         """Tell each prefill rank that serves this one where our buffers are and what they hold."""
@@ -503,7 +514,7 @@ class NixlKVReceiver(CommonKVReceiver):
             b"None",
             self.kv_mgr.local_ip.encode("ascii"),
             str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            self._rank_name(),
             agent.get_agent_metadata(),
             packed(args.kv_data_ptrs),
             packed(args.aux_data_ptrs),
@@ -517,14 +528,14 @@ class NixlKVReceiver(CommonKVReceiver):
         ]
         self._register(frames)
 
-    def is_busy(self) -> bool:
+    def has_pending_transfers(self) -> bool:
         """Whether our pages may be written to."""
         return self.is_open() and self.conclude_state is None
 
     def _abort_frames(self, reason: str) -> List[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
 
-    def _own_name(self) -> bytes:
+    def _rank_name(self) -> bytes:
         return self.kv_mgr.agent.name.encode("ascii")
 
     def failure_exception(self):
@@ -532,5 +543,5 @@ class NixlKVReceiver(CommonKVReceiver):
         raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
 
 
-class NixlKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
+class NixlKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):
     takes_aborts = True

@@ -5,7 +5,7 @@ from typing import List, Tuple
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
-    by_token,
+    as_tokens,
     copy_from_host,
     copy_to_host,
     whole_pages,
@@ -58,7 +58,7 @@ class NPUMHATokenToKVPool:
             buffers = [self.k_buffer, self.v_buffer]
         else:
             buffers = [layer[None] for layer in (*self.k_buffer, *self.v_buffer)]
-        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
 
 
 class NPUMLATokenToKVPool:
@@ -93,4 +93,4 @@ class NPUMLATokenToKVPool:
         if get_bool_env_var("SGLANG_USE_FIA_NZ"):
             pages = whole_pages(indices, self.page_size)
             return buffers, pages, max(1, self.cpu_offloading_chunk_size // self.page_size)
-        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size

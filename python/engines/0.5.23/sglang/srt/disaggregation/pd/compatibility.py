@@ -1,0 +1,173 @@
+"""Decode: a prefill server that does not fit fails its requests on both sides, nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Deque, Dict, List, Optional, Tuple
+
+import requests
+from sglang.srt.disaggregation.kv_layout import tp_size_conflict
+
+logger = logging.getLogger(__name__)
+
+# Of a bootstrap server: seconds to connect, and for an answer.
+HTTP_TIMEOUT_SECONDS = (2, 5)
+# How long a server is known as unfit before it is asked again: it may have been started anew.
+INCOMPATIBLE_SECONDS = 10.0
+# When prefill is told, again and again: it heeds an abort only of a request that has come to it,
+# which on a busy server may be later than decode refuses it.
+NOTIFY_AFTER_SECONDS = (0.5, 2.0, 10.0, 30.0)
+POLL_INTERVAL_SECONDS = 0.1
+MAX_PENDING_NOTICES = 4096
+# For how long a server's ranks are known, and of how many servers.
+RANKS_VALID_SECONDS = 60.0
+# How long one that has not answered is not asked again; its rooms are not told meanwhile.
+UNANSWERED_RETRY_SECONDS = 10.0
+MAX_KNOWN_SERVERS = 1024
+
+
+class CompatibilityCheck:
+    """A decode rank's KV manager; `placeholder_prefill_info` is the engine's record of a server of one rank.
+
+    A backend's receivers call `why_unfit` before they ask for a room.
+    """
+
+    placeholder_prefill_info: Callable[[], Any]
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        # By bootstrap address: why its prefill server does not fit, and until when that is known.
+        self.incompatible: Dict[str, Tuple[str, float]] = {}
+        return self
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As the engine's; a server that does not fit is known too, and `why_unfit` says why."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        try:
+            is_known = super().try_ensure_parallel_info(bootstrap_addr)
+            if is_known:
+                self.incompatible.pop(bootstrap_addr, None)
+            return is_known
+        except Exception as error:  # also of an answer that is none
+            why = str(error) or repr(error)
+        logger.error(f"Prefill {bootstrap_addr} cannot serve this decode server: {why}")
+        self.incompatible[bootstrap_addr] = (why, time.monotonic() + INCOMPATIBLE_SECONDS)
+        self.prefill_info_table[bootstrap_addr] = self.placeholder_prefill_info()
+        return True
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """As the engine's. Raises RuntimeError for sizes that are none, or leave a rank unasked."""
+        names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
+        sizes = {name: getattr(info, name) for name in names}
+        if min(sizes.values()) < 1:
+            raise RuntimeError(f"prefill's bootstrap server says {sizes}")
+        conflict = tp_size_conflict(info.attn_tp_size, self.attn_tp_size)
+        if conflict:
+            raise RuntimeError(conflict)
+        super()._resolve_rank_mapping(info)
+
+    def incompatibility(self, bootstrap_addr: str) -> Optional[str]:
+        """Why this prefill server cannot serve us; None if it can."""
+        known = self.incompatible.get(bootstrap_addr)
+        if known is None:
+            return None
+        why, until = known
+        if time.monotonic() > until:
+            self.incompatible.pop(bootstrap_addr, None)
+            self.prefill_info_table.pop(bootstrap_addr, None)
+        return why
+
+
+class AbortNotifier:
+    """Tells the ranks of prefill servers that requests have failed which decode never asked for.
+
+    Nobody would tell them else, and they would wait for decode. Each room is told at all of
+    `NOTIFY_AFTER_SECONDS`. One thread, for it asks bootstrap servers for every rank, once a minute.
+    """
+
+    def __init__(self, send_abort: Callable[[dict, int], None]):
+        """tell: sends one rank, by its bootstrap server's answer, the end of a room."""
+        self.send_abort = send_abort
+        # For each time that a room is told: since when it has failed, its server, and its number.
+        self.rooms: List[Deque[Tuple[float, str, int]]] = [
+            deque(maxlen=MAX_PENDING_NOTICES) for _ in NOTIFY_AFTER_SECONDS
+        ]
+        self.arrived = threading.Event()
+        # By bootstrap address: its ranks, and until when they are taken for these.
+        self.known: Dict[str, Tuple[list[dict], float]] = {}
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def add(self, bootstrap_addr: str, room: int) -> None:
+        """A room has failed, of which this server must know."""
+        self.rooms[0].append((time.monotonic(), bootstrap_addr, room))
+        self.arrived.set()
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    def _serve(self) -> None:
+        while self.arrived.wait():
+            self.arrived.clear()
+            while any(self.rooms):
+                for attempt, seconds in enumerate(NOTIFY_AFTER_SECONDS):
+                    self._notify_due(attempt, seconds)
+                time.sleep(POLL_INTERVAL_SECONDS)
+
+    def _notify_due(self, attempt: int, seconds: float) -> None:
+        rooms, *later = self.rooms[attempt:]
+        while rooms and time.monotonic() >= rooms[0][0] + seconds:
+            failed = rooms.popleft()
+            _, address, room = failed
+            if later:
+                later[0].append(failed)
+            try:
+                for rank in self._known_ranks(address):
+                    self.send_abort(rank, room)
+            except Exception as error:
+                if not later:
+                    logger.warning(
+                        f"Prefill {address} was not told that room {room} failed: {error}"
+                    )
+
+    def _known_ranks(self, address: str) -> list[dict]:
+        ranks, until = self.known.get(address, ([], 0.0))
+        if time.monotonic() >= until:
+            if len(self.known) >= MAX_KNOWN_SERVERS:
+                self.known.clear()
+            try:
+                ranks = _query_all_ranks(address)
+            except Exception:
+                self.known[address] = ([], time.monotonic() + UNANSWERED_RETRY_SECONDS)
+                raise
+            self.known[address] = (ranks, time.monotonic() + RANKS_VALID_SECONDS)
+        return ranks
+
+
+def _query_all_ranks(address: str) -> list[dict]:
+    """Where each rank of a prefill server reads messages, by its bootstrap server."""
+    with requests.Session() as session:
+        whole = query_route(address, -1, -1, -1, -1, session)
+        names = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
+        sizes = [int(whole[name]) for name in names]
+        numbers = itertools.product(*map(range, sizes))
+        return [query_route(address, *number, session) for number in numbers]
+
+
+def query_route(
+    address: str, dp: int, cp: int, tp: int, pp: int, session: requests.Session
+) -> dict:
+    """What a bootstrap server says of a rank, or with -1 for each number of the whole server.
+
+    Raises:
+        requests.RequestException: It does not answer, or does not know the rank.
+    """
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    query = dict(zip(names, (dp, cp, tp, pp)))
+    response = session.get(f"http://{address}/route", params=query, timeout=HTTP_TIMEOUT_SECONDS)
+    response.raise_for_status()
+    return response.json()

@@ -1,0 +1,133 @@
+"""Messages that cannot be read are dropped, and no thread ends of them."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from typing import List, Optional
+
+import zmq
+from sglang.srt.disaggregation.pd.session_ids import port_of
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAMES = 64
+MAX_NAME = 256
+# Bytes of a registration's frame: pointers take several times as much once they are read.
+MAX_FRAME_BYTES = 4 << 20
+# Of NIXL's metadata, which grow with memory ranges and NICs.
+MAX_METADATA = 64 << 20
+MAX_CHUNKS = 1 << 16
+# Messages about staging buffers, and at which frame their numbers end.
+STAGING = {b"WATERMARK": 3, b"STAGING_RSP": 6, b"STAGING_REQ": 4}
+
+Frames = List[bytes]
+
+
+def drop_invalid(
+    recv: Callable[[], Optional[Frames]],
+    check: Callable[[Frames], Optional[bool]],
+    done: Callable[[], None] = lambda: None,
+) -> Callable[[], Optional[Frames]]:
+    """As `recv`, which gives a message or None, without messages that `check` takes or drops.
+
+    check: gives True for a message that was ours, and raises for one that cannot be read.
+    done: called when the engine comes for the next message.
+    """
+
+    def recv_valid() -> Optional[Frames]:
+        while True:
+            done()
+            frames = recv()
+            if frames is None:
+                return None
+            try:
+                if len(frames) > MAX_FRAMES:
+                    raise ValueError(f"at most {MAX_FRAMES} frames are read")
+                if check(frames):
+                    continue
+                return frames
+            except Exception as error:
+                # Some errors hold the whole frame.
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+                logger.error(f"Dropped a message of {len(frames)} frames: {why}")
+
+    return recv_valid
+
+
+class ValidatingSocket:
+    """A socket whose messages are `checked`, with its further arguments; all else is its own."""
+
+    def __init__(self, sock: zmq.Socket, *checks: Callable):
+        self.sock = sock
+        self.recv_multipart = drop_invalid(sock.recv_multipart, *checks)
+
+    def __getattr__(self, name: str):
+        return getattr(self.sock, name)
+
+
+def check_staging_message(frames: Frames, handler: object = True) -> None:
+    """Raises ValueError or IndexError for a message about staging buffers that has no place.
+
+    handler: of decode's staging; there is none before its scheduler has made it.
+    """
+    numbers = [int(frame) for frame in frames[1 : STAGING[frames[0]]]]
+    if len(numbers) != STAGING[frames[0]] - 1:
+        raise IndexError(f"{len(frames)} frames, and {STAGING[frames[0]]} are read")
+    if frames[0] == b"STAGING_REQ":
+        numbers += [int(frame) for frame in frames[5:6]]
+        frames = frames[:5]
+    if frames[0] != b"WATERMARK" and not 0 <= numbers[1] < MAX_CHUNKS:
+        raise ValueError(f"chunk {numbers[1]} of at most {MAX_CHUNKS}")
+    if handler is None:
+        raise ValueError("nobody here has staging buffers yet")
+    names = frames[STAGING[frames[0]] :]
+    if frames[0] != b"WATERMARK" and not names:
+        raise IndexError("no session")
+    for name in names:
+        check_rank_name(name)
+
+
+def check_rank_name(name: bytes) -> None:
+    """Raises ValueError for what is no decode rank's name."""
+    if not 0 < len(name) <= MAX_NAME or not name.isascii():
+        raise ValueError(f"a decode rank with a name of {len(name)} bytes")
+
+
+def check_frame_sizes(registration: Frames, metadata: Optional[int] = None) -> None:
+    """Raises ValueError for a frame that is longer than any rank's pointers.
+
+    metadata: Number of the frame with NIXL's, which may be longer.
+    """
+    for number, frame in enumerate(registration):
+        most = MAX_METADATA if number == metadata else MAX_FRAME_BYTES
+        if len(frame) > most:
+            raise ValueError(
+                f"a registration with {len(frame)} bytes in frame {number}, "
+                f"of at most {most >> 20} MiB"
+            )
+
+
+def check_agent_metadata(name: bytes, metadata: bytes) -> None:
+    """Raises ValueError for metadata that are not those of the NIXL agent of this name.
+
+    NIXL goes by the name in them, and forgets that agent where it cannot load the rest.
+    """
+    if struct.pack("<Q", len(name)) + name not in metadata:
+        raise ValueError("the metadata are another NIXL agent's")
+
+
+def check_session_id(session: bytes) -> None:
+    """Raises ValueError for what is no session id: rooms are dealt to queues by its port."""
+    check_rank_name(session)
+    port_of(session.decode("ascii"))
+
+
+def check_metadata_message(info: object) -> None:
+    """Raises ValueError for a room that is asked for with numbers that none has."""
+    pages = info.dst_kv_indices.min(initial=0)
+    state = [min(part, default=0) for part in info.dst_state_indices]
+    numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
+    if min(*numbers, pages, *state) < 0:
+        raise ValueError(f"room {info.room} is asked for with negative numbers")

@@ -1,0 +1,199 @@
+"""Prefill: what is sent to each decode rank, by plan, and why a request to it fails.
+
+registration     its plan is made, or it is refused; or it is left to the engine
+a chunk          is looked at before it is queued: incompatibilities, too few pages
+the queue        writes by the plan; what the core does not know, as the engine does
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from msgspec.structs import replace
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    AuxPlan,
+    LayoutError,
+    PeerPlan,
+    Pointers,
+    RankLayout,
+    Sizes,
+    StockRegistration,
+    decode_layout,
+    find_layout_frame,
+    find_sizes,
+)
+from sglang.srt.disaggregation.pd.peer_plans import plan_registered
+
+logger = logging.getLogger(__name__)
+
+
+def check_state_pages(kind: Any, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Both sides list pages by one rule, from decode's prefix or the window's first page on, so
+    they pair by position. Where one list is shorter, nothing says which of its ends is missing.
+
+    Raises:
+        LayoutError: The two lists differ in length.
+    """
+    if len(ours) != len(theirs):
+        raise LayoutError(
+            f"prefill sends {len(ours)} pages of {kind.value} state where decode has set aside "
+            f"{len(theirs)}; the two servers disagree about this request's length, its cached "
+            "prefix or the window: start both with the same model and configuration"
+        )
+
+
+class PlannedTransfers:
+    """A prefill rank's KV manager.
+
+    `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None where
+    the engine's own way is taken, and `refusal`, empty where there is none. `note_chunk` is of
+    `comparing`, `silence_reason` of `silence`.
+    """
+
+    # Of the message that is being read: a description, or nothing; and how large its buffers are.
+    arriving_layout = b""
+    arriving_sizes: Optional[Sizes] = None
+
+    def set_plan(self, name: str, info: Any, tp: tuple[int, int], page_bytes: int) -> None:
+        """Set a registration's `plan`, or its `refusal`.
+
+        A peer that does not describe itself, and does not fit what is known of stock ones, is left
+        to the engine.
+
+        Args:
+            tp: Its attention TP rank and size.
+            page_bytes: Of its first buffer.
+        """
+        info.plan, info.refusal = None, ""
+        if self.kv_args.layout is None or info.requires_dcp_relayout:
+            return
+        frame = self.arriving_layout
+        try:
+            plan = self._make_plan(name, info, decode_layout(frame), tp, page_bytes)
+            if frame or self.matches_inferred_layout(info, plan.layout):
+                info.plan = plan
+                return
+            why = "its buffers are not those that a stock rank of this model has"
+        except LayoutError as error:
+            why = str(error)
+        except Exception as error:
+            # Such as addresses that are no signed numbers; the engine may know what to do.
+            logger.warning(f"Decode {name} cannot be planned for, and is left to stock: {error!r}")
+            return
+        if frame:
+            info.refusal = why
+            logger.error(f"Decode {name} is refused: {why}")
+        else:
+            logger.warning(f"Decode {name} does not describe itself, and is left to stock: {why}")
+
+    def _make_plan(
+        self,
+        name: str,
+        info: Any,
+        layout: Optional[RankLayout],
+        tp: tuple[int, int],
+        page_bytes: int,
+    ) -> PeerPlan:
+        args, own, state = self.kv_args, self.kv_args.layout, None
+        rows = len(info.dst_aux_ptrs) if layout is None else len(layout.aux)
+        if rows != len(own.aux):  # some are optional: the engine's way
+            own = replace(own, aux=(), aux_slots=0)
+            layout = layout and replace(layout, aux=(), aux_slots=0)
+        if own.state and len(info.dst_state_data_ptrs) == 1:
+            state = info.dst_state_data_ptrs[0]
+        facts = StockRegistration(
+            tp_rank=tp[0] % tp[1],
+            tp_size=tp[1],
+            kv_pointers=len(info.dst_kv_ptrs),
+            state_pointers=None if state is None else len(state),
+            page_bytes=page_bytes,
+        )
+        pointers = Pointers(args.kv_data_ptrs, args.state_data_ptrs[0] if own.state else None)
+        return plan_registered(
+            name, own, pointers, layout, facts, Pointers(info.dst_kv_ptrs, state)
+        )
+
+    def matches_inferred_layout(self, info: Any, layout: RankLayout) -> bool:
+        """Whether a peer that does not describe its buffers may have those that are inferred."""
+        known = list(zip(layout.kv, info.dst_kv_item_lens))
+        if len(info.dst_state_item_lens) == 1:
+            known += zip(layout.state, info.dst_state_item_lens[0])
+        return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)
+
+    def note_arriving_layout(self, frames: list[bytes]) -> None:
+        """Note what the message that is being read says."""
+        self.arriving_layout = find_layout_frame(frames)
+        self.arriving_sizes = find_sizes(frames)
+
+    def plan_for(self, peer: str) -> Optional[PeerPlan]:
+        """None where the engine's own way is taken."""
+        info = self.decode_kv_args_table.get(peer)
+        return None if info is None else info.plan
+
+    def aux_plan_for(self, peer: str) -> Optional[AuxPlan]:
+        """None where metadata go the engine's way."""
+        plan = self.plan_for(peer)
+        return plan.aux if plan is not None and plan.aux.widths else None
+
+    def pair_state_pages(self, src: Sequence, dst: Sequence) -> tuple[Sequence[int], Sequence[int]]:
+        """Pages of the one kind of state that is sent by plan, from and to.
+
+        Raises:
+            LayoutError: The two lists differ in length.
+        """
+        ours, theirs = (side[0] if len(side) and side[0] is not None else () for side in (src, dst))
+        check_state_pages(self.kv_args.state_types[0], ours, theirs)
+        return ours, theirs
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: Any,
+        is_last_chunk: bool,
+        *more,
+        **options,
+    ) -> None:
+        """Queue one chunk. What goes wrong fails its room, on both sides, and nothing else."""
+        try:
+            reason = self._refusal_reason(bootstrap_room, index_slice)
+            if not reason:
+                self.note_chunk(
+                    bootstrap_room, index_slice, kv_indices, options.get("state_indices")
+                )
+                chunk = (bootstrap_room, kv_indices, index_slice, is_last_chunk)
+                super().add_transfer_request(*chunk, *more, **options)
+                return
+        except Exception as error:
+            logger.exception(f"Room {bootstrap_room}: a chunk could not be queued")
+            reason = f"Prefill could not send KV: {error!r}"
+        self.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason)
+
+    def _refusal_reason(self, room: int, index_slice: Any) -> str:
+        if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
+            return ""  # it is over, and nothing of it is queued
+        silent = self.silence_reason(room)
+        if silent:
+            return silent
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            if info.is_dummy:
+                continue
+            known = self.decode_kv_args_table.get(peer)
+            if known is None:
+                return f"decode {peer} asks for room {room} and is not registered with this prefill"
+            if known.refusal:
+                return f"Prefill cannot serve this decode server: {known.refusal}"
+            held = len(info.dst_kv_indices)
+            if (
+                known.plan is not None
+                and isinstance(index_slice, slice)
+                and index_slice.stop > held
+            ):
+                return (
+                    f"prefill sends {index_slice.stop} pages where decode has set aside {held}; "
+                    "the two servers disagree about this request's length"
+                )
+        return ""

@@ -1,0 +1,167 @@
+"""Decode: bootstrap servers are asked in threads; a scheduler that waited would serve nobody.
+
+not known     asked for its sizes, and then for every rank that serves this one
+answered      at once as a rule, and else when the scheduler looks again, a second later
+lost          a rank's connection is lost: it may have been started anew, and is asked again
+replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from concurrent.futures import Future, TimeoutError
+from typing import Any, Dict, List, Optional, Tuple
+
+import requests
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.compatibility import query_route
+from sglang.srt.disaggregation.pd.environment import seconds_of
+from sglang.srt.disaggregation.pd.peer_silence import DEFAULT_SECONDS, MIN_SECONDS, VARIABLE
+from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
+
+logger = logging.getLogger(__name__)
+
+# For how long the scheduler waits, once, for an answer that is nearly there.
+ANSWER_WAIT_SECONDS = 0.03
+
+RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
+
+
+class PrefillServers:
+    """A decode rank's KV manager, over `Fitting`; the scheduler alone calls it."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
+        self.pending_queries: Dict[str, Future] = {}
+        # Held while a request is opened, which looks a server up twice, and while one is forgotten.
+        self.servers_lock = threading.RLock()
+        # By bootstrap address: the server as it was when it was asked, and its ranks.
+        self.routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = {}
+        # By room: the prefill ranks that were asked for it.
+        self.requested_ranks: Dict[int, List[dict]] = {}
+        return self
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As the engine's; False also while the server is being asked."""
+        query, patience = self.pending_queries.get(bootstrap_addr), 0.0
+        if query is None:
+            if bootstrap_addr in self.prefill_info_table:
+                return True
+            query, patience = Future(), ANSWER_WAIT_SECONDS
+            self.pending_queries[bootstrap_addr] = query
+            find = super().try_ensure_parallel_info
+            given = (bootstrap_addr, find, query)
+            threading.Thread(target=self._query_server, args=given, daemon=True).start()
+        try:
+            is_known = query.result(patience)
+        except TimeoutError:
+            return False
+        del self.pending_queries[bootstrap_addr]
+        return is_known and bootstrap_addr in self.prefill_info_table
+
+    def _query_server(self, address: str, find: Any, query: Future) -> None:
+        is_known = False
+        try:
+            is_known = find(address)
+            if is_known:
+                peer_sockets.call_periodically(self.check_prefill_servers)
+                self._query_ranks(address)
+        except Exception as error:  # else the scheduler would ask for what is missing, and wait
+            logger.warning(f"Bootstrap server {address} is asked again for its ranks: {error}")
+            with self.servers_lock:
+                self.prefill_info_table.pop(address, None)
+            is_known = False
+        query.set_result(is_known)
+
+    def _query_ranks(self, address: str) -> None:
+        """Ask for the ranks that serve this one, of all DP ranks."""
+        info = self.prefill_info_table.get(address)
+        if info is None or address in self.incompatible or not info.target_tp_ranks:
+            return
+        ranks: Dict[RankNumbers, dict] = {}
+        self.routes[address] = (info, ranks)
+        targets = (info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks)
+        with requests.Session() as session:
+            for numbers in itertools.product(range(info.dp_size), *targets):
+                ranks[numbers] = {**query_route(address, *numbers, session), "pp_rank": numbers[-1]}
+
+    def check_prefill_servers(self) -> None:
+        """Note prefill ranks whose connection is lost, and fail what has waited for them too long.
+
+        The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
+        again. No request that another process has is failed for it.
+        """
+        look = ConnectionSnapshot(self.silent_seconds)
+        with self.connection_lock:
+            pools = dict(self.connection_pool)
+        for key, ranks in pools.items():
+            if any(map(look.is_lost, ranks)):
+                self.drop_server(key.rsplit("_", 3)[0])  # behind it are numbers
+        for room, ranks in list(self.requested_ranks.items()):
+            silent = [rank for rank in ranks if look.is_silent(rank)]
+            if silent:
+                self.requested_ranks.pop(room, None)
+                self.fail_room_waiting_for(room, silent[0])
+
+    def drop_server(self, address: str) -> None:
+        logger.warning(f"Prefill {address} has lost a rank or is another by now; it is asked again")
+        with self.servers_lock:
+            self.prefill_info_table.pop(address, None)
+            self.routes.pop(address, None)
+            with self.session_pool_lock:  # of heartbeats, which are not sent to it any more
+                self.session_pool.pop(address, None)
+                self.heartbeat_failures.pop(address, None)
+            with self.connection_lock:
+                for key in [one for one in self.connection_pool if one.startswith(f"{address}_")]:
+                    del self.connection_pool[key]
+
+    def _on_heartbeat_success(self, bootstrap_addr: str):
+        """As the engine's; behind the address may be another server, whose ranks are to be asked.
+
+        The one before may live on for a while, as where Kubernetes replaces what is behind a
+        service, so that no connection is lost.
+        """
+        super()._on_heartbeat_success(bootstrap_addr)
+        _, ranks = self.routes.get(bootstrap_addr, (None, {}))
+        for numbers, known in list(ranks.items())[:1]:
+            with contextlib.suppress(Exception), requests.Session() as session:
+                if _endpoint(query_route(bootstrap_addr, *numbers, session)) != _endpoint(known):
+                    self.drop_server(bootstrap_addr)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str):
+        """As the engine's, but not while a request is opened."""
+        with self.servers_lock:
+            super()._handle_node_failure(failed_bootstrap_addr)
+
+    def is_silent(self, rank: dict) -> bool:
+        """Whether requests to this prefill rank are to fail; it is known when it answers again."""
+        socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
+        socket.open()
+        return socket.silent_for() >= self.silent_seconds
+
+    def fail_room_waiting_for(self, room: int, rank: dict) -> None:
+        if self.request_status.get(room) in (KVPoll.Success, KVPoll.Failed, None):
+            return
+        self.record_failure(
+            room,
+            f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
+            f"{self.silent_seconds:g} s ({VARIABLE})",
+        )
+        self.update_status(room, KVPoll.Failed)
+
+    def cached_rank(self, address: str, numbers: RankNumbers) -> Optional[dict]:
+        """What the bootstrap server has said of this rank; None if it has not, or another has."""
+        info, ranks = self.routes.get(address, (None, {}))
+        if info is None or self.prefill_info_table.get(address) is not info:
+            return None
+        rank = ranks.get(numbers)
+        return None if rank is None else dict(rank)
+
+
+def _endpoint(rank: dict) -> Tuple[str, int]:
+    return rank["rank_ip"], rank["rank_port"]

@@ -1,0 +1,165 @@
+"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Optional, Tuple
+
+from sglang.srt.disaggregation.kv_layout import (
+    HIDDEN_STATES,
+    Buffer,
+    LayoutError,
+    RankLayout,
+    describe_pools,
+    describe_unknown,
+    memory_kind,
+    total_heads,
+)
+from sglang.srt.disaggregation.pd.verify import make_verifier
+from sglang.srt.disaggregation.pd.verify_mode import verify_mode
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base import BaseKVManager, KVArgs
+    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+logger = logging.getLogger(__name__)
+
+
+def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
+    """Register a queue's pools with its transfer backend, describe them, and start its KV manager.
+
+    Args:
+        queue: The engine's, of prefill or of decode.
+        kv_args: With what only the queue knows: this rank's number, and the other side's sizes.
+    """
+    from sglang.srt.disaggregation.utils import KVClassType, get_kv_class, setup_state_kv_args
+
+    scheduler = queue.scheduler
+    pools = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
+    setup_kv_args(kv_args, scheduler, *pools, queue.metadata_buffers, queue.pp_rank)
+    setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
+    set_local_layout(kv_args, scheduler, *pools)
+    kv_args.verifier = make_verifier(kv_args, pools)
+    manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
+    return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)
+
+
+def setup_kv_args(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+    metadata_buffers: MetadataBuffers,
+    pp_rank: int,
+) -> None:
+    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
+
+    The draft's pages have the target's indices, so its buffers follow the target's in one list.
+    """
+    from sglang.srt.disaggregation.utils import is_mla_backend
+
+    ptrs, lens, item_lens = [], [], []
+    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+        if pool is not None:
+            for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
+                whole.extend(part)
+    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
+    kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
+        metadata_buffers.get_buf_infos()
+    )
+    kv_args.pp_rank = pp_rank
+    kv_args.system_dp_rank = scheduler.dp_rank
+    kv_args.page_size = token_to_kv_pool.page_size
+    kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
+    kv_args.gpu_id = scheduler.gpu_id
+    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
+    if not is_mla_backend(token_to_kv_pool):
+        kv_args.kv_head_num = token_to_kv_pool.head_num
+
+
+def set_local_layout(
+    kv_args: KVArgs,
+    scheduler: Scheduler,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache],
+) -> None:
+    """Set `kv_args.layout`: what each buffer that is now registered holds.
+
+    Of pools that the patch set does not know, or that cannot be described, no more than their
+    sizes: they are sent as stock sends them, between servers that split the model alike.
+    """
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    try:
+        kv, state = _describe_buffers(kv_args, scheduler, *pools)
+    except Exception as error:
+        is_known = isinstance(error, LayoutError)
+        logger.warning(
+            f"{type(token_to_kv_pool).__name__} is sent as it lies: {error}", exc_info=not is_known
+        )
+        kv = describe_unknown(kv_args.kv_item_lens, kv_args.kv_data_lens)
+        state = describe_unknown(kv_args.state_item_lens, kv_args.state_data_lens)
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    kv_args.layout = RankLayout(
+        tp_rank=get_attention_tp_rank(),
+        tp_size=get_attention_tp_size(),
+        pp_rank=kv_args.pp_rank,
+        pp_size=scheduler.server_args.pp_size,
+        page_size=kv_args.page_size,
+        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
+        memory=memory_kind(token_to_kv_pool),
+        total_layers=scheduler.model_config.num_hidden_layers,
+        kv=kv,
+        state=state,
+        aux=_aux_widths(kv_args, scheduler),
+        aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
+        verifies=bool(verify_mode()),
+    )
+
+
+def _describe_buffers(
+    args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
+) -> Tuple[Tuple[Buffer, ...], Tuple[Buffer, ...]]:
+    """What the buffers of KV and of state hold."""
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
+    runner = scheduler.tp_worker.model_runner
+    tp = (get_attention_tp_rank(), get_attention_tp_size())
+    computed = range(runner.start_layer, runner.end_layer)
+    drafts = None if draft is None else _draft_config(scheduler)
+
+    def described(lens: Any, sizes: Any, is_state: bool) -> Tuple[Buffer, ...]:
+        heads = [
+            None if config is None else total_heads(config, pool, is_state)
+            for config, pool in ((scheduler.model_config, target), (drafts, draft))
+        ]
+        return describe_pools(target, draft, lens, sizes, is_state, tp, *heads, computed)
+
+    kv = described(args.kv_item_lens, args.kv_data_lens, False)
+    return kv, described(args.state_item_lens, args.state_data_lens, True)
+
+
+def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
+    """Bytes of each metadata row.
+
+    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    """
+    widths = list(kv_args.aux_item_lens)
+    if scheduler.spec_algorithm.is_standalone():
+        widths[HIDDEN_STATES] = 0
+    return tuple(widths)
+
+
+def _draft_config(scheduler: Scheduler) -> Any:
+    """Of the draft model; its worker is wrapped once more under overlap."""
+    worker = scheduler.draft_worker
+    inner = getattr(worker, "draft_worker", None)
+    if inner is not None:
+        worker = (
+            inner.draft_runner_list[0]
+            if hasattr(inner, "draft_runner_list")
+            else inner.draft_runner
+        )
+    return worker.model_config

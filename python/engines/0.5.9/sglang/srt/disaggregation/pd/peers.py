@@ -1,0 +1,195 @@
+"""Decode ranks that register with a prefill rank, and the rooms that they ask for.
+
+decode: (None, ..., pointers, ..., description)   its plan is made, or it is refused
+decode: (room, ..., pages, slots)                 the room is open when all its ranks have asked
+decode: (ABORT, room, reason, ...)                see `rooms`
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    PeerPlan,
+    Pointers,
+    StockRegistration,
+    decode_layout,
+    has_layout_frame,
+)
+from sglang.srt.disaggregation.pd.message_checks import (
+    rebind_with_limits,
+    start_reader_thread,
+    unpack_numbers,
+)
+from sglang.srt.disaggregation.pd.peer_plans import plan_registered
+from sglang.srt.disaggregation.pd.room_failures import ABORT
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_ROOMS = 1 << 16
+MAX_SESSION_NAME = 256
+# Of a decode rank that could not be registered.
+REGISTRATION_RETRY_SECONDS = 10.0
+
+
+@dataclass
+class PeerRegistration:
+    """What a decode rank says of its buffers, and what this prefill rank makes of it.
+
+    A backend adds its own fields, `dst_kv_ptrs`, `dst_state_data_ptrs` and `dst_kv_item_len` (bytes
+    a page of the first buffer) among them, `name`, and `attn_tp`: attention TP rank and size.
+    """
+
+    # Empty from a rank that does not describe itself, as stock.
+    layout_frame: bytes = field(default=b"", kw_only=True)
+    # The copies to this rank, or why there can be none; whether another try may help; and whether
+    # it reads more than a stock one.
+    plan: Optional[PeerPlan] = field(default=None, kw_only=True)
+    refusal: str = field(default="", kw_only=True)
+    can_retry: bool = field(default=False, kw_only=True)
+    # When that is tried, on the monotonic clock.
+    retry_at: float = field(default=0.0, kw_only=True)
+    reads_reasons: bool = field(default=False, kw_only=True)
+    # What memory it has, see `pd.write_bounds`.
+    bounds: Any = field(default=None, kw_only=True)
+    state_slots: Any = field(default=(), kw_only=True)
+
+
+def state_pointers(frames: List[bytes], position: int) -> List[int]:
+    """The target's, and the draft's from a rank that describes itself.
+
+    Those are the 14th frame, behind the description: stock prefill would take them for the
+    target's.
+    """
+    positions = (position, 13) if has_layout_frame(frames) else (position,)
+    return [n for at in positions if at < len(frames) for n in unpack_numbers("Q", frames[at])]
+
+
+def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+    """Pointers of the target's state and of the draft's, which stock peers do not have."""
+    targets = sum(not buffer.draft for buffer in args.layout.state)
+    return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
+
+
+class PeerTable:
+    """What a prefill rank's KV manager does with the messages of decode ranks.
+
+    A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_name(room_info)`, a
+    rank's name, `_check_registration(registration)`, which may refuse one,
+    `meet(name, registration)` and `heard(name, registration)` (`silence`),
+    `_add_remote_peer(registration)`, which makes the rank known, and
+    `_notify_failed(room, peers, reason)`.
+    """
+
+    # Whether state is sent by the plan.
+    sends_state_by_plan = True
+
+    def rebind_server_socket(self) -> None:
+        """Take our messages on a socket that ends the connection of one that is too large."""
+        self.rank_port, self.server_socket = rebind_with_limits(self.server_socket)
+
+    def read_bootstrap_messages(self) -> None:
+        """Start the thread that reads them; one that cannot be read is dropped."""
+        start_reader_thread(self.server_socket, self._handle_bootstrap_message)
+
+    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+        if frames[0] == ABORT:
+            self.handle_abort(*frames[1:5])
+        elif frames[0] == b"None":
+            self._register_decode(self._read_registration(frames))
+        else:
+            self._open_room(self._read_room(frames))
+
+    def _register_decode(self, info: PeerRegistration) -> None:
+        if not 0 < len(info.name) <= MAX_SESSION_NAME:
+            raise LayoutError(f"a decode rank with a name of {len(info.name)} characters")
+        self._check_registration(info)
+        self._plan_transfers(info)
+        self._add_remote_peer(info)
+        self.watch_peer(info.name, info)
+
+    def _plan_transfers(self, info: PeerRegistration) -> None:
+        """Set its `plan`, or its `refusal`."""
+        args, (rank, size) = self.kv_args, info.attn_tp
+        own = Pointers(args.kv_data_ptrs, args.state_data_ptrs)
+        state = info.dst_state_data_ptrs if self.sends_state_by_plan else None
+        facts = StockRegistration(
+            tp_rank=rank % size,
+            tp_size=size,
+            kv_pointers=len(info.dst_kv_ptrs),
+            state_pointers=None if state is None else len(state),
+            page_bytes=info.dst_kv_item_len,
+        )
+        info.plan, info.refusal, info.can_retry = None, "", False
+        try:
+            layout = decode_layout(info.layout_frame)
+            info.reads_reasons = layout is not None
+            theirs = Pointers(info.dst_kv_ptrs, state)
+            info.plan = plan_registered(info.name, args.layout, own, layout, facts, theirs)
+            return
+        except LayoutError as error:
+            info.refusal = str(error)
+        except Exception as error:
+            # An entry that is missing would be worse: its rooms would wait for ever.
+            logger.exception(f"Decode {info.name} cannot be planned for")
+            info.refusal = f"prefill cannot plan for this decode server: {error!r}"
+            info.can_retry = True
+        logger.error(f"Decode {info.name} is refused: {info.refusal}")
+
+    def _open_room(self, info: Any) -> None:
+        peer = self._peer_name(info)
+        known = self._registration_of(info, peer)
+        failed = self._add_room_peer(info, peer, known.refusal)
+        if failed:
+            self._notify_failed(info.room, {peer: info}, failed)
+
+    def _registration_of(self, info: Any, peer: str) -> PeerRegistration:
+        """The registration of the decode rank that asks for a room; refuse one that asks wrongly.
+
+        A registration that failed for no fault of the peer is tried again, at once and then every
+        so often: it may take seconds, in which others wait.
+        """
+        known = self.decode_kv_args_table.get(peer)
+        if known is None:
+            raise LayoutError(f"decode {peer} asks for room {info.room} and is not registered")
+        numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
+        slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
+        if min(numbers) < 0 or slots.min(initial=0) < 0:
+            raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
+        self.note_peer_alive(peer, known)  # from now on nothing is let go that it needs
+        now = time.monotonic()
+        if known.can_retry and now >= known.retry_at:
+            known.retry_at = now + REGISTRATION_RETRY_SECONDS
+            self._register_decode(known)
+        return known
+
+    def _add_room_peer(self, info: Any, peer: str, refusal: str) -> Optional[str]:
+        """Note that this decode rank asks for the room; returns why it fails, if it does now.
+
+        One that asks again after it was told so has a new request of that number.
+        """
+        with self.rooms_lock:
+            failed = self.failed_rooms.get(info.room)
+            if failed is not None and peer not in failed.notified:
+                failed.notified.add(peer)
+                return failed.reason
+            self.failed_rooms.pop(info.room, None)
+            self.aborted_before_request.pop(info.room, None)
+            peers: Dict[str, Any] = self.transfer_infos.setdefault(info.room, {})
+            peers[peer] = info
+            if refusal:
+                self.abort_room(info.room, refusal)
+            elif len(peers) == info.required_dst_info_num:
+                self.update_status(info.room, KVPoll.WaitingForInput)
+            if len(self.transfer_infos) > MAX_OPEN_ROOMS:
+                oldest = next(iter(self.transfer_infos))
+                logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
+                del self.transfer_infos[oldest]
+                self.drop_room(oldest)
+        return None

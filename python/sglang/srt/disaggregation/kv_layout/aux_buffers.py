@@ -1,0 +1,123 @@
+"""Which rows of a request's metadata go to a peer.
+
+A rank keeps metadata (first token, logprobs, room and so on) in buffers that the engine calls aux:
+one for each kind, in it a row for each slot. The row of hidden states is as wide as the model where
+the rank speculates with EAGLE, else 16 floats, so the two sides may differ in it. It is left out
+then: decode without a draft reads none, and a draft that gets none guesses worse, not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from .bounds import bytes_until_next
+from .local_layout import LayoutError, RankLayout
+
+HIDDEN_STATES = 8  # the row's number, in every release
+PLAIN_HIDDEN_STATES_BYTES = 64  # bytes of that row
+
+
+@dataclass(frozen=True)
+class AuxPlan:
+    """The rows that one rank sends to another, short of the slots.
+
+    Attributes:
+        rows: Numbers of those that are sent.
+        widths: Bytes of each row, sent or not.
+        src_slots, dst_slots: Rows that each side's buffers have, 0 if it does not say.
+    """
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    src_slots: int = 0
+    dst_slots: int = 0
+
+    def copies(
+        self, src_pointers: Sequence[int], src_slot: int, dst_pointers: Sequence[int], dst_slot: int
+    ) -> npt.NDArray[np.int64]:
+        """Source addresses, destination addresses and bytes of the `rows`, as one array `[3, n]`.
+
+        Raises:
+            LayoutError: A slot that a side's buffers do not have, or another number of buffers.
+        """
+        counts = (len(src_pointers), len(dst_pointers))
+        if counts != (len(self.widths),) * 2:
+            raise LayoutError(
+                f"prefill registered {counts[0]} metadata buffers, decode {counts[1]}, and "
+                f"{len(self.widths)} are described; run one release on both sides"
+            )
+        held = self.dst_slots or self._most_slots(dst_pointers)
+        if _is_outside(src_slot, self.src_slots) or _is_outside(dst_slot, held):
+            raise LayoutError(
+                f"prefill sends metadata slot {src_slot} of {self.src_slots}, decode has set aside "
+                f"slot {dst_slot} of {held or 'an unknown number'}"
+            )
+        rows = [
+            (src_pointers[i] + size * src_slot, dst_pointers[i] + size * dst_slot, size)
+            for i, size in self._sent()
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+
+    def _most_slots(self, pointers: Sequence[int]) -> int:
+        """Of a peer that does not say: as many as end before its next buffer begins."""
+        room = bytes_until_next(pointers)
+        return min((room[pointers[i]] // size for i, size in self._sent()), default=0)
+
+    def _sent(self) -> list[tuple[int, int]]:
+        return [(i, self.widths[i]) for i in self.rows]
+
+
+def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
+    """The plan from `src` (prefill) to `dst` (decode).
+
+    Raises:
+        LayoutError: They have other numbers of rows, or differ in the first token or in the room,
+            without which decode takes no request.
+    """
+    theirs = _widths(src, dst)
+    if len(theirs) != len(src.aux):
+        raise LayoutError(
+            f"metadata rows: prefill has {len(src.aux)}, decode has {len(theirs)}; "
+            "run one release on both sides"
+        )
+    rows = tuple(i for i, width in enumerate(src.aux) if width == theirs[i] != 0)
+    if src.aux and not {0, len(src.aux) - 1} <= set(rows):
+        raise LayoutError(
+            f"bytes of the metadata rows: prefill has {src.aux}, decode has {theirs}; the first "
+            "and the last must be equal, run one release on both sides"
+        )
+    return AuxPlan(rows, src.aux, src.aux_slots, dst.aux_slots)
+
+
+def unsent_rows_message(src: RankLayout, dst: RankLayout) -> Optional[str]:
+    """What is said of metadata that decode keeps and does not get."""
+    unsent = [
+        f"row {i}{' (hidden states)' if i == HIDDEN_STATES else ''}, prefill's of {ours} bytes, "
+        f"decode's of {theirs or 'an unknown number'}"
+        for i, (ours, theirs) in enumerate(zip(src.aux, _widths(src, dst)))
+        if ours != theirs and (theirs or not dst.aux)
+    ]
+    return f"metadata of another width is not sent: {'; '.join(unsent)}" if unsent else None
+
+
+def _widths(src: RankLayout, dst: RankLayout) -> tuple[int, ...]:
+    """The peer's; of one that does not say it, ours, for only hidden states can differ.
+
+    Those are 0, unknown, where the peer has a draft and we have none.
+    """
+    if dst.aux or len(src.aux) <= HIDDEN_STATES:
+        return dst.aux or src.aux
+    hidden = PLAIN_HIDDEN_STATES_BYTES
+    if any(buffer.draft for buffer in dst.kv):
+        hidden = src.aux[HIDDEN_STATES]
+        hidden = 0 if hidden == PLAIN_HIDDEN_STATES_BYTES else hidden
+    return (*src.aux[:HIDDEN_STATES], hidden, *src.aux[HIDDEN_STATES + 1 :])
+
+
+def _is_outside(slot: int, slots: int) -> bool:
+    return slot < 0 or 0 < slots <= slot

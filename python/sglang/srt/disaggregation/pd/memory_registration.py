@@ -1,0 +1,187 @@
+"""This rank's buffers, by name, and their registration with a transfer engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, List, Tuple
+
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.kv_layout import Buffer
+
+logger = logging.getLogger(__name__)
+
+# MemFabric registers whole ones.
+PAGE_BYTES = 2 << 20
+# Name, address, bytes.
+Region = Tuple[str, int, int]
+# A transfer engine's, of addresses and bytes; 0 if all are registered.
+RegisterBatch = Callable[[List[int], List[int]], int]
+
+
+def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
+    """KV and state; aux. A range that is there twice, as the engine may have it, is named once."""
+    layout = getattr(args, "layout", None)
+    described = ((), ()) if layout is None else (layout.kv, layout.state)
+    state = (flatten(args.state_data_ptrs), flatten(args.state_data_lens))
+    kv = _name_regions("KV", described[0], args.kv_data_ptrs, args.kv_data_lens)
+    held = [*kv, *_name_regions("state", described[1], *state)]
+    once = {region[1:]: region for region in reversed(held)}
+    return list(reversed(once.values())), _name_regions(
+        "aux", (), args.aux_data_ptrs, args.aux_data_lens
+    )
+
+
+def flatten(numbers: Sequence) -> List[int]:
+    """Later releases have a list for each kind of state."""
+    parts = (one if isinstance(one, (list, tuple)) else [one] for one in numbers or ())
+    return [number for part in parts for number in part]
+
+
+def _name_regions(
+    role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
+) -> List[Region]:
+    """Each by its description, or by its number where not every one has a description."""
+    names = [buffer.name for buffer in described]
+    if len(names) != len(ptrs):
+        names = [str(number) for number in range(len(ptrs))]
+    return [(f"{role} {name}", *rest) for name, *rest in zip(names, ptrs, lens)]
+
+
+def try_register(register: RegisterBatch, wanted: Sequence[Region]) -> bool:
+    """Register those that are not empty in one batch; whether that succeeded."""
+    wanted = [region for region in wanted if region[2]]
+    ptrs, lens = [ptr for _, ptr, _ in wanted], [length for *_, length in wanted]
+    return not wanted or register(ptrs, lens) == 0
+
+
+def registration_error(register: RegisterBatch, role: str, wanted: Sequence[Region]) -> str:
+    """Register them in one batch, or else one by one.
+
+    Returns "" where all are registered by then, else which of them cannot be.
+    """
+    if try_register(register, wanted):
+        return ""
+    alone = [region for region in wanted if not try_register(register, [region])]
+    said = (
+        f"The transfer engine did not register this rank's {role} in one batch (buffers: "
+        f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,})"
+    )
+    if alone:
+        return f"{said}; one by one it fails for: {_list_regions(alone)}"
+    logger.warning(f"{said}, but one by one: all are registered")
+    return ""
+
+
+def _list_regions(those: Sequence[Region]) -> str:
+    """Such as `aux 0 (4,096 bytes from 0x7f00)`."""
+    return ", ".join(f"{name} ({length:,} bytes from {start:#x})" for name, start, length in those)
+
+
+@contextlib.contextmanager
+def raise_only_at_startup(manager: Any) -> Iterator[None]:
+    """Around a manager's registration of its buffers: a failure is raised when the server starts.
+
+    Where memory is registered again at run time, as after a pause, it ends no server. The manager's
+    `has_registered` says which it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not manager.has_registered:
+            raise
+        logger.error(str(error))
+    manager.has_registered = True
+
+
+def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
+    """Register KV, state and aux with MemFabric: in one batch, or else range by range.
+
+    On prefill MemFabric 1.1.3 and later register at the first write to a decode rank: what they
+    cannot register fails that write, not the start.
+
+    Raises:
+        RuntimeError: A range that is needed cannot be registered; the text names its buffers.
+    """
+    kv, aux = memory_regions(args)
+    held = [region for region in (*kv, *aux) if region[2]]
+    if try_register(register, held):
+        return
+    ranges = group_by_page(held)
+    refused = [some for some in ranges if not try_register(register, some)]
+    optional = aux if aux_is_optional else []
+    buffers = [region for some in refused for region in some if region not in optional]
+    said = f"MemFabric did not register this rank's {len(held)} buffers in one batch"
+    if not refused:
+        logger.warning(f"{said}, but range by range: all are registered")
+    elif not buffers:
+        logger.info(f"{said}, nor aux alone. It is not needed: aux goes over TCP")
+    elif _rejects_registered_memory(register, ranges, refused):
+        logger.error(
+            f"{said}; range by range it refuses: {_list_regions(buffers)}. This release refuses what it "
+            "has registered, too, so that some of them may be; writes to others fail"
+        )
+    else:
+        raise RuntimeError(
+            f"{said}; range by range it refuses: {_list_regions(buffers)}. Without them no KV can be "
+            "transferred; MemFabric's log (ASCEND_MF_LOG_LEVEL=1) says why"
+        )
+
+
+def group_by_page(held: Sequence[Region]) -> List[List[Region]]:
+    """Regions by address, those that share a 2 MiB page together, as MemFabric merges a batch.
+
+    It looks an address up by the range that begins nearest before it. So a buffer registered apart
+    hides part of the range that it lies in, and one that begins as a shorter range does is not
+    registered at all, whatever the status says.
+    """
+    ranges: List[List[Region]] = []
+    end = 0
+    for region in sorted(held, key=lambda region: region[1]):
+        _, start, length = region
+        if start // PAGE_BYTES * PAGE_BYTES >= end:
+            ranges.append([])
+        ranges[-1].append(region)
+        end = max(end, -(-(start + length) // PAGE_BYTES) * PAGE_BYTES)
+    return ranges
+
+
+def _rejects_registered_memory(register: RegisterBatch, ranges: List, refused: List) -> bool:
+    """Whether it refuses a range that it has just registered, as 1.1.4 to 1.2.1 do."""
+    taken = [some for some in ranges if some not in refused]
+    return bool(taken) and not try_register(register, taken[0])
+
+
+def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
+    """Register all with MemFabric after a pause, as the engine does.
+
+    No release can unregister: from 1.1.3 on what was registered at the start stays so, as it was.
+    They refuse to register it again, or do nothing (1.3.0).
+    """
+    kv, aux = memory_regions(args)
+    if not try_register(register, [*kv, *aux]):
+        logger.warning(
+            "MemFabric did not register this rank's buffers again; what it registered at the start "
+            "stays registered, for no release of it can unregister"
+        )
+
+
+def register_kv_then_aux(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
+    """Register KV and state in one batch, and aux, which some transports do not take, apart.
+
+    Raises:
+        RuntimeError: A buffer that is needed cannot be registered; the text names it.
+    """
+    kv, aux = memory_regions(args)
+    refused = [registration_error(register, "KV and state", kv)]
+    why_no_aux = registration_error(register, "aux", aux)
+    if why_no_aux and aux_is_optional:
+        logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+    else:
+        refused.append(why_no_aux)
+    if any(refused):
+        raise RuntimeError(
+            f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
+            "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+        )

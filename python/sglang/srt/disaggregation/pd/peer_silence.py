@@ -1,0 +1,160 @@
+"""Prefill: requests of a decode rank that does not answer fail, and nothing is sent to it.
+
+no connection for some seconds    its open rooms fail, and those that it asks for
+connected, or a message of it     it is served again
+no connection for ten minutes     what can be made anew is let go; it may come back as it was
+too many are so long silent       those that are it longest are forgotten, and must register
+another one has its endpoint      its process is gone: its rooms fail, and it is forgotten
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Any, Dict, List, Set, Tuple
+
+from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.environment import seconds_of
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_PD_SILENT_SECONDS"
+DEFAULT_SECONDS = 10.0
+# After a link was cut for a moment, ZeroMQ may take as long to connect again.
+MIN_SECONDS = 5.0
+# From then on a decode rank that has no room here rests.
+RELEASE_AFTER_SECONDS = 600.0
+# So many rest; a fleet may be cut off for an hour.
+MAX_RELEASED_PEERS = 256
+
+
+class SilenceWatch:
+    """A prefill rank's KV manager.
+
+    `transfer_infos` has the decode ranks of each room by name, `decode_kv_args_table` all that have
+    registered. It has `fail_room_of_silent_peer(room, reason)` and `handle_peer_recovered(name)`.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
+        # Decode ranks that have registered, and that we have a socket to, or had.
+        self.watched_peers: Dict[str, Any] = {}
+        # Why nothing is sent to these.
+        self.silent_peers: Dict[str, str] = {}
+        self.released_peers: Set[str] = set()
+        # Those whose endpoint is another's by now.
+        self.replaced_peers: Set[str] = set()
+        self.check_lock = threading.Lock()
+        return self
+
+    def watch_peer(self, name: str, info: Any) -> None:
+        """A decode rank registers: connect to it now, not when the first request ends."""
+        try:
+            PeerSocket.to(info.endpoint, info.dst_port).open()
+            with self.check_lock:
+                self._watch_peer(name, info)
+            peer_sockets.call_periodically(self.check_peers)
+            self.note_peer_alive(name, info)
+        except Exception as error:
+            logger.warning(f"Decode {info.endpoint}:{info.dst_port}: {error}")
+
+    def _watch_peer(self, name: str, info: Any) -> None:
+        place = (info.endpoint, info.dst_port)
+        for other, known in list(self.watched_peers.items()):
+            if other != name and (known.endpoint, known.dst_port) == place:
+                self.replaced_peers.add(other)
+        self.watched_peers[name] = info
+        self.replaced_peers.discard(name)
+        self.released_peers.discard(name)
+
+    def note_peer_alive(self, name: str, info: Any) -> None:
+        """A message of this decode rank has come: it lives, and has as long again."""
+        socket = PeerSocket.to(info.endpoint, info.dst_port)
+        if socket.silent_for():
+            socket.open()
+            socket.note_alive()
+        if name in self.silent_peers and name not in self.replaced_peers:
+            self.check_peers()
+
+    def check_peers(self) -> None:
+        """Note who is silent, fail its rooms, and take up again with who is back."""
+        with self.check_lock:
+            self._check_peers()
+
+    def _check_peers(self) -> None:
+        silent, long_silent = {}, []
+        for name, info in list(self.watched_peers.items()):
+            seconds = PeerSocket.to(info.endpoint, info.dst_port).silent_for()
+            why = f"has not answered for {self.silent_seconds:g} s ({VARIABLE})"
+            if name in self.replaced_peers:
+                seconds, why = math.inf, "is another process by now"
+            if seconds >= self.silent_seconds:
+                silent[name] = f"decode {info.endpoint}:{info.dst_port} {why}"
+            if seconds >= RELEASE_AFTER_SECONDS:
+                long_silent.append((seconds, name))
+        back = self.silent_peers.keys() - silent.keys()
+        for name in silent.keys() - self.silent_peers.keys():
+            if name in self.replaced_peers:
+                logger.warning(f"{silent[name]}, and its requests fail")
+            else:
+                logger.error(f"{silent[name]}; its requests fail until it does")
+        self.silent_peers = silent
+        for name in back:
+            self.released_peers.discard(name)
+            logger.info(f"Decode {name} answers again")
+            self.handle_peer_recovered(name)
+        if silent:
+            for room in list(self.transfer_infos):
+                reason = self.silence_reason(room)
+                if reason:
+                    self.fail_room_of_silent_peer(room, reason)
+        self._release_silent_peers(sorted(long_silent))
+
+    def peers_in_use(self) -> Set[str]:
+        """Decode ranks that have rooms here."""
+        return {name for peers in list(self.transfer_infos.values()) for name in list(peers)}
+
+    def _release_silent_peers(self, long_silent: List[Tuple[float, str]]) -> None:
+        """Have these rest, or forget them, the longest silent last; not while they are in use."""
+        more = max(0, len(long_silent) - MAX_RELEASED_PEERS)
+        forgotten = {
+            name for _, name in long_silent[len(long_silent) - more :]
+        } | self.replaced_peers
+        waking = [name for _, name in long_silent if name not in self.released_peers]
+        if not (forgotten or waking):
+            return
+        busy = self.peers_in_use()
+        self.released_peers.update(
+            name for name in waking if name not in busy and self.release_peer(name)
+        )
+        for name in forgotten & self.released_peers - busy:
+            self._drop_silent_peer(name)
+
+    def _drop_silent_peer(self, name: str) -> None:
+        info = self.watched_peers.pop(name)
+        logger.info(f"Decode {info.endpoint}:{info.dst_port} ({name}) is gone, and forgotten")
+        self.silent_peers = {one: why for one, why in self.silent_peers.items() if one != name}
+        self.released_peers.discard(name)
+        self.replaced_peers.discard(name)
+        if self.decode_kv_args_table.get(name) is info:
+            del self.decode_kv_args_table[name]
+        self.drop_peer(name)
+
+    def release_peer(self, name: str) -> bool:
+        """Let go what is made anew when this decode rank asks for a room; whether that was done."""
+        return True
+
+    def drop_peer(self, name: str) -> None:
+        """Forget what else is kept of it; it must register if it comes back."""
+
+    def silence_reason(self, room: int) -> str:
+        """Why nothing of this room may be sent; empty if it may."""
+        silent = self.silent_peers
+        if silent:
+            for name in list(self.transfer_infos.get(room, ())):
+                if name in silent:
+                    return silent[name]
+        return ""

@@ -1,0 +1,271 @@
+"""What stock engines are known to do with a pair: by release, backend and sizes.
+
+Each limit is of a patch record (docs/patches.md), which has cause and cure; the outcome is what
+serving showed, or the transport's tests where no server was tried. The first that holds is met.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sglang_pd.plan import conditions as when
+from sglang_pd.plan.pair import ServerPair
+
+RIGHT, WRONG, HANGS, DIES = "right", "wrong", "hangs", "dies"
+FAILS, NO_START, REFUSED, UNKNOWN = "fails", "no start", "refused", "unknown"
+
+# What a server meets, beyond its sizes.
+RETRACTS, STRAY, LOGPROBS = "decode retracts", "stray message", "logprobs"
+
+Outcomes = dict[str, str]  # by backend
+
+
+def by_backend(nixl: str = "", mooncake: str = "", ascend: str | None = None) -> Outcomes:
+    """Ascend's is Mooncake's with another engine: the same, where nothing else is said."""
+    return {"nixl": nixl, "mooncake": mooncake, "ascend": mooncake if ascend is None else ascend}
+
+
+def all_backends(outcome: str) -> Outcomes:
+    return by_backend(outcome, outcome)
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What a stock engine does where it `holds`, and why.
+
+    Attributes:
+        record: The patch's, empty for what no patch is about.
+        first, later: Outcomes of 0.5.9 and of 0.5.23, empty where it is no limit.
+        event: Only where that happens.
+    """
+
+    record: str
+    reason: str
+    applies: Callable[[ServerPair], bool]
+    v0_5_9: Outcomes = field(default_factory=dict)
+    v0_5_23: Outcomes = field(default_factory=dict)
+    event: str = ""
+
+    def outcome(self, pair: ServerPair) -> str:
+        """Empty where this is no limit of the pair's release and backend."""
+        of_release = {"0.5.9": self.v0_5_9, "0.5.23": self.v0_5_23}.get(pair.release, {})
+        return of_release.get(pair.backend, "")
+
+
+def first_match(pair: ServerPair, event: str = "") -> KnownFailure | None:
+    """The first limit that holds for this pair: of an event, or of none."""
+    known = (
+        failure for failure in KNOWN_FAILURES if failure.event == event and failure.outcome(pair)
+    )
+    return next((failure for failure in known if failure.applies(pair)), None)
+
+
+KNOWN_FAILURES = [
+    KnownFailure(
+        "",
+        "this release does not speculate in pipeline stages",
+        lambda pair: pair.prefill.draft > 0 and pair.prefill.pp > 1,
+        v0_5_9=all_backends(NO_START),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "the decode server ends where the page sizes differ",
+        when.page_differs,
+        v0_5_9=all_backends(DIES),
+        v0_5_23=all_backends(DIES),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "the decode server ends where its PP size is neither 1 nor prefill's",
+        when.pp_conflicts,
+        v0_5_9=all_backends(DIES),
+        v0_5_23=all_backends(DIES),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "with TP sizes neither of which divides the other some rank is never asked",
+        when.tp_conflicts,
+        v0_5_9=all_backends(HANGS),
+        v0_5_23=all_backends(HANGS),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "recurrent state between PP sizes was not tried; sglang-pd verify does",
+        lambda pair: when.recurrent(pair) and when.pp_differs(pair),
+        v0_5_9=all_backends(UNKNOWN),
+        v0_5_23=all_backends(UNKNOWN),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "recurrent state is not sent between TP sizes, or cut in the wrong places",
+        lambda pair: when.recurrent(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend(DIES, WRONG),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "the windows of Mamba 2's convolutions are cut as if they were one",
+        lambda pair: pair.splits_recurrent_state and not pair.model.recurrent.has_named_channels,
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "windows are not sent between TP sizes: prefill's scheduler or transfer thread ends",
+        lambda pair: when.keeps_windows(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend(DIES, HANGS),
+    ),
+    KnownFailure(
+        "window-stages",
+        "two stages send the layer between them, and one has never computed it",
+        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        v0_5_9=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "the layers of a stage are taken by position, and windows are layers of another kind",
+        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        v0_5_23=by_backend("", WRONG),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "the prefill server ends: V is sent in K's length, and they differ",
+        when.v_width_differs,
+        v0_5_9=by_backend(DIES),
+    ),
+    KnownFailure(
+        "draft-state",
+        "decode has no index keys for prefill's draft: prefill's thread or scheduler ends",
+        lambda pair: when.sends_index_keys(pair) and when.drafts_on(pair, True, False),
+        v0_5_9=by_backend(DIES, HANGS),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "decode has no buffers for prefill's draft",
+        lambda pair: when.drafts_on(pair, True, False),
+        v0_5_9=by_backend(DIES, HANGS),
+        # Mooncake refuses what it writes beside decode's buffers, MemFabric does not.
+        v0_5_23=by_backend(HANGS, FAILS, WRONG),
+    ),
+    KnownFailure(
+        "nixl-senders",
+        "prefill's TP ranks send under one number, and decode waits for more",
+        lambda pair: when.is_gqa(pair) and pair.tp[0] > pair.tp[1],
+        v0_5_9=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "the prefill server ends: decode has more ranks than there are KV heads",
+        when.replicates_on_decode,
+        v0_5_9=by_backend(DIES),
+    ),
+    KnownFailure(
+        "mooncake-plan",
+        "decode has more ranks than there are KV heads: prefill's transfer thread ends",
+        when.replicates_on_decode,
+        v0_5_9=by_backend("", HANGS),
+    ),
+    KnownFailure(
+        "mooncake-plan",
+        "prefill has more ranks than there are KV heads, and each rank counts as a head",
+        when.replicates_on_prefill,
+        v0_5_9=by_backend("", WRONG),
+    ),
+    KnownFailure(
+        "npu-fia",
+        "with ASCEND_USE_FIA the bytes of a token are taken for those of a page",
+        lambda pair: pair.fia and pair.prefill.page > 1,
+        v0_5_9=by_backend(ascend=WRONG),
+    ),
+    KnownFailure(
+        "npu-mla-pp",
+        "the n-th buffer of a stage is written to decode's n-th, which is another layer's",
+        lambda pair: when.pp_differs(pair) and not when.is_gqa(pair),
+        v0_5_9=by_backend(ascend=WRONG),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "GQA in prefill stages: the thread that reads registrations ends",
+        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and not when.tp_differs(pair),
+        v0_5_23=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "GQA in prefill stages: layers are paired by position where heads are cut",
+        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and when.tp_differs(pair),
+        v0_5_23=by_backend(WRONG),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "prefill has more ranks than there are KV heads, and decode more than prefill",
+        when.replicates_on_both,
+        v0_5_23=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "between TP sizes V is sent in K's length, and they differ",
+        lambda pair: when.v_width_differs(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend("", WRONG),
+        v0_5_23=by_backend(HANGS, WRONG),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "where decode's V begins is guessed from how many buffers both sides have",
+        when.misplaces_v,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "both sides have as many stages, with other layers in them",
+        when.stages_differ,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "drafts of unequal length are paired by position",
+        when.unequal_drafts,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "draft-state",
+        "the draft's index keys on decode stay unwritten, so that it guesses badly",
+        lambda pair: when.sends_index_keys(pair) and when.drafts_on(pair, True, True),
+        v0_5_9=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "KV that comes back from the host is another token's",
+        lambda pair: pair.fia,
+        v0_5_9=by_backend(ascend=WRONG),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "the decode server ends: NPU pools cannot be copied to the host",
+        lambda pair: True,
+        v0_5_9=by_backend(ascend=DIES),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "V is copied to the host as wide as K",
+        when.v_width_differs,
+        v0_5_23=by_backend(ascend=WRONG),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "messages",
+        "the thread of a prefill rank that reads messages ends",
+        lambda pair: True,
+        v0_5_9=all_backends(HANGS),
+        v0_5_23=all_backends(HANGS),
+        event=STRAY,
+    ),
+    KnownFailure(
+        "decode-logprobs",
+        "the decode server ends: its last stage has no logprobs at first",
+        lambda pair: pair.decode.pp > 1,
+        v0_5_9=all_backends(DIES),
+        event=LOGPROBS,
+    ),
+]

@@ -1,0 +1,102 @@
+"""How a server splits a model over its ranks."""
+
+import os
+from dataclasses import dataclass
+
+PARTITION_VARIABLE = "SGLANG_PP_LAYER_PARTITION"
+
+
+@dataclass(frozen=True)
+class ServerSizes:
+    """The sizes of one server.
+
+    Attributes:
+        tp: Ranks of a stage.
+        pp: Pipeline stages.
+        dp: Groups that the ranks of a stage form, each with attention, and requests, of its own.
+        layers: Of each stage; empty where the engine deals them out.
+        draft: Layers of the draft model, which the last stage has.
+        page: Tokens a page.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    layers: tuple[int, ...] = ()
+    draft: int = 0
+    page: int = 0
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks over which attention, and so the KV of a request, is split."""
+        return self.tp // self.dp
+
+    def stages(self, total: int) -> list[range]:
+        """The layers of each stage, of so many; the last stages have those that are left over.
+
+        Raises:
+            ValueError: There are other stages, or other layers, than `layers` says, or too few.
+        """
+        counts = self.layers
+        if not counts:
+            each, more = divmod(total, self.pp)
+            counts = [each + (stage >= self.pp - more) for stage in range(self.pp)]
+        if len(counts) != self.pp or sum(counts) != total or min(counts) < 1:
+            raise ValueError(
+                f"{total} layers cannot be split into {self.pp} stages of {_format_layers(counts)}; "
+                f"give a pp, or layers of each stage ({PARTITION_VARIABLE}), that fit the model"
+            )
+        starts = [sum(counts[:stage]) for stage in range(self.pp)]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+    def __str__(self) -> str:
+        parts = [f"tp={self.tp}"]
+        parts += [f"{name}={value}" for name in ("pp", "dp") if (value := getattr(self, name)) != 1]
+        parts += [f"layers={_format_layers(self.layers)}"] if self.layers else []
+        parts += [f"draft={self.draft}"] if self.draft else []
+        return ",".join(parts)
+
+
+def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
+    """Sizes from text such as `tp=4,pp=2,layers=30+31`; `draft` and `page` where it says none.
+
+    Stages are as long as `SGLANG_PP_LAYER_PARTITION` says, if the text does not.
+
+    Raises:
+        ValueError: The text says no sizes, or such that no server starts with.
+    """
+    given: dict = {"draft": draft, "page": page}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in ("tp", "pp", "dp", "layers", "draft", "page"):
+            raise ValueError(
+                f"{part!r} is no size; known are tp, pp, dp, draft and page, each with =NUMBER, "
+                "and layers=NUMBER+NUMBER+... (a number for each stage)"
+            )
+        given[name] = _numbers(value, part) if name == "layers" else _number(value, part)
+    sizes = ServerSizes(**given)
+    if sizes.pp > 1 and not sizes.layers and (partition := os.environ.get(PARTITION_VARIABLE)):
+        numbers = _numbers(partition.replace(",", "+"), f"{PARTITION_VARIABLE}={partition}")
+        sizes = ServerSizes(**{**given, "layers": numbers})
+    if min(sizes.tp, sizes.pp, sizes.dp) < 1:
+        raise ValueError(f"{text!r}: tp, pp and dp are 1 or more")
+    if sizes.tp % sizes.dp:
+        raise ValueError(
+            f"{text!r}: {sizes.tp} TP ranks cannot form {sizes.dp} groups of equal size; "
+            "choose a dp that divides tp"
+        )
+    return sizes
+
+
+def _number(text: str, part: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{part!r}: {text!r} is no number")
+    return int(text)
+
+
+def _numbers(text: str, part: str) -> tuple[int, ...]:
+    return tuple(_number(one, part) for one in text.split("+"))
+
+
+def _format_layers(counts) -> str:
+    return "+".join(map(str, counts))

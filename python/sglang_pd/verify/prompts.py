@@ -1,0 +1,45 @@
+"""Which requests a check sends: every length at which something may go wrong."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# Numbers of tokens that are words or bytes in every vocabulary.
+TOKENS = range(100, 250)
+SUFFIXES = 3
+SEED = 20
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Prompts (token ids) that are sent together, or one after the other."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    at_once: bool = False
+
+
+def prompt_lengths(wanted: Sequence[int], page_size: int, chunk: int | None, longest: int) -> list:
+    """In ascending order, tokens: the wanted ones, page edges, one token into another chunk.
+
+    Those above `longest` are left out. `chunk` is None where prefill computes prompts whole.
+    """
+    edges = {pages * page_size + more for pages in (1, 2, 5) for more in (-1, 0, 1)}
+    chunks = {chunk - 1, chunk, 2 * chunk + 1} if chunk else set()
+    return sorted(n for n in {*wanted, *edges, *chunks} if 0 < n <= longest)
+
+
+def prompt_groups(lengths: Sequence[int], page_size: int, requests: int) -> Iterator[PromptGroup]:
+    """The check's requests: single ones, some that share a prefix, and a burst of `requests`."""
+    rng = random.Random(SEED)
+
+    def prompt(length: int) -> tuple[int, ...]:
+        return tuple(rng.choices(TOKENS, k=length))
+
+    yield PromptGroup("one after the other", tuple(map(prompt, lengths)))
+    longest = max(lengths)
+    prefix = prompt(max(1, min(longest - 1, 3 * page_size + page_size // 2)))
+    suffixes = [prompt(max(1, min(longest - len(prefix), page_size))) for _ in range(SUFFIXES)]
+    yield PromptGroup("with a prefix in common", tuple(prefix + suffix for suffix in suffixes))
+    burst = tuple(prompt(rng.choice(lengths)) for _ in range(requests))
+    yield PromptGroup("at once", burst, at_once=True)

@@ -1,0 +1,30 @@
+"""What only the patched engine has is not asked of the stock one."""
+
+import importlib.util
+
+import pytest
+
+PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not None
+if not PATCHED:
+    collect_ignore = [
+        "test_add_transfer_request.py",
+        "test_compatibility.py",
+        "test_draft_kv_heads.py",
+        "test_local_layout.py",
+        "test_memory_registration_at_runtime.py",
+        "test_message_checks.py",
+        "test_peer_reconnect.py",
+        "test_peers.py",
+        "test_room_failures.py",
+        "test_transfer_worker.py",
+        "test_verify_elided_index_keys.py",
+    ]
+
+
+@pytest.fixture
+def published():
+    """The engine's configuration, as managers read it."""
+    import fake_managers
+
+    with fake_managers.published_config():
+        yield

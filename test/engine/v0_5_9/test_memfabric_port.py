@@ -1,0 +1,43 @@
+"""A decode rank's session id has the port that MemFabric listens at, whenever that is chosen."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.ascend import transfer_engine
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+pytestmark = pytest.mark.engine
+
+
+def session_ids(monkeypatch, before, after) -> tuple[str, str]:
+    """The session id that MemFabric is initialised with, and the one that peers are told.
+
+    before, after: The port that it has by then.
+    """
+
+    class FakeTransferEngine:
+        TransDataOpType = SimpleNamespace(SDMA=1, DEVICE_RDMA=8)
+        port, initialised_with = before, None
+
+        def get_rpc_port(self):
+            return self.port
+
+        def initialize(self, store, session_id, *_):
+            self.port, self.initialised_with = after, session_id
+            return 0
+
+    monkeypatch.setattr(transfer_engine, "TransferEngine", FakeTransferEngine)
+    monkeypatch.setattr(transfer_engine, "import_error", None)
+    engine = transfer_engine.AscendTransferEngine("10.0.0.1", 0, DisaggregationMode.DECODE)
+    return engine.engine.initialised_with, engine.get_session_id()
+
+
+def test_port_that_is_chosen_by_initialize(monkeypatch):
+    """1.1.3 and later."""
+    assert session_ids(monkeypatch, 0, 10322) == ("10.0.0.1:0", "10.0.0.1:10322")
+
+
+@pytest.mark.parametrize("port", [17217, "17217_10565"])
+def test_port_that_is_known_before_initialize(monkeypatch, port):
+    """Asked again an older one might give another."""
+    assert session_ids(monkeypatch, port, 9) == (f"10.0.0.1:{port}",) * 2

@@ -1,0 +1,53 @@
+"""What the end of a request says, by release."""
+
+from engine_release import SINCE_0_5_20
+from rank_faults import INJECTED_ERROR
+
+# Of a transfer that fails, by backend and how it does.
+TRANSFER_FAILURES_0_5_9 = {
+    ("mooncake", "status"): "the transfer engine returned -1",
+    ("mooncake", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
+    ("nixl", "status"): "NIXL did not start the transfer",
+    ("nixl", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
+    ("nixl", "late status"): "Prefill's write to decode failed: NIXL reports an error",
+    ("nixl", "late exception"): f"Prefill's write to decode failed: {INJECTED_ERROR}",
+}
+TRANSFER_FAILURES_0_5_23 = {
+    ("mooncake", "status"): "Failed to send",
+    ("mooncake", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
+    ("nixl", "status"): "NIXL did not start a transfer",
+    ("nixl", "exception"): INJECTED_ERROR,
+    ("nixl", "late status"): "NIXL transfer encountered ERR",
+}
+TRANSFER_FAILURES = TRANSFER_FAILURES_0_5_23 if SINCE_0_5_20 else TRANSFER_FAILURES_0_5_9
+LOST_PREFILL = "Lost connection with prefill" if SINCE_0_5_20 else "does not answer any more"
+LOST_DECODE = (
+    {"mooncake": "Failed to send", "nixl": "NIXL"}
+    if SINCE_0_5_20
+    else {"mooncake": "Prefill", "nixl": "Prefill"}
+)
+CONNECTION_CUT = (
+    LOST_DECODE if SINCE_0_5_20 else {"mooncake": TRANSFER_FAILURES["mooncake", "status"]}
+)
+OTHER_RANK_FAILED = "another rank" if SINCE_0_5_20 else "another decode rank failed"
+ABORTED = "Aborted by AbortReq."
+# Of a request that decode gave up, what prefill says, by backend. Later ones are not told why, and
+# Mooncake's notes nothing.
+DECODE_ABORTED = (
+    {
+        "nixl": "Aborted by decode-side abort notification",
+        "mooncake": "unknown reason from another rank",
+    }
+    if SINCE_0_5_20
+    else dict.fromkeys(("nixl", "mooncake"), ABORTED)
+)
+# The same of one that came to prefill only then: later ones do not remember that it was given up,
+# and wait until it times out.
+DECODE_ABORTED_EARLY = "timed out" if SINCE_0_5_20 else f"Decode gave up this request: {ABORTED}"
+# Of a request that decode has waited for too long, on decode and, by backend, on prefill.
+DECODE_TIMED_OUT = (
+    "timed out after" if SINCE_0_5_20 else "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
+)
+DECODE_TIMED_OUT_ON_PREFILL = (
+    DECODE_ABORTED if SINCE_0_5_20 else dict.fromkeys(DECODE_ABORTED, DECODE_TIMED_OUT)
+)
