@@ -126,9 +126,8 @@ async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float
     """Milliseconds for one prompt of each length."""
     rng = random.Random(seed)
     async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
-        await bench_serve.time_request(
-            client, servers, rng.choices(range(256), k=32)
-        )  # let it wake
+        # Lets it wake.
+        await bench_serve.time_request(client, servers, rng.choices(range(256), k=32))
         timed = [
             await bench_serve.time_request(client, servers, rng.choices(range(256), k=length))
             for length in LENGTHS

@@ -317,10 +317,8 @@ def test_kills_under_load_do_not_delay_the_other_rank(serve, backend):
 
 STOCK = [
     (backend, case)
-    for backend in (
-        *BACKENDS,
-        *(["ascend"] if SINCE_0_5_20 else []),
-    )  # 0.5.9 takes another MemFabric
+    # 0.5.9 takes another MemFabric.
+    for backend in (*BACKENDS, *(["ascend"] if SINCE_0_5_20 else []))
     for case in ("killed", "stopped", "packets vanish")
 ]
 

@@ -291,9 +291,8 @@ def test_prefill_killed_in_mid_transfer(serve, backend, record_fault):
             assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
             # Heartbeats tell, or later the connection; whichever is first.
             assert any(said in decode["reason"] for said in (LOST_PREFILL, SILENT_PEER)), outcome
-            assert is_in_time(decode["seconds"], 15), (
-                outcome
-            )  # two heartbeats, each with its time-out
+            # Two heartbeats, each with its time-out.
+            assert is_in_time(decode["seconds"], 15), outcome
             time.sleep(CLOSE_SECONDS)  # since decode told it that the request is over
             servers.start("prefill")
             assert_transfers(servers)

@@ -98,9 +98,8 @@ def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
     ]
     numbered, blocks_per_page = [], 0
     for group in plan.groups:
-        starts = (
-            blocks_per_page + np.arange(group.src.size) * group.rows
-        )  # if both sides had one page
+        # If both sides had one page.
+        starts = blocks_per_page + np.arange(group.src.size) * group.rows
         first = np.array(pages)[:, None, None] * starts[:, None]
         rows = np.arange(group.rows, dtype=np.int32)
         numbered.append(_BlockNumbers(first.astype(np.int32), rows))

@@ -213,9 +213,8 @@ class NixlKVManager(
             self.drop_peer(name)
             info.refusal = "its connection was lost long ago, and it is registered again"
             info.retry_at = 0.0
-            info.retry_layout = (
-                info.layout_frame
-            )  # last: the thread that reads messages begins with it
+            # Last: the thread that reads messages begins with it.
+            info.retry_layout = info.layout_frame
         return True
 
     def drop_peer(self, name: str) -> None:
