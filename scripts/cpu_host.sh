@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a command with the engine on a machine that has no accelerator.
+# Run a command with the engine on a machine without an accelerator.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/release.sh"

@@ -3,7 +3,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Any Python 3.11 that can make virtual environments will do.
+# Any Python 3.11 that can create virtual environments will do.
 while read -r python; do
     [[ $python == "$root"/.pd-env/* ]] && continue
     if "$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then

@@ -1,4 +1,4 @@
-"""What tests share is found, what fails is said, and two workers share the work."""
+"""Sets up import paths, failure reports, nightly marks and the order for several workers."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ import pytest
 from pd_harness.forks import SHARED_FOLDER_VARIABLE
 from pd_harness.releases import default_release, release
 
-# pytest's importlib mode leaves that to us.
+# pytest's importlib mode does not extend `sys.path`; the last line of this block does.
 HERE = Path(__file__).parent
 LONG_RUNNING_RINGS = ("serving", "transport")
-LONG_SECONDS = 900  # a limit above that is a test's own
-# Of these every run has the default release alone, others the night: they are long, and what they
-# look at is shared by all, or has quicker tests.
+LONG_SECONDS = 900  # tests with a longer timeout start early
+# Releases other than the default run these at night only: they are long, and what they check is
+# the same in all releases or has quicker tests.
 NIGHTLY_FOR_OTHER_RELEASES = {
     "engine/test_peer_sockets.py",
     "engine/test_peer_silence.py",
@@ -38,7 +38,7 @@ sys.path += [str(HERE / "serving"), str(HERE / "support")]
 
 
 class FailureReporter:
-    """Says at once what has failed: the whole may take an hour."""
+    """Prints each failure at once: the whole run may take an hour."""
 
     def __init__(self, terminal):
         self.terminal = terminal
@@ -77,12 +77,12 @@ def pytest_itemcollected(item):
         item.add_marker("elsewhere")
 
 
-@pytest.hookimpl(trylast=True)  # what is left out is, by then
+@pytest.hookimpl(trylast=True)  # after the hooks that deselect items
 def pytest_collection_modifyitems(config, items):
-    """For several workers: servers beside ranks, which mostly wait, and what is short last.
+    """Interleaves server tests with rank tests for several workers, and puts short tests last.
 
-    So neither is slowed down by its like, and none is busy for long when the others have ended.
-    At night the few that take many minutes come first.
+    Ranks mostly wait, so they hardly slow down the servers beside them; with short tests last, no
+    worker is busy for long after the others. At night the few very long tests come first.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
     rings = defaultdict(list)
     for item in items:
         ring = item.path.parent.name
-        # By day those of a file follow each other, and files take turns.
+        # By day the tests of a file stay together, and files alternate.
         unit = item if at_night else item.path
         rings[ring if ring in LONG_RUNNING_RINGS or is_nightly(item) else ""].append(unit)
     order = {}
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def has_long_timeout(item) -> bool:
-    """Whether it may take so long that others must not be done before it begins."""
+    """Whether a test may take so long that it must start before the others finish."""
     limit = item.get_closest_marker("timeout")
     return limit is not None and limit.args[0] > LONG_SECONDS
 

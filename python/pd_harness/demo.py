@@ -1,9 +1,10 @@
-"""Show disaggregated serving beside a single server: a fleet that the stock engine gets wrong.
+"""Compare a fleet that the stock engine gets wrong with a single server.
 
-Run by `scripts/demo.sh`.  On the patched engine both give the same tokens; on the stock engine no
-answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  Which fleet shows that is by
-release.  In the end the tool has the KV of more requests compared.  Exit status 0 if every prompt
-was answered with equal tokens and all KV is equal, 1 if not, 2 if the servers did not start.
+Run by `scripts/demo.sh`.  With the patched engine both give the same tokens; with the stock engine
+no answer comes over NIXL, and wrong tokens come with the ``ascend`` backend.  The fleet depends on
+the release.  At the end the tool compares the KV of more requests, on the patched engine.  Exit
+status 0 if all prompts have equal tokens and all KV is equal, 1 if not, 2 if the servers did not
+start.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ from pd_harness.releases import release
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16
-VERIFY_LENGTHS = "1,2,100,600,1024"  # of the prompts whose KV is compared, tokens
-ANSWER_TIMEOUT_S = 60  # seconds; a right answer takes a few
+VERIFY_LENGTHS = "1,2,100,600,1024"  # in tokens, of the prompts whose KV is compared
+ANSWER_TIMEOUT_S = 60  # a right answer takes a few
 PROMPTS = [
     "A",
     "Hello, world.",
@@ -52,7 +53,7 @@ class DemoCase:
 
 
 class Backend(str, enum.Enum):
-    """What carries the KV."""
+    """The transfer backend."""
 
     nixl = "nixl"
     ascend = "ascend"
@@ -145,7 +146,7 @@ def running(servers: list[cluster.Server], console: Console) -> Iterator[None]:
 
 
 def report(served: list[Completion], single: list[Completion], console: Console) -> int:
-    """Print the answers side by side; returns how many prompts have equal tokens."""
+    """Print the answers side by side and return how many prompts have equal tokens."""
     table = Table(title=f"{NEW_TOKENS} tokens each, one character per token", show_lines=True)
     for heading in ("prompt", "through the router", "single server", "equal"):
         table.add_column(heading, overflow="fold")
@@ -161,7 +162,7 @@ def report(served: list[Completion], single: list[Completion], console: Console)
 
 
 def verify(router: str, console: Console) -> bool:
-    """Have all KV of some more requests compared, by the tool; whether it is right."""
+    """Let the tool compare all KV of some more requests; returns whether it is right."""
     words = ["verify", "--router", router, "--lengths", VERIFY_LENGTHS, "--requests", "8"]
     console.print(f"sglang-pd {' '.join(words)}", highlight=False, soft_wrap=True)
     tool = [sys.executable, "-m", "sglang_pd", *words]
@@ -169,7 +170,7 @@ def verify(router: str, console: Console) -> bool:
 
 
 def run(case: DemoCase, stock: bool) -> int:
-    """Start the servers, ask them, print the report; returns the exit status."""
+    """Start the servers, send the prompts, print the report and return the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
     model = case.model.make(cluster.RELEASE_ENV / "models")
@@ -208,7 +209,7 @@ def main(
         bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")
     ] = False,
 ) -> None:
-    """Serve with a prefill and a decode server, and compare with a single server."""
+    """Serve with a prefill and a decode server and compare the answers with a single server's."""
     try:
         shows = DEMO_CASES_0_5_9 if release() == "0.5.9" else DEMO_CASES
         sys.exit(run(shows[backend], stock))

@@ -1,11 +1,14 @@
-"""What an engine's pools ask of the rank that they belong to, where no server is."""
+"""The parallel context that an engine's KV pools read, for code that runs without a server."""
 
 import contextlib
 import importlib.util
 
 
 def single_rank_context(**widths: int) -> contextlib.AbstractContextManager:
-    """Later releases' pools ask how many ranks share the tokens of a request, and which this is."""
+    """A context of one rank: later releases' pools read how many ranks share a request's tokens.
+
+    ``widths`` override further values; in 0.5.9 the context does nothing.
+    """
     if importlib.util.find_spec("sglang.srt.runtime_context") is None:
         return contextlib.nullcontext()
     parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()

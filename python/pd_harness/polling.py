@@ -1,4 +1,4 @@
-"""Waiting by looking again and again, and how long is long on a busy machine."""
+"""Polling, and time limits on a busy machine."""
 
 import contextlib
 import time
@@ -10,9 +10,9 @@ Result = TypeVar("Result")
 
 
 def wait_until(poll: Callable[[], Result], seconds: float, pause: float = 0.02) -> Result:
-    """What ``look`` returns once that is true, or after so many seconds, whatever it is then.
+    """Call ``poll`` until its result is true or ``seconds`` have passed; returns the last result.
 
-    Between two looks it sleeps ``pause`` seconds.
+    Sleeps ``pause`` seconds between two calls.
     """
     deadline = time.monotonic() + seconds
     while not (result := poll()) and time.monotonic() < deadline:
@@ -21,7 +21,7 @@ def wait_until(poll: Callable[[], Result], seconds: float, pause: float = 0.02) 
 
 
 def busy(seconds: float = 1.0) -> float:
-    """How much longer a loop takes than its processor time: 1 on a machine with a free core."""
+    """Ratio of a loop's wall time to its processor time: 1 on a machine with a free core."""
     start, used = time.monotonic(), time.thread_time()
     while time.monotonic() - start < seconds:
         pass
@@ -29,14 +29,14 @@ def busy(seconds: float = 1.0) -> float:
 
 
 def is_in_time(seconds: float, limit: float) -> bool:
-    """Whether something took no longer than it may; on a busy machine, than it may there."""
+    """Whether ``seconds`` is below ``limit``, which a busy machine extends by `busy`."""
     return seconds < limit or seconds < limit * busy()
 
 
 def own_time() -> float:
-    """Seconds on a clock that stands still while this thread could run and is given no core.
+    """Seconds on a clock that stops while this thread is runnable and waits for a core.
 
-    Kernels that do not say so count that time, too.
+    On kernels that do not report that time, the clock does not stop.
     """
     waited = 0
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""Ports for servers on this machine, held from their choice until `MOST` others have been chosen.
+"""Ports for servers on this machine, each reserved until `MAX_RESERVED` more have been chosen.
 
-Between its choice and its use nothing binds a port. What holds it is a lock on its byte of a file
-that all of this user's processes share; so two runs beside each other never choose the same.
+Nothing binds a port between its choice and its use. The reservation is a lock on the port's byte in
+a file that all of this user's processes share, so concurrent runs never choose the same port.
 """
 
 import fcntl
@@ -14,17 +14,17 @@ import tempfile
 from collections.abc import Sequence
 
 HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
+PORTS = range(20_000, 32_000)  # below the kernel's range for outgoing connections
 MAX_RESERVED = (
-    1_000  # that a process holds; those of a whole night's fleets would be nearly all there are
+    1_000  # per process; the fleets of a nightly run would otherwise reserve nearly all ports
 )
 
 
 def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
-    """Distinct ports that nothing listens on, and that nobody else of ours will take.
+    """``count`` distinct ports that are free, reserved for this process.
 
     Raises:
-        OSError: there are not so many.
+        OSError: fewer are free.
     """
     found: list[int] = []
     for port in random.sample(ports, len(ports)):
@@ -38,10 +38,10 @@ def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
 
 
 def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
-    """The first of so many ports in a row, free and held as those of `free_ports`.
+    """The first of ``length`` consecutive ports, all free and reserved for this process.
 
     Raises:
-        OSError: there are not so many.
+        OSError: no such range is free.
     """
     starts = ports[: len(ports) - length + 1]
     for start in random.sample(starts, len(starts)):
@@ -54,7 +54,7 @@ def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
 
 
 def _reserve(port: int) -> bool:
-    """Whether the port was free, and is now held."""
+    """Reserve the port if it is free; returns whether it was."""
     file, held = _reservations(os.getpid())
     if port in held:
         return False
@@ -82,9 +82,9 @@ def _release(port: int) -> None:
 
 @functools.cache
 def _reservations(process: int) -> tuple[int, dict[int, None]]:
-    """The file, and the ports that this process holds, the oldest first.
+    """The lock file, and the ports that this process has reserved, oldest first.
 
-    A fork has none of its parent's locks.
+    A fork does not inherit its parent's locks.
     """
     path = os.path.join(tempfile.gettempdir(), f"sglang-pd-ports-{os.getuid()}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), {}

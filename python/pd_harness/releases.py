@@ -1,4 +1,4 @@
-"""Which release of the engine is meant, where several are at hand."""
+"""The engine release that the harness works with."""
 
 import importlib.metadata
 import os
@@ -9,9 +9,9 @@ DEFAULT_RELEASE_FILE = Path(__file__).resolve().parents[2] / "scripts" / "defaul
 
 
 def release() -> str:
-    """The release that the engine of this Python is taken for, of those that we know.
+    """The supported release that this Python's engine counts as.
 
-    Without an engine, what the variable says, or the default.
+    Without an engine it is `chosen_release`.
     """
     try:
         version = importlib.metadata.version("sglang")
@@ -21,12 +21,12 @@ def release() -> str:
 
 
 def known_release_for(version: str) -> str | None:
-    """The newest release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
+    """The newest supported release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
 
-    A version that is made of a commit names the release to come (``0.5.24.dev3``). None where all
+    A version built from a commit names the next release (``0.5.24.dev3``). Returns None if all
     releases are later, as for ``0.0.0``.
     """
-    # Not above: set-up reads this file, and runs before what the tool needs is installed.
+    # Imported here because set-up imports this module before the tool's dependencies exist.
     from sglang_pd.patchset.patches import public_version, supported_releases, version_key
 
     earlier = [
@@ -38,10 +38,10 @@ def known_release_for(version: str) -> str | None:
 
 
 def chosen_release() -> str:
-    """What the variable says, or the default."""
+    """The release that ``SGLANG_PD_RELEASE`` names, or the default."""
     return os.environ.get(RELEASE_VARIABLE) or default_release()
 
 
 def default_release() -> str:
-    """The one that scripts take, and that every run tries most of."""
+    """The release that scripts use by default, and that every test run covers most."""
     return DEFAULT_RELEASE_FILE.read_text().strip()

@@ -1,10 +1,10 @@
-"""Run a command that must not outlive the one who asked for it.
+"""Run a command that must not outlive its caller.
 
 usage: supervisor.py COMMAND [ARGUMENT...]
 
-The command gets a process group and a temporary folder of its own.  When it ends, or when standard
-input is closed, which the kernel does for a killed parent too, every process of that group is
-killed and the folder removed.  Ends with the command's status.
+The command gets its own process group and temporary folder.  When the command exits, or when
+standard input is closed (the kernel closes it for a killed parent, too), the supervisor kills every
+process of that group, removes the folder, and exits with the command's status.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def main() -> int:
         process = subprocess.Popen(
             sys.argv[1:],
             stdin=subprocess.DEVNULL,
-            process_group=0,  # and no session, see `cpu_host`
+            process_group=0,  # but no session of its own, see `cpu_host`
             cwd=scratch,
             env={**os.environ, "TMPDIR": scratch},
         )
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def _kill_at_end_of_input(group: int) -> None:
-    # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+    # Not through sys.stdin, whose lock a thread must not hold when the interpreter exits.
     while os.read(0, 1024):
         continue
     _kill_group(group)

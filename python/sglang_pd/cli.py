@@ -77,7 +77,7 @@ EXIT_CODES = {
 
 
 def exit_on_refusal(command: Callable) -> Callable:
-    """Turns a Refusal or OSError into its exit code and text: on stderr, or as JSON if asked."""
+    """Makes a command print a Refusal or OSError, if asked as JSON, and exit with its code."""
 
     @functools.wraps(command)
     def run(*args, **kwargs):
@@ -98,13 +98,13 @@ def exit_on_refusal(command: Callable) -> Callable:
 
 
 def find_engine_and_release(path: Path | None, release: str | None) -> tuple[Engine, Release]:
-    """The engine and the patch set for it."""
+    """Finds the engine and loads the patch set of its release."""
     engine = find_engine(path, release)
     return engine, load_release(release) if release else detect_release(engine)
 
 
 def auth_headers(api_key: str) -> dict[str, str]:
-    """The header that servers started with `--api-key` want."""
+    """Returns the header that servers started with `--api-key` require; empty without a key."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -138,8 +138,8 @@ def status(
 ) -> None:
     """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
 
-    Exit code, of the engine or of the one patch: 0 applied (of a patch: or carried by the engine),
-    10 absent, 11 half-applied, 12 outdated, 5 drifted.
+    Exit code, for the engine or for the one PATCH: 0 applied (or, for a patch, carried by the
+    engine), 10 absent, 11 half-applied, 12 outdated, 5 drifted.
     """
     records = {} if patch is None else {record.id: record for record in read_records()}
     if patch is not None and patch not in records:
@@ -173,7 +173,7 @@ def apply(
         bool, typer.Option("--preview", help="Also apply to a release that is a preview.")
     ] = False,
 ) -> None:
-    """Applies every patch, or none."""
+    """Applies all patches, or none."""
     found, patch_set = find_engine_and_release(engine, release)
     edits = operations.apply(found, patch_set, dry_run, preview)
     for remark in release_notes(found, patch_set):
@@ -202,7 +202,7 @@ def revert(engine: EnginePath = None) -> None:
 @app.command()
 @exit_on_refusal
 def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
-    """Prints the edit as a unified diff, for review or `git apply`."""
+    """Prints the patch set's edits as a unified diff, for review or `git apply`."""
     found, patch_set = find_engine_and_release(engine, release)
     for remark in release_notes(found, patch_set):
         err.print(Text(remark))
@@ -235,12 +235,13 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Looks at a host before servers are launched, and at running ones, and says what is wrong.
+    """Checks a host before servers are launched, and running servers, and reports problems.
 
-    Exit code: 0 nothing is wrong (there may be warnings), 17 something is.
+    Exit code: 0 nothing is wrong (there may be warnings), 17 something is wrong.
     """
     found, patch_set = find_engine_and_release(engine, release)
-    # Packages beside the engine are its own; another Python's cannot be imported by this one.
+    # Packages beside the engine belong to it; with --engine this Python may not be able to import
+    # them.
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
     backend = backend or choose_backend(host)
@@ -269,9 +270,10 @@ def verify(
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Sends requests to running servers that compare all KV (SGLANG_PD_VERIFY=1), and reports.
+    """Sends requests to servers that compare all KV (SGLANG_PD_VERIFY=1), and reports differences.
 
-    Exit code: 0 all was compared and is equal, 14 it is not, 15 the servers do not compare.
+    Exit code: 0 every request was answered and its KV compared and equal, 14 otherwise, 15 the
+    servers do not verify or cannot be reached.
     """
     if bool(router) == bool(prefill and decode):
         raise typer.BadParameter("give --router, or --prefill and --decode")
@@ -316,12 +318,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")] = None,
 ) -> None:
-    """Says whether two servers of a model work together, who sends what to whom, and how much.
+    """Shows whether two servers of a model work together, and which rank sends what to which.
 
-    Exit code: 0 it works on the patched engine, 19 it does not, or is not known to; 18 the model
-    is not known.
+    Exit code: 0 they work on the patched engine, 19 they do not, or nobody knows; 18 the model's
+    configuration is missing or not supported.
     """
-    # Only here: it needs NumPy, and an engine must be revertible without.
+    # Imported only here: it needs NumPy, and `revert` must work without NumPy.
     from sglang_pd.plan import show as shown
     from sglang_pd.plan.picture import check_picture_path, draw
     from sglang_pd.plan.request import PlanRequest

@@ -1,10 +1,10 @@
-"""Why the tool refuses, and the exit code of each cause."""
+"""The tool's refusals and their exit codes."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes. 0 is success, and `applied` for `status`; 2 is a wrong command line."""
+    """Exit codes. 0 is success, and `applied` for `status`; 2 is an invalid command line."""
 
     NO_ENGINE = 3
     UNSUPPORTED = 4
@@ -27,7 +27,10 @@ class ExitCode(IntEnum):
 
 
 class Refusal(Exception):
-    """The command stops; the engine is as it was before. The text names cause and remedy."""
+    """Stops the command; the text names the cause and the remedy.
+
+    Leaves the engine as it was, or, if a write failed, without any edits.
+    """
 
     def __init__(self, code: ExitCode, text: str):
         super().__init__(text)

@@ -1,8 +1,8 @@
-"""The engine's real classes in one process: the patched engine's here, the stock engine's asked.
+"""Tests of the engine's real classes in one process; `stock` probes those of the stock engine.
 
-`v0_5_9` has the tests of what the patch set replaces in those releases alone, and
-`v0_5_23` those of what only later ones have. Of a later release the stock engine can run these
-tests, too, and shows in which it fails.
+`v0_5_9` tests what the patch set replaces in releases before 0.5.20 only, `v0_5_23` what only
+later releases have. The stock engine of a later release can run these tests, too, and shows which
+of them it fails.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from pd_harness.polling import wait_until
 from pd_harness.releases import release
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-STOCK_SECONDS = 120  # for all probes of one question
+STOCK_SECONDS = 120  # for all probes of one call
 
 pytest.importorskip("sglang", reason="no engine here")
 IS_BEFORE_0_5_20 = Version(release()) < Version("0.5.20")
@@ -33,7 +33,7 @@ if not PATCHED:
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory):
-    """A function that runs probes, each [name, arguments...], in the stock engine."""
+    """A function that runs probes, each [name, arguments...], in the stock engine: the results."""
     try:
         python = cluster.interpreter("stock")
     except FileNotFoundError as error:

@@ -1,7 +1,7 @@
-"""The copy to the host waits for the device at its beginning and at its end.
+"""Copies to and from the host wait for the device at their beginning and at their end.
 
-For `pretended_device` alone, whose copies arrive when somebody waits: `test_npu_dry_run.py`
-runs this. Each case is also shown to fail where the waits do nothing.
+These tests need `pretended_device`, whose copies arrive only when a caller waits:
+`test_npu_dry_run.py` runs them. Each case must also fail where either wait is left out.
 """
 
 import pretended_device
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 ROWS = torch.tensor([4, 1, 6])
 CHUNK = 2
 LAYERS, SLOTS = 2, 8
-OLD, NEW = 3.0, 5.0  # of a slot, before and after another stream has written it
+OLD, NEW = 3.0, 5.0  # a slot's value before and after another stream writes it
 
 
 def buffer_layers(buffer) -> list:
@@ -23,7 +23,7 @@ def buffer_layers(buffer) -> list:
 
 
 def pool_with_pending_write():
-    """[layers, slots, 4] on the device, which another stream is about to fill."""
+    """A device buffer [layers, slots, 4] that another stream is about to fill."""
     buffer = torch.full((LAYERS, SLOTS, 4), OLD, device="npu")
     pretended_device.synchronize()
     pretended_device.run_on_other_stream(lambda: buffer.host_tensor.fill_(NEW))
@@ -43,14 +43,14 @@ FROM_HOST = {
 
 
 def check_copy_to_host(how: str) -> None:
-    """All that was written before has been copied, and has arrived."""
+    """The copy contains every earlier write, and has arrived."""
     copied = TO_HOST[how](pool_with_pending_write())
     assert all((part == NEW).all() for part in tensors(copied))
     assert pretended_device.outstanding() == 0
 
 
 def check_copy_from_host(how: str) -> None:
-    """What another stream wrote before does not overwrite it; its host memory may be used again."""
+    """Another stream's earlier write does not overwrite the copy; its host memory is free again."""
     copied = TO_HOST[how](pool_with_pending_write())
     pretended_device.synchronize()
     buffer = pool_with_pending_write()
@@ -78,7 +78,7 @@ def test_copy_synchronizes_with_device(case, how):
 
 
 class SkipEverySecondWait:
-    """Waits at the beginning of each copy and not at its end, or the other way round."""
+    """Leaves out each copy's wait at its beginning (0) or at its end (1)."""
 
     def __init__(self, leave_out: int, wait):
         self.leave_out, self.wait, self.calls = leave_out, wait, 0

@@ -1,4 +1,4 @@
-"""How long a decode rank to which transfers fail is left alone."""
+"""How long prefill backs off from a decode rank to which transfers fail."""
 
 from types import SimpleNamespace
 
@@ -12,21 +12,21 @@ PEER = "10.0.0.1:4000"
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the time is; tests move it on."""
+    """A fake clock, which tests advance."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(back_off, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 def fail_attempt(failed: back_off.FailedSessions, clock, seconds: float) -> None:
-    """As the engine's worker does, to which it fails after so long."""
+    """Records a failure that takes `seconds`, as the engine's transfer worker does."""
     assert PEER not in failed
     clock.now += seconds
     failed.add(PEER)
 
 
 def back_off_delays(clock, seconds: float, tries: int) -> list[float]:
-    """After each of so many tries that fail, and each begin as soon as it may."""
+    """The delay after each of `tries` failures, which take `seconds` each; retries at once."""
     failed, found = back_off.FailedSessions(), []
     for _ in range(tries):
         fail_attempt(failed, clock, seconds)
@@ -49,7 +49,7 @@ def test_slow_failures_get_longer_delays(clock):
 @pytest.mark.parametrize("cut", [0.5, 2.0])
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_peer_is_served_within_5_s_of_a_short_outage(clock, cut, seconds):
-    """Requests keep coming, each failure takes so many seconds: five later it serves again."""
+    """Requests keep coming during an outage of `cut` seconds; each failure takes `seconds`."""
     failed, back = back_off.FailedSessions(), clock.now + cut
     while True:
         clock.now += 0.1
@@ -87,7 +87,7 @@ def test_registration_or_answer_ends_the_delay(clock):
 
 
 def test_lookup_does_not_change_the_delay(clock):
-    """The engine's probe looks, too, and goes over what is in there."""
+    """The engine's probe looks sessions up, too, and iterates over them."""
     failed = back_off.FailedSessions()
     failed.add(PEER)
     clock.now += 2

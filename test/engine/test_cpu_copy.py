@@ -1,4 +1,4 @@
-"""KV to the host and back to other slots: every byte of every buffer, the untouched ones too."""
+"""Copies KV to the host and back to other slots, and checks every byte of every buffer."""
 
 import engine_calls
 import pytest
@@ -21,7 +21,7 @@ POOLS = {
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("start_layer", [0, 3])
 def test_round_trip_to_other_slots(kind, page_size, start_layer):
-    """The last page is partly filled; a stage of a pipeline has local layer numbers."""
+    """The last page is partly filled; a pipeline stage numbers its layers locally."""
     pool = POOLS[kind](page_size, start_layer)
     tokens = max(1, 2 * page_size - page_size // 2)
     source = list(range(page_size, page_size + tokens))
@@ -49,9 +49,9 @@ def fia_nz(monkeypatch):
 @pytest.mark.parametrize("kind", ["mla", "mla_index_keys"])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40])
 def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
-    """A token's bytes lie all over its page: also those of the last, partly filled one survive.
+    """A token's bytes are spread over its page, and survive in a partly filled last page, too.
 
-    Index keys do not lie so, and may be copied with what else is in their pages, or without.
+    Index keys are not spread, so a copy may include the rest of their pages or not.
     """
     pool = POOLS[kind](16, 0)
     fill(pool)

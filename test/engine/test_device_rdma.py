@@ -1,4 +1,4 @@
-"""Over `device_rdma` MemFabric is given what its queue bears, one call at a time."""
+"""Over `device_rdma`, MemFabric gets batches that fit into its queue, one call at a time."""
 
 import threading
 import time
@@ -16,10 +16,10 @@ PEER = "10.0.0.1:4000"
 
 
 class FakeMemFabric:
-    """MemFabric's transfer engine: it keeps what it is asked for, and how many ask at a time."""
+    """Replaces MemFabric's transfer engine; records calls and how many of them run at a time."""
 
     def __init__(self, seconds: float = 0.0, statuses: tuple[int, ...] = (), callers: int = 1):
-        """So many callers meet in each call, which takes so many seconds then."""
+        """Each call waits for `callers` concurrent calls, then takes `seconds`."""
         self.seconds, self.statuses = seconds, list(statuses)
         self.meeting = threading.Barrier(callers, timeout=30)
         self.calls, self.threads = [], set()
@@ -135,7 +135,7 @@ def test_slices_use_one_thread_over_device_rdma_only(monkeypatch, protocol, thre
 
 
 def fake_copies(count: int) -> SimpleNamespace:
-    """So many copies, as `kv_layout.Copies` has them."""
+    """Replaces a `kv_layout.Copies` of `count` copies."""
 
     def split(at_most: int) -> list[SimpleNamespace]:
         lengths = [min(at_most, count - start) for start in range(0, count, at_most)]

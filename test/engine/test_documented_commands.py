@@ -1,4 +1,4 @@
-"""Each server that the docs launch: the engine's own parser takes all of its flags and values."""
+"""The engine's parser accepts all flags and values of each server command in the docs."""
 
 import argparse
 import functools
@@ -19,7 +19,7 @@ COMMANDS_OF_THIS_RELEASE = [
 
 @functools.lru_cache(maxsize=1)
 def parser() -> argparse.ArgumentParser:
-    """The engine's; it says what it does not take, and does not end this process."""
+    """The engine's parser, which raises its error message instead of exiting."""
     made = argparse.ArgumentParser(exit_on_error=False)
     ServerArgs.add_cli_args(made)
     made.error = _raise_error
@@ -33,7 +33,7 @@ def _raise_error(message: str):
 @pytest.mark.parametrize("command", COMMANDS_OF_THIS_RELEASE, ids=str)
 def test_engine_accepts_every_documented_flag(command):
     words = list(command.words[3:])
-    if words[-1] == "...":  # more of the same, the model among it
+    if words[-1] == "...":  # stands for further flags, the model's among them
         words[-1:] = ["--model-path", "MODEL"]
     args = parser().parse_args(words)
     assert args.disaggregation_mode in ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""NIXL: a decode rank that registers is connected to at once, and holds up nobody."""
+"""NIXL: prefill connects to a decode rank once it registers, without delaying other ranks."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ AUX = [1 << 20, 1 << 21]
 
 
 class FakeNixlAgent:
-    """NIXL's, of which each call notes its thread; a rank's `states` come one after the other."""
+    """Replaces NIXL's agent: records calling threads, and returns a peer's `states` in turn."""
 
     def __init__(self):
         self.started_at, self.states, self.unknown, self.threads = {}, {}, set(), set()
@@ -72,7 +72,7 @@ def test_each_nixl_thread_reads_one_byte_of_metadata(manager, caplog):
     assert said(caplog, "Connected to decode decode in ")
     operation, (ours, own_memory), (theirs, memory) = manager.agent.started_at["decode"]
     assert (operation, own_memory, memory) == ("READ", "DRAM", "DRAM")
-    # NIXL divides a transfer in parts of 1,024 copies at least, one for each thread.
+    # NIXL splits a transfer into parts of at least 1,024 copies, one for each thread.
     assert theirs == [[AUX[0], 1, 0]] * THREADS * 1024
     ((byte, length, kind),) = manager.agent.registered
     assert ours == [[byte, 1, 0]] * len(theirs) and (length, kind) == (1, "DRAM")
@@ -80,7 +80,7 @@ def test_each_nixl_thread_reads_one_byte_of_metadata(manager, caplog):
 
 
 def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
-    """One thread serves all."""
+    """One thread makes all connections."""
     caplog.set_level("INFO")
     manager.agent.states["silent"] = ["PROC"]
     before = threading.active_count()
@@ -123,7 +123,7 @@ def test_agent_lock_is_free_while_a_connection_is_pending(manager):
 
 @pytest.mark.parametrize("aux, backend", [([], "UCX"), (AUX, "LIBFABRIC")])
 def test_no_early_connection_without_aux_or_ucx(manager, monkeypatch, aux, backend):
-    """A rank without metadata in host memory, and what is not UCX."""
+    """The rank has no metadata in host memory, or NIXL's backend is not UCX."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", backend)
     manager.connect_early("decode", aux)
     assert not manager.connects and manager.to_connect.empty()

@@ -1,4 +1,4 @@
-"""KV, state and aux are registered; a buffer that cannot be, and is needed, stops the server."""
+"""Registration of KV, state and aux: the server stops if a needed buffer cannot be registered."""
 
 import engine_calls
 import pytest
@@ -25,7 +25,7 @@ def warnings(caplog) -> list[str]:
 
 
 def test_ascend_falls_back_to_registering_range_by_range(caplog):
-    """1.0 merges ranges that touch, and refuses one that lies in two heaps."""
+    """MemFabric 1.0 merges adjacent ranges, and refuses a range that lies in two heaps."""
     answer = engine_calls.registration("ascend", [], refused_together=[20, 30])
     assert answer == {
         "batches": [[10, 20, 40, 30], [10], [20], [30], [40]],
@@ -37,7 +37,7 @@ def test_ascend_falls_back_to_registering_range_by_range(caplog):
 
 
 def test_ranges_that_share_a_page_are_registered_together():
-    """MemFabric looks for the range that begins nearest before an address: one hides another."""
+    """MemFabric looks up the last range that begins before an address: one may hide another."""
     page = 1 << 21
     shared = [page, 8 * page - 20, 8 * page - 30, 3 * page - 1]
     answer = engine_calls.registration("ascend", [], refused_together=[10, 20], addresses=shared)
@@ -69,7 +69,7 @@ def test_mooncake_failure_names_the_buffers(refused, role, size, named):
     error = engine_calls.registration("mooncake", refused)["error"]
     assert f"one by one it fails for: {named}." in error
     assert f"did not register this rank's {role} in one batch ({size});" in error
-    assert error.count("one by one") == 1  # of the other batch nothing is said
+    assert error.count("one by one") == 1  # nothing about the other batch
 
 
 @pytest.mark.parametrize("refused, role, size, named", REFUSED)
@@ -85,7 +85,7 @@ def test_failures_of_kv_and_aux_are_reported_separately():
 
 
 def test_refusal_of_registered_ranges_by_memfabric_is_only_logged(caplog):
-    """The batch has registered the first before it failed, and the other two are taken alone."""
+    """The batch registered the first buffer before it failed; two others register one by one."""
     answer = engine_calls.registration("ascend", [20], keeps=True)
     assert (answer["registered"], answer["error"]) == ([10, 30, 40], "")
     assert "refuses: KV k, layer 3 (10 bytes from 0x200000), KV v, layer 3 (20" in caplog.text
@@ -105,7 +105,7 @@ def test_undescribed_state_is_registered(backend):
 
 @backends
 def test_empty_buffers_are_not_registered(backend):
-    """Mooncake takes no batch with a buffer of no bytes."""
+    """Mooncake refuses a batch with an empty buffer."""
     answer = engine_calls.registration(backend, [0], state_bytes=0)
     assert (answer["error"], answer["registered"]) == ("", [10, 20, 30])
 
@@ -120,7 +120,7 @@ AUX_OVER_TCP = [
 @backends
 @pytest.mark.parametrize("environment", AUX_OVER_TCP, ids=str)
 def test_aux_sent_over_tcp_need_not_be_registered(backend, environment, caplog):
-    """NVLink transports take no host memory."""
+    """NVLink transports cannot register host memory."""
     caplog.set_level("INFO")
     answer = engine_calls.registration(backend, AUX, environment=environment)
     assert (answer["error"], answer["registered"]) == ("", [10, 20, 40])
@@ -150,4 +150,4 @@ def test_stock_ignores_failed_registration(backend, stock):
     if SINCE_0_5_20:
         assert answer["batches"] == [[10, 20, 30, 40]]
     else:
-        assert ([40] in answer["batches"]) == (backend == "mooncake")  # Ascend forgets state
+        assert ([40] in answer["batches"]) == (backend == "mooncake")  # Ascend omits state

@@ -1,7 +1,7 @@
-"""What CI runs on NPUs gets to the NPUs: each test up to where one is needed, on made-up ones.
+"""Runs CI's NPU tests on fake NPUs, each up to the point where it needs a real one.
 
-Nothing is started, and no byte travels between ranks. What runs in one process runs whole, on a
-device that takes the ways of a device.
+No servers or ranks start, and no bytes travel between ranks. Tests in one process run to their
+end, on a fake device that takes a device's code paths.
 """
 
 import json
@@ -30,12 +30,12 @@ COPY_TESTS = (
     if SINCE_0_5_20
     else [f"test/engine/v0_5_9/test_cpu_copy_memory.py::test_{name}" for name in COPY_TESTS_0_5_9]
 )
-# A TP 1 pair is all that two NPUs serve; four serve two stages, or two groups, on either side.
+# Two NPUs suffice for a TP 1 pair only; four for two stages, or two groups, on either side.
 MIN_STARTED = {2: {"fleets": 20, "servers": 10}, 4: {"fleets": 35, "servers": 40}}
 
 
 def run_on_fake_npus(count: int, folder: Path, *tests: str) -> dict:
-    """How much was started on so many NPUs, and how many tests in one process passed."""
+    """Runs tests on `count` fake NPUs; returns the numbers of what reached them and of passes."""
     counts = folder / "counts.json"
     path = os.pathsep.join([str(SUPPORT), str(CHECKOUT / "python")])
     variables = {"PRETENDED_NPUS": str(count), "PRETENDED_NPUS_COUNTS": str(counts)}
@@ -55,13 +55,13 @@ def run_on_fake_npus(count: int, folder: Path, *tests: str) -> dict:
 @nightly_if_not_default
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_npu_tests_reach_the_npus(count, tmp_path):
-    """Also the copy to the host takes the ways of a device, and waits for it."""
+    """The copy to the host takes a device's code paths, too, and waits for the device."""
     found = run_on_fake_npus(
         count, tmp_path, "test/transport", "test/serving", "test/npu", SYNC_TESTS, *COPY_TESTS
     )
     for what, least in MIN_STARTED[count].items():
         assert found[what] >= least, found
-    assert found["passed"] >= 15 + 12 + 4, found  # of test/npu, WAITS and COPIES
+    assert found["passed"] >= 15 + 12 + 4, found  # test/npu, SYNC_TESTS and COPY_TESTS
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""What the NPU pools say of their buffers, against the addresses of the tensors themselves."""
+"""Compares the buffer infos of the NPU pools with the addresses of their tensors."""
 
 import itertools
 

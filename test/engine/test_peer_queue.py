@@ -1,4 +1,4 @@
-"""Prefill's queue: each group of decode ranks is sent to in order, and none holds up another."""
+"""Prefill's queue: sends to a group of decode ranks are in order, and no group delays another."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def new_queue(taken=lambda chunk: None) -> PeerQueue:
 
 @pytest.fixture
 def start_workers():
-    """A function that lets workers serve a queue; they send by `send(chunk)`, and end at None."""
+    """A function that starts workers, which call `send(chunk)` on a queue's chunks until None."""
     started = []
 
     def start(queue: PeerQueue, count: int, send) -> None:

@@ -1,4 +1,4 @@
-"""Who does not answer is silent, until it does: by real sockets, on a manager that only knows."""
+"""Detects silent decode ranks and their return, over real sockets and with a fake manager."""
 
 import gc
 import time
@@ -48,7 +48,7 @@ class Manager(SilenceWatch):
 
 @pytest.fixture
 def manager(monkeypatch):
-    """One for which a second without a connection is silence."""
+    """A manager for which a rank is silent after a second without a connection."""
     monkeypatch.setattr(peer_silence, "MIN_SECONDS", 1.0)
     monkeypatch.setenv(VARIABLE, "1")
     return Manager()
@@ -56,7 +56,7 @@ def manager(monkeypatch):
 
 @pytest.fixture
 def open_listener():
-    """A function that listens on a port, any if it is 0: the socket, and the port."""
+    """A function that listens on a port, any port if it is 0; returns the socket and the port."""
     made = []
 
     def listen(port: int = 0) -> tuple[zmq.Socket, int]:
@@ -106,7 +106,7 @@ def test_silent_rank_that_answers_again_is_served(manager, open_listener):
 
 
 def test_silent_rank_that_registers_elsewhere_is_served_at_once(manager, open_listener):
-    """Before the next look; where it was said to be, nobody answers."""
+    """The rank is served before the next check; its first endpoint still does not answer."""
     gone, nowhere = open_listener()
     gone.close(linger=0)
     manager.register("a", nowhere)
@@ -119,7 +119,7 @@ def test_silent_rank_that_registers_elsewhere_is_served_at_once(manager, open_li
 def test_silent_rank_is_alive_on_a_message_before_it_is_connected(
     manager, open_listener, monkeypatch
 ):
-    """And has a second from then on, also where its socket has been closed by now."""
+    """The message gives the rank another second, even if its socket has been closed by then."""
     gone, port = open_listener()
     info = manager.register("a", port)
     time.sleep(0.2)
@@ -129,7 +129,7 @@ def test_silent_rank_is_alive_on_a_message_before_it_is_connected(
     endpoint = f"tcp://127.0.0.1:{port}"
     assert wait_until(lambda: endpoint not in peer_sockets.open_sockets(), PATIENCE, 0.01)
     time.sleep(1.2)
-    assert "a" in manager.silent_peers  # nobody has said anything
+    assert "a" in manager.silent_peers  # no message has come
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 60.0)
     manager.note_peer_alive("a", info)
     assert not manager.silent_peers and manager.back == ["a"]
@@ -144,7 +144,7 @@ def test_rank_that_never_answered_is_silent(manager, open_listener):
 
 
 def test_rank_that_is_being_registered_is_not_silent(manager, open_listener):
-    """That may take a while, in which there is no socket to it."""
+    """Registering may take a while, during which prefill has no socket to the rank."""
     _, port = open_listener()
     manager.register("a", port)
     manager.transfer_infos[1] = {"b": None}
@@ -153,7 +153,7 @@ def test_rank_that_is_being_registered_is_not_silent(manager, open_listener):
 
 
 def set_silent_seconds(manager, monkeypatch, seconds: dict[int, float]) -> None:
-    """These ports have been silent for so long."""
+    """Makes each of these ports silent for its number of seconds, and checks the peers."""
     ports = {f"tcp://127.0.0.1:{port}": since for port, since in seconds.items()}
     monkeypatch.setattr(
         peer_sockets.PeerSocket, "silent_for", lambda self: ports.get(self.endpoint, 0.0)
@@ -194,7 +194,7 @@ def test_rank_with_a_room_or_a_running_write_is_not_released(manager, monkeypatc
 
 
 def test_longest_silent_ranks_are_dropped_beyond_the_maximum(manager, monkeypatch):
-    """All that is kept of them: a decode server that is restarted leaves a name each time."""
+    """All their entries are dropped: each restart of a decode server leaves a name behind."""
     monkeypatch.setattr(peer_silence, "MAX_RELEASED_PEERS", 3)
     ports = range(1, 6)
     for port in ports:
@@ -217,7 +217,7 @@ def test_longest_silent_ranks_are_dropped_beyond_the_maximum(manager, monkeypatc
 
 
 def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, open_listener):
-    """It seems to answer: who does is the other."""
+    """The replaced rank seems to answer, but its replacement at the same endpoint does."""
     _, port = open_listener()
     manager.register("a", port)
     manager.transfer_infos = {1: {"a": None}, 2: {"b": None}}

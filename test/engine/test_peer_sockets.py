@@ -1,4 +1,4 @@
-"""Sockets between ranks: shared by threads, never waited for; who does not answer is known."""
+"""Sockets between ranks: threads share them, sends never block, and silence is detected."""
 
 import math
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 ARRIVAL_MS = 10_000
 PATIENCE = 15.0
-# Reads messages for ever, on the port that it prints.
+# Prints its port, then each message that it receives, forever.
 PEER = """
 import sys, zmq
 sock = zmq.Context.instance().socket(zmq.PULL)
@@ -32,7 +32,7 @@ while True:
 
 @pytest.fixture(autouse=True)
 def fresh_sockets(monkeypatch):
-    """Sockets that are none of another test."""
+    """Gives each test its own pool of sockets."""
     sockets = peer_sockets._SocketPool()
     monkeypatch.setattr(peer_sockets, "_sockets", sockets)
     yield
@@ -46,7 +46,7 @@ def fresh_sockets(monkeypatch):
 
 @pytest.fixture
 def make_peer():
-    """A function that makes a peer in this process: its socket and its endpoint."""
+    """A function that makes a peer in this process; returns its socket and its endpoint."""
     made = []
 
     def make() -> tuple[zmq.Socket, str]:
@@ -63,7 +63,7 @@ def make_peer():
 
 @pytest.fixture
 def peer_process():
-    """A peer in a process of its own: that, and its endpoint."""
+    """A peer's process, and its endpoint."""
     process = subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True)
     yield process, f"tcp://127.0.0.1:{int(process.stdout.readline())}"
     process.kill()
@@ -110,7 +110,7 @@ def test_send_to_unreachable_peer_does_not_block(make_peer, monkeypatch):
 def test_messages_sent_before_the_peer_listens_arrive(make_peer):
     gone, endpoint = make_peer()
     gone.close(linger=0)
-    for number in range(3000):  # the engine's: refused once, and all are lost
+    for number in range(3000):  # the engine's sockets lose all once refused
         PeerSocket(endpoint).send_multipart([b"%d" % number])
     assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0.3, PATIENCE, 0.01)
     with zmq.Context.instance().socket(zmq.PULL) as late:
@@ -131,7 +131,7 @@ def test_sockets_of_lost_peers_are_closed(make_peer, monkeypatch):
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 0.0)
     assert wait_until(lambda: open_sockets() == [second], PATIENCE, 0.01)
     since = PeerSocket(first).silent_for()
-    assert 0 < since < PATIENCE  # it is remembered
+    assert 0 < since < PATIENCE  # closing the socket does not reset it
     with zmq.Context.instance().socket(zmq.PULL) as again:
         again.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
         again.bind(first)
@@ -154,7 +154,7 @@ def test_killed_or_suspended_peer_is_silent(peer_process, stops):
     assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
     took = time.monotonic() - stopped
     assert took < (1 if stops == signal.SIGKILL else 7), took
-    # Also while it takes connections, as the system does for a process that is stopped.
+    # Also while the system accepts connections for a suspended process.
     assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 3, PATIENCE, 0.01)
     if stops == signal.SIGSTOP:
         PeerSocket(endpoint).send_multipart([b"two"])
@@ -176,7 +176,7 @@ def test_connection_that_was_never_established_is_not_lost(make_peer):
 
 
 def test_suspension_of_this_process_does_not_count_as_silence(make_peer, monkeypatch):
-    """Else all requests of a peer would fail that had just lost its connection before."""
+    """Otherwise all requests of a peer would fail that had just lost its connection."""
     monkeypatch.setattr(peer_sockets, "SUSPENDED_SECONDS", 1.0)
     gone, endpoint = make_peer()
     PeerSocket(endpoint).send_multipart([b"before"])
@@ -192,9 +192,9 @@ def test_suspension_of_this_process_does_not_count_as_silence(make_peer, monkeyp
 
     watcher = Watcher()
     peer_sockets.call_periodically(watcher.look)
-    with peer_sockets._sockets.lock:  # nobody looks meanwhile
+    with peer_sockets._sockets.lock:  # blocks the periodic check
         noted.set()
         time.sleep(3)
     assert wait_until(lambda: seen, PATIENCE, 0.01)
     assert seen[0] < 1, seen
-    assert wait_until(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # it is silent, all the same
+    assert wait_until(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # the peer is silent all the same

@@ -1,4 +1,4 @@
-"""Host memory of copies: what was not needed for a while is given back."""
+"""Host memory of copies: blocks that were idle for a while are released."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.engine
 
-SIZE = 3 << 12  # which no other test takes
+SIZE = 3 << 12  # no other test allocates this size
 KIND = (SIZE, False)
 
 
@@ -22,7 +22,7 @@ class BlockOwner:
 
 @pytest.fixture(autouse=True)
 def no_background_thread(monkeypatch):
-    """Windows of time end where a test says so."""
+    """Lets tests end idle windows themselves."""
     monkeypatch.setattr(pinned_buffers, "_release_threads", [threading.current_thread()])
     pinned_buffers._free.pop(KIND, None)
     pinned_buffers._fewest.pop(KIND, None)
@@ -41,7 +41,7 @@ def count_free_blocks() -> int:
 
 
 def end_idle_window() -> int:
-    """Drop what was not needed in it; how many blocks that were."""
+    """Releases the blocks that were idle during the window; returns their number."""
     kinds = [kind for kind in pinned_buffers.idle_kinds() if kind == KIND]
     for kind in kinds:
         pinned_buffers.release_block(kind)
@@ -53,7 +53,7 @@ def test_as_many_blocks_are_kept_as_were_in_use_at_peak():
     end_idle_window()
     del made[:]
     assert count_free_blocks() == 10
-    assert end_idle_window() == 0  # until just now all were in use
+    assert end_idle_window() == 0  # all were in use until just now
     made = allocate_blocks(3)
     del made[:]
     assert count_free_blocks() == 10
@@ -88,7 +88,7 @@ def test_background_thread_releases_idle_blocks(monkeypatch):
     monkeypatch.setattr(pinned_buffers, "IDLE_SECONDS", 0.05)
     monkeypatch.setattr(pinned_buffers, "PAUSE_SECONDS", 0.0)
     made = allocate_blocks(5)
-    allocate_blocks(5)  # whose owners are gone at once
+    allocate_blocks(5)  # their owners are collected at once
     (thread,) = pinned_buffers._release_threads
     assert wait_until(lambda: not pinned_buffers._free[KIND], 10, 0.01)
     time.sleep(0.2)
@@ -98,7 +98,7 @@ def test_background_thread_releases_idle_blocks(monkeypatch):
 
 
 def test_releasing_a_pinned_block_empties_the_host_cache_of_torch(monkeypatch):
-    """It has a free list of its own, which this takes the last block from."""
+    """Otherwise torch would keep the released block in its own free list."""
     emptied = []
     backend = type("TorchNpu", (), {})
     backend._C = type("C", (), {pinned_buffers.EMPTY_CACHE: lambda: emptied.append(1)})

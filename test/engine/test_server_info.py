@@ -1,4 +1,4 @@
-"""What a server says of its sizes, and what `sglang-pd doctor` makes of it."""
+"""`sglang-pd doctor` reads a server's sizes from its answer to /server_info."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def model_path(tmp_path_factory):
 
 
 def server_info_sizes(arguments) -> dict:
-    """Of sizes, as in the answer to /server_info."""
+    """The sizes that a server with these arguments reports at /server_info."""
     if SINCE_0_5_20:
         arguments.resolve_once()
         answer = arguments.resolved_dict()

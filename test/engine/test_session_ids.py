@@ -1,11 +1,11 @@
-"""Session ids of every library are read; what nobody sends is refused."""
+"""Session ids of every transfer library are parsed; invalid ones are refused."""
 
 import pytest
 from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
 
 pytestmark = pytest.mark.engine
 
-MEMFABRIC_SESSION_ID = "127.0.0.1:17217_10565"  # of 1.0.5 to 1.1.2
+MEMFABRIC_SESSION_ID = "127.0.0.1:17217_10565"  # as 1.0.5 to 1.1.2 write it
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ MEMFABRIC_SESSION_ID = "127.0.0.1:17217_10565"  # of 1.0.5 to 1.1.2
 )
 def test_port_of_valid_session_ids(session, port):
     assert port_of(session) == port
-    int(session.rsplit(":", 1)[1])  # by which the engine chooses a queue
+    int(session.rsplit(":", 1)[1])  # the engine chooses a queue by it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`SGLANG_PD_VERIFY`: its values, digests of memory, and what a bootstrap server gathers."""
+"""`SGLANG_PD_VERIFY`: its values, digests of pages, and reports to a bootstrap server."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ PARTS = (WHOLE, ONE_HEAD, Part("v", False, 0, Heads(2, 3, 8)))
 @pytest.mark.parametrize("head_dim, dtype", [(3, torch.bfloat16), (64, torch.float32)])
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 20])
 def test_digests_depend_on_every_byte(monkeypatch, head_dim, dtype, at_once):
-    """Whatever the width of a head, and however many pages are gathered at a time."""
+    """For any width of a head, and any number of pages gathered at a time."""
     monkeypatch.setattr(page_digests, "CHUNK_BYTES", at_once)
     first = pool(head_dim, dtype)
     pages = [5, 1, 7]
@@ -79,7 +79,7 @@ def test_digests_depend_on_every_byte(monkeypatch, head_dim, dtype, at_once):
     assert before == page_views(first).digests(PARTS, pages)
     assert before.columns != page_views(first).digests(PARTS, [1, 5, 7]).columns
     last = first.k_buffer[0].view(torch.uint8)[7 * PAGE_SIZE + 3, 1]
-    last[-1] ^= 1  # of the page's last token, its last head
+    last[-1] ^= 1  # the last head of the page's last token
     after = page_views(first).digests(PARTS, pages)
     rows = [np.frombuffer(one.rows, np.uint64) for one in (before, after)]
     assert (rows[0] != rows[1]).tolist() == [True, True, False]
@@ -88,7 +88,7 @@ def test_digests_depend_on_every_byte(monkeypatch, head_dim, dtype, at_once):
 
 
 def test_digest_detects_two_flipped_sign_bits():
-    """Of two words the same highest bit: a sum without room for it would not change."""
+    """Both flips change the highest bit of a word: a sum that overflows would stay the same."""
     first = pool(64, torch.float32)
     before = page_views(first).digests(PARTS, [2])
     first.k_buffer[0][2 * PAGE_SIZE, 0, :2] *= -1
@@ -116,7 +116,7 @@ def test_address_outside_of_all_pools_is_refused():
 
 
 class StockBootstrap:
-    """As much of the engine's as is extended."""
+    """The part of the engine's bootstrap server that the patch set extends."""
 
     def __init__(self):
         self.app = web.Application()
@@ -177,7 +177,7 @@ def test_no_verify_route_unless_enabled(monkeypatch):
 
 
 def test_reports_are_sent_after_a_failed_one(monkeypatch):
-    """Clients name the bootstrap server, and not all that `requests` raises is its own."""
+    """Clients name the bootstrap server, and `requests` raises more than its own exceptions."""
     tried, reports = [], verify_reports.ReportSender("TP 0/1 PP 0/1")
 
     def put(url: str, **_) -> None:

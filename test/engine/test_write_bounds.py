@@ -1,4 +1,4 @@
-"""Writes of the engine's own: each stays within what both sides registered."""
+"""Writes of the engine's own code stay within the memory that both sides registered."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.pd import write_bounds
 pytestmark = pytest.mark.engine
 
 DECODE = "10.0.0.1:7000"
-KV, STATE, AUX = 0x1000, 0x3000, 0x5000  # prefill's; decode's are 0x10000 behind
+KV, STATE, AUX = 0x1000, 0x3000, 0x5000  # prefill's; decode's are DECODE_OFFSET higher
 DECODE_OFFSET = 0x10000
 SIZES = Sizes((0x100, 0x100), ((0x80,),), (0x40,))
 
@@ -28,7 +28,7 @@ class RecordingEngine:
 
 
 def prefill_manager(sizes: Sizes | None = SIZES):
-    """A prefill rank with KV of two buffers, state of one and aux, which knows one decode rank."""
+    """A prefill rank with two KV buffers, one of state and one of aux; knows one decode rank."""
     manager = object.__new__(MooncakeKVManager)
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=[KV, KV + 0x100],
@@ -67,7 +67,7 @@ def test_copies_within_bounds_are_written_in_one_call(at, size):
 
 
 def test_empty_copies_are_skipped():
-    """A buffer of nothing has no address."""
+    """An empty buffer has no address."""
     manager = prefill_manager()
     assert manager._transfer_data(DECODE, [(0, 0, 0), block(KV, 8), (0, 0, 0)]) == 7
     assert manager.engine.calls == [(DECODE, [KV], [KV + DECODE_OFFSET], [8])]
@@ -83,7 +83,7 @@ def test_extra_memory_of_decode_is_within_bounds():
     "outside, said",
     [
         (block(KV - 1, 8), "that this prefill rank registered"),
-        (block(KV + 0xF8, 0x10), "that this prefill rank registered"),  # in two of its buffers
+        (block(KV + 0xF8, 0x10), "that this prefill rank registered"),  # spans two of its buffers
         (block(AUX + 0x40, 1), "that this prefill rank registered"),
         (block(KV, 8, KV + DECODE_OFFSET - 1), f"that decode {DECODE} registered"),
         (block(KV, 0x10, STATE + DECODE_OFFSET + 0x78), f"that decode {DECODE} registered"),
@@ -120,7 +120,7 @@ def test_memory_registered_at_runtime_is_within_bounds():
 def test_state_slots_out_of_bounds_are_refused():
     manager = prefill_manager()
     manager.check_state_slots(DECODE, [[7]])
-    manager.check_state_slots(DECODE, [[7], [99]])  # a kind of which nothing is known
+    manager.check_state_slots(DECODE, [[7], [99]])  # a kind of unknown size
     for slot in (8, -1):
         with pytest.raises(LayoutError, match=f"state 0 slots {slot} to {slot} of 8; no state"):
             manager.check_state_slots(DECODE, [[slot]])
@@ -128,7 +128,7 @@ def test_state_slots_out_of_bounds_are_refused():
 
 
 def test_memory_registered_during_a_transfer_counts_for_the_next(monkeypatch):
-    """Another thread does: the next transfer knows it."""
+    """Another thread registers memory; only the next transfer may use it."""
     manager, bounds = prefill_manager(), write_bounds.Bounds
 
     def registered_meanwhile(*of):
@@ -147,7 +147,7 @@ only_since_0_5_20 = pytest.mark.skipif(
 
 @only_since_0_5_20
 def test_decode_draft_that_gets_no_heads_does_not_limit_pages(monkeypatch):
-    """Its pages are smaller than the target's: a page number that only the target has is right."""
+    """The draft's pages are smaller, so the target's pages are not checked against its buffer."""
     from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
 
     sent = []
@@ -167,7 +167,7 @@ def test_only_the_row_of_a_dsa_tail_is_checked_as_slot():
     from sglang.srt.disaggregation.base.conn import StateType
 
     manager = prefill_manager()
-    asked = SimpleNamespace(dst_state_indices=[[7, 3, 1, 0, 9, 64]])  # a row, and places in it
+    asked = SimpleNamespace(dst_state_indices=[[7, 3, 1, 0, 9, 64]])  # a row, and positions in it
     manager.kv_args.state_types = [StateType.DSA_TAIL]
     manager.check_state_slots(DECODE, manager._state_slots(asked))
     manager.kv_args.state_types = [StateType.DSA]
@@ -178,7 +178,7 @@ def test_only_the_row_of_a_dsa_tail_is_checked_as_slot():
 @only_since_0_5_20
 @pytest.mark.parametrize("src, dst, is_written", [(15, 15, True), (16, 15, False), (15, 16, False)])
 def test_head_slices_sent_by_the_engine_stay_within_bounds(monkeypatch, src, dst, is_written):
-    """The second buffer's end is the memory's; a page of 16 bytes, 16 of them."""
+    """The second buffer ends where the memory ends; it has 16 pages of 16 bytes."""
     from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
 
     sent = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving_checks import NOT_JOINED, joined
+from serving_checks import NOT_JOINED, retry_if_not_joined
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
@@ -197,10 +197,10 @@ def test_fleet_is_restarted_if_memfabric_join_fails(refused, starts):
         return "served"
 
     if refused < starts:
-        assert joined(serve) == "served"
+        assert retry_if_not_joined(serve) == "served"
     else:
         with pytest.raises(cluster.ServerFailed):
-            joined(serve)
+            retry_if_not_joined(serve)
     assert len(begun) == starts
 
 
@@ -211,7 +211,7 @@ def test_fleet_is_not_restarted_after_other_failures():
         raise next(failures)
 
     with pytest.raises(cluster.ServerFailed, match="no such model"):
-        joined(fails_once)
+        retry_if_not_joined(fails_once)
 
 
 def test_silent_server_is_a_hang_but_refused_connection_is_not(tmp_path):

@@ -1,10 +1,10 @@
-"""Fill a pool, copy slots to the host and back to others, and look at every byte afterwards."""
+"""Fill a pool, copy slots to the host and back to other slots, and compare every byte."""
 
 import torch
 
 
 def as_tokens(pool) -> dict[str, torch.Tensor]:
-    """Views [layers, tokens, elements], made layer by layer from what attention reads."""
+    """Returns each buffer as [tokens, elements] per layer, from the tensors attention reads."""
     names = ["k_buffer", "v_buffer", "index_k_buffer"]
     parts = {name: getattr(pool, name, None) for name in names}
     return {
@@ -23,7 +23,12 @@ def fill(pool) -> None:
 
 
 def assert_moved(pool, before: dict, source: list[int], target: list[int], but: str = "") -> None:
-    """These slots hold what those held, and no other has changed; `but` is not looked at."""
+    """Asserts that `target` slots hold what `source` held, and that no other slot changed.
+
+    Args:
+        before: The pool's `snapshot` before the copy.
+        but: Name of a buffer that is not checked.
+    """
     for name, layers in as_tokens(pool).items():
         if name == but:
             continue
@@ -44,7 +49,7 @@ def tensors(copied) -> list[torch.Tensor]:
 
 
 def round_trip(pool, source: list[int], target: list[int], *more, **named) -> None:
-    """Copy away, spoil the old slots, and load into the new ones."""
+    """Copies `source` slots to the host, loads them into `target` slots, and checks all slots."""
     fill(pool)
     before = snapshot(pool)
     index = torch.tensor(source, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""A device `npu` in the memory of this machine, for tests of what takes another way on a device.
+"""A device `npu` in this machine's memory, for tests of code that behaves differently on a device.
 
-Its tensors say that they are on ``npu:0``. A copy between it and the host that does not block
-arrives when it is waited for: by a copy that does, by anything that reads a number off the device,
-or by `synchronize`, which alone waits for other streams, too. What one of those has not written
-yet is given by `run_on_other_stream`.
+Its tensors report ``npu:0`` as their device. A non-blocking copy between it and the host arrives
+with the next synchronization: a blocking copy, an operation that reads a number off the device, or
+`synchronize`. Only `synchronize` also waits for other streams, whose pending work tests add with
+`run_on_other_stream`.
 """
 
 import contextlib
@@ -16,39 +16,39 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 NAME = "npu"
-NOT_ARRIVED = 77  # what the host reads where a copy has not arrived
-_pending: list = []  # what this stream has not done yet, first come first done
-_pending_elsewhere: list = []  # what others have not
-_pinned: set[int] = set()  # addresses of host memory that was asked for so
-_libraries: list = []  # torch drops their entries with them
+NOT_ARRIVED = 77  # the value in host memory before a copy arrives
+_pending: list = []  # this stream's outstanding work, in order
+_pending_elsewhere: list = []  # outstanding work of other streams
+_pinned: set[int] = set()  # addresses of pinned host memory
+_libraries: list = []  # keeps torch's registrations alive
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 def synchronize(device=None) -> None:
-    """Wait for all streams."""
+    """Waits for all streams."""
     while _pending_elsewhere:
         _pending_elsewhere.pop(0)()
     _drain()
 
 
 def _drain() -> None:
-    """Wait for this stream."""
+    """Waits for this stream."""
     while _pending:
         _pending.pop(0)()
 
 
 def run_on_other_stream(do) -> None:
-    """A function without arguments, as the work of another stream."""
+    """Queues `do`, a function without arguments, as work of another stream."""
     _pending_elsewhere.append(do)
 
 
 def outstanding() -> int:
-    """Pieces of work that nobody has waited for."""
+    """Counts the pieces of work that are still outstanding on all streams."""
     return len(_pending) + len(_pending_elsewhere)
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the device; ``held`` has its bytes."""
+    """A tensor on the device; ``host_tensor`` has its bytes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -77,7 +77,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def _run(operator, *args, **kwargs):
-    """The operator, on the host; what it makes is on the device if its arguments say so."""
+    """Runs the operator on the host; its results are on the device that its arguments imply."""
     leaves = tree_leaves((args, kwargs))
     of_device = {id(one.host_tensor): one for one in leaves if isinstance(one, DeviceTensor)}
     goes_to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
@@ -107,7 +107,7 @@ def _run(operator, *args, **kwargs):
 
 
 def _copy_between_devices(operator, goes_to: str | None, args: tuple, kwargs: dict):
-    """What a copy between host and device gives; None where both ends are on one side."""
+    """Copies between host and device, and returns the target; None if both are on one side."""
     if operator is torch.ops.aten.copy_.default:
         target, source, *more = args
         lazily = bool(more and more[0]) or kwargs.get("non_blocking", False)
@@ -123,7 +123,7 @@ def _copy_between_devices(operator, goes_to: str | None, args: tuple, kwargs: di
         target = DeviceTensor(room) if goes_to == NAME else room
     end = getattr(target, "host_tensor", target)
     if isinstance(source, DeviceTensor):
-        # Stands for the device's part of the copy, which comes after what was asked before.
+        # The clone stands for the device's read, which follows this stream's earlier work.
         begun = source.host_tensor.clone() if lazily else source.host_tensor
         if lazily:
             end.fill_(NOT_ARRIVED)
@@ -142,7 +142,7 @@ def _assert_unchanged(source: torch.Tensor, as_it_was: torch.Tensor) -> None:
 
 
 class NpuModule:
-    """What is `torch.npu` with so many devices."""
+    """Stands in for `torch.npu` with `count` devices."""
 
     def __init__(self, count: int):
         self.count = count
@@ -151,7 +151,7 @@ class NpuModule:
         return self.count
 
     def is_available(self) -> bool:
-        return False  # else the engine would import what it has for NPUs
+        return False  # or else the engine would import its NPU code
 
     def is_initialized(self) -> bool:
         return True
@@ -163,10 +163,10 @@ class NpuModule:
         return 0
 
     def set_device(self, device) -> None:
-        """There is one that holds anything."""
+        """Does nothing, because only one device holds data."""
 
     def manual_seed_all(self, seed: int) -> None:
-        """Random numbers are the host's."""
+        """Does nothing, because the host makes the random numbers."""
 
     def mem_get_info(self, device=None) -> tuple[int, int]:
         return 60 << 30, 64 << 30
@@ -184,11 +184,11 @@ class NpuModule:
 
 
 def install(count: int) -> None:
-    """Give torch the device, once in a process. Whoever asks for an NPU before finds none."""
+    """Installs the device in torch, once per process. Earlier queries for an NPU find none."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, NpuModule(count))
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_run, "PrivateUse1")
-    # Where torch makes a tensor of a list, no fallback is found for it.
+    # If torch makes a tensor from a list, it finds no fallback for this operator.
     copies = torch.library.Library("aten", "IMPL")
     copies.impl("copy_", functools.partial(_run, torch.ops.aten.copy_.default), "PrivateUse1")
     _libraries.extend([everything, copies])
@@ -199,7 +199,7 @@ def install(count: int) -> None:
 
 
 def _make_on_host(make):
-    """Of what fills its tensor past all dispatch, or resizes it."""
+    """Wraps a function that fills its tensor without dispatch, or resizes it."""
 
     @functools.wraps(make)
     def made(*args, device=None, **kwargs):
@@ -221,7 +221,7 @@ def _tracking_pinned(make):
 
 
 class AclRuntime:
-    """ACL's runtime, by as much as the tests call."""
+    """Stands in for the part of ACL's runtime that the tests call."""
 
     @staticmethod
     def aclrtMemcpy(target, room, source, count, direction) -> int:

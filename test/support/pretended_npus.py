@@ -1,10 +1,10 @@
-"""A pytest plug-in: as on a machine with so many NPUs, up to where ranks or servers would start.
+"""A pytest plug-in that runs NPU tests without NPUs, up to the start of ranks or servers.
 
     PRETENDED_NPUS=4 python -m pytest -p pretended_npus test/transport test/serving test/npu
 
-Tests in one process run whole, on `pretended_device`. Others end, as skipped, when all that starts
-ranks or servers has been asked for, and fits the NPUs; nothing is started. What was asked for is
-counted in the file that PRETENDED_NPUS_COUNTS names.
+Tests in one process run completely, on `pretended_device`. Tests that start ranks or servers are
+skipped once these have been requested and fit the NPUs; none is started. The plug-in writes counts
+of requested fleets and servers to the file that PRETENDED_NPUS_COUNTS names.
 """
 
 import collections
@@ -27,28 +27,27 @@ from pd_harness import cluster, device
 COUNT = int(os.environ["PRETENDED_NPUS"])
 COUNTS = "PRETENDED_NPUS_COUNTS"
 SKIP_REASON = "NPUs are needed from here on"
-# A kind of test is given up once the machinery that it needs is not here.
 counts: collections.Counter[str] = collections.Counter()
 failed: list[str] = []
 
-# Before any test has imported them by name.
+# Patched before any test imports these names.
 os.environ[device.DEVICE_VARIABLE] = "npu"
 device.npus = cluster.npus = lambda: COUNT
 device.wait_for_memfabric_peers = lambda *_: None
-# What is kept there, answers and models, is as made up as the NPUs.
+# A separate folder, because the answers and models stored there are made up.
 cluster.RELEASE_ENV = cluster.RELEASE_ENV / "pretended"
 
 
 def pytest_configure(config):
-    """Give torch the device, when the engine has found that there is none.
+    """Installs the device in torch after the engine has detected that there is no NPU.
 
-    It would import all of its code for NPUs.
+    With an NPU, the engine would import all of its NPU code.
     """
     if importlib.util.find_spec("sglang"):
         engine_calls = importlib.import_module("engine_calls")
         pools = importlib.import_module(engine_calls.NPUMHATokenToKVPool.__module__)
         sys.modules["torch_npu"] = pools.torch_npu
-        pools.torch = torch  # and not the CPU host's, whose `npu` waits for nothing
+        pools.torch = torch  # instead of the CPU host's, whose `npu` never synchronizes
         pretended_device.install(COUNT)
         load = ctypes.CDLL
         ctypes.CDLL = lambda name, *more, **also: (
@@ -57,7 +56,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Replace what starts processes, as the tests that were collected have it."""
+    """Replaces what starts processes, and shrinks the large pool, in the collected tests."""
     cluster.running = _pretended_servers(cluster.running)
     cluster.Server.start = _skip_start
     if fleet := importlib.util.find_spec("fleet") and importlib.import_module("fleet"):
@@ -86,7 +85,7 @@ def _skip_start(*args, **kwargs):
 
 
 def _pretended_servers(running):
-    """As `cluster.running`. From one server alone tests have the answers to compare with."""
+    """Replaces `cluster.running`; a single server, which gives reference answers, pretends them."""
 
     @functools.wraps(running)
     @contextlib.contextmanager
@@ -112,7 +111,7 @@ def _npus_of(server) -> range:
 
 
 def _parse(command) -> None:
-    """Each flag is one of this engine's, with a value that it takes."""
+    """Asserts that this engine accepts each flag and its value."""
     _parser().parse_args(command[command.index("sglang.launch_server") + 1 :])
 
 
@@ -132,7 +131,7 @@ def _pretended_answers(url, prompts, new_tokens, *args, **kwargs):
 
 
 def _pretended_ranks(running):
-    """As `fleet.running`, which goes on when all ranks have been started."""
+    """Replaces `fleet.running`; skips the test when all ranks would have been started."""
 
     @contextlib.contextmanager
     def pretended(fleet, *fork_servers):
@@ -147,7 +146,7 @@ def _pretended_ranks(running):
 
 
 class PretendedForkServer:
-    """As `fleet.ForkServer`; it finds the engine, and starts nothing."""
+    """Replaces `fleet.ForkServer`; finds the engine, but starts no process."""
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         cluster.interpreter(engine)
@@ -167,4 +166,4 @@ class PretendedRank:
     start_bootstrap = start
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing, as no connection was opened."""

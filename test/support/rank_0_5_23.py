@@ -1,6 +1,7 @@
-"""One prefill or decode rank of a release from 0.5.20 on; `rank_0_5_9` is that of 0.5.9.
+"""One prefill or decode rank of a release from 0.5.20 on; `rank_0_5_9` is for 0.5.9.
 
-There a rank knows its place, and how it was started, from the engine's runtime context.
+In these releases a rank reads its TP and PP rank and its configuration from the engine's runtime
+context.
 """
 
 import contextlib
@@ -23,15 +24,15 @@ from sglang.srt.server_args import ServerArgs
 
 from pd_harness.polling import wait_until
 
-PREFILL_SECONDS = 15  # so long the engine asks for prefill's server
-DEFERRED_SECONDS = 40  # more than the engine holds pages
+PREFILL_SECONDS = 15  # for which a receiver queries prefill's server
+DEFERRED_SECONDS = 40  # longer than the engine defers the release of pages
 
 
 class Rank(MessageRecorder, RankBase):
-    """A rank of a later release."""
+    """A rank of a release from 0.5.20 on."""
 
-    # Not among them, `_deferred_ack_poisoned_rooms`: of a room that failed in mid-transfer its
-    # number stays there until a room has it again.
+    # Without `_deferred_ack_poisoned_rooms`, in which a room that failed in mid-transfer stays
+    # until its id is reused.
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
@@ -44,7 +45,7 @@ class Rank(MessageRecorder, RankBase):
         c = self.config
         world_rank = c.pp_rank * c.tp_size + c.tp_rank
         self.server_args = published(vars(c), SpawnRanks(world_rank=world_rank, gpu_id=c.gpu_id))
-        self.slots = weakref.WeakKeyDictionary()  # of each receiver
+        self.slots = weakref.WeakKeyDictionary()  # metadata slot of each receiver
         get_parallel().override_permanently(pp_group=Stages(c))
 
     def _queue_attributes(self) -> dict:
@@ -69,13 +70,13 @@ class Rank(MessageRecorder, RankBase):
 
     def _send_metadata(self, receiver, pages, slot, state) -> None:
         if receiver.poll() != KVPoll.WaitingForInput:
-            return  # the engine sets nothing aside for it
+            return  # the engine allocates nothing for it
         self.slots[receiver] = slot
         self.aux.clear_slot(slot)
         receiver.send_metadata(np.array(pages, dtype=np.int32), slot, state)
 
     def _poll(self, poller) -> int:
-        """Success on decode is when the metadata has come, too."""
+        """Polls; on decode, success also requires that the metadata has arrived."""
         state = super()._poll(poller)
         slot = self.slots.get(poller)
         if state == KVPoll.Success and slot is not None and not self.aux.bootstrap_room[slot, 0]:
@@ -89,7 +90,7 @@ class Rank(MessageRecorder, RankBase):
         return end
 
     def _failed(self, poller) -> dict:
-        """On decode it is over when its pages are others'."""
+        """Returns a failed room's end; on decode, waits until its pages are released."""
         end = failure(poller)
         if not self.is_prefill and hasattr(poller, "bootstrap_infos"):
             deferred = DeferredReleases()
@@ -144,7 +145,7 @@ class Rank(MessageRecorder, RankBase):
 
     def _table(self, name):
         table = super()._table(name)
-        return getattr(table, "_local_map", table)  # stages tell each other of it
+        return getattr(table, "_local_map", table)  # pipeline stages share some tables
 
     def _state(self, room, pages):
         slots = self._state_slots(room, pages)
@@ -156,7 +157,7 @@ class Rank(MessageRecorder, RankBase):
 
 
 class Stages:
-    """The ranks of a server with this TP rank, as the engine's group of pipeline stages."""
+    """Stands in for the engine's group of pipeline stages of one TP rank."""
 
     def __init__(self, c: SimpleNamespace):
         self.world_size, self.rank_in_group = c.pp_size, c.pp_rank
@@ -164,14 +165,14 @@ class Stages:
         self.store = c.stages_port and dist.TCPStore(HOST, c.stages_port, is_master=c.pp_rank == 0)
 
     def broadcast_object(self, thing, src: int):
-        """Of the engine's, host and port of the first stage."""
+        """Broadcasts an object from stage `src`; the engine sends the first stage's address."""
         if self.rank_in_group == src:
             self.store.set("thing", json.dumps(thing))
         return json.loads(self.store.get("thing"))
 
 
 def published(config: dict, ranks: SpawnRanks | None = None) -> ServerArgs:
-    """The configuration of this process, as a server publishes it."""
+    """Publishes this process's configuration, as a server does, and returns it."""
     args = ServerArgs(
         model_path="dummy",
         host=HOST,
@@ -188,7 +189,7 @@ def published(config: dict, ranks: SpawnRanks | None = None) -> ServerArgs:
 
 
 def bootstrap(config: dict):
-    """What a prefill server starts: the bootstrap server, and for MemFabric its store."""
+    """Starts what a prefill server starts: the bootstrap server, and MemFabric's store."""
     os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
     published(config)
     return start_disagg_service()

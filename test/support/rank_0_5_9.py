@@ -1,7 +1,7 @@
 """One prefill or decode rank of 0.5.9 with the engine's real pools and KV manager, and no model.
 
-Buffers lie on the device that its configuration names. Runs under the Python of the stock or the
-patched engine; `rank_process` says how.
+Buffers are on the device that the configuration names. The module runs in the Python of the stock
+or the patched engine; see `rank_process`.
 """
 
 import os
@@ -25,7 +25,7 @@ from sglang.srt.managers.disagg_service import start_disagg_service
 
 from pd_harness.polling import wait_until
 
-PREFILL_SECONDS = 15  # so long prefill's server is looked for
+PREFILL_SECONDS = 15  # for which a receiver queries prefill's server
 
 
 class Rank(MessageRecorder, RankBase):
@@ -59,7 +59,10 @@ class Rank(MessageRecorder, RankBase):
         }
 
     def _make_manager(self):
-        """Faults that are made here leave nothing under way: decode hears of them at once."""
+        """Makes the manager; failed writes settle at once, so decode is notified without delay.
+
+        Injected faults leave no write running.
+        """
         manager = super()._make_manager()
         if hasattr(manager, "unsettled_seconds"):  # stock has none
             from sglang.srt.disaggregation.pd import nixl_transfers
@@ -112,25 +115,25 @@ class Rank(MessageRecorder, RankBase):
             bootstrap_room=room,
             prefill_dp_rank=0,
         )
-        # As the engine's queue, which sets nothing aside before prefill is found.
+        # The engine's queue, too, allocates nothing before it has found prefill.
         wait_until(lambda: receiver.poll() != KVPoll.Bootstrapping, PREFILL_SECONDS, POLL_INTERVAL)
         return receiver
 
     def is_aborted_before_request(self, room: int) -> bool:
-        """Whether decode gave up this room, of which no request has come to prefill."""
+        """Returns whether decode aborted this room before its request reached prefill."""
         return room in self.manager.aborted_before_request
 
     def set_back_off(self, seconds: float) -> dict:
-        """How long Mooncake leaves a failing peer alone at first."""
+        """Sets Mooncake's first back-off from a failing peer, in seconds."""
         from sglang.srt.disaggregation.pd import back_off
 
         back_off.BACK_OFF_SECONDS = seconds
         return {"state": "set"}
 
     def register_decode_ranks(self, count: int) -> dict:
-        """Register so many more decode ranks with prefill, as new servers do, and one's like.
+        """Registers this rank with prefill `count` more times, as new decode servers would.
 
-        They are this rank under other names and ports, and none of them asks for a room.
+        Each registration has a new name and port, and opens no room.
         """
         manager, agent = self.manager, self.manager.agent
         port = manager.rank_port
@@ -186,13 +189,13 @@ class Rank(MessageRecorder, RankBase):
 
 
 def recording_socket() -> tuple[SentMessages, SimpleNamespace]:
-    """A socket that sends nothing, and what it was to send."""
+    """Returns a list, and a socket that appends messages to it instead of sending them."""
     sent: SentMessages = []
     return sent, SimpleNamespace(send_multipart=lambda frames, flags=0: sent.append(frames))
 
 
 def bootstrap(config: dict):
-    """What a prefill server starts: the bootstrap server, and for MemFabric its store."""
+    """Starts what a prefill server starts: the bootstrap server, and MemFabric's store."""
     os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
     return start_disagg_service(
         SimpleNamespace(

@@ -1,10 +1,10 @@
-"""Wrong numbers in what decode ranks ask a prefill rank of Mooncake or Ascend for."""
+"""Wrong indices in the metadata that a Mooncake or Ascend prefill rank reads."""
 
 from sglang.srt.disaggregation.mooncake import conn
 
 
 class BadIndices:
-    """From now on rooms are asked for with `what` beyond the end; with none of it at first.
+    """Changes decode's metadata of each room by `what`, which is empty at first (no change).
 
     metadata    the slot behind the last one
     state       the slot of state behind the last one
@@ -16,7 +16,7 @@ class BadIndices:
         self._args = manager.kv_args
         self._read = conn.TransferInfo.from_zmq
         conn.TransferInfo.from_zmq = staticmethod(self._with_bad_indices)
-        if hasattr(manager, "_read_room"):  # older releases have looked it up by now
+        if hasattr(manager, "_read_room"):  # the manager has looked up `from_zmq` by now
             manager._read_room = self._with_bad_indices
 
     def _with_bad_indices(self, frames):

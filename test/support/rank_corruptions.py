@@ -1,26 +1,26 @@
-"""Mistakes inside a rank process: transfers that succeed and bring what they should not."""
+"""Corruptions inside a rank process: transfers that succeed but bring wrong bytes."""
 
 from dataclasses import replace
 
 import numpy as np
 
-HEAD_BYTES = 32  # of `Fleet`, by default
+HEAD_BYTES = 32  # of K per token, by `Fleet`'s defaults
 
 
 class TransferCorruptions:
-    """From now on `what` goes wrong with each request of a rank; nothing with an empty one.
+    """Corrupts each request of a rank in the way that `what` names; an empty `what` corrupts none.
 
-    On prefill, in the plan of its copies:
+    On prefill, in the transfer plan:
 
-        pages         each page goes where the next one should
+        pages         each page goes to the next page's place
         another       the first page comes from another request
-        layers        the first buffer's pages go to the second, and the other way round
-        heads         from each buffer the bytes of one head further on
-        last token    the last page comes without its last token's last head
+        layers        the first and the second buffer's pages are swapped
+        heads         each group's first copy starts one head late in its source
+        last token    the last page lacks its last token's last head
 
-    With `no digests` they cannot be computed, with `junk digests` they cannot be read.
+    On prefill, in the digests: `no digests` cannot be computed, `junk digests` cannot be parsed.
 
-    On decode: `byte`, one byte of the first page of the last buffer changes after it has arrived.
+    On decode: `byte` changes one byte in the last buffer's first page after the transfer.
     """
 
     def __init__(self, manager):
@@ -55,14 +55,14 @@ class TransferCorruptions:
         return self._check(room, frames, pages, *rest)
 
     def _write_blocks(self, peer, what, src_pages, dst_pages):
-        """No block is a part of a page: such copies are named one by one."""
+        """Writes blocks; posts copies of parts of pages one by one, as blocks are whole pages."""
         if what == "kv" and self.what in ("heads", "last token"):
             plan = self._manager.plan_for(peer).kv
             return self._manager._post_copies(peer, plan.copies(src_pages, dst_pages))
         return self._write(peer, what, src_pages, dst_pages)
 
     def pages(self, src_pages, dst_pages):
-        """From and to which pages a request is copied."""
+        """Returns a request's source and destination pages, corrupted if `what` says so."""
         src, dst = np.array(src_pages), np.array(dst_pages)
         if self.what == "pages":
             dst = np.roll(dst, 1)
@@ -72,7 +72,7 @@ class TransferCorruptions:
 
 
 class _Corrupted:
-    """A plan with a mistake in what it gives."""
+    """A transfer plan whose results are corrupted."""
 
     def __init__(self, plan, corruptions: TransferCorruptions):
         self._plan, self._corruptions = plan, corruptions
@@ -82,7 +82,7 @@ class _Corrupted:
 
 
 class _CorruptedPlan(_Corrupted):
-    """Of a `TransferPlan`."""
+    """A corrupted `TransferPlan`."""
 
     def copies(self, src_pages, dst_pages):
         copies = self._plan.copies(*self._corruptions.pages(src_pages, dst_pages))
@@ -93,7 +93,7 @@ class _CorruptedPlan(_Corrupted):
 
 
 class _CorruptedPreparedPlan(_Corrupted):
-    """Of a `PreparedPlan`, which knows whole blocks alone."""
+    """A corrupted `PreparedPlan`, which has whole blocks only."""
 
     def blocks(self, src_pages, dst_pages):
         src, dst = self._plan.blocks(*self._corruptions.pages(src_pages, dst_pages))
@@ -110,7 +110,7 @@ def _swapped(some):
 
 
 def _shifted(some):
-    """Of the first copy, so that it still reads within its buffer."""
+    """Shifts only the first copy's source, so that all copies still read within their buffers."""
     offset = some.src_offset.copy()
     offset[0] += HEAD_BYTES
     return replace(some, src_offset=offset)

@@ -1,4 +1,4 @@
-"""Pages of requests that decode gave up, which later releases hold until prefill has ended."""
+"""Deferred release of an aborted request's pages until prefill has stopped writing (0.5.20+)."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +10,7 @@ from sglang.srt.environ import envs
 
 
 class DeferredReleases(decode.DecodeTransferQueue):
-    """The engine's queue, of which a rank needs what it does with rooms that failed."""
+    """The engine's queue, reduced to what it does with failed rooms."""
 
     def __init__(self):
         self._deferred_releases = []
@@ -21,7 +21,11 @@ class DeferredReleases(decode.DecodeTransferQueue):
         self.scheduler = SimpleNamespace(metrics_reporter=no_metrics)
 
     def defer(self, receiver, group) -> None:
-        """Hold its pages if this rank or another of the group gave the room up."""
+        """Defers the release of the room's pages if a rank of the group aborted the room.
+
+        Args:
+            group: The TP ranks' process group; None if this rank polls alone.
+        """
         has_aborted = receiver._abort_generation is not None
         if group is not None:
             (has_aborted,) = all_reduce_flags([has_aborted], group, dist.ReduceOp.MAX)
@@ -32,7 +36,7 @@ class DeferredReleases(decode.DecodeTransferQueue):
             self._defer_release(deferred)
 
     def is_empty(self, group) -> bool:
-        """Whether all is released by now, on all ranks of the group."""
+        """Returns whether all ranks of the group have released all pages."""
         self.gloo_group = group
         alone = mock.patch.object(decode, "all_reduce_flags", lambda flags, **_: flags)
         if group is None:

@@ -1,4 +1,4 @@
-"""What a rank would say to the other side, and that it has read all that was said to it."""
+"""Records the messages that a rank would send, and waits until a rank has read all of its own."""
 
 from abc import ABC, abstractmethod
 
@@ -11,22 +11,22 @@ SentMessages = list[list[bytes]]
 
 
 class MessageRecorder(ABC):
-    """A rank, beside `RankBase`."""
+    """Message commands of a rank, for a class that also derives from `RankBase`."""
 
     @abstractmethod
     def _messages_to_prefill(self, room: int, pages: list[int]) -> SentMessages:
-        """A registration, an open room, and ABORTs of a room that was opened and that was not."""
+        """Returns a registration, a room's metadata, its ABORT, and an unopened room's ABORT."""
 
     @abstractmethod
     def _messages_to_decode(self, room: int) -> SentMessages:
-        """The room's end, good and bad, and of Mooncake its metadata."""
+        """Returns statuses of success and of failure, and with Mooncake the room's aux data."""
 
     @abstractmethod
     def _drop_room(self, room: int) -> None:
-        """Drop a room that is over, and has neither sender nor receiver."""
+        """Drops a finished room that has neither a sender nor a receiver."""
 
     def record_messages(self, room: int, pages: list[int]) -> list[list[str]]:
-        """What this rank would send for a room, each frame in hexadecimal; nobody gets it."""
+        """Returns the messages that this rank would send for a room, frames in hexadecimal."""
         sent = (
             self._messages_to_decode(room)
             if self.is_prefill
@@ -35,7 +35,7 @@ class MessageRecorder(ABC):
         return [[bytes(frame).hex() for frame in frames] for frames in sent]
 
     def expect_status(self, room: int) -> dict:
-        """Open a room that a message is to end."""
+        """Opens a room that a later message ends; see `await_status`."""
         self.manager.update_status(room, KVPoll.Bootstrapping)
         if not self.is_prefill:
             self.manager.required_prefill_response_num_table[room] = 1
@@ -43,7 +43,7 @@ class MessageRecorder(ABC):
         return {"state": "open"}
 
     def await_status(self, room: int, seconds: float) -> dict:
-        """Wait for that message, with which all that its sender sent before has been read."""
+        """Waits for the room's last message; its sender's earlier messages have been read then."""
         over = (KVPoll.Success, KVPoll.Failed)
         if not wait_until(lambda: self.manager.check_status(room) in over, seconds, POLL_INTERVAL):
             return {"state": "hang"}

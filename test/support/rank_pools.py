@@ -1,7 +1,7 @@
 """A rank's KV pools, as the engine makes them, and their buffers one by one.
 
-A hybrid's even layers keep a sliding window (`swa`), recurrent state (`mamba`), or of that the
-window of a short convolution alone (`conv`); the odd ones KV.
+A hybrid's even layers have a sliding window (`swa`), recurrent state (`mamba`), or only a short
+convolution's window (`conv`); its odd layers have full KV.
 """
 
 from types import SimpleNamespace
@@ -35,14 +35,19 @@ STATE_SIZE = {"mamba": 4, "conv": 0}
 
 
 def pool_layers(c: SimpleNamespace) -> range:
-    """The stage's layers; with sliding windows 0.5.9 adds the next stage's first."""
+    """Returns the stage's layers; with sliding windows, 0.5.9 adds the next stage's first one."""
     stop = c.start_layer + c.layers
     more = c.hybrid == "swa" and not SINCE_0_5_20
     return range(c.start_layer, min(stop + more, c.model_layers))
 
 
 def make_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: int):
-    """The pool for these layers; `c` is a rank's configuration."""
+    """Makes the pool for these layers; `c` is a rank's configuration.
+
+    Args:
+        heads: This rank's KV heads per full-attention layer.
+        window_heads: This rank's KV heads per sliding-window layer.
+    """
     common = {
         "size": c.pages * c.page_size,
         "page_size": c.page_size,
@@ -116,10 +121,11 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: in
 
 
 def pool_buffers(pool):
-    """((component, layer), tensor): `[tokens, heads, width]`, or opaque `[pages, bytes]`.
+    """Yields ((component, layer), tensor) per buffer.
 
-    The name of what is sent as state begins with `state`. Recurrent layers are counted from 0, and
-    have `[slots, rows, bytes]`.
+    Tensors are `[tokens, heads, width]`, or opaque `[pages, bytes]`. Names of components that are
+    sent as state begin with `state`. Recurrent layers are numbered from 0, and their tensors are
+    `[slots, rows, bytes]`.
     """
     if isinstance(pool, SWAKVPool):
         for inner, windowed in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
@@ -139,9 +145,9 @@ def pool_buffers(pool):
 
 
 def state_rows(c: SimpleNamespace, component: str, count: int) -> np.ndarray:
-    """Which of the model's rows are those of this rank's recurrent state: heads, or channels.
+    """Returns the model's row numbers of this rank's recurrent state: heads, or channels.
 
-    There are three convolutions, x, B and C, and of each it has its part.
+    Of each of the three convolutions x, B and C, a rank has one part.
     """
     if component == "state_temporal":
         return c.tp_rank * count + np.arange(count)
@@ -153,7 +159,7 @@ def state_rows(c: SimpleNamespace, component: str, count: int) -> np.ndarray:
 
 
 def _tokens(pool, layers, prefix: str = ""):
-    """KV of a pool without state, of one shape whatever the pool's view is."""
+    """Yields a pool's KV buffers as `[tokens, heads, width]`, whatever the pool's own view is."""
     if isinstance(pool, NPUMLATokenToKVPool):
         parts = {"k": pool.k_buffer, "v": pool.v_buffer}
         if pool.index_k_buffer is not None:

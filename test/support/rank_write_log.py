@@ -1,10 +1,10 @@
-"""Where a prefill rank writes, as far as its transfer engine reports that it did."""
+"""Records where a prefill rank writes, according to its transfer engine."""
 
 import numpy as np
 
 
 class WriteLog:
-    """Notes the destinations of a manager's writes from now on, those that were done."""
+    """Records the destinations of a manager's successful writes from now on."""
 
     def __init__(self, manager):
         self._done = []
@@ -18,7 +18,7 @@ class WriteLog:
             manager.engine.batch_transfer_sync = self._run_mooncake
 
     def outside(self, ranges: list[list[int]]) -> list[list[int]]:
-        """[address, bytes] of each write not within one of these ranges, given in the same way."""
+        """Returns the writes outside of these ranges; both are lists of [address, bytes]."""
         starts, lengths = np.array(sorted(ranges), dtype=np.uint64).T
         ends = starts + lengths
         written = np.array(self._done, dtype=np.uint64).reshape(-1, 2)
@@ -32,7 +32,7 @@ class WriteLog:
 
     def _begin_nixl(self, operation, src, dst, *args):
         handle = self._initialize(operation, src, dst, *args)
-        # Kept with its handle, for an address may be another handle's later.
+        # Keeps the handle, so that no later handle gets its id.
         self._under_way[id(handle)] = (handle, [dst[i][:2] for i in range(dst.descCount())])
         return handle
 

@@ -1,4 +1,4 @@
-"""Requests between ranks, and what is looked at in their outcomes."""
+"""Requests between ranks, and checks of their outcomes."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,11 +11,11 @@ from pd_harness.ports import free_ports
 
 BACKENDS = ["nixl", "mooncake"]
 # Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
-# so that the next one overwrites all that a failed one has left behind.
+# so that each one overwrites all that a failed one has left behind.
 PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
-FAILURE_SECONDS = 5  # seconds, within which a failure is told on a machine that does much else
-SETTLE_SECONDS = 5  # seconds, after which nothing is kept of a request that is over
-# How often later ones of Mooncake look after a peer to which a write has failed; NIXL: 1 s.
+FAILURE_SECONDS = 5  # within which a busy machine reports a failure
+SETTLE_SECONDS = 5  # after which nothing of a finished request is kept
+# Interval at which later releases' Mooncake probes a peer after a failed write; NIXL's is 1 s.
 PROBE_SECONDS = 0.1
 PROBE_ENVIRONMENT = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
@@ -31,18 +31,18 @@ REQUESTS = [
 
 
 def only_0_5_9(why: str):
-    """A mark for what 0.5.9 alone has; why later releases have nothing of it to test."""
+    """Returns a mark for tests of 0.5.9 only; `why` says why later releases do not need them."""
     return pytest.mark.skipif(SINCE_0_5_20, reason=f"0.5.9 alone: {why}")
 
 
 def nightly_except(cases, *always) -> list:
-    """Parameters, of which those not in `always` are tried at night."""
+    """Returns the cases as parameters, marked nightly if they are not in `always`."""
     at_night = [pytest.mark.nightly]
     return [pytest.param(case, marks=[] if case in always else at_night) for case in cases]
 
 
 def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
-    """Parameters, of which releases other than the default try every second one at night."""
+    """Returns the cases as parameters, every second one nightly on non-default releases."""
     marks = [[], NIGHTLY_IF_NOT_DEFAULT]
     return [
         pytest.param(case, marks=[*marks[at % 2], *more_marks(case)])
@@ -51,7 +51,7 @@ def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
 
 
 def assert_transfers(servers: Servers, pages=PAGES) -> None:
-    """A request is served, every byte of it, and nothing is kept."""
+    """Asserts that a request's every byte is right, and that no rank keeps its room."""
     outcome = servers.request(*pages)
     assert outcome.state == "right", outcome
     assert_eventually(
@@ -70,7 +70,7 @@ def assert_eventually(measure, wanted) -> None:
 
 
 def assert_recovers(servers: Servers, pages=PAGES) -> None:
-    """The next request is; in later releases once prefill has looked after its peer."""
+    """Asserts that the next request is served; in later releases, once prefill's probe succeeds."""
     if SINCE_0_5_20:
         assert wait_until(
             lambda: servers.request(*pages).state == "right", SETTLE_SECONDS, PROBE_SECONDS
@@ -79,7 +79,7 @@ def assert_recovers(servers: Servers, pages=PAGES) -> None:
 
 
 def assert_failed(outcome: Outcome, said: str, within: float = FAILURE_SECONDS) -> None:
-    """On every rank, in time, with this in the reason on each side."""
+    """Asserts that all ranks failed within `within` seconds, and that both sides said `said`."""
     for side in (outcome.prefill, outcome.decode):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
         assert is_in_time(max(answer["seconds"] for answer in side), within), outcome
@@ -87,14 +87,14 @@ def assert_failed(outcome: Outcome, said: str, within: float = FAILURE_SECONDS) 
 
 
 def reduce_polls(ranks: list[Rank]) -> None:
-    """From now on they poll as the TP ranks of one server do."""
+    """Makes the ranks all-reduce their polls, as the TP ranks of one server do."""
     (port,) = free_ports(1)
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(lambda rank: rank.call("reduce_polls", port=port), ranks))
 
 
 def assert_ranks_can_join_while_sending(serve) -> None:
-    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
+    """Asserts that registrations and the scheduler's sends never call NIXL at the same time."""
     with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
         (prefill,) = servers.prefill
         many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
@@ -117,7 +117,7 @@ def assert_ranks_can_join_while_sending(serve) -> None:
 
 
 def assert_connected_early(servers: Servers) -> None:
-    """NIXL connects each prefill rank to each decode rank, before anything large is sent."""
+    """Asserts that NIXL connects all prefill and decode ranks before the first large transfer."""
 
     def counts() -> list[int]:
         return [rank.call("count_early_connections")["count"] for rank in servers.prefill]

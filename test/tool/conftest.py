@@ -1,4 +1,4 @@
-"""Toy engines for the tool's tests, and the published one."""
+"""Engines for the tool's tests: toys, and the published engine."""
 
 import shutil
 import subprocess
@@ -30,7 +30,7 @@ def toy(toy_template, tmp_path):
 
 
 def releases() -> list:
-    """Each that the tool knows; every run applies to the older ones in its set-up."""
+    """All supported releases; the older ones nightly, as every run's set-up patches them anyway."""
     *older, newest = sorted(
         patches.supported_releases(), key=lambda name: [int(n) for n in name.split(".")]
     )
@@ -39,7 +39,7 @@ def releases() -> list:
 
 @pytest.fixture(scope="session", params=releases())
 def version(request):
-    """Of the published engine."""
+    """The published engine's release."""
     return request.param
 
 
@@ -51,7 +51,7 @@ def published(published_at, version):
 
 @pytest.fixture(scope="session")
 def published_at(tmp_path_factory):
-    """A function from a release to such a folder."""
+    """A function from a release to the site-packages folder with that published engine."""
     return cache(lambda version: find_or_download_engine(version, tmp_path_factory))
 
 
@@ -83,5 +83,5 @@ def engine_copy(published, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _skip_fsync(monkeypatch):
-    """A killed process loses nothing that the system has; only a power failure needs the sync."""
+    """Skips fsync: what a killed process has written survives; only a power failure needs it."""
     monkeypatch.setattr("os.fsync", lambda fd: None)

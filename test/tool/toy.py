@@ -1,4 +1,4 @@
-"""A toy engine with a patch set, and what tests ask of them."""
+"""A toy engine with a patch set, and helpers for tests that use them."""
 
 import json
 import os
@@ -82,7 +82,14 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Toy:
-    """site: a site-packages folder; releases, trees: a patch set's data, for that version."""
+    """An engine with a patch set.
+
+    Attributes:
+        site: The engine's site-packages folder.
+        releases: The patch set's folder of releases and patch records.
+        trees: The patch set's folder of patch trees.
+        version: The engine's release.
+    """
 
     site: Path
     releases: Path
@@ -111,7 +118,7 @@ class Toy:
 
     @classmethod
     def from_published(cls, published: Path, version: str, site: Path) -> "Toy":
-        """What the patch set changes of a published engine, and what says its version."""
+        """Copies what the patch set changes in a published engine, and what names its version."""
         made = cls(site, patches.RELEASES, patches.TREES, version)
         for path in ("__init__.py", "version.py", "_version.py", *made.release().tree):
             if (source := published / "sglang" / path).exists():
@@ -126,7 +133,7 @@ class Toy:
         return Toy(folder / "site", folder / "releases", folder / "trees")
 
     def branch(self, folder: Path) -> "Toy":
-        """Another engine for the same patch set."""
+        """Copies the engine, but not its patch set, to `folder`."""
         shutil.copytree(self.site, folder)
         return replace(self, site=folder)
 
@@ -149,14 +156,14 @@ class Toy:
         write(self.dist_record, "\n".join(rows) + "\n")
 
     def write_patch(self, name: str, releases: str, kind: str = "mission", order: int = 0) -> None:
-        """Writes a patch record; `releases` is what it says of releases."""
+        """Writes a patch record; `releases` is the TOML of its release tables."""
         fields = ("title", "symptom", "cause", "drop_when")
         text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
         text += f'id = "{name}"\nkind = "{kind}"\norder = {order}\nupstream = "none"\n{releases}'
         write(self.releases / "patches" / f"{name}.toml", text)
 
     def pin(self, release: Path, path: str, symbol: str, digest: str | None) -> None:
-        """Makes a release want another text of a symbol; None: that the engine has none."""
+        """Makes a release expect `digest` for a symbol; None: expect the symbol to be absent."""
         file = release / "fingerprints.json"
         fingerprints = json.loads(file.read_text())
         fingerprints[path][symbol] = digest
@@ -193,7 +200,7 @@ def snapshot(folder: Path, mtimes: bool = True) -> dict:
     return found
 
 
-# What an audit hook sees of every change to a file system.
+# The audit events of changes to a file system.
 CHANGES = {
     *("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.utime", "os.chmod", "os.chown"),
     *("os.link", "os.symlink", "os.truncate"),
@@ -207,7 +214,7 @@ def is_change(event: str, args: tuple) -> bool:
 
 
 def run_forked(work: Callable[[], int]) -> int:
-    """Runs `work` in a child process; its exit code, negative for the signal that killed it."""
+    """Runs `work` in a child process; returns its exit code, negative if a signal killed it."""
     pid = os.fork()
     if pid == 0:
         code = 99

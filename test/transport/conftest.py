@@ -14,9 +14,9 @@ from pd_harness.device import device
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """A function from `stock` or `patched` to a process that forks ranks of that engine.
+    """A function that returns a process which forks ranks of the `stock` or `patched` engine.
 
-    They use base's NIXL, or the release that SGLANG_PD_NIXL or the caller names.
+    The ranks use the base environment's NIXL unless SGLANG_PD_NIXL or the caller names a release.
     """
 
     @functools.cache
@@ -30,7 +30,7 @@ def fork_server():
 def serve(fork_server):
     """A function that runs a fleet with the named engines on prefill and decode.
 
-    It skips the test where this device cannot run it.
+    The function skips the test if this device cannot run the fleet.
     """
 
     def run(
@@ -48,9 +48,9 @@ def serve(fork_server):
 
 @pytest.fixture()
 def record_fault():
-    """A function that keeps, for `scripts/evidence.sh`, how a survivor learned of a fault.
+    """A function that records, for `scripts/evidence.sh`, how a survivor was notified of a fault.
 
-    It is called when the next request has been served.
+    Tests call the function after the next request has been served.
     """
 
     def keep(case: str, backend: str, answer: dict) -> None:

@@ -1,6 +1,6 @@
-"""What is done to one decode rank of two with requests open: the other one's are served.
+"""One of two decode ranks is attacked while it has open requests; the other one is served.
 
-Prefill has two ranks, each with the engine's workers, and data go over TCP, as between hosts.
+Prefill has two ranks, each with the engine's workers; data go over TCP, as between hosts.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from pd_harness.polling import is_in_time, wait_until
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-OPEN_REQUESTS = 40  # requests of the rank that is attacked
-LIVE_REQUESTS = 6  # of the other one's, one after the other, from the attack on
+OPEN_REQUESTS = 40  # requests of the attacked rank
+LIVE_REQUESTS = 6  # requests of the other rank, one after the other, from the attack on
 LIVE_PAUSE = 1.5
 SILENT_SECONDS = 5
 NOTICED_SECONDS = SILENT_SECONDS + 6  # ZeroMQ notices within 5 s that a process is stopped
-SERVED_SECONDS = 4  # two writes of Mooncake, each of which waits a second for its turn here
-PAUSE_SECONDS = 1.0  # whoever waits for a peer does so for five seconds and more
+SERVED_SECONDS = 4  # two Mooncake writes, each of which waits up to a second for the write lock
+PAUSE_SECONDS = 1.0  # a scheduler that waits for a peer waits five seconds or more
 LONG_SECONDS = 60
 STOCK_SECONDS = 30  # for all requests
-DELAYED_SECONDS = 12.0  # the other's request has waited for the attacked rank; TCP may end that
-# Else stock deals decode ranks to four queues by their ports, and every fourth waits for another.
+DELAYED_SECONDS = 12.0  # a slower request waited for the attacked rank, maybe until TCP gave up
+# By default stock assigns decode ranks to four queues by their ports, and only every fourth rank
+# would wait for the attacked one.
 STOCK_QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "1"}
-RECOVERY_SECONDS = 60  # TCP waits ever longer before it sends again what has vanished
+RECOVERY_SECONDS = 60  # TCP waits ever longer before it retransmits lost packets
 DECODE_SECONDS = 30  # for which decode waits for a request
-CLOSE_SECONDS = 1.0  # so long after a peer is gone its socket is closed; in use it is a minute
+CLOSE_SECONDS = 1.0  # between a peer's loss and closing its socket; the default is a minute
 SETTLED_SECONDS = 10
 KILLS = 20
-SLOW_CYCLE = (1.0, 0.2)  # seconds in which a process stands still, and runs
+SLOW_CYCLE = (1.0, 0.2)  # seconds in which a process is stopped, and in which it runs
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def cut_off(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reads_nothing(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
-    """It reads nothing, and many messages wait for it; ZeroMQ answers heartbeats."""
+    """The victim reads none of many queued messages, while ZeroMQ answers heartbeats."""
     victim.call("attack", what="messages stay unread")
     port = victim.call("health")["port"]
     for rank in attacked.servers.prefill:
@@ -103,7 +104,7 @@ def reads_nothing(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restarted_twice(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
-    """Its successor is killed, too, as soon as it has served."""
+    """Kills the victim, and its successor as soon as that one has served a request."""
     kill(victim.pid)
     (second,) = attacked.servers.start_another("decode")
     assert attacked.is_served(second, 20)
@@ -125,14 +126,14 @@ ATTACKS: dict[str, Callable] = {
 
 
 class AttackedFleet:
-    """A fleet of which one decode rank after the other is attacked, and `other` is not."""
+    """A fleet whose decode ranks are attacked one after the other, except for `other`."""
 
     def __init__(self, servers: Servers):
         self.servers, self.fleet = servers, servers.fleet
         (self.other,) = servers.decode
         self.arrives = self.fleet.arriving_layers(range(self.fleet.layers))
         self.alive = {self.other}
-        self.gone = 0  # ranks, of earlier attacks, that prefill still knows
+        self.gone = 0  # lost ranks of earlier attacks that prefill still keeps
         self.last_room = 5000
 
     def rooms(self, count: int) -> list[int]:
@@ -140,7 +141,7 @@ class AttackedFleet:
         return list(range(first, self.last_room))
 
     def is_served(self, rank: Rank, seconds: float) -> bool:
-        """One request."""
+        """Sends one request to the rank; returns whether it is right within `seconds`."""
         (room,), pages = self.rooms(1), [OPEN_REQUESTS]
         with ThreadPoolExecutor() as pool:
             sent = self._sending(pool, [[room, pages]], seconds)
@@ -149,21 +150,22 @@ class AttackedFleet:
         return answer["state"] == "right" and set(ends) == {"success"}
 
     def is_served_again(self, victim: Rank) -> bool:
-        """Late, there may come what prefill has sent before."""
+        """Like `is_served`, but accepts bytes of earlier requests that arrived late."""
         victim.call("rebaseline")
         return self.is_served(victim, DECODE_SECONDS)
 
     def attack(
         self, attack: Callable, victim: Rank, seconds: float, live_ones=LIVE_REQUESTS
     ) -> dict:
-        """What is measured while it lasts, with `OPEN_REQUESTS` requests of the victim.
+        """Attacks the victim while it has `OPEN_REQUESTS` open requests; returns measurements.
 
-        seconds: For all requests of prefill, and for one of the others.
+        Args:
+            seconds: Limit for all of prefill's requests together, and for each live request.
         """
         rooms, live = self.rooms(OPEN_REQUESTS), self.rooms(live_ones)
         for page, room in enumerate(rooms):
             victim.call("open_room", room=room, pages=[page])
-        # What decode has not sent yet when it is attacked, prefill never reads.
+        # An attacked rank may send no more messages, so prefill must have read them by then.
         assert wait_until(self._all_asked, 10)
         given = [[room, [page]] for page, room in enumerate((*rooms, *live))]
         served: list[dict] = []
@@ -184,7 +186,7 @@ class AttackedFleet:
         }
 
     def survive(self, case: str, attack: Callable) -> dict:
-        """What is measured of an attack, after which its victim is served again, if it lives."""
+        """Returns an attack's measurements; asserts that a surviving victim is served again."""
         (victim,) = self.servers.start_another("decode")
         assert all(self.is_served(rank, 20) for rank in (victim, self.other)), case
         found = self.attack(attack, victim, LONG_SECONDS)
@@ -215,14 +217,14 @@ class AttackedFleet:
         return rank.timed("receive", leave_out=0, seconds=seconds, **wanted)
 
     def leftover_counts(self) -> dict[str, int]:
-        """Rooms in the tables of prefill's ranks, and decode ranks that are gone and known."""
+        """Counts rooms in the tables of prefill's ranks, and lost decode ranks that they keep."""
         kept = [rank.call("room_counts") for rank in self.servers.prefill]
         peers = max(rank.call("health")["peers"] for rank in self.servers.prefill)
         rooms = sum(sum(tables.values()) for tables in kept)
         return {"rooms": rooms, "gone ranks": max(0, peers - len(self.alive) - self.gone)}
 
     def leftover_counts_after_close(self) -> dict[str, int]:
-        """The same when sockets to gone peers are closed, which is here after a moment."""
+        """Returns `leftover_counts` after prefill has closed its sockets to lost peers."""
         self._set_close_delay(CLOSE_SECONDS)
         wait_until(lambda: not self.leftover_counts()["rooms"], SETTLED_SECONDS)
         self._set_close_delay(60)
@@ -236,7 +238,7 @@ class AttackedFleet:
 
 
 def record_attack(case: str, fleet: Fleet, engine: str, found: dict, held: dict) -> None:
-    """For `scripts/evidence.sh`; of a loop that has raised it is not known how long it stood."""
+    """Records a row for `scripts/evidence.sh`; a loop that raised has no known pause."""
     right = [one["seconds"] for one in found["served"] if one["state"] == "right"]
     open_ones = sum(end["state"] == "hang" for end in found["ends"])
     raised = {"prefill ranks whose scheduler raises": len(found["raised"])}
@@ -254,7 +256,7 @@ def record_attack(case: str, fleet: Fleet, engine: str, found: dict, held: dict)
 
 def fleet_of(backend: str, prefill_tp: int = 2, **more: str) -> Fleet:
     environment = {"SGLANG_PD_SILENT_SECONDS": str(SILENT_SECONDS), **more}
-    if backend == "nixl":  # shared memory takes what is written to a process that is stopped
+    if backend == "nixl":  # over shared memory, writes to a stopped process succeed
         environment["UCX_TLS"] = "tcp"
     waiting = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(DECODE_SECONDS)}
     return Fleet(
@@ -264,7 +266,7 @@ def fleet_of(backend: str, prefill_tp: int = 2, **more: str) -> Fleet:
         pages=OPEN_REQUESTS + LIVE_REQUESTS + 1,
         page_size=64,
         layers=4,
-        v_width=4,  # as K; else stock sends what is wrong
+        v_width=4,  # as wide as K, or else stock sends wrong bytes
     )
 
 
@@ -296,7 +298,7 @@ def assert_unharmed(case: str, found: dict) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", [*BACKENDS, "ascend"])
 def test_kills_under_load_do_not_delay_the_other_rank(serve, backend):
-    """Under load, as in a rolling restart that goes wrong."""
+    """Simulates a rolling restart that fails under load."""
     fleet = fleet_of(backend)
     with serve(fleet) as servers:
         attacked = AttackedFleet(servers)
@@ -317,14 +319,14 @@ def test_kills_under_load_do_not_delay_the_other_rank(serve, backend):
 
 STOCK = [
     (backend, case)
-    # 0.5.9 takes another MemFabric.
+    # Stock 0.5.9 needs an older MemFabric.
     for backend in (*BACKENDS, *(["ascend"] if SINCE_0_5_20 else []))
     for case in ("killed", "stopped", "packets vanish")
 ]
 
 
-# A write to a process that is stopped needs nothing of it over `ascend` here; 0.5.9's scheduler
-# writes over NIXL itself, waits for no write, and raises where one fails.
+# Over `ascend`, a write here does not need the peer's process to run. 0.5.9's scheduler writes over
+# NIXL itself, waits for no write, and raises if one fails.
 STOCK_RAISES = [] if SINCE_0_5_20 else [("nixl", "killed"), ("nixl", "packets vanish")]
 STOCK_SERVES = [one for one in STOCK if "killed" in one or "ascend" in one]
 if not SINCE_0_5_20:
@@ -333,7 +335,7 @@ if not SINCE_0_5_20:
 
 @pytest.mark.parametrize("backend, case", STOCK)
 def test_stock_under_attack(serve, backend, case):
-    # Over NIXL 0.5.9 sends from no two ranks to one.
+    # Over NIXL, 0.5.9 cannot send from two prefill ranks to one decode rank.
     tp = 2 if SINCE_0_5_20 or backend != "nixl" else 1
     fleet = fleet_of(backend, tp, **STOCK_QUEUES)
     with serve(fleet, "stock", "stock") as servers:

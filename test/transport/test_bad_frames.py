@@ -1,6 +1,6 @@
-"""Messages that nobody of this release sends are dropped, and the next request is served.
+"""Ranks drop messages that no rank of this release sends, and serve the next request.
 
-0.5.9 has `test_fuzz` for it.
+`test_fuzz` covers this for 0.5.9.
 """
 
 import pytest
@@ -19,7 +19,7 @@ pytestmark = [
 
 GUARD = b"NixlMsgGuard"
 KILLS_STOCK_THREAD = {"nixl": [b"hello"], "mooncake": [b"\xff\xfe"]}
-# With more frames than are looked at: its end in the log says that all before has been read.
+# A message with too many frames; once it is logged, the rank has read all earlier messages.
 LAST_MESSAGE = [b"x"] * 65
 INVALID_MESSAGES = [
     [b""],
@@ -53,7 +53,7 @@ INVALID_MESSAGES = [
 
 
 def messages(backend: str) -> list[list[bytes]]:
-    """Of NIXL also with the frame by which it knows its own."""
+    """Returns the invalid messages; for NIXL also each behind NIXL's guard frame."""
     return (
         [*INVALID_MESSAGES, *([GUARD, *message] for message in INVALID_MESSAGES)]
         if backend == "nixl"

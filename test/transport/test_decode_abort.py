@@ -1,6 +1,6 @@
-"""Requests that decode gives up, because its client has or because they take too long.
+"""Requests that decode aborts, because their client did or because they take too long.
 
-Their pages go to other requests, so that prefill must not write to them from then on.
+Decode reuses their pages for other requests, so prefill must not write to them any more.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -29,20 +29,21 @@ from pd_harness.polling import is_in_time
 pytestmark = pytest.mark.transport
 
 SOURCE, DESTINATION = [1, 2, 3, 4], [4, 5, 6, 7]
-WRITE_AT = 3.0  # seconds, after which a write begins that prefill has decided on before
+WRITE_AT = 3.0  # seconds; a write that prefill decided on before the abort starts this late
 ABORT_AT = 1.0
 MAX_DELAY = 1.5
 WAITING_TIMEOUT = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1"}
-# Of a prefill that does not say when it has ended: stock 0.5.9, a later one that is told not to.
+# For a prefill server that does not notify decode when it has stopped writing: stock 0.5.9, or a
+# later release with this variable set to 0.
 RELEASE_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 NO_ACK = {RELEASE_VARIABLE: "0"} if SINCE_0_5_20 else {}
 RELEASE_TIMEOUT = {f"{RELEASE_VARIABLE}_TIMEOUT": "5"}
 BOOTSTRAP_TIMEOUT = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
-MAX_STALL = 0.5  # seconds, here beside other processes; it was one for each room
+MAX_STALL = 0.5  # seconds, next to other processes; the unpatched stall is 1 s per room
 
 
 def abort_request(servers: Servers, after: float) -> tuple[dict, dict]:
-    """What prefill and decode say of a request that decode aborts."""
+    """Returns prefill's and decode's answer for a request that decode aborts after `after` s."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(
@@ -53,7 +54,7 @@ def abort_request(servers: Servers, after: float) -> tuple[dict, dict]:
 
 
 def written_at(prefill: Rank) -> float:
-    """When this rank began its late write."""
+    """Returns when this rank started its delayed write, on the monotonic clock."""
     began_at = prefill.call("delayed_transfer")["began_at"]
     assert began_at, "no write was late"
     return began_at
@@ -86,7 +87,7 @@ def test_stock_mooncake_writes_to_reused_pages(serve):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_prefill_does_not_send_an_aborted_request(serve, backend):
-    """It is told before it has computed anything; 0.5.9 needs not wait for its own time-out."""
+    """The abort comes before the computation; 0.5.9 does not wait for its own time-out."""
     with serve(Fleet(Side(environment=BOOTSTRAP_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
         (prefill,), (decode,) = servers.prefill, servers.decode
@@ -102,7 +103,7 @@ def test_prefill_does_not_send_an_aborted_request(serve, backend):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS))
 def test_all_tp_ranks_wait_until_prefill_stops_writing(serve, backend):
-    """One gives up the room, and nothing is written to it; the other hears of it by their vote."""
+    """Rank 0 aborts, but only rank 1, which learns it by the all-reduce, is written to."""
     with serve(Fleet(Side(tp=2), Side(tp=2), backend=backend)) as servers:
         assert_transfers(servers)
         reduce_polls(servers.decode)
@@ -127,7 +128,7 @@ def test_all_tp_ranks_wait_until_prefill_stops_writing(serve, backend):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_scheduler_does_not_block_on_a_room_failed_elsewhere(serve, backend):
-    """It polls on, so that what runs is not held up."""
+    """The scheduler keeps polling, so running requests are not delayed."""
     with serve(Fleet(Side(tp=2), Side(tp=2), backend=backend)) as servers:
         assert_transfers(servers)
         reduce_polls(servers.decode)
@@ -157,7 +158,7 @@ def test_timed_out_request_keeps_its_pages(serve, backend):
         assert DECODE_TIMED_OUT_ON_PREFILL[backend] in prefill["reason"], outcome
         assert decode["seconds"] > WRITE_AT - 0.5, outcome  # not 1 s
         assert is_in_time(decode["seconds"], WRITE_AT + MAX_DELAY), outcome
-        # Some of it was written before it was over.
+        # Prefill wrote some pages before the request failed.
         assert servers.request(SOURCE, DESTINATION).state in ("right", "wrong")
         assert_eventually(lambda: [sum(kept.values()) for kept in servers.room_counts()], [0, 0])
 
@@ -165,7 +166,7 @@ def test_timed_out_request_keeps_its_pages(serve, backend):
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 @pytest.mark.parametrize("state", ["waiting", "failed"])
 def test_request_unsent_by_prefill_fails_on_decode(serve, backend, state):
-    """Its client is gone, at first perhaps on prefill alone: decode must not wait for KV."""
+    """The client disconnects, maybe from prefill first; decode must not wait for KV."""
     with serve(Fleet(backend=backend)) as servers:
         assert_transfers(servers)
         (prefill,), (decode,) = servers.prefill, servers.decode
@@ -184,7 +185,7 @@ def test_request_unsent_by_prefill_fails_on_decode(serve, backend, state):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_request_without_decode_metadata_times_out(serve, backend):
-    """Its client hung up on decode before decode had read it."""
+    """The client disconnects from decode before decode reads the request."""
     with serve(Fleet(Side(environment=BOOTSTRAP_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
         request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 10}
@@ -204,12 +205,12 @@ def test_stock_nixl_keeps_a_request_without_metadata(serve):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS))
 def test_pages_are_released_after_timeout_without_ack(serve, backend):
-    """A page cannot be kept for ever."""
+    """Decode cannot keep pages for ever."""
     sides = Side(environment=NO_ACK), Side(environment=RELEASE_TIMEOUT)
     with serve(Fleet(*sides, backend=backend, v_width=4), prefill="stock") as servers:
         (decode,) = servers.decode
         aborted = decode.call("abort_after", room=900, pages=DESTINATION, after=0.2, seconds=15)
         assert aborted["state"] == "failed" and ABORTED in aborted["reason"], aborted
         assert aborted["waited"] > 4.5 and is_in_time(aborted["waited"], 6.5), aborted
-        # Stock prefill was sent nothing that it cannot read: it still serves.
+        # Stock prefill still serves, so decode sent it nothing that it cannot read.
         assert servers.request(SOURCE, DESTINATION).state == "right"

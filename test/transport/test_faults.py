@@ -1,4 +1,4 @@
-"""Transfers that fail and ranks that die: the request fails with its reason, the next one works."""
+"""Failing transfers and killed ranks: the request fails with a reason, and the next one works."""
 
 import time
 
@@ -26,44 +26,47 @@ from pd_harness.polling import is_in_time, wait_until
 pytestmark = pytest.mark.transport
 
 TRANSFERS = [1, 2, 3, 4]
-# Mooncake has one to four connections to a peer; a leak for each of four faults would be more.
+# Mooncake has one to four connections to a peer; a leak in each of four faults would exceed this.
 MORE_FILES = 3
-# NIXL's eight worker threads close their sockets to a dead peer when they next have work, which a
-# transfer of many copies (here 5,600 in a chunk) gives to all.
+# NIXL's eight worker threads close their sockets to a dead peer when they next have work. A
+# transfer of many copies (here 5,600 in a chunk) gives work to all of them.
 MANY = {"layers": 4, "page_size": 1, "pages": 4300, "nixl_threads": 8}
 MANY_PAGES = (list(range(1, 4200, 2)), list(range(2, 4202, 2)), [700] * 3)
-# So long after a peer has gone its socket is closed; in use it is a minute.
+# Delay between the loss of a peer and closing its socket; the default is a minute.
 CLOSE_SECONDS = 1.0
 SILENT_PEER = "has not answered for 10 s"
 BACK_OFF = 2.0
 DEATHS = 2
-# Of a decode rank: it takes a server for lost that once does not answer.
+# For a decode rank: a server is lost after one failed heartbeat.
 HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
 PROBING_PREFILL = Side(environment=PROBE_ENVIRONMENT)
-# Seconds for which decode keeps pages that may be written to.
+# Seconds for which decode keeps pages that prefill may still write to.
 RELEASE_TIMEOUT = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
 NSA = {"layers": 4, "mla": True, "index_keys": True, "page_size": 64}
 
 
 def resources(ranks: list[Rank]) -> tuple[list[int], list[tuple[int, list[str]]]]:
-    """Of each rank: open files, sockets too; and what must stay, ZeroMQ sockets and threads."""
+    """Returns each rank's count of open files, and what must not change.
+
+    Open files include sockets. ZeroMQ sockets (a count) and threads (names) must not change.
+    """
     healths = [rank.call("health") for rank in ranks]
     same = [(health["sockets"], health["threads"]) for health in healths]
     return [health["files"] for health in healths], same
 
 
 def resources_with_early_closing(ranks: list[Rank]) -> tuple:
-    """The same; from now on these ranks close sockets to peers CLOSE_SECONDS after they went."""
+    """Makes the ranks close sockets CLOSE_SECONDS after a peer's loss; returns `resources`."""
     for rank in ranks:
         rank.call("set_peer_close_delay", seconds=CLOSE_SECONDS)
     return resources(ranks)
 
 
 def assert_no_leak(ranks: list[Rank], before, work=lambda: None) -> None:
-    """Once the ranks have had some `work`."""
+    """Asserts that the ranks' `resources` settle to `before`; calls `work` before each check."""
     files, same = before
 
     def grown() -> list:
@@ -78,7 +81,7 @@ def assert_no_leak(ranks: list[Rank], before, work=lambda: None) -> None:
 def assert_recovers_from_each_fault(
     servers: Servers, how: str, said: str, transfers, **plan
 ) -> None:
-    """After a warm-up with one fault nothing is held that was not held before."""
+    """Injects a fault per transfer; after a warm-up with one fault, the ranks must not leak."""
     ranks = [*servers.prefill, *servers.decode]
     assert_transfers(servers)
     before = None
@@ -121,7 +124,7 @@ def test_failing_state_transfer_fails_its_request(serve, backend, how):
     ],
 )
 def test_mooncake_backs_off_after_two_failures(serve, failing, ends):
-    """Each try would wait for the time-out of a dead peer, and others for that."""
+    """Each attempt would block on a dead peer's time-out, and delay requests of other peers."""
     rooms = [1001, 1002, 1003]
     with serve(Fleet(backend="mooncake")) as servers:
         assert_transfers(servers)
@@ -130,7 +133,7 @@ def test_mooncake_backs_off_after_two_failures(serve, failing, ends):
         prefill.call("plan_faults", how="status", at=failing)
         request = {"pages": [1, 2], "chunks": [2], "seconds": 10}
         sent, ended = [], []
-        for room in rooms:  # that a room is new is no reason to try again
+        for room in rooms:  # a new room does not end the back-off
             decode.call("open_room", room=room, pages=[4, 5])
             sent.append(prefill.call("send", room=room, **request))
             ended.append(decode.call("wait_for_room", room=room, seconds=30))
@@ -148,7 +151,7 @@ LINK_FLEETS = {"mooncake": Fleet(backend="mooncake"), "ascend": ascend(mla=True)
 
 
 def cut_link(servers: Servers) -> None:
-    """For two seconds each request fails; returns when the link is back."""
+    """Cuts the link for two seconds, in which requests fail; returns when it is back."""
     assert servers.request(*PAGES).state == "right"
     servers.prefill[0].call("plan_faults", how="down", seconds=CUT_SECONDS)
     back = time.monotonic() + CUT_SECONDS
@@ -170,9 +173,9 @@ def test_recovers_from_a_link_outage(serve, backend):
     "backend", [pytest.param("mooncake", marks=pytest.mark.nightly), *["ascend"] * SINCE_0_5_20]
 )
 def test_stock_does_not_recover_from_a_link_outage(serve, backend):
-    """0.5.9 never again, later ones once a probe is answered, half a minute later or never.
+    """0.5.9 never recovers; later releases need an answered probe, half a minute later or never.
 
-    (0.5.9 over Ascend serves nothing with MemFabric from 1.1.3 on.)
+    Over Ascend, 0.5.9 does not work with MemFabric 1.1.3 or later.
     """
     with serve(LINK_FLEETS[backend], "stock", "stock") as servers:
         cut_link(servers)
@@ -216,7 +219,7 @@ def test_stock_mooncake_hangs_after_an_exception(serve):
 @only_0_5_9("later ones send in threads of their own")
 @pytest.mark.parametrize("how", ["status", "late status"])
 def test_stock_nixl_raises_in_the_scheduler(serve, how):
-    """Decode, which is not told, would wait for its time-out of minutes."""
+    """Decode is not notified and would wait for its time-out of minutes."""
     with serve(Fleet(k_width=4, v_width=4), "stock", "stock") as servers:
         assert servers.request(*PAGES).state == "right"
         servers.prefill[0].call("plan_faults", how=how, at=[3])
@@ -228,7 +231,7 @@ def test_stock_nixl_raises_in_the_scheduler(serve, how):
 
 @nightly_if_not_default
 def test_stock_decode_is_notified_of_a_failure(serve):
-    """Mooncake alone: stock has no failure message for NIXL."""
+    """Tests Mooncake only, because stock has no failure message for NIXL."""
     with serve(Fleet(prefill=PROBING_PREFILL, backend="mooncake"), decode="stock") as servers:
         for how in ("status", "exception"):
             servers.prefill[0].call("plan_faults", how=how, at=[2])
@@ -241,7 +244,7 @@ def test_stock_decode_is_notified_of_a_failure(serve):
 def test_one_of_two_decode_ranks_is_unreachable(serve, backend):
     with serve(Fleet(Side(), Side(tp=2), backend=backend)) as servers:
         assert_transfers(servers)
-        # The first rank has all its KV and its metadata by then.
+        # Transfers 1 and 2 bring the first rank all its KV and its metadata.
         servers.prefill[0].call("plan_faults", how="exception", at=[3])
         outcome = servers.request([1, 2], [4, 5])
         assert outcome.prefill[0]["state"] == "failed", outcome
@@ -262,7 +265,7 @@ def test_one_of_two_decode_ranks_is_unreachable(serve, backend):
     ids=["tp2", "pp2", "tp2_too_long"],
 )
 def test_decode_keeps_pages_while_other_senders_write(serve, backend, side, wait, told_within):
-    """Pages are not given away while one of them may still write there, for at most 5 s here."""
+    """Decode keeps the pages while a sender may still write to them, for at most 5 s here."""
     with serve(Fleet(side, Side(environment=RELEASE_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
         slow, failing = servers.prefill
@@ -289,11 +292,11 @@ def test_prefill_killed_in_mid_transfer(serve, backend, record_fault):
             outcome = servers.request(*PAGES)
             (prefill,), (decode,) = outcome.prefill, outcome.decode
             assert (prefill["state"], decode["state"]) == ("died", "failed"), outcome
-            # Heartbeats tell, or later the connection; whichever is first.
+            # Failed heartbeats or the silent connection notify decode, whichever comes first.
             assert any(said in decode["reason"] for said in (LOST_PREFILL, SILENT_PEER)), outcome
             # Two heartbeats, each with its time-out.
             assert is_in_time(decode["seconds"], 15), outcome
-            time.sleep(CLOSE_SECONDS)  # since decode told it that the request is over
+            time.sleep(CLOSE_SECONDS)  # counts from decode's abort message to prefill
             servers.start("prefill")
             assert_transfers(servers)
         record_fault("prefill rank killed in mid-transfer", backend, decode)
@@ -312,7 +315,7 @@ def test_decode_killed_in_mid_transfer(serve, backend, how, record_fault):
             outcome = servers.request(*MANY_PAGES, seconds=90)
             (prefill,), (decode,) = outcome.prefill, outcome.decode
             assert decode["state"] == "died", outcome
-            # Later ones of NIXL ask decode for no answer, and may be done before it dies.
+            # Later releases' NIXL writes need no answer of decode, and may finish before it dies.
             if not (SINCE_0_5_20 and how == "freeze" and prefill["state"] == "success"):
                 assert prefill["state"] == "failed", outcome
                 assert LOST_DECODE[backend] in prefill["reason"], outcome
@@ -324,7 +327,7 @@ def test_decode_killed_in_mid_transfer(serve, backend, how, record_fault):
         record_fault(
             f"decode rank killed in mid-transfer ({how})", backend, {**prefill, "reason": said}
         )
-        if not SINCE_0_5_20:  # later ones keep their sockets to ranks that are dead
+        if not SINCE_0_5_20:  # later releases keep their sockets to dead ranks
             assert_no_leak(servers.prefill, before, lambda: assert_transfers(servers, MANY_PAGES))
 
 

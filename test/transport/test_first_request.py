@@ -1,4 +1,4 @@
-"""NIXL: the first large request to a decode rank takes no longer than the next ones."""
+"""Over NIXL, the first large request to a decode rank takes no longer than later ones."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from pd_harness.polling import is_in_time
 pytestmark = pytest.mark.transport
 
 TCP = Side(environment={"UCX_TLS": "tcp"})
-SECONDS = 1.0  # that a byte takes to the other side
-TRIP = 2 * SECONDS  # there and back
-LARGE = (range(1, 41), range(2, 42))  # of single tokens' heads: 10,240 copies to each rank
+SECONDS = 1.0  # latency of each byte in one direction
+TRIP = 2 * SECONDS  # round trip
+LARGE = (range(1, 41), range(2, 42))  # 10,240 copies of a token's heads to each rank
 
 
 def test_decode_ranks_are_connected_at_registration(serve):
@@ -32,7 +32,7 @@ def seconds(servers, pages: tuple) -> float:
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["stock", "patched"])
 def test_first_large_request_over_a_slow_network(serve, engine):
-    """NIXL's threads have connected by then; stock's begin with the first write that is large."""
+    """NIXL's threads have connected early; stock's connect with the first large write."""
     environment = {"UCX_TLS": "tcp"}
     sides = (Side(environment=environment), Side(tp=2, environment=environment))
     with serve(
@@ -57,7 +57,7 @@ def test_peer_lost_while_connecting_does_not_delay_others(serve, how):
         (first,), (other,) = servers.decode, servers.start_another("decode")
         first.call("slow_connections", seconds=5 * SECONDS)
         first.call("start_request", room=9001)
-        time.sleep(SECONDS)  # it has registered by then, and nothing has come back over NIXL
+        time.sleep(SECONDS)  # now it has registered, and NIXL has received nothing from it
         os.kill(first.pid, how)
         try:
             for _ in range(3):

@@ -1,8 +1,8 @@
-"""What a peer's message says wrongly harms the request it is about, and nothing else.
+"""A mutated message from a peer affects its own request and nothing else.
 
-Of messages with mutations no thread ends, no process dies, no write leaves the peer's pools. At
-worst their own request fails or gets wrong bytes; with a registration those of that decode rank,
-until its own is read again.
+No thread stops, no process crashes, and no write leaves the peer's pools. At worst, the message's
+own request fails or gets wrong bytes. A mutated registration affects all requests of its decode
+rank until prefill reads the rank's valid registration again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.transport
 BATCH, BATCHES = 100, 40
 HANDLED_COUNT = 30 if SINCE_0_5_20 else 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
-# Over which prefill says how a room ended; 0.5.9's NIXL notifies.
+# Backends whose prefill sends a status message when a room ends; 0.5.9 uses NIXL notifications.
 STATUS_BACKENDS = BACKENDS if SINCE_0_5_20 else BACKENDS[1:]
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 FUZZED_COUNTS = [BATCH if SINCE_0_5_20 else 1500]
@@ -35,17 +35,17 @@ if IS_DEFAULT:
 SRC = [9, 2, 3, 7]
 # Far apart, so that a mutated number does not hit another room by chance.
 FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
-RIGHT_ROOM = 1_570_629_301  # and those that follow are not attacked
-# Else a side waits for minutes for what the other was told wrongly.
+RIGHT_ROOM = 1_570_629_301  # this room and later ones are not attacked
+# With the default time-outs a side would wait for minutes after a wrong message.
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "5",
-    # Some garbled messages end a room on one side alone, and decode waits for the other.
+    # Some garbled messages end a room on one side only, and decode waits for prefill.
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
 MAX_GROWTH = 48 << 20
 BIG = 8 << 20
-# Places in what `Rank.record_messages` records, of decode and of prefill.
+# Indices into the messages that `Rank.record_messages` returns on decode and on prefill.
 REGISTRATION, NOT_OPENED = 0, 3
 OF_ROOMS = slice(1, 4)
 SUCCESS = 0
@@ -68,7 +68,7 @@ FOREIGN_MESSAGES = [
 
 
 def fuzzed_message(rng: random.Random, messages: list[Message]) -> Message:
-    """One of the messages with one to three changes, or what no peer would send."""
+    """Returns one of the messages with one to three mutations, or a foreign message."""
     if rng.random() < 0.02:
         return list(rng.choice(FOREIGN_MESSAGES))
     message: Message = []
@@ -124,7 +124,7 @@ def random_frame(rng, message):
 
 
 def shift_address(rng, message):
-    """Of one of a frame's pointers, if it may hold some: a little, or to where nothing is."""
+    """Shifts one pointer of a frame that may hold pointers, slightly or to unmapped memory."""
     i = rng.randrange(len(message))
     if message[i] and len(message[i]) % 8 == 0:
         numbers = np.frombuffer(message[i], dtype=np.uint64).copy()
@@ -154,10 +154,12 @@ MUTATIONS = [
 
 @contextlib.contextmanager
 def unharmed(servers: Servers, sock: RawSocket, rooms: int = 0, reasons: int = 0):
-    """The block leaves the rank as it was, and then the two servers still work together.
+    """Asserts that the block leaves the rank unchanged and the two servers working.
 
-    Prefill may keep as many `rooms`, which wait for their requests, and decode as many `reasons`:
-    0.5.23's decode keeps why a room failed, for ever, if it is said of one that is just over.
+    Args:
+        rooms: How many rooms prefill may keep, which wait for their requests.
+        reasons: How many failure reasons decode may keep. 0.5.23's decode keeps a reason for ever
+            if it arrives just after its room has ended.
     """
     (prefill,), (decode,) = servers.prefill, servers.decode
     before = sock.rank.call("health")
@@ -184,7 +186,7 @@ def assert_transfers(servers: Servers) -> None:
 
 @pytest.fixture()
 def connected_fleet(serve):
-    """A function that runs a fleet, makes its two ranks meet, and opens a line to one of them."""
+    """A function that runs a fleet, connects its two ranks, and opens a socket to one of them."""
 
     @contextlib.contextmanager
     def run(backend: str, side: str, engine: str = "patched"):
@@ -200,10 +202,10 @@ def connected_fleet(serve):
 
 
 def batches(mutants: int, seed: int):
-    """The number of each batch, the room that is served meanwhile, and a function that draws it.
+    """Yields, per batch, its number, the room to serve meanwhile, and a function that draws it.
 
-    That takes messages, and gives mutants of them. There are at most `BATCHES`: the request of one
-    often ends with a time-out.
+    The function takes messages and returns mutants of them. There are at most `BATCHES` batches,
+    because a batch's request often ends with a time-out.
     """
     rng = random.Random(seed)
     size = max(BATCH, mutants // BATCHES)
@@ -220,7 +222,7 @@ def fuzzed_messages(
 def request_under_attack(
     servers: Servers, sock: RawSocket, room: int, mutants: list[Message]
 ) -> None:
-    """It ends, one way or another; or the metadata goes to the slot that a mutant names."""
+    """Asserts that the request ends, or that its metadata goes to a slot that a mutant names."""
     others, servers._rooms = servers._rooms, count(room)
     with sock.sending(mutants):
         outcome = servers.request(SRC, DST)
@@ -230,7 +232,7 @@ def request_under_attack(
 
 
 def send_invalid_bytes(sock: RawSocket) -> None:
-    """Later releases set no limit on a frame."""
+    """Sends garbage bytes, and to 0.5.9, which limits frames, an oversized frame."""
     if not SINCE_0_5_20:
         sock.send_oversized()
     sock.send_non_zmq_bytes()
@@ -239,7 +241,7 @@ def send_invalid_bytes(sock: RawSocket) -> None:
 @pytest.mark.parametrize("mutants", FUZZED_COUNTS)
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl", "mooncake"))
 def test_fuzzed_decode_messages(connected_fleet, backend, mutants):
-    """Registrations, rooms and ABORTs that bear a live decode rank's name and a live room."""
+    """Mutates registrations, metadata and ABORTs of a live decode rank and a live room."""
     with connected_fleet(backend, "prefill") as (servers, sock), unharmed(servers, sock, mutants):
         (decode,) = servers.decode
         for number, room, draw in batches(mutants, seed=1):
@@ -254,7 +256,7 @@ def test_fuzzed_decode_messages(connected_fleet, backend, mutants):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_fuzzed_messages_reach_the_handler(connected_fleet, backend):
-    """It computes and sends for a mutated registration or room; the next request is right."""
+    """Prefill sends to a mutated registration or room; the next request is right."""
     ends = Counter()
     with (
         connected_fleet(backend, "prefill") as (servers, sock),
@@ -285,7 +287,7 @@ def test_fuzzed_messages_reach_the_handler(connected_fleet, backend):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
-    """Those that open and give up a room harm no other room, though decode's name is theirs."""
+    """Messages in decode's name that open and abort a room do not affect other rooms."""
     with connected_fleet(backend, "prefill") as (servers, sock), unharmed(servers, sock, 5 * BATCH):
         (decode,) = servers.decode
         messages = recorded_messages(decode, OTHER_ROOM)[OF_ROOMS]
@@ -298,7 +300,7 @@ def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
 @pytest.mark.parametrize("mutants", FUZZED_COUNTS)
 @pytest.mark.parametrize("backend", nightly_except(STATUS_BACKENDS, "nixl", "mooncake"))
 def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
-    """How a room ended; then metadata, of whatever slot, between requests."""
+    """Mutates a room's status messages, and then, between requests, metadata of any slot."""
     reasons = BATCHES if SINCE_0_5_20 else 0
     with (
         connected_fleet(backend, "decode") as (servers, sock),
@@ -331,7 +333,7 @@ def test_invalid_message_kills_stock_thread(connected_fleet, backend):
 def stock_request_messages(
     servers: Servers, room: int, **changes: bytes
 ) -> tuple[Message, Message]:
-    """A registration and an open room as a stock decode rank would send them, with changes."""
+    """Returns a stock decode rank's registration and metadata message, with some frames changed."""
     guard = int(servers.fleet.backend == "nixl")
     positions = {"session": 3 + guard, "metadata": 4 + guard, "pointers": 4 + 2 * guard}
     registration, opened, *_ = recorded_messages(servers.decode[0], room)
@@ -350,14 +352,14 @@ def test_large_frame_is_neither_stored_nor_logged(connected_fleet, fork_server, 
         before = log.stat().st_size
         changes = {"session": b"10.0.0.1:2", frame: LARGE_FRAMES[frame]}
         registration, opened = stock_request_messages(servers, FIRST_MARKER_ROOM, **changes)
-        # Later ones keep a room of a rank that is not registered, until its request has failed.
+        # Later releases keep a room of an unregistered rank until the room's request has failed.
         sock.send([registration] if SINCE_0_5_20 else [registration, opened])
         await_read(sock, servers.decode[0], 1, NOT_OPENED)
         assert log.stat().st_size - before < 1 << 20
 
 
 def test_agent_metadata_under_another_name(connected_fleet):
-    """NIXL knows an agent by the name in them: where it cannot load them, it forgets that agent."""
+    """NIXL drops the agent that the metadata name if it cannot load the metadata."""
     with connected_fleet("nixl", "prefill") as (servers, sock), unharmed(servers, sock):
         metadata = recorded_messages(servers.decode[0], FIRST_MARKER_ROOM)[0][5]
         sock.send(
@@ -369,7 +371,7 @@ def test_agent_metadata_under_another_name(connected_fleet):
 
 
 def test_invalid_session_address(connected_fleet):
-    """Its port is read in the scheduler's thread when the room is sent."""
+    """The scheduler's thread parses the session's port when it sends the room."""
     with connected_fleet("mooncake", "prefill") as (servers, sock), unharmed(servers, sock):
         sock.send(stock_request_messages(servers, RIGHT_ROOM + 1, session=b"nowhere"))
         await_read(sock, servers.decode[0], 1, NOT_OPENED)

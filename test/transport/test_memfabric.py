@@ -1,9 +1,10 @@
-"""The `ascend` backend over each MemFabric that is tried; the other tests use the newest.
+"""The `ascend` backend over each MemFabric release; the other tests use the newest.
 
-With SGLANG_PD_MEMFABRIC=VERSION in the environment all tests of `ascend` run over that one.
+With SGLANG_PD_MEMFABRIC=VERSION in the environment, all `ascend` tests use that release.
 
-Which MemFabric serves with which engine is kept for docs/memfabric.md, which is then made by
-`python -m sglang_pd.doctor.memfabric_page .pd-env/*/evidence/memfabric/*.json`.
+The tests record which MemFabric release works with which engine. From these records,
+`python -m sglang_pd.doctor.memfabric_page .pd-env/*/evidence/memfabric/*.json` makes
+docs/memfabric.md.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-OUTCOMES = {"right": "right", "hang": "hangs"}  # all else fails
+OUTCOMES = {"right": "right", "hang": "hangs"}  # any other state is "fails"
 ATTEMPTS = 4
 ENGINES = [("patched", "patched"), ("stock", "patched"), ("patched", "stock"), ("stock", "stock")]
 
@@ -42,7 +43,11 @@ def memfabric(request) -> str:
 
 @contextlib.contextmanager
 def after_first_request(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers]:
-    """A fleet that has ended a first request, however that was."""
+    """Runs a fleet that has finished a first request; starts another one if the request hangs.
+
+    After the last attempt, which is the first for releases outside `MAY_HANG`, the request may
+    have hung.
+    """
     attempts = ATTEMPTS if memfabric in MAY_HANG else 1
     for attempt in range(1, attempts + 1):
         with serve(ASCEND[name], *engines, memfabric) as servers:
@@ -55,7 +60,7 @@ def after_first_request(serve, memfabric: str, name: str, engines) -> Iterator[f
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", ["mla", "tp2_to_1"])
 def test_engine_over_memfabric_release(serve, memfabric, name, engines):
-    """Fleets that stock serves as far as layouts go; only a decode rank's session id counts."""
+    """Stock supports these layouts, so the result depends on the decode rank's session id only."""
     with after_first_request(serve, memfabric, name, engines) as servers:
         requests = [servers.request(*pages, seconds=20) for pages in REQUESTS]
     states = {outcome.state for outcome in requests}

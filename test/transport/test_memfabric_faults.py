@@ -1,4 +1,4 @@
-"""Faults that only the real MemFabric can show, over a driver that fails or is slow when asked."""
+"""Faults of the real MemFabric over a driver stub that fails or slows down on demand."""
 
 import os
 import signal
@@ -20,22 +20,22 @@ pytestmark = [
     pytest.mark.skipif(device() != "cpu", reason="a real driver fails when it likes"),
 ]
 
-# To the pages of PAGES, which the next request overwrites; none merges with its neighbour.
+# Writes to the pages of PAGES, which the next request overwrites; no two copies merge.
 SCATTERED = ([1, 3, 5, 7], [7, 5, 6, 4], [2, 2])
-SLOW = "slow 20000\n"  # microseconds a copy
+SLOW = "slow 20000\n"  # microseconds per copy
 CUT = "fail 0\n"
 CUT_SECONDS = 2
 RECOVERY_SECONDS = 5
-DECODE_SERVERS = 4  # decode servers; their sessions are dealt to four workers
+DECODE_SERVERS = 4  # one session for each of prefill's four workers
 ROUNDS = 10
 STARTED_TOGETHER = 5
-# Files, and threads, that MemFabric does not give back when a decode rank is gone.
+# Files, and threads, that MemFabric does not release when a decode rank is lost.
 MAX_LEAK_PER_RANK = 8
 
 
 @pytest.fixture()
 def fault(tmp_path):
-    """A file that, while it is there, says how copies of prefill's driver go wrong."""
+    """A file that, while it exists, says how copies of prefill's driver fail."""
     return tmp_path / "fault"
 
 
@@ -50,7 +50,7 @@ def mla(fault) -> Fleet:
 @pytest.mark.parametrize("make", [gqa, mla])
 @pytest.mark.parametrize("after", [0, 3])
 def test_failing_driver_copy_fails_only_its_request(serve, fault, make, after):
-    """It fails its request on both sides, and the next one is right, soon."""
+    """The copy fails its request on both sides; within 5 s another request is right."""
     with serve(make(fault)) as servers:
         assert_transfers(servers)
         fault.write_text(f"fail {after}\n")
@@ -63,7 +63,7 @@ def test_failing_driver_copy_fails_only_its_request(serve, fault, make, after):
 
 
 def test_recovers_from_a_link_outage(serve, fault):
-    """Requests come all the time; within 5 s of the cut's end they are served again."""
+    """Requests arrive all the time, and are served again within 5 s of the end of the cut."""
     with serve(gqa(fault)) as servers:
         assert_transfers(servers)
         fault.write_text(CUT)
@@ -94,7 +94,7 @@ def test_decode_killed_in_mid_batch(serve, fault):
 
 
 def requests_to(decodes: list) -> list:
-    """A request of two pages to each."""
+    """Returns a request of two pages to each decode rank, for `Servers.requests_at_once`."""
     return [(rank, [2 * i, 2 * i + 1], [5, 3]) for i, rank in enumerate(decodes)]
 
 
@@ -117,7 +117,7 @@ memfabric_releases = pytest.mark.parametrize(
 
 @memfabric_releases
 def test_concurrent_first_writes_to_new_decode_servers(serve, fault, memfabric):
-    """Workers then make themselves known to several peers at the same time."""
+    """The workers connect to several peers at the same time."""
     with serve(gqa(fault), memfabric=memfabric) as servers:
         decodes = start_decodes(servers, DECODE_SERVERS - 1)
         wait_for_memfabric_peers(memfabric)
@@ -145,7 +145,7 @@ def test_decode_server_starts_while_all_workers_write(serve, fault):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("memfabric", [DEFAULT_MEMFABRIC, "1.0.8"])
 def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
-    """Fifty against one prefill server. MemFabric keeps its connections and threads to each."""
+    """Restarts decode fifty times; MemFabric keeps its connections and threads of each."""
     with serve(gqa(fault), memfabric=memfabric) as servers:
         assert_transfers(servers)
         (pid,) = servers.pids("prefill")[1:]
@@ -162,5 +162,5 @@ def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
 
 
 def open_files_and_threads(pid: int) -> tuple[int, int]:
-    """Open files, and threads of any language."""
+    """Returns a process's counts of open files and of threads, also those outside of Python."""
     return tuple(len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))

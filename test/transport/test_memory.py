@@ -1,4 +1,4 @@
-"""A rank keeps no memory of requests that are over, nor of decode ranks that are gone."""
+"""A rank frees the memory of finished requests and of lost decode ranks."""
 
 import os
 from itertools import pairwise
@@ -17,16 +17,16 @@ from pd_harness.polling import wait_until
 pytestmark = pytest.mark.transport
 
 REQUESTS, WINDOWS = 300, 3
-GROWTH_KIB = 75  # a quarter of a KiB for each request
+GROWTH_KIB = 75  # a quarter of a KiB per request
 RESTARTS, WARM_UP_RESTARTS, MAX_RELEASED = 100, 20, 2
-GROWTH_PER_RESTART_KIB = 30  # KiB for each restart; 7 were measured, and 59 with stock
+GROWTH_PER_RESTART_KIB = 30  # measured: 7 with the patched engine, 59 with stock
 
 
 @pytest.fixture(scope="module")
 def idle_fork_server():
-    """A fork server of this test's own.
+    """A fork server that no other test uses.
 
-    What one writes to that forks ranks for other tests, too, becomes its ranks' private memory.
+    Pages that a shared fork server writes to for other tests become private memory of its ranks.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(SHARED_FOLDER_VARIABLE, raising=False)
@@ -34,7 +34,7 @@ def idle_fork_server():
 
 
 def private_kib(rank: fleets.Rank) -> int:
-    """Memory that a rank has written to and shares with no other process."""
+    """Returns the KiB that a rank has written to and shares with no other process."""
     lines = Path(f"/proc/{rank.pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
 
@@ -47,19 +47,19 @@ def test_memory_does_not_grow_with_requests(idle_fork_server, backend):
     with fleets.running(fleet, idle_fork_server, idle_fork_server) as servers:
         ranks = [*servers.prefill, *servers.decode]
         sizes = []
-        for _ in range(WINDOWS + 1):  # the first fills caches
+        for _ in range(WINDOWS + 1):  # the first window fills caches
             for _ in range(REQUESTS):
                 outcome = servers.request(*PAGES)
                 assert outcome.state == "right", outcome
             sizes.append([private_kib(rank) for rank in ranks])
-        # What is leaked grows each time; what is touched for the first time, only once.
+        # A leak grows in each window; memory that is touched for the first time grows once.
         for of_rank in zip(*sizes):
             growths = [after - before for before, after in pairwise(of_rank)]
             assert min(growths) <= GROWTH_KIB, sizes
 
 
 def growth_per_restart(servers, restarts: int) -> float:
-    """KiB of prefill's memory for each restart of decode, after which a request is served."""
+    """Restarts decode, each time with one request; returns prefill's growth in KiB per restart."""
     (prefill,) = servers.prefill
     before = 0
     for number in range(restarts):
@@ -77,7 +77,7 @@ def growth_per_restart(servers, restarts: int) -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["patched", "stock"])
 def test_lost_decode_servers_are_dropped(serve, engine):
-    """A hundred over NIXL, one after the other; stock keeps what it knows of each."""
+    """Loses a hundred decode servers over NIXL, one after the other; stock drops none of them."""
     if engine == "stock" and not SINCE_0_5_20:
         pytest.skip("stock 0.5.9's prefill raises when a decode server ends")
     with serve(fleets.Fleet(), engine, engine) as servers:

@@ -1,6 +1,6 @@
-"""The NIXL backend over other releases of NIXL than the newest, which the other tests use.
+"""The NIXL backend over older releases of NIXL; the other tests use the newest one.
 
-With SGLANG_PD_NIXL=VERSION in the environment, all transport tests run over that one.
+With SGLANG_PD_NIXL=VERSION in the environment, all transport tests use that release.
 """
 
 import pytest
@@ -20,8 +20,8 @@ from transfer_checks import (
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
-# 0.9 holds the GIL in each of its calls. 1.0 and 1.1 do not, and cannot be asked to synchronise
-# their callers; later ones can, and later engines start with no other.
+# NIXL 0.9 holds the GIL during its calls. 1.0 and 1.1 do not, and have no option to synchronize
+# their callers. Later NIXL releases have one, and later engines require it.
 VERSIONS = ["1.2.0", "1.3.2"] if SINCE_0_5_20 else ["0.9.0", "1.0.1", "1.1.0"]
 
 
@@ -32,7 +32,7 @@ def version(request) -> str:
 
 @pytest.fixture()
 def fork_server(fork_server, version):
-    """Ranks use this release of NIXL. Skips where its plug-in for UCX cannot be loaded."""
+    """Makes ranks use this NIXL release; skips the test if its UCX plug-in cannot be loaded."""
 
     def of(engine: str):
         if reason := missing_ucx_reason(version):

@@ -1,7 +1,7 @@
-"""Numbers outside of a rank's buffers: the request that has them fails, and nothing is written.
+"""A request with a page or slot outside a rank's buffers fails, and nothing is written.
 
-A transport tells only where no registered memory is hit. Another layer's page is, and with
-MemFabric all that lies in a 2 MiB page with something that is registered.
+A transport rejects a write only if it hits unregistered memory. Another layer's page is registered,
+and so is, with MemFabric, the whole 2 MiB page around any registered memory.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from fleet import Fleet, Servers, Side
 pytestmark = pytest.mark.transport
 
 FLEET = Fleet(v_width=4)
-# Pages are 0 to 12: the engine's pools have one more than they hand out.
+# Pages are 0 to 12, because the engine's pools have one more page than they allocate.
 FIRST_INVALID_PAGE = FLEET.pages + 1
 FLEETS = {
     "whole": FLEET,
@@ -28,7 +28,7 @@ PAGES = ([1, 2, 12], [12, 0, 5])
 def assert_fails_without_stray_writes(
     servers: Servers, said: str, src_pages=(1, 2, 12), dst_pages=(12, 0, 5)
 ):
-    """A request fails of this, and whatever was written to decode is in a buffer of it."""
+    """Asserts that a request fails with `said`, and that all writes hit buffers of decode."""
     outcome = servers.request(list(src_pages), list(dst_pages))
     assert outcome.state == "failed", outcome
     assert said in outcome.reasons
@@ -38,7 +38,7 @@ def assert_fails_without_stray_writes(
 
 
 def assert_transfers(servers: Servers) -> None:
-    """And each byte of decode's buffers is as it was before, but for the request's."""
+    """Asserts that a request is served and changes no other byte of decode's buffers."""
     outcome = servers.request(*PAGES)
     assert outcome.state == "right", outcome
 
@@ -61,7 +61,7 @@ def test_page_out_of_bounds_fails_the_request(serve, backend, name):
 )
 @pytest.mark.parametrize("page", [FIRST_INVALID_PAGE, 1 << 20])
 def test_page_out_of_bounds_of_stock_decode_fails_the_request(serve, backend, page):
-    """It does not say how many it has: no more than end before its next buffer begins."""
+    """Stock decode sends no page count; its pages must end before its next buffer starts."""
     with serve(dataclasses.replace(FLEET, backend=backend), decode="stock") as servers:
         servers.prefill[0].call("record_writes")
         said = f"decode has set aside pages 4 to {page} of"
@@ -78,7 +78,7 @@ def test_page_out_of_bounds_of_stock_decode_fails_the_request(serve, backend, pa
     ],
 )
 def test_slot_out_of_bounds_fails_the_request(serve, backend, what, fleet, said):
-    """State goes the engine's own way: a slot for each request, not by a plan."""
+    """The engine's own code sends this state, one slot per request, without a transfer plan."""
     with serve(dataclasses.replace(fleet, backend=backend)) as servers:
         (prefill,) = servers.prefill
         prefill.call("record_writes")

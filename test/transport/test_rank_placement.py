@@ -1,4 +1,4 @@
-"""Where ranks' buffers lie and how ranks are started, as far as no NPU is needed to see it."""
+"""On which device each rank is placed and how ranks start; the tests need no NPU."""
 
 import fleet as fleets
 import pytest
@@ -14,7 +14,7 @@ def test_ranks_get_distinct_npus(monkeypatch):
     assert sorted(rank["gpu_id"] for rank in ranks) == list(range(fleet.size)) == list(range(6))
     assert {rank["device"] for rank in ranks} == {"npu"}
     assert {rank["store"] for rank in ranks} == {"tcp://127.0.0.1:2"}
-    # As the engine deals them: TP ranks of a stage side by side, decode after prefill.
+    # The engine's order: TP ranks of a stage next to each other, decode after prefill.
     assert [(r["pp_rank"], r["tp_rank"]) for r in sorted(ranks, key=lambda r: r["gpu_id"])] == [
         *[(0, 0), (0, 1), (1, 0), (1, 1)],
         *[(0, 0), (0, 1)],
@@ -41,7 +41,7 @@ def test_fleets_beyond_the_npus_are_skipped(serve, monkeypatch, fleet, engines, 
 @pytest.mark.transport
 @pytest.mark.nightly  # the engine is imported four times
 def test_ranks_in_new_interpreters():
-    """As on NPUs, whose driver survives no fork."""
+    """NPU ranks start like this, because the NPU driver does not survive a fork."""
     fork_server = fleets.ForkServer("patched", fresh=True)
     with fleets.running(Fleet(backend="ascend", fia=True), fork_server, fork_server) as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2])

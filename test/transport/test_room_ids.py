@@ -1,4 +1,4 @@
-"""A room id that comes again is a new request; a decode rank that registers again is a new peer."""
+"""A reused room id is a new request; a decode rank that registers again is a new peer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pd_harness.polling import is_in_time
 pytestmark = pytest.mark.transport
 
 ROOM, OTHER = 900, 901
-# Places in what `Rank.record_messages` records of decode.
+# Indices into decode's messages as `Rank.record_messages` returns them.
 OPENED, ABORT, NOT_OPENED = 1, 2, 3
 SRC = [9, 2, 3, 7]
 
 
 def prefill_first(servers: Servers) -> Outcome:
-    """One more request of this room, which comes to prefill before decode asks for it."""
+    """Sends another request of the room, which reaches prefill before decode opens it."""
     servers.prefill[0].call("start_request", room=ROOM)
     return request_room(servers)
 
 
 def decode_first(servers: Servers) -> Outcome:
-    """The same the other way round."""
+    """Sends another request of the room, which decode opens before it reaches prefill."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     with ThreadPoolExecutor(1) as pool:
         arrives = servers.fleet.arriving_layers(servers._layers(decode))
@@ -52,7 +52,7 @@ def request_room(servers: Servers, room: int = ROOM) -> Outcome:
 
 
 def assert_aborted(servers: Servers, rank, by_decode: bool = True) -> None:
-    """The room has failed there, given up by one side."""
+    """Asserts that the room has failed on this rank because one side aborted it."""
     is_notified = rank is servers.prefill[0] and by_decode
     said = DECODE_ABORTED[servers.fleet.backend] if is_notified else ABORTED
     answer = rank.timed("wait_for_room", room=ROOM, seconds=10)
@@ -61,7 +61,7 @@ def assert_aborted(servers: Servers, rank, by_decode: bool = True) -> None:
 
 
 def open_request(servers: Servers) -> None:
-    """A request that waits for prefill to compute it."""
+    """Opens a request on both sides; it waits until prefill computes it."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     prefill.call("start_request", room=ROOM)
     decode.call("open_room", room=ROOM, pages=DST)
@@ -84,7 +84,7 @@ def decode_aborts(servers: Servers) -> None:
 
 
 def decode_aborts_before_metadata(servers: Servers) -> None:
-    """And prefill has its request."""
+    """Aborts on decode when prefill has the request but no metadata."""
     for rank in (servers.prefill[0], servers.decode[0]):
         rank.call("start_request", room=ROOM)
     servers.decode[0].call("abort", room=ROOM)
@@ -118,17 +118,17 @@ def test_failed_room_id_can_be_reused(serve, backend, fail, again):
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again):
-    """Decode gave it up; whether prefill's is yet to come or never will, nobody can know."""
+    """Decode aborts a room whose request may still reach prefill, or never will."""
     with serve(Fleet(backend=backend)) as servers:
         assert request_room(servers, OTHER).state == "right"
         servers.decode[0].call("start_request", room=ROOM)
         servers.decode[0].call("abort", room=ROOM)
         assert_aborted(servers, servers.decode[0])
-        if not SINCE_0_5_20:  # which know nothing of it
+        if not SINCE_0_5_20:  # later releases do not remember such an abort
             assert_eventually(
                 lambda: servers.prefill[0].call("is_aborted_before_request", room=ROOM), True
             )
-        # What decode has said before is read by then.
+        # Prefill has read decode's earlier messages once this request is served.
         assert request_room(servers, OTHER + 1).state == "right"
         outcome = again(servers)
         if outcome.state != "right":
@@ -138,7 +138,7 @@ def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again
 
 
 def test_conclusion_does_not_write_to_a_reused_room(serve):
-    """Mooncake: it waits in the queue of the rank, behind what is written."""
+    """With Mooncake, a conclusion waits in the rank's queue behind its writes."""
     with serve(Fleet(backend="mooncake")) as servers:
         assert request_room(servers, OTHER).state == "right"
         again = []
@@ -155,7 +155,7 @@ def test_conclusion_does_not_write_to_a_reused_room(serve):
 
 
 def register_again(servers: Servers, registration: list[bytes]) -> RawSocket:
-    """This decode rank's registration is that one now."""
+    """Replaces the decode rank's registration on prefill; returns the socket that sent it."""
     sock = RawSocket(servers.prefill[0])
     sock.send([registration])
     await_read(sock, servers.decode[0], 0, NOT_OPENED)
@@ -169,7 +169,7 @@ def register_again(servers: Servers, registration: list[bytes]) -> RawSocket:
 )
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS))
 def test_stock_decode_replaces_a_patched_one(serve, backend, trailing):
-    """At the same address, as stock or a fork of it: it is served as stock is."""
+    """A stock engine, or a fork of it, registers at the same address and is served like stock."""
     with serve(Fleet(backend=backend, v_width=4)) as servers:
         assert request_room(servers, OTHER).state == "right"
         registration = recorded_messages(servers.decode[0], ROOM)[0]
@@ -177,7 +177,7 @@ def test_stock_decode_replaces_a_patched_one(serve, backend, trailing):
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
         outcome = request_room(servers)
         assert outcome.prefill[0]["state"] == outcome.decode[0]["state"] == "failed", outcome
-        if backend == "mooncake" and not SINCE_0_5_20:  # which does not tell stock why
+        if backend == "mooncake" and not SINCE_0_5_20:  # 0.5.9 sends stock decode no reason
             assert "it does not say why" in outcome.decode[0]["reason"], outcome
         outcome = request_room(servers)
         assert outcome.state == "right", outcome

@@ -1,4 +1,4 @@
-"""The benchmark of many ranks runs at its smallest size, and keeps what it has measured."""
+"""The benchmark of many ranks runs at its smallest size and saves its measurements."""
 
 import json
 import subprocess
@@ -34,6 +34,6 @@ def check_rows(file: Path, kinds: list[tuple[str, str]]) -> None:
     assert [(row["backend"], row["engine"]) for row in rows] == kinds
     for row in rows:
         assert (row["lost"], row["prefill_died"]) == (0, 0)
-        # Each prefill rank is asked for each request, and says that it is done.
+        # Per prefill rank and request: decode's metadata, and prefill's status.
         assert row["messages"] == 2 * RANKS
         assert min(row["meet_cpu_s"], row["scheduler_ms"], row["reader_ms"]) > 0

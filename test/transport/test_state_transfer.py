@@ -1,7 +1,7 @@
 """State beside KV, byte for byte: index keys (NSA), sliding windows, recurrent (Mamba) state.
 
-The engine's pools over NIXL (UCX) and Mooncake (TCP). A stock engine registers no draft model's
-state, so on decode that stays as it was.
+The tests send the engine's pools over NIXL (UCX) and Mooncake (TCP). A stock engine registers no
+state of a draft model, so decode's draft state stays unwritten.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ NSA = {"mla": True, "index_keys": True, "page_size": 64}
 
 
 def nsa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=4, **more):
-    """Prefill's and decode's last stages hold so many draft layers."""
+    """Returns an NSA fleet; `drafts` are the draft layers of prefill's and decode's last stage."""
     sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
     return Fleet(*sides, layers=layers, **NSA, **more)
 
 
 def swa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=6, **more):
-    """Of each model, layers 0, 2, ... have a sliding window; V is as wide as K for stock."""
+    """Returns a fleet whose layers 0, 2, ... have a sliding window; stock needs V as wide as K."""
     sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
     return Fleet(*sides, layers=layers, v_width=4, hybrid="swa", **more)
 
@@ -46,7 +46,7 @@ def with_backend(backend, fleet):
 
 
 def alternate_backends(names):
-    """Each name over each backend; every run takes one of them for each, nightly all."""
+    """Parametrizes each name over both backends; only nightly runs use both, others use one."""
     return pytest.mark.parametrize(
         "name, backend",
         [
@@ -76,7 +76,7 @@ RIGHT = {
     "swa_tp2_to_2": swa(tp=(2, 2)),
     "swa_tp2_to_1": swa(tp=(2, 1)),
     "swa_tp1_to_2": swa(tp=(1, 2)),
-    # Layers with a window have more heads than the others, as in MiMo-V2, or fewer.
+    # Layers with a window have more heads than full-attention layers, as in MiMo-V2, or fewer.
     "swa_more_heads_tp2_to_1": swa(tp=(2, 1), kv_heads=1, window_heads=2),
     "swa_more_heads_tp1_to_2": swa(tp=(1, 2), kv_heads=1, window_heads=2),
     "swa_fewer_heads_tp2_to_1": swa(tp=(2, 1), kv_heads=4, window_heads=1),
@@ -99,7 +99,7 @@ def test_state_arrives(serve, backend, name):
             assert set(kept.values()) == {0}, kept
 
 
-# The first stage's pool has one layer too many: one with full attention, or with a window.
+# The first stage's pool has one extra layer: one with full attention, or one with a window.
 SWA_STAGES = {
     "full": swa(pp=(2, 1)),
     "window": swa(pp=(2, 1), stages=(2, 4)),
@@ -109,7 +109,7 @@ SWA_STAGES = {
 
 
 def first_stage_last(servers, src, dst):
-    """One request whose stages send one after the other: what the first one writes stays."""
+    """Sends one request stage by stage, the first stage last, so that its writes are final."""
     room = {"room": next(servers._rooms), "seconds": 10}
     fleet, stages = servers.fleet, range(servers.fleet.prefill.pp)
     with ThreadPoolExecutor(fleet.size) as pool:
@@ -143,18 +143,21 @@ def test_sliding_window_stages(serve, backend, name):
 def test_stock_sliding_window_stages(serve, backend, name):
     with serve(with_backend(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
-    # Later ones over NIXL take no stages of these pools.
+    # Over NIXL, stock from 0.5.20 on does not support pipeline stages with these pools.
     ends = "hang" if SINCE_0_5_20 and backend == "nixl" else "wrong"
     assert answer["state"] == ends, answer
 
 
-# Fleets, how many pages of state the request has, and what comes of it and of the next on stock
-# 0.5.9: its thread ends where NumPy does not pair the lists.
+# (fleet, the request's state pages, states of that request and of the next one on stock 0.5.9).
+# Stock's thread crashes if NumPy cannot pair the two page lists.
 STATE_PAGE_LISTS = {"nsa": (nsa(), 5, ("hang", "hang")), "swa": (swa(), 2, ("wrong", "right"))}
 
 
 def request_with_short_state_list(serve, fleet, engine, seconds=10):
-    """What comes of a request for which decode lists its state without the first page."""
+    """Sends a request whose decode state list lacks its first page, and then a normal one.
+
+    Returns the first request's outcome and the second one's state.
+    """
     with serve(fleet, engine, engine) as servers:
         servers.prefill[0].call("use_bad_indices", what="window")
         outcome = servers.request(*REQUESTS[1], seconds=seconds)
@@ -166,7 +169,7 @@ def request_with_short_state_list(serve, fleet, engine, seconds=10):
     "name, backend", [("nsa", "mooncake"), ("swa", "mooncake"), ("swa", "ascend")]
 )
 def test_unequal_state_page_lists_fail(serve, backend, name):
-    """They pair by position, and nothing says which end is missing. On NPUs index keys are KV."""
+    """The lists pair by position, so the missing page is unknown. On NPUs index keys are KV."""
     fleet, pages, _ = STATE_PAGE_LISTS[name]
     outcome, following = request_with_short_state_list(
         serve, with_backend(backend, fleet), "patched"
@@ -178,7 +181,7 @@ def test_unequal_state_page_lists_fail(serve, backend, name):
 
 @pytest.mark.parametrize("name", STATE_PAGE_LISTS)
 def test_stock_truncates_unequal_state_page_lists(serve, name):
-    """What it sends lies one page off."""
+    """Stock writes the state one page off."""
     fleet, _, ends_0_5_9 = STATE_PAGE_LISTS[name]
     ends = ("wrong", "right") if SINCE_0_5_20 else ends_0_5_9
     seconds = HANG_SECONDS if ends[0] == "hang" else 10
@@ -195,7 +198,7 @@ RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}
 @only_0_5_9("later ones say where each convolution begins")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_fused_convolutions_are_not_split(serve, name):
-    """x, B and C lie one after the other in it, so a part of it is not a rank's part of each."""
+    """x, B and C follow each other, so a slice of all is not a rank's slice of each of them."""
     with serve(with_backend("mooncake", mamba(RECURRENT[name]))) as servers:
         outcome = servers.request(*REQUESTS[1])
     assert outcome.state == "failed", outcome
@@ -212,7 +215,7 @@ def test_stock_splits_fused_convolutions_wrongly(serve, name):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_single_convolution_is_split(serve, name):
-    """Mooncake's engine does that, for a model that keeps nothing else."""
+    """The engine's Mooncake code splits it, for a model without other recurrent state."""
     with serve(with_backend("mooncake", mamba(RECURRENT[name], "conv"))) as servers:
         assert_all_transfer(servers)
 
@@ -220,7 +223,7 @@ def test_single_convolution_is_split(serve, name):
 @pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 refuses them")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_fused_convolutions_are_split_one_by_one(serve, name):
-    """Each by itself."""
+    """x, B and C are each split across the TP ranks."""
     with serve(with_backend("mooncake", mamba(RECURRENT[name]))) as servers:
         assert_all_transfer(servers)
 
@@ -236,7 +239,7 @@ ONE_SIDED = {
 
 @alternate_backends(ONE_SIDED)
 def test_draft_on_one_side(serve, fork_server, backend, name):
-    """What only one side has is left out, and prefill's log says so once for a decode rank."""
+    """Prefill leaves out a draft that only one side has, and logs it once per decode rank."""
     log = fork_server("patched").log
     begins = log.stat().st_size
     with serve(with_backend(backend, ONE_SIDED[name])) as servers:
@@ -246,19 +249,19 @@ def test_draft_on_one_side(serve, fork_server, backend, name):
     assert said.count(f"{who} draft model") == said.count("draft model") == 1, said
 
 
-# Stock alone, and with a patched server on either side: a rollout goes server by server.
+# Stock alone, and with a patched server on either side, because a rollout goes server by server.
 ENGINES = [("stock", "stock"), ("stock", "patched"), ("patched", "stock")]
-# Later ones send all but a draft's windows; what is patched there leaves it at that.
+# From 0.5.20 on, stock sends all state but a draft's windows, and so does the patched engine.
 UNWRITTEN_BY = [*ENGINES, ("patched", "patched")] if SINCE_0_5_20 else ENGINES
 NSA_DRAFTS = () if SINCE_0_5_20 else ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2")
 UNWRITTEN = {**{name: RIGHT[name] for name in NSA_DRAFTS}, "swa_draft": SWA_DRAFT}
 
 
 def assert_draft_state_unwritten(serve, fleet, engines):
-    """All else is right, the draft's KV too.
+    """Asserts that only the draft's state is wrong; the draft's KV is right.
 
-    But for hidden states of a stock stage without draft layers, which seems to have no draft. No
-    server of 0.5.9 speculates in stages.
+    The exception is the hidden states of a stock stage without draft layers, because that stage
+    looks like one without a draft model. No 0.5.9 server speculates with pipeline stages.
     """
     with serve(fleet, *engines) as servers:
         outcome = servers.request(*REQUESTS[1], seconds=30)
@@ -310,12 +313,12 @@ DRAFT_ON_ONE_SIDE = {
 
 @alternate_backends(DRAFT_ON_ONE_SIDE)
 def test_draft_on_one_side_with_stock_decode(serve, backend, name):
-    """Our last stage may register as many state buffers as decode, which has all layers."""
+    """Prefill's last stage may have as many state buffers as decode, which has all layers."""
     with serve(with_backend(backend, DRAFT_ON_ONE_SIDE[name]), "patched", "stock") as servers:
         assert_all_transfer(servers)
 
 
-# Stock alone: its sender indexes past decode's layers, or refuses to split windows by heads.
+# Stock's sender indexes past decode's layers, or refuses to split windows by heads.
 ENDS_0_5_9 = {"nixl": "raised", "mooncake": "hang"}
 STOCK_ENDS_0_5_9 = {
     "draft_on_prefill": (ONE_SIDED["prefill"], ENDS_0_5_9),
@@ -329,7 +332,7 @@ STOCK_ENDS_0_5_23 = {
 
 @alternate_backends(STOCK_ENDS_0_5_9)
 def test_stock_prefill_fails(serve, backend, name):
-    """Over NIXL its scheduler raises, over Mooncake its transfer thread is lost."""
+    """On 0.5.9, the scheduler raises over NIXL, and the transfer thread crashes over Mooncake."""
     fleet, ends = (STOCK_ENDS_0_5_23 if SINCE_0_5_20 else STOCK_ENDS_0_5_9)[name]
     seconds = HANG_SECONDS if ends[backend] == "hang" else 8
     with serve(with_backend(backend, fleet), "stock", "stock") as servers:

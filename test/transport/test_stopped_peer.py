@@ -1,4 +1,4 @@
-"""A decode server that is stopped with requests open: another one's are served all the while."""
+"""While a decode server with open requests is stopped, another one's requests are served."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ OPEN_REQUESTS = 60
 SILENT_SECONDS = 5
 # ZeroMQ notices within 5 s that a process is stopped.
 NOTICED_SECONDS = SILENT_SECONDS + 6
-# Two writes of Mooncake, each of which waits a second for its turn in the harness.
+# Two Mooncake writes, each of which waits up to a second for the harness's write lock.
 SERVED_SECONDS = 4
-# Whoever waits for a peer does so for seconds; beside writes of Mooncake's to a stopped process a
-# turn may take a quarter of one.
+# A turn that waits for a peer takes seconds; next to Mooncake writes to a stopped process, a turn
+# may take 0.25 s.
 LONGEST_TURN = 0.5
 ENVIRONMENT = {"SGLANG_PD_SILENT_SECONDS": str(SILENT_SECONDS)}
 FLEETS = {
     **{backend: {"backend": backend} for backend in (*BACKENDS, "ascend")},
-    # Shared memory takes what is written to a process that is stopped.
+    # Over shared memory, writes to a stopped process succeed.
     "nixl_tcp": {"backend": "nixl", "environment": {"UCX_TLS": "tcp"}},
 }
 
@@ -39,7 +39,7 @@ def stopped(rank: Rank):
 
 
 def fleet_of(name: str, **more: str) -> Fleet:
-    """K and V are of one width, for stock's sake; `more` is of the environment."""
+    """Returns a fleet with K and V of one width, which stock needs; `more` are its variables."""
     given = dict(FLEETS[name])
     side = Side(environment={**ENVIRONMENT, **more, **given.pop("environment", {})})
     sizes = {"pages": OPEN_REQUESTS + 8, "page_size": 64, "layers": 4, "v_width": 4}
@@ -47,7 +47,7 @@ def fleet_of(name: str, **more: str) -> Fleet:
 
 
 def open_rooms(servers: Servers) -> tuple[Rank, Rank, list]:
-    """A decode rank with open rooms, another one, and the rooms with their pages."""
+    """Returns a decode rank with open rooms, a second decode rank, and the `[room, pages]`."""
     (first,), (other,) = servers.decode, servers.start_another("decode")
     (prefill,) = servers.prefill
     served = [
@@ -58,13 +58,13 @@ def open_rooms(servers: Servers) -> tuple[Rank, Rank, list]:
     rooms = [[room, [page]] for page, room in enumerate(range(5000, 5000 + OPEN_REQUESTS))]
     for room, pages in rooms:
         first.call("open_room", room=room, pages=pages)
-    # What decode has not sent yet when it is stopped, prefill never reads.
+    # A stopped decode rank sends no more messages, so prefill must have read them by then.
     assert wait_until(lambda: prefill.call("room_counts")["transfer_infos"] == OPEN_REQUESTS, 10)
     return first, other, rooms
 
 
 def request_from_other(servers: Servers, pool, other: Rank, rooms: list, seconds: float) -> tuple:
-    """What becomes of its request, and of all that prefill sends; both in the future."""
+    """Sends `rooms` and one request of `other`; returns futures of its answer and of prefill's."""
     room, pages = 9001, [OPEN_REQUESTS + 2]
     arrives = servers.fleet.arriving_layers(range(servers.fleet.layers))
     live = {"room": room, "pages": pages, "arrives": arrives}
@@ -74,13 +74,13 @@ def request_from_other(servers: Servers, pool, other: Rank, rooms: list, seconds
     return received, pool.submit(prefill.call, "send_at_once", **sending)
 
 
-# Stock deals decode ranks to four queues by their ports: every
-# fourth waits for the one that is stopped.
+# Stock assigns decode ranks to four queues by their ports, so by default only every fourth rank
+# waits for the stopped one.
 ONE_QUEUE = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "1"}
 
 
-# For so long it does no request of another server. 0.5.9's scheduler writes over NIXL itself, and
-# waits for no write.
+# (fleet, seconds for which stock serves no request of another server). 0.5.9's scheduler writes
+# over NIXL itself and waits for no write.
 STOCK_DELAYS = [("mooncake", 20), *([("nixl_tcp", 120)] if SINCE_0_5_20 else [])]
 
 
@@ -110,7 +110,7 @@ def test_stopped_peer_does_not_delay_another(serve, name):
         *ends, _ = answers["ends"]
         assert {end["state"] for end in ends} <= {"failed", "success"}, ends
         failed = [end for end in ends if end["state"] == "failed"]
-        if name == "nixl_tcp":  # of the others the process takes what is written to it
+        if name == "nixl_tcp":  # over the other backends, writes to a stopped process succeed
             assert failed
         for end in failed:
             assert "SGLANG_PD_SILENT_SECONDS" in end["reason"], end
@@ -133,7 +133,7 @@ def test_stopped_peer_does_not_delay_another(serve, name):
 @pytest.mark.nightly
 @pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9's scheduler writes over NIXL itself")
 def test_aborted_requests_of_a_stopped_peer_free_the_worker(serve):
-    """Sooner than it is known as silent; prefill's only worker is writing to it."""
+    """Aborts free prefill's only worker, which writes to the peer, before the peer is silent."""
     with serve(fleet_of("nixl_tcp", **ONE_QUEUE)) as servers:
         first, other, rooms = open_rooms(servers)
         with stopped(first), ThreadPoolExecutor(2) as pool:

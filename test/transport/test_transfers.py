@@ -1,4 +1,4 @@
-"""Every byte of every decode rank, over real NIXL (UCX) and real Mooncake (TCP)."""
+"""Transfers over NIXL (UCX), Mooncake (TCP) and MemFabric; every byte on decode is compared."""
 
 import pytest
 from engine_release import SINCE_0_5_20, slow_memfabric_marks, with_marks
@@ -104,7 +104,7 @@ def test_ascend_by_device_rdma(serve, name, tmp_path):
 @needs_driver_stub
 @pytest.mark.nightly
 def test_more_copies_than_the_device_queue_holds(serve):
-    """14,400 token slices; a send queue of 4,096 would take no more at once, and fail the rest."""
+    """Sends 14,400 token slices; a send queue of 4,096 would reject the rest of a single batch."""
     pages = list(range(0, 2400, 2))
     sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
     fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, v_width=4, backend="ascend")
@@ -124,11 +124,11 @@ def test_stock(serve, name):
 
 
 def test_stock_with_a_narrower_v(serve):
-    """Stock sends V in K's lengths: past the end of the memory, or into the neighbour's."""
+    """Stock sends V with K's lengths, past the end of V's memory or into the next buffer."""
     fleet, ended = STOCK_NARROWER_V
     with serve(fleet, "stock", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
-    # Where memory ends there, NIXL does not take it; else others' bytes arrive as V.
+    # NIXL rejects the write if memory ends behind V; otherwise the next buffer's bytes arrive as V.
     assert outcome.state in (ended, "wrong"), outcome
     assert outcome.state == ended or "('v', False," in outcome.reasons, outcome
 
@@ -140,7 +140,7 @@ MIXED_0_5_23 = {
     "mooncake-pp2": with_fields(STAGES["pp2"], backend="mooncake"),
     "ascend-mla_2_2_3": ASCEND["mla_2_2_3"],
 }
-# Wherever stock alone works, one side may be stock: a rollout goes server by server.
+# Wherever stock alone works, one side may be stock, because a rollout goes server by server.
 MIXED = {
     **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_2", "tp1_to_2")},
     **{f"nixl-{name}": STAGES[name] for name in ("pp2_to_pp2", "draft_on_both")},
@@ -172,7 +172,7 @@ def assert_mixed_transfers(serve, name, engines):
 
 @with_marks(*slow_memfabric_marks("ascend"))
 def test_draft_on_stock_decode(serve):
-    """(A stock prefill rank would write its metadata to other slots.)"""
+    """Prefill is patched, because a stock prefill rank would write metadata to other slots."""
     with serve(ascend(Side(), Side(draft_layers=1), mla=True), "patched", "stock") as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
@@ -181,7 +181,7 @@ def test_draft_on_stock_decode(serve):
 
 @pytest.mark.parametrize("name", ["tp2_to_1", "tp4_to_2"])
 def test_stock_decode_counts_patched_senders(serve, name):
-    """Where stock alone hangs: our senders' numbers are unique, and stock decode counts them."""
+    """Stock alone hangs here; patched senders have unique numbers, which stock decode counts."""
     with serve(HEADS[name], "patched", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2])
         assert outcome.state == "right", outcome
@@ -189,7 +189,7 @@ def test_stock_decode_counts_patched_senders(serve, name):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_many_copies(serve, backend):
-    """14,400 token slices from each of 4 senders, all at once: as much as Mooncake's TCP takes."""
+    """Each of 4 senders sends 14,400 token slices at once, the most that Mooncake's TCP accepts."""
     pages = list(range(0, 2400, 2))
     sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
     fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, backend=backend)

@@ -1,4 +1,4 @@
-"""A request that cannot be served fails on both sides at once, with its reason; the next works."""
+"""An unservable request fails on both sides at once, with its reason; the next one works."""
 
 import time
 
@@ -10,14 +10,14 @@ pytestmark = pytest.mark.transport
 
 
 def refusal_reasons(serve, fleet, seconds=10):
-    """The outcome of a request between servers that cannot work together, and that it came fast."""
+    """Returns why a request between incompatible servers failed, which must take few seconds."""
     with serve(fleet) as servers:
         begun = time.monotonic()
         outcome = servers.request([1, 2], [3, 4], seconds=30)
         assert outcome.state == "failed", outcome
         assert {answer["state"] for answer in (*outcome.prefill, *outcome.decode)} == {"failed"}
         assert time.monotonic() - begun < seconds
-        # Not only the first request: the refusal stays.
+        # The servers refuse later requests, too.
         assert servers.request([1, 2], [3, 4], seconds=30).state == "failed"
     return outcome.reasons
 
@@ -30,7 +30,7 @@ def test_indivisible_tp_sizes_are_refused(serve, backend):
     assert "decode attention TP size 2" in reasons
 
 
-# What the engine compares by itself.
+# From 0.5.20 on, the engine itself compares these two.
 PAGE_SIZES, DTYPES = (
     (
         "prefill server has page_size=8, but decode server has page_size=16",
@@ -126,7 +126,7 @@ if SINCE_0_5_20:
 
 @pytest.mark.parametrize("backend", TABLES)
 def test_room_tables_exist(serve, backend):
-    """One with another name would never be seen to keep anything."""
+    """Leak checks would miss a table under another name."""
     with serve(Fleet(backend=backend)) as servers:
         found = [set(kept) for kept in servers.room_counts()]
     assert found == [COMMON_TABLES | names for names in TABLES[backend]]
@@ -134,7 +134,7 @@ def test_room_tables_exist(serve, backend):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_refused_room_is_not_opened(serve, backend):
-    """Though the scheduler may ask for that before it has looked at the room's state."""
+    """The scheduler may try to open the room before it polls the room's state."""
     with serve(Fleet(Side(page_size=8), Side(page_size=16), backend=backend)) as servers:
         (decode,) = servers.decode
         assert decode.call("open_room", room=1, pages=[3, 4]) == {"state": "opened"}
@@ -149,7 +149,7 @@ def test_refused_room_is_not_opened(serve, backend):
     ids=lambda fleet: f"{fleet.prefill}-{fleet.decode}",
 )
 def test_send_error_fails_only_its_request(serve, fleet):
-    """Decode has set aside fewer pages than prefill computes: stock's scheduler dies of it."""
+    """Decode allocates fewer pages than prefill computes, which crashes stock's scheduler."""
     with serve(fleet) as servers:
         begun = time.monotonic()
         outcome = servers.request([1, 2, 3], [3, 4, 5], leave_out=1, seconds=30)
@@ -163,7 +163,7 @@ def test_send_error_fails_only_its_request(serve, fleet):
 
 
 def test_stock_sends_more_pages_than_decode_allocated(serve):
-    """Its scheduler raises, and decode waits; in later ones the last page is left out unsaid."""
+    """0.5.9's scheduler raises and decode waits; later releases silently omit the last page."""
     ends = ("success", "wrong") if SINCE_0_5_20 else ("raised", "hang")
     with serve(Fleet(v_width=4), "stock", "stock") as servers:
         outcome = servers.request([1, 2, 3], [3, 4, 5], leave_out=1, seconds=5)

@@ -1,4 +1,4 @@
-"""`SGLANG_PD_VERIFY`: what is right passes, what is not fails, and says what and where."""
+"""`SGLANG_PD_VERIFY`: right KV passes; wrong KV fails with a reason that names what and where."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.transport
 
 BACKENDS = ["nixl", "mooncake", "ascend"]
 SRC, DST = [1, 2, 3, 4], [4, 5, 6, 7]
-# Later releases send a recurrent model's pools and state by their own plans, layer by layer.
+# Later releases send a recurrent model's pools and state layer by layer with the engine's code.
 COMPARED_STATE = ["swa"] if SINCE_0_5_20 else ["swa", "mamba"]
 MANY_PAGES = 100_000
 
@@ -65,7 +65,7 @@ def test_valid_kv_passes(serve, name):
 @pytest.mark.parametrize("hybrid", COMPARED_STATE)
 @pytest.mark.parametrize("backend", nightly_except(["nixl", "mooncake"], "nixl"))
 def test_state_is_compared(serve, backend, hybrid):
-    """Two layers of four have state: K and V of a window, or a convolution's and a recurrence's."""
+    """Two of four layers have state: a window's K and V, or a convolution and a recurrence."""
     with serve(verifying(Fleet(backend=backend, hybrid=hybrid, layers=4))) as servers:
         assert servers.request(SRC, DST).state == "right"
         (count,) = servers.decode[0].call("verify_results")["pairs"].values()
@@ -85,7 +85,7 @@ def test_unverifiable_state_is_refused(serve):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_prompt_of_many_pages(serve, backend):
-    """A digest for each page travels in one message: here 800 kB."""
+    """One message carries a digest of each page, here 800 kB."""
     fleet = Fleet(
         backend=backend, layers=1, page_size=1, pages=MANY_PAGES + 1, kv_heads=1, v_width=4
     )
@@ -126,7 +126,7 @@ def test_corrupted_kv_fails_its_request(serve, backend, what):
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_mismatch_on_one_rank_fails_all_ranks(serve, backend):
-    """The other TP rank has all that it should; both end the room, and the next one is served."""
+    """The other TP rank's KV is right; both fail the room, and serve the next one."""
     fleet = verifying(Fleet(Side(tp=2), Side(tp=2), backend=backend, v_width=4))
     with serve(fleet) as servers:
         reduce_polls(servers.decode)
@@ -150,7 +150,10 @@ NSA_DRAFT = Fleet(
 
 
 def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
-    """The patched engine, whose prefill ranks send by the stock engine's code; skips without it."""
+    """Returns a patched fleet whose prefill ranks send with the stock engine's code.
+
+    Skips the test if there is no stock engine.
+    """
     if reason := skip_reason(fleet.backend, fleet.size, ("patched", "stock")):
         pytest.skip(reason)
     fleet = verifying(same_widths(fleet), mode)
@@ -167,13 +170,13 @@ def reported_mismatches(servers) -> list[str]:
 
 COMPARED_STOCK = [
     name for name, (_, state) in STOCK.items() if state != "raised"
-]  # that fails by itself
+]  # a request whose transfer raises fails without a comparison
 
 
 @only_0_5_9("a later prefill cannot send by stock's code")
 @pytest.mark.parametrize("name", [*COMPARED_STOCK, "nixl-nsa_draft", "mooncake-nsa_draft"])
 def test_verify_agrees_with_byte_comparison(serve, name):
-    """With `log` it is served; where no byte is wrong nothing is said."""
+    """With `log`, the request is served, and a mismatch is reported only if a byte is wrong."""
     fleet = STOCK[name][0] if name in STOCK else replace(NSA_DRAFT, backend=name.split("-")[0])
     with serve(with_stock_transfer(fleet, "log")) as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
@@ -219,7 +222,7 @@ def test_unavailable_digests_fail_their_request(serve, backend):
 
 @st.composite
 def fleets(draw) -> Fleet:
-    """Any pair of servers that may work together: heads or MLA, stages, drafts on either side."""
+    """Draws a compatible pair of servers: heads or MLA, stages, drafts on either side."""
     backend = draw(st.sampled_from(BACKENDS))
     mla = draw(st.booleans())
     heads = draw(st.sampled_from([1, 2, 4]))

@@ -1,4 +1,4 @@
-"""Mooncake's writes take turns on a CPU host, and a fleet's ranks wait for those of no other."""
+"""On a CPU host a lock serializes a fleet's Mooncake writes; other fleets do not hold that lock."""
 
 import pytest
 from fleet import Fleet
@@ -15,4 +15,4 @@ def test_write_lock_of_another_test_does_not_block(serve):
         assert held
         assert_transfers(servers)
         (prefill,) = servers.request([1, 2], [3, 4]).prefill
-        assert is_in_time(prefill["seconds"], 0.8), prefill  # a turn that does not come takes 1 s
+        assert is_in_time(prefill["seconds"], 0.8), prefill  # a wait for the lock takes 1 s

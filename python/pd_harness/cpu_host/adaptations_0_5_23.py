@@ -1,4 +1,4 @@
-"""What releases after 0.5.9, and their packages, need besides `adaptations`."""
+"""Adaptations that releases after 0.5.9, and their packages, need in addition to `adaptations`."""
 
 import functools
 import logging
@@ -11,20 +11,20 @@ STAGING_LOG_LINE = "KV comes through a staging buffer"  # in decode's log
 
 
 def hide_torchvision(import_utils: ModuleType) -> None:
-    """transformers 5 reads values out of torchvision when it is imported; ours has names alone."""
+    """Hide the torchvision stub from transformers 5, whose import reads torchvision's values."""
     for name in ("is_torchvision_available", "is_torchvision_v2_available"):
         if hasattr(import_utils, name):
             setattr(import_utils, name, lambda: False)
 
 
 def disable_pinned_page_indices(conn: ModuleType) -> None:
-    """Mooncake's page indices as NumPy's, for pinned memory takes an accelerator."""
+    """Let Mooncake use NumPy page indices, since pinned memory needs an accelerator."""
     if hasattr(conn.MooncakeKVSender, "supports_host_tensor_indices"):
         conn.MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def stage_in_host_memory(staging_buffer: ModuleType) -> None:
-    """Staging buffers in host memory, filled and read by the engine's functions without Triton."""
+    """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter."""
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
     staging_buffer._USE_TRITON_STAGING = False
     make = staging_buffer.StagingBuffer.__init__
@@ -32,26 +32,26 @@ def stage_in_host_memory(staging_buffer: ModuleType) -> None:
     @functools.wraps(make)
     def made(self, *args, **more):
         make(self, *args, **more)
-        self.device = self.buffer.device  # without the index of a rank
+        self.device = self.buffer.device  # without a device index
 
     staging_buffer.StagingBuffer.__init__ = made
     _stub_streams(staging_buffer)
 
 
 def _stub_streams(module: ModuleType) -> None:
-    """For a CPU torch has them, too, but they do not say of which device they are."""
+    """Replace the module's streams: torch's CPU streams do not name their device."""
     module.create_device_stream = lambda device: NoStream()
     module.device_stream_context = lambda stream: stream
 
 
 def _create_logged_stream(device) -> NoStream:
-    """The stream for it; the engine says nothing of what it stages."""
+    """A staging stream; logs the use of staging, which the engine does not log."""
     logging.getLogger(__name__).info(STAGING_LOG_LINE)
     return NoStream()
 
 
 def scatter_from_host_memory(staging_handler: ModuleType) -> None:
-    """Let decode take host memory, which has no index, out of a staging buffer."""
+    """Let decode scatter a staging buffer into host memory, whose device has no index."""
     import torch
 
     handler = staging_handler.DecodeStagingHandler
@@ -84,7 +84,7 @@ def install_slot_functions(module: ModuleType) -> None:
 
 
 def use_draft_chains(spec_tree: ModuleType) -> None:
-    """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
+    """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation
 
     spec_tree.sgl_build_tree_kernel_efficient_cpu = speculation.build_chains
@@ -92,9 +92,9 @@ def use_draft_chains(spec_tree: ModuleType) -> None:
 
 
 class NpuPoolTorch(ModuleType):
-    """``torch`` for the module of NPU pools, which waits for copies of an NPU.
+    """``torch`` for the module of NPU pools, which waits for an NPU's copies.
 
-    Nobody else must see ``torch.npu``, and take this machine for one that has it.
+    Other modules must not see ``torch.npu``, or they would assume that this machine has an NPU.
     """
 
     npu = SimpleNamespace(synchronize=lambda: None)

@@ -1,7 +1,7 @@
-"""Tiny models that can add, trained on the spot: what accuracy is measured with.
+"""Tiny models that can add, trained locally, for measuring accuracy.
 
-They answer sums that are written as the engine's GSM8K script writes its questions, one or more
-before the one to be answered. Training takes minutes, and the model is kept as others are.
+They answer sums in the format of the engine's GSM8K script, after one or more examples. Training
+takes minutes; the checkpoint is kept like the other models'.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ MAX_ADDEND = 19
 TRAINING_STEPS = 1200
 BATCH = 32  # texts of SHOTS + 1 sums
 SHOTS = 1
-IGNORED_LABEL = -100  # no loss
+IGNORED_LABEL = -100  # excluded from the loss
 
 
 def addition_problems(count: int, seed: int) -> list[dict[str, str]]:
-    """Questions and answers, as rows of GSM8K."""
+    """Questions and answers in the format of GSM8K's rows."""
     source = random.Random(seed)
     pairs = [(source.randint(0, MAX_ADDEND), source.randint(0, MAX_ADDEND)) for _ in range(count)]
     return [{"question": f"{a}+{b}?", "answer": str(a + b)} for a, b in pairs]
 
 
 def write_problems(file: Path, count: int) -> None:
-    """A file of rows for the engine's script, its first one the example."""
+    """Write ``count`` rows for the engine's script; the first row is the example."""
     file.write_text("".join(json.dumps(row) + "\n" for row in addition_problems(count, seed=0)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticGQA(TinyGQA):
-    """GQA that adds; two KV heads, so that four TP ranks replicate them."""
+    """A GQA model that adds, with two KV heads so that four TP ranks replicate them."""
 
     kv_heads: int = 2
     head_dim: int = 32
@@ -47,7 +47,7 @@ class ArithmeticGQA(TinyGQA):
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticMLA(TinyMLA):
-    """MLA that adds; of five layers, so that two stages have unequal lengths."""
+    """An MLA model that adds, with five layers so that two PP stages have unequal lengths."""
 
     layers: int = 5
 
@@ -60,12 +60,12 @@ class ArithmeticMLA(TinyMLA):
 
 
 def with_trainable_range(common: dict) -> dict:
-    """With weights of a range that training can begin with."""
+    """``common`` with a range of initial weights that training can start from."""
     return {**common, "initializer_range": 0.02}
 
 
 def train(network, seed: int):
-    """Teach it sums; what is asked is left out of the loss, for nobody can foresee it."""
+    """Train the network on sums; the loss excludes the questions, which nothing can predict."""
     import torch
 
     tokenizer, source = byte_tokenizer(), random.Random(seed + 1)

@@ -1,9 +1,9 @@
-"""Tiny draft models for speculative decoding, made of the target that they draft for.
+"""Tiny draft models for speculative decoding, made from their target models.
 
-A draft reads each token together with what the target made of the token before, its hidden state,
-and goes on with the target's first layer alone.  So it foresees some tokens and not others, and
-what it foresees depends on its own KV cache, and a little on the hidden states.  The engine gives
-it the target's embedding and head.
+A draft model's input is each token together with the target's hidden state of the token before; its
+only layer is the target's first.  So it predicts some tokens and not others, and its predictions
+depend on its own KV cache, and a little on the hidden states.  The engine gives it the target's
+embedding and head.
 """
 
 import json
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from pd_harness.cpu_host.models import TinyLlama, TinyMLA, TinyModel, write_atomically
 
-HIDDEN_WEIGHT = 0.02  # weight of a hidden state; an element of an embedding has a size of 0.25
-# A layer's output is about 25 in each element, but the hidden state that a draft hands itself must
-# be of the target's size, which is 1.
+HIDDEN_WEIGHT = 0.02  # weight of a hidden state; an embedding's elements are about 0.25
+# A layer's output is about 25 in each element, but the hidden state that a draft model passes to
+# its next step must have the target's size, which is 1.
 OUTPUT_SCALE = 1 / 25
-ROUTED_EXPERTS = 4  # experts that say nothing; each TP rank must have one
+ROUTED_EXPERTS = 4  # their output is 0; each TP rank must have one
 
 
 def make_draft(target: TinyModel, folder: Path) -> Path:
-    """Folder of the checkpoint of a draft below ``folder``, written there first if need be.
+    """The folder of a draft model's checkpoint below ``folder``; writes it if it does not exist.
 
     Raises:
-        TypeError: there are no drafts for this family.
+        TypeError: this family has no draft models.
     """
     kinds = {TinyLlama: eagle, TinyMLA: nextn}
     kind = next((kinds[one] for one in kinds if isinstance(target, one)), None)
@@ -43,10 +43,10 @@ def make_draft(target: TinyModel, folder: Path) -> Path:
 
 
 def eagle(weights: dict, config: dict) -> tuple[dict, dict]:
-    """Changes to the target's config, and the weights, of an EAGLE draft of the Llama family.
+    """Changes to the target's config, and the weights, for an EAGLE draft of the Llama family.
 
-    It has no norm before its layer, where the target's divides an embedding by its size, and none
-    after it.
+    An EAGLE draft has no norm after its layer, and none before it, where the target's norm divides
+    an embedding by its size; here the weights do.
     """
     start = "model.layers.0."
     layer = {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}
@@ -68,9 +68,9 @@ def eagle(weights: dict, config: dict) -> tuple[dict, dict]:
 
 
 def nextn(weights: dict, config: dict) -> tuple[dict, dict]:
-    """The same of DeepSeek-V3's next-token layer, whose MLP the engine takes for one of experts.
+    """Changes to the config, and the weights, for DeepSeek-V3's next-token layer.
 
-    The shared expert is the target's MLP.
+    The engine expects experts as its MLP: the shared expert is the target's MLP.
     """
     start, end = "model.layers.0.", f"model.layers.{config['num_hidden_layers']}."
     layer = {
@@ -105,12 +105,12 @@ def nextn(weights: dict, config: dict) -> tuple[dict, dict]:
 
 
 def _rms(weight):
-    """Root of the mean square of the elements, without dimensions."""
+    """Root mean square of all elements, a scalar tensor."""
     return weight.pow(2).mean().sqrt()
 
 
 def _fusion_weights(token, config: dict):
-    """Weights [width, 2 * width] that add a token's embedding and a hidden state."""
+    """Weights [width, 2 * width] that add an embedding, times ``token``, and a hidden state."""
     import torch
 
     one = torch.eye(config["hidden_size"])

@@ -1,4 +1,4 @@
-"""A turn that all processes with one folder for temporary files take one after the other."""
+"""A lock among all processes that share a folder for temporary files."""
 
 import contextlib
 import fcntl
@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-POLL_INTERVAL_S = 0.0005  # seconds between two looks
+POLL_INTERVAL_S = 0.0005
 
 
 class FileLock:
-    """``taken()`` waits for the turn; after ``patience`` seconds it goes on without.
+    """A lock whose holder may be slow: after ``timeout_s`` the caller goes on without the lock.
 
-    So one that is long in coming, such as a write to a dead server, holds up nobody for longer. A
-    process that ends gives its turn back.
+    So a slow holder, such as a write to a dead server, delays nobody for longer. The kernel
+    releases the lock of a process that exits.
     """
 
     def __init__(self, name: str, timeout_s: float = 1.0):
@@ -27,7 +27,7 @@ class FileLock:
 
     @contextlib.contextmanager
     def acquired(self) -> Iterator[bool]:
-        """Whether it was had, from other processes and from this one's threads."""
+        """Wait for other processes and this one's threads; yields whether the lock was acquired."""
         end = time.monotonic() + self.timeout_s
         if not self.lock.acquire(timeout=self.timeout_s):
             yield False
@@ -42,7 +42,7 @@ class FileLock:
             self.lock.release()
 
     def _lock_file(self, end: float) -> bool:
-        if self.pid != os.getpid():  # a fork has a file of its own
+        if self.pid != os.getpid():  # a fork opens its own file
             self.file, self.pid = self.path.open("a"), os.getpid()
         while True:
             try:

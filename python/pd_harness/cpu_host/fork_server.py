@@ -1,14 +1,14 @@
-"""A process that has imported the engine, and forks servers that then need not.
+"""A process that has imported the engine and forks servers, which need not import it.
 
-usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks`, which asks it)
+usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks`, its client)
 
-For each connection to the Unix socket it forks a keeper (compare `pd_harness.supervisor`), which says
-``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
-``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
-``python -m`` would, or a file whose name ends in ``.py``; what the engine then starts by
-``multiprocessing`` is forked, too.  The keeper says ``{"keeper": PID}``, its own, and in the end
-``{"status": N}``.  When the connection is closed, or the server has ended, every process of its
-group is killed.  The fork server ends with its standard input.
+For each connection to the Unix socket it forks a supervisor (compare `pd_harness.supervisor`).  The
+supervisor sends ``{"read": {NAME: VALUE}}``, the variables that the engine's import read, and
+receives ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the
+module as ``python -m`` would, or a file whose name ends in ``.py``; processes that the engine then
+starts by ``multiprocessing`` are forked, too.  The supervisor sends ``{"keeper": PID}``, its own
+pid, and at the end ``{"status": N}``.  When the connection is closed or the server has exited, it
+kills every process of the server's group.  The fork server exits when its standard input ends.
 """
 
 import contextlib
@@ -43,24 +43,26 @@ PRELOADED_MODULES = (
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.models.registry",
 )
-# They look at each variable for those with a prefix of theirs; as do others, with ``items``.
+# They read every variable to find those with their prefix; other modules do so with ``items``.
 READ_ALL_MODULES = ("fsspec.config",)
-MAX_MESSAGE_BYTES = 1 << 20  # bytes of a message
-BOOTSTRAP_TIMEOUT_S = 10  # in which the bootstrap server starts
+MAX_MESSAGE_BYTES = 1 << 20
+BOOTSTRAP_TIMEOUT_S = 10  # for the bootstrap server to start
 
 
 def main(path: Path) -> None:
     """Import the engine, then fork for each connection until standard input ends.
 
+    ``path`` is where the Unix socket appears once the engine is imported.
+
     Raises:
-        SystemExit: the engine has started threads, which a fork would not have.
+        SystemExit: the import started threads, which a fork would not have.
     """
     after_import("sglang.srt.disaggregation.common.conn", _register_after_bootstrap)
     before = dict(os.environ)
     with _recorded_reads() as read:
         for name in PRELOADED_MODULES:
             importlib.import_module(name)
-        load_nixl()  # not Mooncake, which starts threads when it is imported
+        load_nixl()  # not Mooncake, whose import starts threads
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     read = {name: before.get(name) for name in read}
     if not is_single_threaded():
@@ -68,7 +70,7 @@ def main(path: Path) -> None:
             "fork server: importing the engine has started threads, which a fork would not have"
         )
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for supervisors
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         draft = path.with_suffix(".draft")
         listener.bind(str(draft))
@@ -89,8 +91,8 @@ def main(path: Path) -> None:
 def _register_after_bootstrap(conn: ModuleType) -> None:
     """Let a prefill rank register only when the bootstrap server listens.
 
-    The engine starts that server after the ranks, and a forked rank may be there first; it would
-    try once, and remain unknown, or in later releases wait for a second.
+    The engine starts that server after the ranks, and a forked rank may be ready first: in 0.5.9 it
+    would try once and stay unregistered, in later releases wait for a second.
     """
     manager = conn.CommonKVManager
     name = "_register_to_bootstrap" if release() == "0.5.9" else "register_to_bootstrap"
@@ -111,13 +113,13 @@ def _register_after_bootstrap(conn: ModuleType) -> None:
 
 
 def is_single_threaded() -> bool:
-    """Whether this process has one thread, of any language."""
+    """Whether this process has one thread, counting native threads."""
     return len(os.listdir("/proc/self/task")) == 1
 
 
 @contextlib.contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
-    """Note each variable that is read from ``os.environ`` by its name."""
+    """Record each variable that is read from ``os.environ`` by its name."""
     read: set[str] = set()
     environment = type(os.environ)
     get = environment.__getitem__
@@ -137,9 +139,9 @@ def _recorded_reads() -> Iterator[set[str]]:
 
 
 def supervise(connection: socket.socket, read: dict[str, str | None], made: dict[str, str]) -> None:
-    """Run one server and kill all that is left of it; never returns, but in the server.
+    """Run one server, and kill what is left of it; never returns.
 
-    ``read`` are variables that the import has read, ``made`` those that it has set.
+    ``read`` are the variables that the import read, ``made`` those that it set.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
@@ -173,14 +175,14 @@ def _send_message(connection: socket.socket, **what) -> None:
 
 
 def kill(server: int) -> None:
-    """Kill it and its group, which it may not have made yet; nobody has waited for it."""
+    """Kill the server, not yet waited for, and its group, which it may not have made yet."""
     os.kill(server, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
 
 
 def run_server(request: dict, scratch: str) -> None:
-    """Be the server: end as ``python -m MODULE`` would."""
+    """Run the requested module in this process; exits as ``python -m MODULE`` would."""
     os.setpgid(0, 0)
     os.chdir(scratch)
     os.environ.clear()
@@ -199,14 +201,14 @@ def run_server(request: dict, scratch: str) -> None:
 
 
 def fork_or_spawn(process):
-    """Start a process that was to be spawned: by a fork, unless a thread would be missing there."""
+    """Fork a process instead of spawning it, unless this one has threads that a fork would lack."""
     if is_single_threaded():
         return popen_fork.Popen(process)
     return popen_spawn_posix.Popen(process)
 
 
 def _reset_signal_handlers() -> None:
-    """A spawned process would not have its parent's handlers."""
+    """Restore default handlers, since a spawned process would not inherit its parent's."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 

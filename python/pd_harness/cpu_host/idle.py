@@ -1,13 +1,13 @@
-"""Let idle schedulers leave the cores to others, and wake soon.
+"""Let idle schedulers yield their cores, and wake soon.
 
-With ``--sleep-on-idle`` the engine's scheduler sleeps up to a second until its own clients ask for
-something. Groups of DP attention go through their loops in step, and one that sleeps holds up all
-others; a prefill scheduler sleeps also where decode will ask for a request of its; and a decode
+With ``--sleep-on-idle`` the engine's scheduler sleeps for up to a second until its own clients send
+a request. Groups of DP attention run their loops in lockstep, and one that sleeps delays all
+others; a prefill scheduler sleeps even while its requests wait for decode's messages; and a decode
 scheduler that waits for KV does not sleep at all.
 
-The process that deals requests to groups of DP attention never sleeps, in any release. Two such
-servers burn two cores, and for as long as a minute nothing else is run: beside threads that yield,
-as Gloo's do, the kernel takes one that never does for the one that had the least.
+The process that distributes requests to groups of DP attention never sleeps, in any release. Two
+such servers occupy two cores, and nothing else runs for up to a minute: next to threads that yield,
+like Gloo's, the kernel treats a thread that never yields as the one that has run least.
 """
 
 import functools
@@ -16,14 +16,14 @@ from types import ModuleType
 
 from pd_harness.cpu_host.scheduler_dump import QUEUES, at_path
 
-WORKING_SLEEP_S = 0.002  # seconds, of a scheduler that has requests and nothing to compute
+WORKING_SLEEP_S = 0.002  # of a scheduler that has requests and nothing to compute
 MAX_SLEEP_S = 1.0
 MAX_DP_SLEEP_S = 0.05
-CONTROLLER_POLL_S = 0.1  # seconds between two looks of what deals requests, where none comes
+CONTROLLER_POLL_S = 0.1  # longest wait of an idle controller between two polls
 
 
 def throttle_schedulers(module: ModuleType) -> None:
-    """Change how long schedulers sleep that have been told to (``--sleep-on-idle``)."""
+    """Change how long idle schedulers sleep that run with ``--sleep-on-idle``."""
     scheduler = module.Scheduler
     name = "on_idle" if hasattr(scheduler, "on_idle") else "self_check_during_idle"  # 0.5.9
     check, run = getattr(scheduler, name), scheduler.run_batch
@@ -46,7 +46,7 @@ def throttle_schedulers(module: ModuleType) -> None:
 
 
 def throttle_controllers(module: ModuleType) -> None:
-    """Let what deals requests to groups sleep until there is one, where schedulers do."""
+    """Let the DP controller sleep until a request comes, with ``--sleep-on-idle``."""
     controller = module.DataParallelController
     loop = controller.event_loop
 
@@ -60,7 +60,7 @@ def throttle_controllers(module: ModuleType) -> None:
 
 
 class _ThrottledWatchdog:
-    """A watchdog, which is fed before each look at the socket."""
+    """A watchdog whose ``feed``, called before each receive, waits until the socket has data."""
 
     def __init__(self, watchdog, sock):
         self.watchdog, self.sock = watchdog, sock
@@ -71,7 +71,7 @@ class _ThrottledWatchdog:
 
 
 def _sleep_while_idle(scheduler) -> None:
-    """Sleep, twice as long as the last time if there is no request."""
+    """Sleep `WORKING_SLEEP_S` if there are requests, else up to twice as long as the last time."""
     if any(at_path(scheduler, name) for name in QUEUES):
         scheduler.idle_interval = WORKING_SLEEP_S
         time.sleep(WORKING_SLEEP_S)

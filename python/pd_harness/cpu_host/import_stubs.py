@@ -1,7 +1,7 @@
-"""Packages of which the engine only imports names here: a kernel wheel and an image library.
+"""Stubs for packages that the engine only imports names from: a kernel wheel and an image library.
 
-``sgl_kernel`` needs libcuda and ``torchvision`` the torch build it was made for.  Every name in
-them can be imported; calling one says what is missing, so nothing can pass for a computation.
+``sgl_kernel`` needs libcuda, and ``torchvision`` the torch build it was made for.  Any name can be
+imported from the stubs; calling one raises an error that names it, so no stub computes anything.
 """
 
 import importlib.abc
@@ -11,12 +11,12 @@ from types import ModuleType
 
 PACKAGES = ("sgl_kernel", "torchvision")
 
-# The engine has its own table of quantised types for when this module cannot be imported.
+# Without this module the engine uses its own table of quantised types.
 NOT_STUBBED = ("sgl_kernel.scalar_type",)
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages above and any submodule of theirs; asked last, so real ones win."""
+    """Finds `PACKAGES` and any submodule of theirs; comes last, so real packages win."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] not in PACKAGES or fullname in NOT_STUBBED:
@@ -29,7 +29,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module is whole as it was created."""
+        """Do nothing: `create_module` made the whole module."""
 
 
 def _stub(module: str, name: str):
@@ -44,5 +44,5 @@ def _stub(module: str, name: str):
 
 
 def install() -> None:
-    """Ask for the names after everything that is really installed."""
+    """Search the stubs after every package that is really installed."""
     sys.meta_path.append(StubFinder())

@@ -1,6 +1,6 @@
-"""The operators of ``torch_npu`` that write into the engine's NPU pools, on CPU tensors.
+"""The operators of ``torch_npu`` that write to the engine's NPU pools, for CPU tensors.
 
-As on the device, an index outside the buffer is an error, never a write elsewhere.
+As on the device, an index outside the buffer raises an error and never writes elsewhere.
 """
 
 import torch
@@ -9,13 +9,13 @@ import torch
 def npu_scatter_nd_update_(
     buffer: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor
 ) -> torch.Tensor:
-    """Set row ``indices[i, 0]`` of ``buffer`` to ``updates[i]``, in place.
+    """Set row ``indices[i, 0]`` of ``buffer`` to ``updates[i]``, in place; returns ``buffer``.
 
     Shapes: ``buffer`` [rows, ...], ``indices`` [n, 1], ``updates`` [n, ...].
 
     Raises:
         IndexError: an index is negative or not below the number of rows.
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     if indices.dim() != 2 or indices.shape[1] != 1:
         raise ValueError(f"indices have the shape {tuple(indices.shape)}, it must be [n, 1]")
@@ -38,10 +38,10 @@ def _npu_reshape_and_cache(
     value_cache: torch.Tensor,
     slot_indices: torch.Tensor,
 ) -> None:
-    """Write each token's key and value into its slot; slots count through all pages.
+    """Write each token's key and value to its slot; slots are numbered through all pages.
 
     Shapes: ``key`` and ``value`` [tokens, heads, width], the caches [pages, page size, heads,
-    width], ``slot_indices`` [tokens].  Raises as `npu_scatter_nd_update_` does.
+    width], ``slot_indices`` [tokens], int32.  Raises the errors of `npu_scatter_nd_update_`.
     """
     if slot_indices.dtype != torch.int32:
         raise ValueError(f"slot_indices are {slot_indices.dtype}, they must be torch.int32")

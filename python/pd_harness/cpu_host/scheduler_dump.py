@@ -1,20 +1,20 @@
-"""Let a test look into the scheduler processes of a running server.
+"""Let a test inspect the scheduler processes of a running server.
 
 With a folder in ``SGLANG_PD_PROBE`` every scheduler writes ``PID.json`` there when its event loop
-is set up, and again at each SIGUSR1:
+starts, and again at each SIGUSR1:
 
-- ``disaggregation``, ``pp_rank``, ``tp_rank``: whose process it is
-- ``pause``: the longest time in seconds, since it last wrote, in which the loop did not turn,
-  without that for which other processes had its core
+- ``disaggregation``, ``pp_rank``, ``tp_rank``: the process's mode and ranks
+- ``pause``: the longest iteration of the event loop since the last write, in seconds, without the
+  time in which the process waited for a core
 - ``queues``: how many requests are in each queue
-- ``rooms``: the rooms in each table of the KV manager that has any
+- ``rooms``: the rooms in each of the KV manager's tables that has any
 
-Where the folder has a file ``hold`` with a number of tokens and a word, a prefill scheduler that
-has sent so many of a prompt stands still, and writes ``held-WORD``, until the file is gone.
+While the folder has a file ``hold`` with a number of tokens and a word, a prefill scheduler that
+has sent that many tokens of a prompt pauses, and writes ``held-WORD``.
 
-``SGLANG_PD_HEARTBEATS_APART`` is by how many seconds each further TP rank of decode waits longer
-than SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL between two looks at prefill's health, so that ranks
-learn of its death one after the other.
+A scheduler adds its TP rank times ``SGLANG_PD_HEARTBEATS_APART`` seconds to
+SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL, so that decode ranks detect prefill's death one after the
+other.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ PAUSE_FILE = "hold"
 HEARTBEATS_APART_VARIABLE = "SGLANG_PD_HEARTBEATS_APART"
 HEARTBEAT_VARIABLE = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 MIN_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
-# Where the engine keeps requests, by the path from the scheduler.
+# Where the engine keeps requests: attribute paths from the scheduler.
 QUEUES = (
     "waiting_queue",
     "running_batch.reqs",
@@ -44,12 +44,12 @@ QUEUES = (
     "disagg_decode_prealloc_queue.retracted_queue",
     "disagg_decode_transfer_queue.queue",
 )
-# Who has the KV manager, and knows its TP rank.
+# The queues that have the KV manager and its TP rank.
 MANAGER_QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
 def install_scheduler_dump(module: ModuleType) -> None:
-    """Hook the engine's schedulers where the environment asks for it when they are made."""
+    """Hook the engine's schedulers if the environment variables are set when they are created."""
     make = module.Scheduler.__init__
 
     @functools.wraps(make)
@@ -68,7 +68,7 @@ def install_scheduler_dump(module: ModuleType) -> None:
 
 
 def _hook_event_loop(scheduler, folder: Path) -> None:
-    """A process's main thread runs the loop and takes the signal."""
+    """Start the dump in the event loop, whose thread is the main one and receives signals."""
     name = "ingest_requests" if hasattr(scheduler, "ingest_requests") else "recv_requests"  # 0.5.9
     receive = getattr(scheduler, name)
 
@@ -90,7 +90,7 @@ class SchedulerDump:
         signal.signal(signal.SIGUSR1, lambda number, frame: self.write())
 
     def on_loop(self) -> None:
-        """The loop begins anew."""
+        """Pause if a test demands it, and measure the last iteration of the loop."""
         while word := self._active_pause():
             self.file.with_name(f"held-{word}").touch()
             time.sleep(0.005)
@@ -99,7 +99,7 @@ class SchedulerDump:
         self.last = now
 
     def _active_pause(self) -> str | None:
-        """The word of the hold for which a prompt has come far enough."""
+        """The word in ``hold`` if the file's number of tokens has been sent, else None."""
         request = getattr(self.scheduler, "chunked_req", None)
         hold = self.file.with_name(PAUSE_FILE)
         if request is None or not hold.exists():
@@ -110,7 +110,7 @@ class SchedulerDump:
         return None
 
     def write(self) -> None:
-        """Write the file, whole or not at all, and forget all pauses but that which may last."""
+        """Write the file atomically, and forget all pauses but the current one."""
         pause = max(self.pause, own_time() - self.last)
         self.pause = 0.0
         scheduler = self.scheduler
@@ -130,7 +130,7 @@ class SchedulerDump:
 
 
 def rooms(manager) -> dict[str, list[int]]:
-    """Rooms in each of the manager's tables: keys, elements, and those of sets that are values."""
+    """Rooms in each of the manager's tables: its keys or elements, and those in sets of values."""
     classes = reversed(type(manager).__mro__)
     tables = {name: value for one in classes for name, value in vars(one).items()}
     tables.update(vars(manager))

@@ -1,7 +1,7 @@
 """Switch the CPU host on at interpreter start.
 
-The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so that every process
-of a server, spawned ones too, starts with it.
+The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so that it runs in
+every process of a server, including spawned ones.
 """
 
 import gc
@@ -26,12 +26,12 @@ from pd_harness.cpu_host.stock_transfer import stock_transfer
 
 
 def activate() -> None:
-    """Offer stand-ins for what is not installed, and hook the modules that need an adaptation.
+    """Install stand-ins for missing packages, and hook the modules that need an adaptation.
 
-    Does nothing unless the switch is ``1``.
+    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set.
 
     Raises:
-        SystemExit: the switch has another value, or a real ``torch_npu`` is installed.
+        SystemExit: the variable is not ``1``, or a real ``torch_npu`` is installed.
     """
     value = os.environ.get(SWITCH)
     if value is None:
@@ -44,7 +44,7 @@ def activate() -> None:
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
-    # Importing the engine makes a million objects that stay; collecting among them takes a second.
+    # Importing the engine makes a million lasting objects; collecting among them takes a second.
     gc.set_threshold(100_000)
     import_stubs.install()
     memfabric.install()
@@ -100,7 +100,7 @@ def _adapt_schedulers(module: ModuleType) -> None:
 
 
 def _bind_threads() -> None:
-    """Name one core per rank, unless the user has, from the command line's sizes."""
+    """Bind one core per rank of the command line's sizes, unless the user has bound them."""
     words = [part for word in sys.orig_argv for part in word.split("=", 1)]
     given = dict(zip(words, words[1:]))
 

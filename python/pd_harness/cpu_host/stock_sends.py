@@ -1,7 +1,7 @@
 """The engine's own sends in a patched prefill server of a later release (see `stock_transfer`).
 
-There ours are a subclass's, so the engine's methods are what is left when ours are taken away. Who
-is told, the descriptions and `SGLANG_PD_VERIFY` stay the patched engine's.
+There the patch set's sends are methods of a subclass, so deleting them leaves the engine's.
+Notifications, layout descriptions and `SGLANG_PD_VERIFY` stay the patched engine's.
 """
 
 import os
@@ -20,7 +20,7 @@ SEND_METHODS = {
 
 
 def stock_sends(connection: ModuleType) -> None:
-    """Take our sends away from a backend's manager, where that is asked for."""
+    """Delete the patch set's sends from a backend's manager if the variable is set."""
     if not os.environ.get(STOCK_TRANSFER_VARIABLE) or release() == "0.5.9":
         return
     for manager, names in SEND_METHODS.items():

@@ -1,8 +1,8 @@
-"""The stock engine's transfer code in a patched prefill server, to see what the checks find.
+"""The stock engine's transfer code in a patched prefill server, to test what verification finds.
 
 With `SGLANG_PD_STOCK_TRANSFER` (the folder `sglang/` of a stock engine) a prefill rank sends KV and
 state by that engine's methods, with the item lengths and the state that its pools would register.
-All else is the patched engine's: who is told, the descriptions, and `SGLANG_PD_VERIFY`.
+The rest is the patched engine's: notifications, layout descriptions, and `SGLANG_PD_VERIFY`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ BACKENDS = {"nixl": ["nixl"], "mooncake": ["mooncake"], "ascend": ["ascend", "mo
 
 
 def stock_transfer(describe: ModuleType) -> None:
-    """Wrap `pd.local_layout.make_kv_manager`."""
+    """Make `make_kv_manager` of the module `pd.local_layout` install stock's sends in prefill."""
     make = describe.make_kv_manager
 
     @functools.wraps(make)
@@ -59,17 +59,17 @@ def _is_manager(name: str, one: object, module: ModuleType) -> bool:
 
 @functools.cache
 def _load_stock_module(file: Path) -> ModuleType:
-    """A stock module under a name of its own; what it imports is the patched engine's."""
+    """A stock module under its own name; its imports are the patched engine's modules."""
     spec = importlib.util.spec_from_file_location("stock_" + "_".join(file.parts[-3:-1]), file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it
+    sys.modules[spec.name] = module  # its dataclasses need the entry
     with with_npu_operators(module) if file.name == NPU_POOLS.name else contextlib.nullcontext():
         spec.loader.exec_module(module)
     return module
 
 
 def _stock_args(args, folder: Path, queue) -> SimpleNamespace:
-    """Item lengths, and of state what belongs to the target model, as stock registers them."""
+    """``args`` as stock registers them: its item lengths, and the target model's state only."""
     changed = copy.copy(args)
     pools = (queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
     changed.kv_item_lens = []
@@ -85,7 +85,7 @@ def _stock_args(args, folder: Path, queue) -> SimpleNamespace:
 
 
 class _StockManager:
-    """A manager as stock's methods see it: their own others first, then the manager's."""
+    """A manager as stock's methods see it: stock's own methods first, then the manager's."""
 
     def __init__(self, manager, classes: list[type], args):
         self._manager, self._classes, self.kv_args = manager, classes, args
@@ -98,7 +98,7 @@ class _StockManager:
 
     @property
     def agent(self):
-        """NIXL's, to which all memory is of the kind that the patched engine registers."""
+        """NIXL's agent; "VRAM" becomes the memory type that the patched engine registers."""
         return _StockAgent(self._manager.agent, self._manager.kv_args.layout.memory)
 
 

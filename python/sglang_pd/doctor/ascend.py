@@ -1,4 +1,4 @@
-"""Variables of the `ascend` backend: MemFabric's store, its ports, and how it carries bytes."""
+"""Checks the `ascend` backend's variables: MemFabric's store, ports and transfer protocol."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -11,14 +11,14 @@ from sglang_pd.doctor.network import GROUP, LOCAL_PREFIXES, is_address
 STORE_URL = "ASCEND_MF_STORE_URL"
 OTHER_STORE_URL = "MF_CONFIG_STORE_URL"
 PROTOCOL = "ASCEND_MF_TRANSFER_PROTOCOL"
-# Of the ports that decode ranks listen on, where the store is not used, and what it takes else.
+# Without the store, decode ranks listen on ports of this range, or of MemFabric's default.
 FIRST_PORT, LAST_PORT = "MF_CONFIG_STORE_PORT_START", "MF_CONFIG_STORE_PORT_END"
 DEFAULT_PORTS = range(9000, 65536)
 MIN_PORT = 1024
 
 
 def store_address(url: str) -> tuple[str, int] | None:
-    """Host and port of MemFabric's store; None for what is no `tcp://HOST:PORT`."""
+    """Returns host and port of MemFabric's store; None unless the URL is `tcp://HOST:PORT`."""
     try:
         parts = urlsplit(url)
         address = parts.hostname, parts.port
@@ -28,7 +28,7 @@ def store_address(url: str) -> tuple[str, int] | None:
 
 
 def session_ports(host: Host) -> range:
-    """Of which MemFabric picks one for each rank; the default for a variable that is no number."""
+    """Returns the ports from which MemFabric picks one per rank; a non-number counts as unset."""
     named = [host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT)]
     first, last = (
         int(value) if value.isdecimal() else default
@@ -50,7 +50,7 @@ def check_ascend(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
 
 
 def _check_store(host: Host) -> Iterator[Finding]:
-    """The engine hands MemFabric what the variable says, and MemFabric refuses None alone."""
+    """Checks the store's URL. The engine passes it to MemFabric, which refuses only None."""
     url, other = host.environ.get(STORE_URL), host.environ.get(OTHER_STORE_URL)
     address = store_address(url or "")
     if url is None and other is not None:

@@ -1,4 +1,4 @@
-"""The engine, its release, and whether the patches are applied."""
+"""Checks the engine, its release, and whether the patches are applied."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Variables of the environment that matter to PD, and what is wrong with them."""
+"""Checks the environment variables that matter to PD."""
 
 import ast
 import json
@@ -12,16 +12,16 @@ from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.network import GROUP, check_network
 
 VERIFY = "SGLANG_PD_VERIFY"
-# Shown wherever they are set.
+# Variables that are shown if they are set.
 SHOWN_PATTERN = (
     r"ASCEND_|MF_|MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_(DISAGG|MOONCAKE|PD_|USE_FIA|NPU_USE|HOST_IP)"
     r"|HOST_IP|(GLOO|HCCL)_SOCKET_IFNAME"
 )
-# Of these the engine's `environ.py` has all.
+# The engine's `environ.py` lists all variables with these prefixes.
 ENGINE_PATTERN = re.compile(r"SGLANG_DISAGG|SGLANG_MOONCAKE_")
-LISTED_PATTERN = re.compile(rf"{ENGINE_PATTERN.pattern}|MOONCAKE_")  # and of these some
+LISTED_PATTERN = re.compile(rf"{ENGINE_PATTERN.pattern}|MOONCAKE_")  # only some of MOONCAKE_*
 EXPECTED_VALUES = {"EnvInt": "a whole number", "EnvFloat": "a number", "EnvBool": "true or false"}
-# Read without `environ.py`: what is neither true, 1, false nor 0 counts as false.
+# Read without `environ.py`: any value except true, 1, false and 0 counts as false.
 BOOLEAN_VARIABLES = ("ASCEND_USE_FIA", "SGLANG_USE_FIA_NZ", "SGLANG_NPU_USE_MLAPO")
 INTEGER_VARIABLES = (
     "MC_GID_INDEX",
@@ -36,7 +36,7 @@ LOCAL_TRANSPORTS = {"self", "shm", "sm", "sysv", "posix", "cma", "knem", "xpmem"
 def check_environment(
     host: Host, launch: LaunchOptions, engine: Path, patched: bool
 ) -> list[Finding]:
-    """Every variable that matters and is set, and those that are not and should be."""
+    """Reports every relevant variable that is set, and each unset one that should be set."""
     found = [
         *check_engine_variables(host, engine),
         *check_boolean_variables(host),
@@ -54,7 +54,7 @@ def check_environment(
 
 
 def engine_variables(engine: Path) -> dict[str, str]:
-    """What the engine's `environ.py` reads: by name, `EnvInt` and the like; nothing without it."""
+    """Returns {name: `EnvInt` or the like} from the engine's `environ.py`; empty without it."""
     try:
         module = ast.parse((engine / "srt" / "environ.py").read_bytes())
     except (OSError, SyntaxError):
@@ -71,7 +71,7 @@ def engine_variables(engine: Path) -> dict[str, str]:
 
 
 def check_engine_variables(host: Host, engine: Path) -> Iterator[Finding]:
-    """The engine takes its default for what it cannot read, and does not look for other names."""
+    """Reports unknown names, which the engine ignores, and values that its default replaces."""
     known = engine_variables(engine)
     for name in sorted(host.environ) if known else ():
         value = host.environ[name]

@@ -20,7 +20,7 @@ OUTCOME_TEXTS = {"right": "serves", "fails": "fails every request", "hangs": "le
 
 
 class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What some releases do; memfabric.toml says what the fields mean."""
+    """What some releases do; memfabric.toml explains the fields."""
 
     releases: list[str]
     session_id: Literal["HOST:PORT", "HOST:PORT_PID"]
@@ -34,10 +34,10 @@ class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests that one fleet was sent.
+    """The outcome of requests to one fleet.
 
-    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests, one
-    that a stock engine serves as far as layouts go. outcome: `right` if every byte arrived.
+    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests; a
+    stock engine can serve its layouts. outcome: `right` if every byte arrived.
     """
 
     memfabric: str
@@ -52,14 +52,14 @@ class CompatibilityTable(msgspec.Struct, frozen=True):
     runs: list[Run]
 
     def kind(self, release: str) -> ReleaseTraits | None:
-        """Of a release; of one that is not listed, that of the next older one. None before all."""
+        """Returns the traits of a release, or of the next older listed one; None without either."""
         older = [
             kind for kind in self.kinds if version_key(kind.releases[0]) <= version_key(release)
         ]
         return older[-1] if release and older else None
 
     def outcome(self, release: str, engine: str, patched: bool) -> Outcome | None:
-        """The worst of the runs; None where there was none."""
+        """Returns the worst outcome of the runs; None without a run."""
         wanted = (release, engine, patched)
         got = {
             one.outcome for one in self.runs if (one.memfabric, one.engine, one.patched) == wanted
@@ -67,7 +67,7 @@ class CompatibilityTable(msgspec.Struct, frozen=True):
         return max(got, key=list(OUTCOME_TEXTS).index, default=None)
 
     def tried(self, engine: str, patched: bool) -> dict[str, Outcome]:
-        """The outcome by release of MemFabric, oldest first."""
+        """Returns {MemFabric release: outcome}, oldest release first."""
         wanted = {
             one.memfabric for one in self.runs if (one.engine, one.patched) == (engine, patched)
         }
@@ -77,9 +77,9 @@ class CompatibilityTable(msgspec.Struct, frozen=True):
         }
 
     def expected(self, release: str, engine: str, patched: bool) -> tuple[str, Outcome] | None:
-        """A release that was run, and its outcome: this one, or one that names sessions alike.
+        """Returns a release that was run, and its outcome: this one, or one with like session ids.
 
-        Of several the one whose outcome is the worst. None where nothing like it was run.
+        Of several such releases, takes the one with the worst outcome. None if none was run.
         """
         tried, kind = self.tried(engine, patched), self.kind(release)
         if release in tried:
@@ -96,12 +96,12 @@ def table() -> CompatibilityTable:
 
 
 def installed(host: Host) -> str:
-    """MemFabric's public release; empty where there is none."""
+    """Returns MemFabric's public release; empty if it is not installed."""
     return public_version(version(host, "memfabric"))
 
 
 def uses_store(host: Host) -> bool:
-    """Whether transfers need the store; also where nobody can tell."""
+    """Whether transfers need the store; True if the release is unknown."""
     kind = table().kind(installed(host))
     return kind is None or kind.store
 
@@ -109,7 +109,7 @@ def uses_store(host: Host) -> bool:
 def check_memfabric(
     host: Host, launch: LaunchOptions, engine: str, patched: bool
 ) -> Iterator[Finding]:
-    """Whether the engine serves over the MemFabric that is installed. engine: its release."""
+    """Checks whether the engine serves over the installed MemFabric. engine: its release."""
     found = version(host, "memfabric")
     if launch.backend != "ascend" or not found:
         return

@@ -1,8 +1,8 @@
 """For developers: `python -m sglang_pd.doctor.memfabric_page [RUNS.json...] > docs/memfabric.md`.
 
-Takes the runs of these files into memfabric_runs.json, and prints the page. They have its form,
+Adds the runs in these files to memfabric_runs.json, and prints the page. The files have the form
 {"runs": [{"memfabric": "1.3.0", "engine": "0.5.23", "patched": true, "fleet": "mla",
-"outcome": "right"}, ...]}; a run takes the place of an older one of the same fleet.
+"outcome": "right"}, ...]}; a run replaces an older one of the same fleet and releases.
 """
 
 import sys
@@ -64,7 +64,7 @@ NOTES = """
 
 
 def merge_runs(runs: Iterable[Run], newer: Iterable[Run]) -> list[Run]:
-    """In a fixed order."""
+    """Replaces runs by newer ones with the same key; returns all in a fixed order."""
     by_fleet = {_run_key(one): one for one in (*runs, *newer)}
     return [by_fleet[key] for key in sorted(by_fleet)]
 
@@ -74,13 +74,13 @@ def _run_key(run: Run) -> tuple:
 
 
 def as_json(runs: Iterable[Run]) -> str:
-    """A run a line."""
+    """Formats the runs as JSON, one run per line."""
     lines = ",\n".join(msgspec.json.encode(one).decode() for one in runs)
     return f'{{"runs": [\n{lines}\n]}}\n'
 
 
 def markdown(table: CompatibilityTable, engines: list[str]) -> str:
-    """The page. engines: the releases that have columns."""
+    """Formats the page. engines: the releases that have columns."""
     columns = [(engine, patched) for engine in engines for patched in (False, True)]
     names = [f"{'patched' if patched else 'stock'} {engine}" for engine, patched in columns]
     rows = [_row(["MemFabric", *names]), _row(["---"] * (len(names) + 1))]
@@ -95,7 +95,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _cell(table: CompatibilityTable, kind: ReleaseTraits, engine: str, patched: bool) -> str:
-    """As `fails (1.1.3), right (1.1.4, 1.1.6)`."""
+    """Formats a cell such as `fails (1.1.3), right (1.1.4, 1.1.6)`."""
     tried = table.tried(engine, patched)
     outcomes = [(tried[one], one) for one in kind.releases if one in tried]
     by_outcome = groupby(sorted(outcomes, key=lambda one: one[0]), key=lambda one: one[0])
@@ -115,7 +115,7 @@ def _traits_rows(kinds: list[ReleaseTraits]) -> Iterator[str]:
 
 
 def page() -> str:
-    """docs/memfabric.md as it must be today."""
+    """Returns the text that docs/memfabric.md must have."""
     return markdown(table(), supported_releases())
 
 

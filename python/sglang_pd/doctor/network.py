@@ -1,4 +1,4 @@
-"""Variables that say how hosts reach each other: addresses, network devices, proxies."""
+"""Checks variables that set how hosts reach each other: addresses, network devices, proxies."""
 
 from collections.abc import Iterator
 from ipaddress import ip_address
@@ -7,7 +7,7 @@ from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import Host, LaunchOptions
 
 GROUP = "environment"
-# The engine takes the first that says something.
+# The engine takes the first that is not empty.
 ADDRESSES = ("SGLANG_HOST_IP", "HOST_IP")
 LOCAL_PREFIXES = ("127.", "localhost", "0.0.0.0", "::")
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
@@ -15,7 +15,7 @@ GLOO, HCCL = "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"
 
 
 def is_address(host: str) -> bool:
-    """Whether this is an IP address, and no name."""
+    """Whether this is an IP address and not a host name."""
     try:
         ip_address(host.strip("[]"))
     except ValueError:
@@ -45,7 +45,7 @@ def _check_address(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
 
 
 def _check_devices(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """Gloo takes names of devices, HCCL their beginnings."""
+    """Checks the devices' names: Gloo takes whole names, HCCL prefixes."""
     here = host.names("/sys/class/net")
     for name in (GLOO, HCCL) if launch.backend == "ascend" else (GLOO,):
         value = host.environ.get(name, "")
@@ -62,7 +62,7 @@ def _check_devices(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
 
 
 def _listed_devices(value: str) -> list[str]:
-    """The devices that a list asks for; none of one that begins with ^, which leaves some out."""
+    """Returns the devices that a value lists; none if it starts with ^, which excludes devices."""
     return [] if value.startswith("^") else [one for one in value.split(",") if one]
 
 

@@ -1,4 +1,4 @@
-"""Versions of what the patches have been tested with, and whether the transport can be loaded."""
+"""Checks package versions against the tested ones, and that the transport can be loaded."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.patchset.patches import Release
 
 GROUP = "packages"
-# What each of them may be installed as.
+# The distributions that each may be installed as.
 PACKAGES = {
     "torch": ("torch",),
     "torch_npu": ("torch-npu",),
@@ -27,20 +27,20 @@ CANN_FILES = ("*/ascend_toolkit_install.info", "compiler/version.info")
 
 
 def version(host: Host, name: str) -> str:
-    """Of a key of PACKAGES; empty where it is not installed."""
+    """Returns the version of a key of PACKAGES; empty if it is not installed."""
     found = host.versions(*PACKAGES[name])
     return next((found[package] for package in PACKAGES[name] if package in found), "")
 
 
 def choose_backend(host: Host) -> str:
-    """The one that a host is made for, as far as its packages tell; else the engine's default."""
+    """Returns the backend that the host's packages suggest, else the engine's default."""
     if version(host, "torch_npu"):
         return "ascend"
     return "nixl" if version(host, "nixl") and not version(host, "mooncake") else "mooncake"
 
 
 def check_versions(host: Host, launch: LaunchOptions, release: Release) -> Iterator[Finding]:
-    """Of a MemFabric that is installed doctor/memfabric.py has more to say."""
+    """Checks the versions, except an installed MemFabric's, which doctor/memfabric.py checks."""
     on_npu = launch.backend == "ascend"
     names = ["torch", *(["torch_npu"] if on_npu else []), BACKEND_LIBRARY[launch.backend]]
     for name in names:
@@ -68,7 +68,10 @@ def _public_version(version: str) -> str:
 
 
 def cann_version(host: Host) -> str:
-    """Of the toolkit that the environment names, else of the usual places; empty for none."""
+    """Returns the CANN toolkit's version; empty if there is none.
+
+    Looks where the environment says, then in the usual places.
+    """
     named = host.environ.get("ASCEND_TOOLKIT_HOME") or host.environ.get("ASCEND_HOME_PATH")
     for home in (named, *CANN_HOMES) if named else CANN_HOMES:
         for pattern in CANN_FILES:
@@ -80,7 +83,7 @@ def cann_version(host: Host) -> str:
 
 
 def check_library(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """Whether the transport's library can be loaded, system libraries included."""
+    """Checks that the transport's library can be loaded, including system libraries."""
     module = BACKEND_MODULE[launch.backend]
     if not version(host, BACKEND_LIBRARY[launch.backend]) or host.import_error is None:
         return

@@ -1,4 +1,4 @@
-"""Ports that a server opens, and those that it must reach."""
+"""Checks the ports that a server opens, and those that it must reach."""
 
 import errno
 import socket
@@ -15,7 +15,7 @@ CONNECT_TIMEOUT_S = 3.0  # to reach another host
 
 
 def bind_error(address: str, port: int) -> OSError | None:
-    """Why nothing can listen there."""
+    """Returns why no server can listen there; None if one can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,7 +27,7 @@ def bind_error(address: str, port: int) -> OSError | None:
 
 
 def connect_error(address: str, port: int) -> OSError | None:
-    """Why nobody answers there."""
+    """Returns why no server can be reached there; None if one can."""
     try:
         socket.create_connection((address, port), CONNECT_TIMEOUT_S).close()
     except OSError as error:
@@ -49,7 +49,7 @@ def _port_finding(name: str, port: int, flag: str) -> Finding:
 
 
 def check_memfabric_ports(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """The store's, or those of decode ranks, which prefill ranks must reach."""
+    """Checks the store's port, or the decode ranks' ports, which prefill ranks must reach."""
     if launch.backend != "ascend":
         return
     if uses_store(host):
@@ -68,7 +68,7 @@ def _session_ports_finding(host: Host) -> Finding:
 
 
 def _check_store(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """The first prefill node opens it, all others must reach it."""
+    """Checks the store's port: the first prefill node opens it, all other nodes must reach it."""
     address = store_address(host.environ.get(STORE_URL, ""))
     if not launch.role or address is None:
         return

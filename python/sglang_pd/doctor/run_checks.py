@@ -1,4 +1,4 @@
-"""All checks, in the order in which a person mends things."""
+"""Runs all checks, in the order in which a person fixes problems."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,7 +21,10 @@ def run_checks(
     urls: Sequence[str] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """What there is to say of an engine on a host, and of running servers, which have its ports."""
+    """Checks an engine on a host, and the running servers at `urls`, which hold the host's ports.
+
+    headers: sent to these servers.
+    """
     status = operations.status(engine, release)
     patched = status.state == "applied"
     yield from engines.check_engine(engine, release)
@@ -40,7 +43,7 @@ def run_checks(
             yield from ports.check_memfabric_ports(host, launch)
         yield from environment.check_environment(host, launch, engine.root, patched)
     if urls:
-        # Servers of a fleet are no proxy's business.
+        # Requests to a fleet's servers bypass proxies.
         with httpx.Client(
             timeout=servers.HTTP_TIMEOUT_S, trust_env=False, headers=headers
         ) as client:

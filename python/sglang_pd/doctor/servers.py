@@ -1,4 +1,4 @@
-"""Running servers: each alone and against this host's engine, and two by two."""
+"""Checks running servers: each alone and against this host's engine, and in pairs."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -15,7 +15,7 @@ from sglang_pd.patchset.patches import Release, public_version
 GROUP = "servers"
 HTTP_TIMEOUT_S = 10.0
 REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
-# The numbers that a rank is asked by, of 0.5.9 for the whole server and of later ones for rank 0.
+# Parameters of a `/route` request: for the whole server in 0.5.9, for rank 0 in later releases.
 SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
 RANK_QUERY = dict.fromkeys(
     ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), 0
@@ -23,7 +23,7 @@ RANK_QUERY = dict.fromkeys(
 
 
 class Server(msgspec.Struct):
-    """What a server says of itself, as far as it matters here."""
+    """The part of a server's `/server_info` that the checks need."""
 
     disaggregation_mode: str = "null"
     disaggregation_transfer_backend: str = ""
@@ -43,10 +43,10 @@ class Server(msgspec.Struct):
 
     @property
     def attn_tp(self) -> int:
-        """Ranks that share the KV heads.
+        """Number of ranks that share the KV heads.
 
-        Groups of DP attention are `dp_size` in 0.5.9, `attn_dp_size` in later releases, where
-        `dp_size` counts replicas.
+        `dp_size` counts the groups of DP attention in 0.5.9; in later releases `attn_dp_size`
+        does, and `dp_size` counts replicas.
         """
         old = self.enable_dp_attention and self.attn_dp_size == 1
         groups = (self.dp_size if old else self.attn_dp_size) * self.attn_cp_size
@@ -60,7 +60,7 @@ class Server(msgspec.Struct):
 def check_servers(
     client: httpx.Client, urls: list[str], launch: LaunchOptions, release: Release
 ) -> Iterator[Finding]:
-    """Each that is named, and each prefill with each decode server."""
+    """Checks each server, and each prefill server with each decode server."""
     servers = []
     for url in urls:
         try:
@@ -79,7 +79,7 @@ def check_servers(
 
 
 def query_server(client: httpx.Client, url: str) -> Server:
-    """Raises one of UNANSWERED, also for an answer that is no server's."""
+    """Requests a server's info. Raises one of REQUEST_ERRORS, also for an invalid answer."""
     response = client.get(f"{url}/server_info")
     if response.status_code == 404:
         response = client.get(f"{url}/get_server_info")
@@ -108,7 +108,7 @@ def check_server(server: Server, launch: LaunchOptions, release: Release) -> Ite
 
 
 def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
-    """Whether decode ranks can ask a prefill server, and whether that is patched."""
+    """Checks that a prefill server's bootstrap server answers, and whether it is patched."""
     host = urlsplit(server.url).hostname or ""
     host = f"[{host}]" if ":" in host else host
     address = f"{host}:{server.disaggregation_bootstrap_port}"
@@ -127,7 +127,7 @@ def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
 
 
 def _query_route(client: httpx.Client, address: str) -> dict:
-    """What the bootstrap server says of itself, or of its first rank. Raises as `ask` does."""
+    """Returns the bootstrap server's info on the server, or on rank 0. Raises as `query_server`."""
     url = f"http://{address}/route"
     response = client.get(url, params=SERVER_QUERY)
     if response.status_code == 400:
@@ -137,7 +137,7 @@ def _query_route(client: httpx.Client, address: str) -> dict:
 
 
 def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
-    """What the two must have in common."""
+    """Checks what the two servers must have in common."""
     name = f"{prefill.url} and {decode.url}"
     found = [*_unequal_options(prefill, decode), *_incompatible_sizes(prefill, decode)]
     for what, advice in found:
@@ -167,7 +167,7 @@ def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str
 
 
 def _incompatible_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
-    from sglang_pd.plan.core import kv_layout  # takes a second, for two servers alone
+    from sglang_pd.plan.core import kv_layout  # a slow import (1 s), for pairs only
 
     if kv_layout.tp_size_conflict(prefill.attn_tp, decode.attn_tp):
         what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"

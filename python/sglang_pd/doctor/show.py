@@ -1,4 +1,4 @@
-"""Findings, for people and for programs."""
+"""Shows findings, as a table or as JSON."""
 
 import msgspec
 from rich.console import Console
@@ -23,7 +23,7 @@ def as_json(findings: list[Finding], launch: LaunchOptions) -> dict:
 
 
 def show(findings: list[Finding], launch: LaunchOptions, console: Console) -> None:
-    """A table by group, then what to do, what is wrong first."""
+    """Prints a table by group, then advice, on `wrong` findings first."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "looked at", "found"):
         table.add_column(heading, no_wrap=heading == "", overflow="fold")

@@ -1,4 +1,4 @@
-"""Limits, shared memory and devices."""
+"""Checks limits, shared memory and devices."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import Host, LaunchOptions
 
 GROUP = "system"
-MIN_OPEN_FILES = 65536  # each pair of ranks has sockets of its own
+MIN_OPEN_FILES = 65536  # each pair of ranks has its own sockets
 MIN_SHARED_MEMORY = 1 << 30
 VERBS_FOLDER = "/dev/infiniband"
 NPU_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
 def soft_limit(host: Host, name: str) -> float | None:
-    """The soft limit of this process; infinity for none, None if it is not said."""
+    """Returns this process's soft limit; infinity if unlimited, None if not listed."""
     found = re.search(rf"(?m)^{name} +(\S+) +\S+", host.text("/proc/self/limits"))
     if not found:
         return None
@@ -23,7 +23,7 @@ def soft_limit(host: Host, name: str) -> float | None:
 
 
 def rdma_devices(host: Host) -> dict[str, bool]:
-    """By name, whether a port is active."""
+    """Returns {device: whether any port is active}."""
     states = "/sys/class/infiniband/{}/ports/{}/state"
     return {
         device: any(
@@ -35,7 +35,7 @@ def rdma_devices(host: Host) -> dict[str, bool]:
 
 
 def check_locked_memory(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """KV pools are registered with the network card, which locks them."""
+    """Checks the limit: registering KV pools with the network card locks their memory."""
     found = soft_limit(host, "Max locked memory")
     if found is None:
         return
@@ -75,7 +75,7 @@ def check_shared_memory(host: Host) -> Iterator[Finding]:
 
 
 def check_rdma(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
-    """NVIDIA's side; an NPU has its own network."""
+    """Checks RDMA devices of NVIDIA hosts; an NPU has its own network."""
     if launch.backend == "ascend":
         return
     devices = rdma_devices(host)
@@ -101,7 +101,7 @@ def check_rdma(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
 
 
 def npus(host: Host) -> list[str]:
-    """Their names in /dev."""
+    """Returns the NPUs' names in /dev."""
     return [name for name in host.names("/dev") if re.fullmatch(r"davinci\d+", name)]
 
 

@@ -1,4 +1,4 @@
-"""Grafts a file of ours onto the engine's file of the same path. The rules: docs/graft.md."""
+"""Grafts our file onto the engine's file of the same path, by the rules in docs/graft.md."""
 
 import ast
 import builtins
@@ -29,22 +29,22 @@ from sglang_pd.grafting.symbols import (
 WIDTH = 88
 SPACE = cst.SimpleWhitespace(" ")
 PAREN = (cst.LeftParen(), cst.RightParen())
-REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
-# Of ours, a tuple of pairs: a definition of the engine's, and its name beside ours.
+REMOVED = "REMOVED"  # in our file, a tuple of the engine's names to remove
+# In our file, a tuple of pairs: an engine definition that ours replaces, and its new name.
 RENAMED = "RENAMED"
 BLANK = cst.EmptyLine(indent=False)
 
 
 def module_name(path: str) -> str:
-    """`srt/a/b.py` -> `sglang.srt.a.b`; a package's `__init__.py` keeps its last part."""
+    """Converts `srt/a/b.py` to `sglang.srt.a.b`; keeps a package's `__init__` as the last part."""
     return ".".join(["sglang", *path.removesuffix(".py").split("/")])
 
 
 def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str | None]]:
-    """The engine's file with our symbols in place, and their fingerprints in the engine before.
+    """Returns the engine's file with our symbols in it, and their fingerprints in the original.
 
-    path: of both files, below `sglang/`. A fingerprint is None where the engine has no such symbol.
-    Raises GraftError, naming the symbol, where the two do not fit together.
+    path: both files' path below `sglang/`. A fingerprint is None if the engine lacks the symbol.
+    Raises GraftError, which names the symbol, if the files do not fit together.
     """
     module = parse(engine, f"the engine's {path}")
     if module.bytes != engine:
@@ -79,7 +79,7 @@ class _Grafter:
         return grafted, self.before
 
     def _classify(self, ours: cst.Module):
-        """Our module-level imports, those for type checking, the guarded ones, and our symbols."""
+        """Splits our module into imports, type-checking imports, guarded imports and symbols."""
         imports: list[cst.CSTNode] = []
         typing: list[cst.CSTNode] = []
         guarded: list[cst.If] = []
@@ -98,7 +98,7 @@ class _Grafter:
     # Imports
 
     def _add_imports(self, body: list, imports: list, typing: list, ours: set) -> list:
-        """The engine's statements with the imports of ours that it lacks."""
+        """Returns the engine's statements, with those of our imports that they lack."""
         table: dict[str, list[Binding]] = {}
         for statement in body:
             for name, bound in bindings(statement, self.module).items():
@@ -123,7 +123,7 @@ class _Grafter:
     def _missing_import(
         self, node, table: dict[str, list[Binding]], ours: set, typing: bool
     ) -> str | None:
-        """The text of our import statement less what the engine's file has; None if it has all."""
+        """Returns our import, reduced to names that the engine's file lacks; None if it has all."""
         if isinstance(node, cst.ImportFrom):
             self._check_absolute(node)
             if absolute_module(node, self.module) == self.module:
@@ -157,7 +157,7 @@ class _Grafter:
             )
 
     def _check_own_import(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
-        """An import of the file's own module only tells linters of the engine's names."""
+        """Checks an import of the file's own module: it only shows linters the engine's names."""
         for alias in node.names:
             if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
                 raise GraftError(
@@ -168,7 +168,7 @@ class _Grafter:
     def _is_bound(
         self, name: str, origin: str, table: dict[str, list[Binding]], typing: bool
     ) -> bool:
-        """Whether the engine's file has the name; GraftError where it means something else."""
+        """Whether the engine's file has the name; GraftError if it means something else there."""
         bounds = table.get(name, [])
         for bound in bounds:
             if bound.kind not in ("import", "typing") or bound.origin != origin:
@@ -184,7 +184,7 @@ class _Grafter:
     # Removals and renames
 
     def _directives(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
-        """Our statements without those that say what is removed and renamed, and what they say."""
+        """Splits our statements into symbols, removed names, and {renamed: new name}."""
         rest = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
         removed, renamed = (
             self._parse_directive(ours, REMOVED, scope),
@@ -196,7 +196,7 @@ class _Grafter:
         return rest, removed, dict(renamed)
 
     def _parse_directive(self, ours: Sequence, name: str, scope: str) -> list:
-        """The elements of our assignment to this name: of REMOVED names, of RENAMED pairs."""
+        """Returns the elements that we assign to REMOVED (names) or RENAMED (pairs)."""
         found: list = []
         for statement in (s for s in ours if symbol_name(s) == name):
             try:
@@ -216,7 +216,7 @@ class _Grafter:
     def _rename_definitions(
         self, body: list, names: dict[str, str], ours: dict, scope: str
     ) -> list:
-        """The engine's statements, where definitions that ours takes the name of have another."""
+        """Renames the engine's definitions whose names our definitions take."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name, new in names.items():
             at, symbol = find_binding(body, name, where), scope + name
@@ -236,7 +236,7 @@ class _Grafter:
         return body
 
     def _record_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
-        """Of a class only what a subclass of that name overrides, or adds; else the whole."""
+        """Records a renamed definition's fingerprint; of a class, only those of members in ours."""
         if not isinstance(theirs, cst.ClassDef):
             self.before[symbol] = fingerprint(theirs)
             return
@@ -247,7 +247,7 @@ class _Grafter:
             self.before[f"{symbol}.{name}"] = None if at is None else fingerprint(members[at])
 
     def _remove_symbols(self, body: list, names: list[str], ours: set, scope: str) -> list:
-        """The engine's statements of a module or class less those that bind our removed names."""
+        """Removes our REMOVED names from the statements of the engine's module or class."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name in names:
             at = find_binding(body, name, where, ("symbol", "import"))
@@ -268,7 +268,7 @@ class _Grafter:
                 body[at] = rest
                 continue
             lines = body[at].leading_lines
-            lines = _split_comments(lines)[0] if at or scope else lines  # a file's own comments
+            lines = _split_comments(lines)[0] if at or scope else lines  # keep a file's header
             if at + 1 < len(body):
                 more = body[at + 1].leading_lines
                 lines = lines if any(line.comment for line in lines) else ()
@@ -279,7 +279,7 @@ class _Grafter:
     # Guarded imports
 
     def _add_guarded_imports(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
-        """The engine's statements with our guarded imports, below its own."""
+        """Adds our guarded imports to the engine's statements, below its imports."""
         place = _after_imports(body)
         where = f"the engine's {self.path}"
         added = []
@@ -288,7 +288,7 @@ class _Grafter:
             found = [find_binding(body, name, where, ("import", "guarded")) for name in names]
             if any(at is not None and fingerprint(body[at]) == fingerprint(block) for at in found):
                 self.before.update(dict.fromkeys(names, fingerprint(block)))
-                continue  # the engine's own guard
+                continue  # the engine has the same block
             if bound := [name for name, at in zip(names, found) if at is not None]:
                 raise GraftError(
                     f"our {self.path} guards {_quoted(bound)}, which {where} imports otherwise; "
@@ -303,7 +303,7 @@ class _Grafter:
         return [*body[:place], *added, *body[place:]]
 
     def _guarded_names(self, block: cst.If, ours: cst.Module) -> list[str]:
-        """What our block binds."""
+        """Checks our block, and returns the names that it binds."""
         for node in (node for line in block.body.body for node in imports_of(line)):
             if isinstance(node, cst.ImportFrom):
                 self._check_absolute(node)
@@ -321,7 +321,7 @@ class _Grafter:
         return list(bounds)
 
     def _check_guard_test(self, block: cst.If, top: list) -> None:
-        """What the test calls must be imported above it; compiling does not show it."""
+        """Checks that the test's names are imported above it, which compiling does not check."""
         tree = ast.parse(_code(block.test).strip(), mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         bound = {
@@ -341,7 +341,7 @@ class _Grafter:
     def _merge_symbols(
         self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]
     ) -> list:
-        """The engine's statements of a module or class with our symbols replaced or added."""
+        """Replaces or adds our symbols in the statements of the engine's module or class."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         names = [self._require_name(statement, scope) for statement in ours]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -383,7 +383,7 @@ class _Grafter:
     def _insertion_index(
         self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str
     ) -> int:
-        """Where a new symbol goes: after our previous one, else before our next in the engine."""
+        """Returns a new symbol's index: after our previous one, else before our next known one."""
         chain = [s for s in ours if not scope or isinstance(s, Definition)]
         k = chain.index(ours[k])
         if k:
@@ -420,7 +420,7 @@ class _Grafter:
         return old.with_deep_changes(old.body, body=body)
 
     def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
-        """The engine's class with the bases that ours puts before the engine's."""
+        """Returns the engine's class with our additional bases before its own."""
         theirs, wanted = bases(old), bases(new)
         added = wanted[: len(wanted) - len(theirs)]
         if not wanted or wanted == theirs:
@@ -453,7 +453,7 @@ def _is_pair(element: object) -> bool:
 
 
 def _without_names(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
-    """The statement without what binds these names; None where nothing is left of it."""
+    """Returns the statement without what binds these names; None if nothing is left of it."""
     imports = imports_of(statement)
     kept = []
     for node in imports:
@@ -487,7 +487,7 @@ def _without_docstring(body: Sequence) -> list:
 
 
 def _after_imports(body: list) -> int:
-    """Position after the last import above the first line of code."""
+    """Returns the index after the last import above the first line of code."""
     at = len(body) - len(_without_docstring(body))
     for k in range(at, len(body)):
         if imports_of(body[k]):
@@ -498,7 +498,7 @@ def _after_imports(body: list) -> int:
 
 
 def _after_fields(body: list) -> int:
-    """Position after the last assignment of a class, else after its docstring."""
+    """Returns the index after a class's last assignment, else after its docstring."""
     fields = [k + 1 for k, s in enumerate(body) if symbol_name(s) and not isinstance(s, Definition)]
     return fields[-1] if fields else len(body) - len(_without_docstring(body))
 
@@ -508,7 +508,7 @@ def _alias_text(alias: cst.ImportAlias) -> str:
 
 
 def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
-    """The lines above a statement: those apart from it, and the comments that touch it."""
+    """Splits the lines above a statement into separate ones and the comments that touch it."""
     k = len(lines)
     while k and lines[k - 1].comment:
         k -= 1
@@ -516,7 +516,7 @@ def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
 
 
 def _with_blank_lines(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
-    """A new definition has blank lines above it, also if it was the first of our file or class."""
+    """Puts blank lines above a new definition that has none, as the first in our file or class."""
     lines = statement.leading_lines
     if not isinstance(statement, Definition) or (lines and not lines[0].comment):
         return statement
@@ -532,7 +532,7 @@ def _code(node: cst.CSTNode) -> str:
 
 
 def _first_line(statement: cst.CSTNode) -> str:
-    """First line of a statement."""
+    """Returns a statement's first line, without comments above it."""
     return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
 
 

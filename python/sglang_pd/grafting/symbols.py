@@ -1,4 +1,4 @@
-"""A Python file as a list of named symbols, read with LibCST."""
+"""Reads a Python file as a list of named symbols, with LibCST."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class GraftError(Exception):
 class Binding:
     """How a statement binds a name.
 
-    kind: `symbol`, a statement that defines this name alone; `import`; `typing`, an import under
+    kind: `symbol`, a statement that defines only this name; `import`; `typing`, an import under
     `if TYPE_CHECKING:`; `guarded`, an import under another `if` that holds only imports; `other`,
     anything else (under `if` or `try`, several targets, ...).
     origin: the dotted name of what an import binds, else "".
@@ -32,9 +32,9 @@ class Binding:
 
 @lru_cache(maxsize=256)
 def parse(text: bytes, where: str) -> cst.Module:
-    """Reads a file; comments at its top go with its first statement.
+    """Parses a file, and attaches comments at its top to its first statement.
 
-    Raises GraftError where LibCST cannot read it.
+    where: the file's name in errors. Raises GraftError if LibCST cannot read the file.
     """
     try:
         module = cst.parse_module(text)
@@ -48,7 +48,7 @@ def parse(text: bytes, where: str) -> cst.Module:
 
 
 def absolute_module(node: cst.ImportFrom, module: str) -> str:
-    """Dotted name of the module that `from ... import` names in a file that is `module`."""
+    """Returns the dotted name of the module that a `from ... import` in `module` names."""
     name = dotted(node.module) if node.module else ""
     if not node.relative:
         return name
@@ -57,7 +57,7 @@ def absolute_module(node: cst.ImportFrom, module: str) -> str:
 
 
 def dotted(node: cst.BaseExpression) -> str:
-    """`a.b.c` of names and attributes; "" for any other expression."""
+    """Returns `a.b.c` for names and attributes, "" for any other expression."""
     if isinstance(node, cst.Attribute):
         base = dotted(node.value)
         return f"{base}.{node.attr.value}" if base else ""
@@ -67,9 +67,9 @@ def dotted(node: cst.BaseExpression) -> str:
 def imported_bindings(
     node: cst.Import | cst.ImportFrom, module: str
 ) -> Iterator[tuple[cst.ImportAlias, dict[str, str]]]:
-    """Each alias of an import with what it binds: {name: origin}.
+    """Yields each alias of an import with what it binds: {name: origin}.
 
-    `import a.b` binds `a`, and is known as `a.b` too; a star binds nothing that can be known.
+    `import a.b` binds `a`, and is listed as `a.b`, too; the names of a star import are unknown.
     """
     if isinstance(node, cst.ImportFrom):
         if isinstance(node.names, cst.ImportStar):
@@ -95,13 +95,13 @@ def is_typing_block(statement: cst.CSTNode) -> bool:
 
 
 def imports_of(statement: cst.CSTNode) -> list[cst.Import | cst.ImportFrom]:
-    """The imports of a line that holds nothing else, else an empty list."""
+    """Returns the imports of a line that holds only imports, else an empty list."""
     small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
     return list(small) if all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small) else []
 
 
 def is_guarded_import(statement: cst.CSTNode) -> bool:
-    """True for an `if` of nothing but imports, without `else` and not for type checking."""
+    """True for an `if` that holds only imports, without `else`, and not for type checking."""
     return (
         isinstance(statement, cst.If)
         and statement.orelse is None
@@ -111,7 +111,7 @@ def is_guarded_import(statement: cst.CSTNode) -> bool:
 
 
 def symbol_name(statement: cst.CSTNode) -> str | None:
-    """The name that the statement defines, where it is one definition of one name; else None."""
+    """Returns the name that the statement defines; None unless it defines exactly one."""
     if isinstance(statement, Definition):
         return statement.name.value
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
@@ -128,7 +128,7 @@ def symbol_name(statement: cst.CSTNode) -> str | None:
 
 @cache
 def bindings(statement: cst.CSTNode, module: str) -> dict[str, Binding]:
-    """Every name that a statement of a module's or class's body binds there."""
+    """Returns every name that a statement binds in its module's or class's body."""
     name = symbol_name(statement)
     if name is not None:
         return {name: Binding("symbol")}
@@ -144,7 +144,7 @@ def bindings(statement: cst.CSTNode, module: str) -> dict[str, Binding]:
 
 
 class _Collector(cst.CSTVisitor):
-    """Names bound by a compound statement, or by a line of several; bodies of functions apart."""
+    """Collects names that a compound statement or a line binds, but not inside inner scopes."""
 
     def __init__(self, kind: str, module: str):
         super().__init__()
@@ -204,10 +204,9 @@ _BINDING_TEXTS = {
 def find_binding(
     body: Iterable[cst.CSTNode], name: str, where: str, kinds: Iterable[str] = ("symbol",)
 ) -> int | None:
-    """Position of the one statement that binds `name` in a body; None where nothing binds it.
+    """Returns the index of the only statement in `body` that binds `name`; None if unbound.
 
-    kinds: of `Bound`, those that will do. Raises GraftError where the name is bound twice, or
-    otherwise.
+    kinds: the kinds of Binding to accept. Raises GraftError for two bindings, or another kind.
     """
     found = [
         (at, bound[name].kind) for at, s in enumerate(body) if name in (bound := bindings(s, ""))
@@ -228,7 +227,7 @@ def find_binding(
 
 
 def body_statements(node: cst.Module | cst.ClassDef, where: str) -> list[cst.CSTNode]:
-    """The statements of a module's or class's body."""
+    """Returns a module's or class's statements. Raises GraftError for a body on one line."""
     if isinstance(node, cst.Module):
         return list(node.body)
     if not isinstance(node.body, cst.IndentedBlock):
@@ -238,26 +237,26 @@ def body_statements(node: cst.Module | cst.ClassDef, where: str) -> list[cst.CST
     return list(node.body.body)
 
 
-BASES = "__bases__"  # in a dotted symbol, what stands between the parentheses of a class
+BASES = "__bases__"  # in a dotted symbol, the bases and keywords of a class
 
 
 def bases(node: cst.ClassDef) -> list[str]:
-    """Bases and keywords of a class, each without spaces."""
+    """Returns the bases and keywords of a class, each without spaces."""
     even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
     args = (arg.with_changes(**even) for arg in (*node.bases, *node.keywords))
     return ["".join(_EMPTY_MODULE.code_for_node(arg).split()) for arg in args]
 
 
 def bases_statement(node: cst.ClassDef) -> cst.CSTNode:
-    """What stands for the bases of a class where a symbol's text is asked for."""
+    """Returns a statement that represents the bases of a class, for its fingerprint."""
     return cst.parse_statement(f"bases({', '.join(bases(node))})")
 
 
 def lookup(module: cst.Module, symbol: str, where: str) -> cst.CSTNode | None:
-    """The statement of a dotted symbol (`Class.method`), None if absent. Raises as `find`.
+    """Returns the statement of a dotted symbol (`Class.method`), None if absent.
 
-    An imported name has the import as its statement, or the `if` that guards it; the bases of a
-    class (`Class.__bases__`) have one made for them.
+    For an imported name this is the import, or the `if` that guards it; for the bases of a class
+    (`Class.__bases__`), the one from `bases_statement`. Raises as `find_binding`.
     """
     node: cst.CSTNode = module
     for name in symbol.split("."):
@@ -275,7 +274,7 @@ def lookup(module: cst.Module, symbol: str, where: str) -> cst.CSTNode | None:
 
 @cache
 def fingerprint(node: cst.CSTNode | None) -> str | None:
-    """SHA-256 (hex) of a symbol's text: with decorators, without indentation and comments above."""
+    """Returns SHA-256 (hex) of a symbol with decorators, without indentation or comments above."""
     if node is None:
         return None
     text = _EMPTY_MODULE.code_for_node(node.with_changes(leading_lines=()))

@@ -1,4 +1,4 @@
-"""What the patch set makes of an engine: the edits, or why there can be none."""
+"""Computes the patch set's edits to an engine, or why it cannot be applied."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ReadFile = Callable[[str], bytes | None]
 
 @dataclass(frozen=True)
 class Edit:
-    """One file's change. path: below `sglang/`; old: None for a new file."""
+    """One file's change. path: relative to `sglang/`; old: None for a new file."""
 
     path: str
     old: bytes | None
@@ -24,7 +24,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Drift:
-    """A place where the engine is not the one we know. count: of the symbols that this concerns."""
+    """A difference between the engine and the known release. count: symbols that it affects."""
 
     path: str
     symbol: str
@@ -36,10 +36,10 @@ class Drift:
 
 
 def plan(release: Release, read: ReadFile) -> tuple[list[Edit], list[Drift]]:
-    """The edits that apply a release's patch set, and the drifts for which it must not be applied.
+    """Returns the edits that apply a release's patch set, and the drifts that forbid applying it.
 
-    read: gives the engine's original files. New files come first, so that no grafted file ever
-    stands without what it imports. Raises Refusal PATCH_SET where fingerprints and tree do not fit.
+    read: returns an original file of the engine, or None. New files come first, so that no grafted
+    file lacks its imports at any time. Raises Refusal PATCH_SET if fingerprints and tree differ.
     """
     edits: list[Edit] = []
     drifts: list[Drift] = []
@@ -96,13 +96,13 @@ def _short(digest: str | None) -> str:
 
 
 def repeated_symbols(ours: bytes, path: str, known: dict[str, str | None]) -> list[str]:
-    """Symbols that our file only repeats from the engine (`logger = ...`) and does not change."""
+    """Returns the symbols that our file repeats unchanged from the engine (`logger = ...`)."""
     our_digests = _fingerprints(f"our {path}", known, ours)
     return [symbol for symbol, own in zip(known, our_digests) if own == known[symbol]]
 
 
 def changed(tree: dict[str, bytes], fingerprints: Fingerprints) -> Fingerprints:
-    """The fingerprints of what the patch set adds or replaces."""
+    """Returns the fingerprints of what the patch set adds or replaces."""
     repeated = {
         path: set(repeated_symbols(tree[path], path, known))
         for path, known in fingerprints.items()
@@ -116,7 +116,7 @@ def changed(tree: dict[str, bytes], fingerprints: Fingerprints) -> Fingerprints:
 
 
 def symbol_states(release: Release, read: ReadFile) -> dict[str, str]:
-    """`applied`, `absent` or `drifted` for each changed symbol, from the engine's present files."""
+    """Returns `applied`, `absent` or `drifted` for each changed symbol in the engine's files."""
     states: dict[str, str] = {}
     for path, known in changed(release.tree, release.fingerprints).items():
         engine, ours = read(path), release.tree[path]
@@ -135,12 +135,12 @@ def symbol_states(release: Release, read: ReadFile) -> dict[str, str]:
 
 
 def is_applied(release: Release, read: ReadFile) -> bool:
-    """Whether the engine's present files hold all of the patch set."""
+    """Whether the engine's files contain the whole patch set."""
     return set(symbol_states(release, read).values()) == {"applied"}
 
 
 def _fingerprints(where: str, symbols: Iterable[str], text: bytes | None) -> list[str | None]:
-    """The symbols' fingerprints in a file; a word that is none where it has none to give."""
+    """Returns the symbols' fingerprints in a file, or a word such as `unreadable` for each."""
     if text is None:
         return ["no file" for _ in symbols]
     try:

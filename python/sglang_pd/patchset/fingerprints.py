@@ -18,9 +18,9 @@ from sglang_pd.patchset.patches import Fingerprints, Patch, Release, load_releas
 
 
 def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
-    """The engine's fingerprints of every symbol that the tree replaces; None for what it adds.
+    """Returns the engine's fingerprints of the symbols that the tree replaces; None for additions.
 
-    Raises Refusal PATCH_SET where tree and records do not fit each other, or tree and engine.
+    Raises Refusal PATCH_SET if the tree does not fit the patch records or the engine.
     """
     fingerprints: Fingerprints = {}
     problems: list[str] = []
@@ -47,7 +47,7 @@ def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
 
 
 def record_problems(patches: list[Patch], symbols: list[str]) -> list[str]:
-    """Symbols that no patch record names, and records that name none."""
+    """Returns messages on symbols that no patch record names, and on names without a symbol."""
     found = [
         f"{s} belongs to no patch record" for s in symbols if not any(p.owns(s) for p in patches)
     ]

@@ -32,7 +32,7 @@ FIELDS = {
 
 
 def markdown(records: list[PatchRecord], previews: dict[str, str]) -> str:
-    """The patch records as one page. previews: what the releases that are previews say."""
+    """Formats the patch records as one page. previews: {preview release: why it is a preview}."""
     columns = sorted({name for record in records for name in record.releases}, key=version_key)
     lines = [HEAD, *(f"SGLang {name} is a preview: {why}\n" for name, why in previews.items())]
     lines += [_row(["patch", *columns]), _row(["---"] * (len(columns) + 1))]
@@ -60,7 +60,7 @@ def _fields(record: PatchRecord) -> list[str]:
 
 
 def _release_rows(record: PatchRecord, columns: list[str]) -> list[str]:
-    """What there is to say of releases; neighbours of which the same is said stand together."""
+    """Formats the releases' statuses; adjacent releases with equal statuses share an item."""
     statuses = ((name, record.at(name)) for name in columns)
     rows = []
     for stand, group in groupby(statuses, key=lambda one: one[1]):
@@ -79,7 +79,7 @@ def _edit(stand: ReleaseStatus) -> list[str]:
 
 
 def page() -> str:
-    """docs/patches.md as it must be today."""
+    """Returns the text that docs/patches.md must have."""
     statuses = {
         name: load_release(name, with_fingerprints=False).preview for name in supported_releases()
     }

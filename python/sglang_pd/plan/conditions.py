@@ -1,4 +1,4 @@
-"""What is asked of a pair to tell whether a stock engine can serve it."""
+"""Conditions on a pair that decide whether a stock engine can serve it."""
 
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.hybrids import FULL
@@ -26,7 +26,7 @@ def pp_conflicts(pair: ServerPair) -> bool:
 
 
 def stages_differ(pair: ServerPair) -> bool:
-    """As many stages on both sides, and other layers in them."""
+    """Whether both sides have equally many stages, but with different layers."""
     return not pp_differs(pair) and pair.stages[0] != pair.stages[1]
 
 
@@ -43,12 +43,12 @@ def replicates_on_prefill(pair: ServerPair) -> bool:
 
 
 def replicates_on_both(pair: ServerPair) -> bool:
-    """More on decode than on prefill."""
+    """Whether both sides have more ranks than KV heads, and decode more ranks than prefill."""
     return replicates_on_decode(pair) and pair.tp[0] > pair.model.attention.total
 
 
 def v_width_differs(pair: ServerPair) -> bool:
-    """In width."""
+    """Whether a V head is wider or narrower than a K head."""
     return is_gqa(pair) and pair.model.attention.k != pair.model.attention.v
 
 
@@ -61,7 +61,7 @@ def recurrent(pair: ServerPair) -> bool:
 
 
 def sends_index_keys(pair: ServerPair) -> bool:
-    """As state; on an NPU they are KV."""
+    """Whether index keys are sent as state; on an NPU they are KV."""
     return pair.model.has_index and pair.backend != "ascend"
 
 
@@ -70,15 +70,15 @@ def drafts_on(pair: ServerPair, prefill: bool, decode: bool) -> bool:
 
 
 def unequal_drafts(pair: ServerPair) -> bool:
-    """Of models that keep more than one buffer a layer."""
+    """Whether drafts differ in length, for models that keep more than one buffer per layer."""
     several = is_gqa(pair) or pair.backend == "ascend"
     return several and drafts_on(pair, True, True) and pair.prefill.draft != pair.decode.draft
 
 
 def misplaces_v(pair: ServerPair) -> bool:
-    """Where decode's V begins is guessed from how many pointers either side has, and is not there.
+    """Whether the engine guesses wrongly, from both sides' pointer counts, where decode's V begins.
 
-    Not asked by NIXL's plans of 0.5.23, which refuse what they cannot pair by position.
+    NIXL's plans in 0.5.23 do not guess: they refuse what they cannot pair by position.
     """
     if not is_gqa(pair) or (pair.backend, pair.release) == ("nixl", "0.5.23"):
         return False

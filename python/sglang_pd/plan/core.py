@@ -1,7 +1,7 @@
-"""The core that the patched engine runs, `kv_layout`, out of the patch set's tree.
+"""Loads `kv_layout`, the core that the patched engine runs, from the patch set's tree.
 
-It imports nothing of the engine, so the tool needs none for it. Nor may it come as `sglang...`:
-that name is the engine's.
+`kv_layout` imports nothing of the engine, so the tool needs no engine. It must not be imported as
+`sglang...`, because that name belongs to the engine.
 """
 
 import importlib.util

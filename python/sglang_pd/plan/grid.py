@@ -1,4 +1,4 @@
-"""One server drawn: a column for each rank, layers from above, KV heads from the left."""
+"""Draws one server: a column for each rank, layers from the top, KV heads from the left."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,10 @@ from sglang_pd.plan.summary import Summary
 
 FONT = 7.5
 FILL_FACTOR = 0.94  # of a column's width; the rest is the gap to the next one
-GROUP_GAP = 0.5  # columns
-UPRIGHT_BELOW = 0.6  # inches of a column below which its name is written upwards
+GROUP_GAP = 0.5  # pieces of a rank's heads
+UPRIGHT_BELOW = 0.6  # column width in inches below which its name is written vertically
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
-LABEL_STEPS = (1, 2, 4, 8, 16, 32, 64)  # layers from one number to the next
+LABEL_STEPS = (1, 2, 4, 8, 16, 32, 64)  # layers per label
 KIND_STYLES = {
     FULL: ("full attention", "white", ""),
     WINDOW: ("sliding window", "0.6", ""),
@@ -24,7 +24,7 @@ KIND_STYLES = {
 
 @dataclass(frozen=True)
 class Column:
-    """A rank of a group with all its stages: where it is drawn, and which heads it holds."""
+    """A TP rank of a group in all stages: its position, and the heads that it holds."""
 
     tp: int
     at: float
@@ -35,7 +35,7 @@ class ServerGrid:
     """One server of a pair on its axes, whose units are layers and pieces of a rank's heads."""
 
     def __init__(self, summary: Summary, name: str, axes: Any, pieces: int, is_upright: bool):
-        """pieces: in which a rank's heads come. is_upright: ranks' names are written upwards."""
+        """pieces: in which a rank's heads arrive. is_upright: whether rank labels are vertical."""
         self.pair, self.name, self.axes = summary.pair, name, axes
         self.links, self.pieces, self.is_upright = summary.links, pieces, is_upright
         self.sizes = self.pair.sides[name]
@@ -52,7 +52,7 @@ class ServerGrid:
         return (group * self.sizes.attention_tp + tp) * self.pieces + group * GROUP_GAP
 
     def _heads_of_rank(self, tp: int) -> range:
-        """Heads of a rank; none where they cannot be dealt out."""
+        """Returns a rank's heads; empty if the heads cannot be divided among the ranks."""
         total = self.pair.model.kv_heads
         try:
             heads = kv_layout.heads_of_rank(tp, self.sizes.attention_tp, total) if total else None
@@ -61,7 +61,7 @@ class ServerGrid:
         return range(0) if heads is None else range(heads.start, heads.stop)
 
     def draw(self, rows: int, inches: tuple[float, float]) -> None:
-        """All of it. rows: layers, the draft's too. inches: width and height of the axes."""
+        """Draws the server. rows: layers, with the draft's. inches: the axes' width and height."""
         margin = 0.1 * self.pieces
         self.axes.set_xlim(-margin, self.columns[-1].at + self.pieces + margin)
         self.axes.set_ylim(rows + 0.1, -0.1)
@@ -77,14 +77,14 @@ class ServerGrid:
         self._label_columns(inches[0])
 
     def _links_to_draw(self) -> list[Link]:
-        """At decode all links, at prefill one of each rank that sends."""
+        """Returns all links that carry something for decode, one per sending rank for prefill."""
         links = [link for link in self.links if link.parts]
         if self.name == "decode":
             return links
         return list({link.prefill: link for link in links}.values())
 
     def _draw_rank(self, column: Column, rank: RankId, layers: range) -> None:
-        """The frame of a rank, with a line between layers and between heads."""
+        """Draws a rank's frame, with lines between layers and between heads."""
         own = [link for link in self.links if getattr(link, self.name) == rank]
         sends = any(link.parts for link in own)
         style = "--" if own and not sends else "-"
@@ -102,7 +102,7 @@ class ServerGrid:
             self._draw_label((left + right) / 2, (layers.start + layers.stop) / 2, rank)
 
     def _draw_link(self, column: Column, link: Link) -> None:
-        """What a link carries, where it lies in a rank: a stage's layers, and those of a draft."""
+        """Draws what a link carries, at its place in a rank: a stage's layers, and a draft's."""
         left, part = column.at, self.width
         heads = link.parts[0].heads
         if self.name == "decode" and heads and column.heads:
@@ -165,7 +165,7 @@ class ServerGrid:
             spine.set_visible(False)
 
     def label_layer_kinds(self, width: float) -> None:
-        """A strip right of the axes, of so many inches, that says of which kind each layer is."""
+        """Draws a strip of the layers' kinds right of the axes, which are `width` inches wide."""
         left, right = self.axes.get_xlim()
         inch = (right - left) / width
         for layer, kinds in enumerate(self.pair.model.kinds):
@@ -194,7 +194,7 @@ def _rectangle(x: float, y: float, width: float, height: float, face: Any, **mor
 
 
 def _colour(tp: int) -> tuple:
-    """A light one; neighbours differ."""
+    """Returns a light colour; adjacent ranks have different ones."""
     from matplotlib import colormaps
 
     return tuple(0.45 + 0.55 * part for part in colormaps["tab20"](tp % 20)[:3])

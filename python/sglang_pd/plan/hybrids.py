@@ -1,7 +1,7 @@
-"""Which layers of a model have attention to all tokens, to a window, or recurrent state instead.
+"""Which layers of a model have full attention, a sliding window, or recurrent state.
 
-Only where the engine keeps a pool of another kind for them: with Gemma 3, say, it keeps all tokens
-of layers with windows, too.
+A layer counts as such only if the engine has a separate pool for it: with Gemma 3, for example,
+the engine keeps all tokens of layers with windows, too.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from sglang_pd.errors import ExitCode, Refusal
 
 FULL, WINDOW, RECURRENT = "full", "window", "recurrent"
-# Layers as the configurations name them; None: they keep nothing.
+# Kinds by the configurations' names; None for layers that keep nothing.
 LAYER_KINDS = {
     "full_attention": FULL,
     "attention": FULL,
@@ -26,7 +26,7 @@ LAYER_KINDS = {
     "-": None,
     "E": None,
 }
-# Models for whose windows the engine has a pool, and the release that has it first.
+# Models for whose windows the engine has a pool, and the first release with that pool.
 WINDOW_POOLS = {
     "GptOssForCausalLM": "0.5.9",
     "Llama4ForConditionalGeneration": "0.5.9",
@@ -37,9 +37,9 @@ WINDOW_POOLS = {
     "LagunaForCausalLM": "0.5.23",
     "MellumForCausalLM": "0.5.23",
 }
-# Both attention and recurrent state in each layer.
+# Models with both attention and recurrent state in each layer.
 PARALLEL_HYBRIDS = ("FalconH1ForCausalLM",)
-# What these say of models whose pools are not known here.
+# Configuration keys of models whose pools are not supported here, and what the keys mean.
 UNSUPPORTED_KEYS = {
     "compress_ratios": "compressed attention",
     "linear_attn_config": "linear attention with a window for each convolution",
@@ -57,12 +57,13 @@ class RecurrentState:
     """State of one layer and request: the window of its convolutions, and the state proper.
 
     Attributes:
-        channels: Of x; with those of B and C, of which there are `groups`, they form the window.
-        groups: Each with `state` channels in B and in C.
-        heads, width, state: What the state proper has.
-        window: Tokens that it reaches back.
-        itemsize: Bytes an element of the state proper; the window's have 2.
-        has_named_channels: The engine is told which channels are x, B and C, as a linear attention tells.
+        channels: Channels of x; with those of B and C they form the window's channels.
+        groups: Number of groups, each with `state` channels in B and in C.
+        heads, width, state: Shape of the state proper.
+        window: Length of the window in tokens.
+        itemsize: Bytes per element of the state proper; an element of the window has 2.
+        has_named_channels: Whether the engine knows which channels are x, B and C, as for linear
+            attention.
     """
 
     channels: int
@@ -75,9 +76,9 @@ class RecurrentState:
     has_named_channels: bool
 
     def slot(self, tp: int) -> tuple[int, int]:
-        """Bytes of a rank's share, of the window and of the state proper.
+        """Returns a rank's bytes of the window and of the state proper.
 
-        Groups that cannot be dealt out are on every rank.
+        If the groups cannot be divided among the ranks, each rank has one group.
         """
         groups = self.groups if self.groups % tp == 0 else tp
         window = (self.channels + 2 * groups * self.state) // tp * self.window * 2
@@ -85,10 +86,10 @@ class RecurrentState:
 
 
 def layer_kinds(config: Mapping[str, Any], architecture: str, layers: int) -> list[set[str]]:
-    """What each layer keeps: FULL, WINDOW, RECURRENT, FULL and RECURRENT, or nothing.
+    """Returns what each layer keeps: FULL, WINDOW, RECURRENT, FULL and RECURRENT, or nothing.
 
     Raises:
-        Refusal: NO_MODEL, for layers of a kind that is not known here.
+        Refusal: NO_MODEL, for a model or a kind of layer that is not supported here.
     """
     for name, what in UNSUPPORTED_KEYS.items():
         if config.get(name):
@@ -121,10 +122,10 @@ def _layer_names(config: Mapping[str, Any], architecture: str, layers: int) -> l
 
 
 def recurrent_state(config: Mapping[str, Any]) -> RecurrentState:
-    """The state of a model's recurrent layers, of linear attention or of Mamba 2.
+    """Returns the state of a model's recurrent layers, of linear attention or of Mamba 2.
 
     Raises:
-        Refusal: NO_MODEL, where the configuration does not tell.
+        Refusal: NO_MODEL, if the configuration lacks a size.
     """
     itemsize = {"bfloat16": 2, "float16": 2}.get(config.get("mamba_ssm_dtype"), 4)
 
@@ -150,7 +151,7 @@ def recurrent_state(config: Mapping[str, Any]) -> RecurrentState:
 
 
 def unsupported_model(what: str) -> Refusal:
-    """The refusal of a model for something that it has."""
+    """Returns the refusal of a model because of a feature, `what`."""
     return Refusal(
         ExitCode.NO_MODEL,
         f"the model has {what}, and what the engine keeps of that is not known here; "

@@ -1,7 +1,8 @@
-"""What stock engines are known to do with a pair: by release, backend and sizes.
+"""Known failures of stock engines with a pair, by release, backend and sizes.
 
-Each limit is of a patch record (docs/patches.md), which has cause and cure; the outcome is what
-serving showed, or the transport's tests where no server was tried. The first that holds is met.
+Each failure belongs to a patch record (docs/patches.md) with its cause and fix. The outcome is
+what serving showed, or the transport's tests if no server was tried. The first one that applies
+counts.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,17 @@ from sglang_pd.plan.pair import ServerPair
 RIGHT, WRONG, HANGS, DIES = "right", "wrong", "hangs", "dies"
 FAILS, NO_START, REFUSED, UNKNOWN = "fails", "no start", "refused", "unknown"
 
-# What a server meets, beyond its sizes.
+# Events that may happen to a server of any size.
 RETRACTS, STRAY, LOGPROBS = "decode retracts", "stray message", "logprobs"
 
 Outcomes = dict[str, str]  # by backend
 
 
 def by_backend(nixl: str = "", mooncake: str = "", ascend: str | None = None) -> Outcomes:
-    """Ascend's is Mooncake's with another engine: the same, where nothing else is said."""
+    """Returns {backend: outcome}.
+
+    `ascend` is Mooncake's backend with another transfer engine: Mooncake's outcome is the default.
+    """
     return {"nixl": nixl, "mooncake": mooncake, "ascend": mooncake if ascend is None else ascend}
 
 
@@ -30,12 +34,12 @@ def all_backends(outcome: str) -> Outcomes:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """What a stock engine does where it `holds`, and why.
+    """What a stock engine does with pairs to which the failure `applies`, and why.
 
     Attributes:
-        record: The patch's, empty for what no patch is about.
-        first, later: Outcomes of 0.5.9 and of 0.5.23, empty where it is no limit.
-        event: Only where that happens.
+        record: The patch record; empty if no patch concerns the failure.
+        v0_5_9, v0_5_23: Outcomes in these releases; empty where they do not fail.
+        event: The event that the failure needs; empty if none.
     """
 
     record: str
@@ -46,13 +50,13 @@ class KnownFailure:
     event: str = ""
 
     def outcome(self, pair: ServerPair) -> str:
-        """Empty where this is no limit of the pair's release and backend."""
+        """Returns the outcome for the pair's release and backend; empty if they do not fail."""
         of_release = {"0.5.9": self.v0_5_9, "0.5.23": self.v0_5_23}.get(pair.release, {})
         return of_release.get(pair.backend, "")
 
 
 def first_match(pair: ServerPair, event: str = "") -> KnownFailure | None:
-    """The first limit that holds for this pair: of an event, or of none."""
+    """Returns the first failure that applies to this pair, on an event or, by default, on none."""
     known = (
         failure for failure in KNOWN_FAILURES if failure.event == event and failure.outcome(pair)
     )
@@ -141,7 +145,7 @@ KNOWN_FAILURES = [
         "decode has no buffers for prefill's draft",
         lambda pair: when.drafts_on(pair, True, False),
         v0_5_9=by_backend(DIES, HANGS),
-        # Mooncake refuses what it writes beside decode's buffers, MemFabric does not.
+        # Mooncake refuses writes outside decode's buffers, MemFabric does not.
         v0_5_23=by_backend(HANGS, FAILS, WRONG),
     ),
     KnownFailure(

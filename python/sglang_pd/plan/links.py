@@ -1,4 +1,4 @@
-"""Who sends what to whom, for one request between one group of either server."""
+"""Which rank sends what to which, for one request from one prefill to one decode group."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import numpy as np
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.pair import ServerPair
 
-TOKENS = 1024  # of the request that is counted
+TOKENS = 1024  # length of the request in the figures
 
 
 class RankId(NamedTuple):
-    """Attention TP rank and stage of a rank, in its group."""
+    """A rank's attention TP rank and pipeline stage within its group."""
 
     tp: int
     pp: int
@@ -25,7 +25,7 @@ class RankId(NamedTuple):
 
 @dataclass(frozen=True)
 class SentPart:
-    """One component of one layer, of which these heads are sent; None where all of it is."""
+    """One component of one layer, and its heads that are sent, as (start, stop); None for all."""
 
     component: str
     draft: bool
@@ -38,10 +38,11 @@ class Link:
     """What a request of `TOKENS` tokens takes from a prefill rank to a decode rank.
 
     Attributes:
-        answers: Prefill says when it is done; else it is asked, and decode does not wait for it.
-        shares: What is sent; empty where another rank sends the same.
-        bytes: Of KV and state.
-        fewest, most: Copies if all pages lie in a row, and if no two do.
+        sends_status: Whether prefill notifies decode when it is done; if False, prefill receives
+            the request, but decode does not wait for the rank.
+        parts: What is sent; empty if another rank sends the same.
+        bytes: Bytes of KV and state.
+        min_copies, most: Number of copies if all pages are contiguous, and if no two are.
     """
 
     prefill: RankId
@@ -54,12 +55,12 @@ class Link:
 
     @property
     def messages(self) -> int:
-        """Decode's that asks for the request, and prefill's that it is done."""
+        """Number of messages: decode's request, and prefill's notification if it sends one."""
         return 1 + self.sends_status
 
 
 class LayoutCache(dict):
-    """By side and `Rank`; of a rank nobody asked for, made on the spot."""
+    """Layouts by (side, RankId), each made on first access."""
 
     def __init__(self, pair: ServerPair):
         self.pair = pair
@@ -70,7 +71,7 @@ class LayoutCache(dict):
 
 
 def refusal_reasons(pair: ServerPair) -> list[str]:
-    """Every reason for which the patched engine refuses this pair; empty if it serves."""
+    """Returns every reason why the patched engine refuses this pair; empty if it serves it."""
     layouts, first = LayoutCache(pair), RankId(0, 0)
     try:
         sides = layouts["prefill", first], layouts["decode", first]
@@ -83,22 +84,22 @@ def refusal_reasons(pair: ServerPair) -> list[str]:
 
 
 def links(pair: ServerPair) -> list[Link]:
-    """All links of a pair that fits, by decode rank.
+    """Returns all links of a pair, ordered by decode rank.
 
     Raises:
-        LayoutError: It does not.
+        LayoutError: The two servers do not fit together.
     """
     return list(_links(pair, LayoutCache(pair)))
 
 
 def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
-    """Prefill rank, decode rank, and whether the first is to send, as the engine connects them."""
+    """Yields (prefill rank, decode rank, whether prefill sends), as the engine connects them."""
     stages = range(pair.decode.pp)
     for decode in (RankId(*both) for both in product(range(pair.tp[1]), stages)):
         served_by = kv_layout.prefill_ranks_of(decode.tp, *pair.tp)
         whole = range(pair.prefill.pp) if len(stages) == 1 else [decode.pp]
         for tp, pp in product(served_by, whole):
-            # All of them hold the same latent: one sends it.
+            # With MLA, all these TP ranks hold the same latent: one sends it.
             yield RankId(tp, pp), decode, not pair.model.is_mla or tp == served_by[0]
 
 
@@ -129,7 +130,7 @@ def _link(pair: ServerPair, prefill: RankId, decode: RankId, own, peer) -> Link:
 
 
 def _heads(pair, ours, theirs, page_size: int) -> tuple[int, int] | None:
-    """Which heads a pair of buffers carries, read off the bytes that are copied."""
+    """Returns the heads that a pair of buffers carries, derived from the copied bytes."""
     if ours.heads is None:
         return None
     if pair.whole:
@@ -140,7 +141,7 @@ def _heads(pair, ours, theirs, page_size: int) -> tuple[int, int] | None:
 
 
 def _pages(pair: ServerPair, is_state: bool) -> int:
-    """Of the request: of recurrent state its slot, of windows what they reach back."""
+    """Returns the request's number of pages; recurrent state has 1 (its slot), a window fewer."""
     tokens = TOKENS
     if is_state and pair.model.recurrent:
         return 1

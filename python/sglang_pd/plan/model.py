@@ -1,4 +1,4 @@
-"""What a model keeps of each token, read from its Hugging Face config.json alone."""
+"""Reads from a model's Hugging Face config.json what it keeps of each token."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ INDEX_BLOCK = 128  # elements of an index key that share a scale of 4 bytes
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads of the whole model, and elements of each in K and V."""
+    """Number of KV heads of the whole model, and elements per token of each in K and in V."""
 
     total: int
     k: int
@@ -31,7 +31,7 @@ class KVHeads:
 
 @dataclass(frozen=True)
 class MLADims:
-    """What MLA keeps of a token: elements of the latent, its RoPE part, and an index key (or 0)."""
+    """Elements that MLA keeps of a token: the latent, its RoPE part, and an index key (or 0)."""
 
     latent: int
     rope: int
@@ -43,13 +43,13 @@ class Model:
     """What a model keeps, layer by layer.
 
     Attributes:
-        name: For people.
-        dtype: Of KV, as torch names it.
-        kinds: Of each layer: any of FULL, WINDOW and RECURRENT.
-        attention: Of layers with full attention.
-        window_heads: Of layers with a window that the engine keeps apart; None without them.
-        window: Its tokens, 0 without.
-        recurrent: None without such layers.
+        name: For display.
+        dtype: The dtype of KV, by torch's name.
+        kinds: For each layer, any of FULL, WINDOW and RECURRENT.
+        attention: What layers with full attention keep.
+        window_heads: KV heads of layers with a window in a separate pool; None without them.
+        window: Tokens in a window; 0 without one.
+        recurrent: State of recurrent layers; None without them.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of KV."""
+        """Bytes per element of KV."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -79,16 +79,16 @@ class Model:
 
     @property
     def kv_heads(self) -> int | None:
-        """None where a page cannot be split by heads."""
+        """Number of KV heads; None if a page cannot be split by heads."""
         return None if self.is_mla else self.attention.total
 
     def layers_of_kind(self, kind: str, layers: range | None = None) -> list[int]:
-        """The numbers of the layers of this kind, of all or of some."""
+        """Returns the numbers of the layers of this kind, among `layers` or all."""
         return [n for n in layers or range(self.layers) if kind in self.kinds[n]]
 
     @property
     def title(self) -> str:
-        """Such as `GQA, 64 layers, 8 KV heads`."""
+        """A title such as `GQA, 64 layers, 8 KV heads, bfloat16`."""
         if self.is_mla:
             what = ["MLA with an indexer" if self.has_index else "MLA", f"{self.layers} layers"]
         else:
@@ -101,10 +101,10 @@ class Model:
 
 
 def read_model(path: Path, release: str) -> Model:
-    """The model of a config.json, or of the folder that has it, as a release of the engine sees it.
+    """Reads a model from a config.json, or from its folder, as an engine release treats it.
 
     Raises:
-        Refusal: NO_MODEL, where there is none, or one whose pools are not known here.
+        Refusal: NO_MODEL, if there is none, or its pools are not supported here.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -127,7 +127,7 @@ def read_model(path: Path, release: str) -> Model:
 
 
 def config_to_model(config: Mapping[str, Any], name: str, release: str) -> Model:
-    """As `read_model`, of what it read. Raises KeyError and the like for what is missing."""
+    """Converts a parsed config.json. Raises Refusal NO_MODEL; KeyError or the like for gaps."""
     architecture = (config.get("architectures") or [""])[0]
     dtype = config.get("dtype") or config.get("torch_dtype")
     for inner in NESTED_CONFIGS:

@@ -1,4 +1,4 @@
-"""Two servers of one model, and what each of their ranks holds, in the words of the core."""
+"""Two servers of one model, and what each of their ranks holds, in the core's types."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,15 +12,15 @@ from sglang_pd.plan.sizes import ServerSizes
 BACKENDS = ("nixl", "mooncake", "ascend")
 NPU_PAGE, INDEXED_PAGE = 128, 64
 
-# Name, KV heads in all (None: opaque), and bytes of a token: of one head, or of all.
+# Name, total KV heads (None: opaque), and bytes per token, of one head or (opaque) of all.
 Component = tuple[str, int | None, int]
 
 
 @dataclass(frozen=True)
 class ServerPair:
-    """A prefill and a decode server, over a backend, with a release of the engine.
+    """A prefill and a decode server with one backend and one engine release.
 
-    `fia` is the NPU's other layout of pools, `ASCEND_USE_FIA`.
+    `fia` selects the NPU's other pool layout, `ASCEND_USE_FIA`.
     """
 
     model: Model
@@ -32,7 +32,7 @@ class ServerPair:
 
     @property
     def sends_state_by_plan(self) -> bool:
-        """Recurrent state is sent by plan; later releases send it their own way."""
+        """Whether a transfer plan covers recurrent state; later releases send it their own way."""
         return version_key(self.release) < version_key("0.5.20")
 
     @property
@@ -42,7 +42,7 @@ class ServerPair:
 
     @property
     def pp(self) -> tuple[int, int]:
-        """Stages of prefill and of decode."""
+        """Number of stages of prefill and of decode."""
         return self.prefill.pp, self.decode.pp
 
     @property
@@ -51,26 +51,26 @@ class ServerPair:
 
     @property
     def pages(self) -> str:
-        """The page size, or both."""
+        """The page size, or both if they differ, for display."""
         return " and ".join(dict.fromkeys(str(side.page) for side in self.sides.values()))
 
     @cached_property
     def stages(self) -> tuple[list[range], list[range]]:
-        """Layers of each stage, of prefill and of decode. Raises ValueError as `Sizes.stages`."""
+        """Prefill's and decode's layers per stage. Raises ValueError as `ServerSizes.stages`."""
         return tuple(side.stages(self.model.layers) for side in self.sides.values())
 
     @property
     def splits_recurrent_state(self) -> bool:
-        """Recurrent state goes between TP or PP sizes: by the engine's own way, if it has one."""
+        """Whether recurrent state is sent between different TP or PP sizes."""
         return self.model.recurrent is not None and (
             self.tp[0] != self.tp[1] or self.pp[0] != self.pp[1]
         )
 
     def layout(self, side: str, tp: int, stage: int) -> "kv_layout.RankLayout":
-        """What the rank of this attention TP rank and stage holds.
+        """Returns what the rank with this attention TP rank and stage holds.
 
         Raises:
-            LayoutError: The KV heads cannot be dealt out to the ranks.
+            LayoutError: The KV heads cannot be divided among the ranks.
         """
         sizes = self.sides[side]
         layers = self.stages[side == "decode"][stage]
@@ -99,14 +99,14 @@ class ServerPair:
         )
 
     def slot_bytes(self, side: str, stage: int) -> int:
-        """Recurrent state of a request on a rank of this stage."""
+        """Returns the bytes of a request's recurrent state on a rank of this stage."""
         if self.model.recurrent is None:
             return 0
         layers = self.model.layers_of_kind(RECURRENT, self.stages[side == "decode"][stage])
         return sum(self.model.recurrent.slot(self.sides[side].attention_tp)) * len(layers)
 
     def _buffers(self, parts: list, sizes: ServerSizes, rank: tuple[int, int]) -> tuple:
-        """A buffer for each layer of each (is draft, component, layers)."""
+        """Returns a buffer for each layer of each (is draft, component, layers)."""
         buffers = []
         for is_draft, (name, total, size), layers in parts:
             heads = None if total is None else kv_layout.heads_of_rank(*rank, total)
@@ -115,7 +115,7 @@ class ServerPair:
         return tuple(buffers)
 
     def _attention(self) -> list[Component]:
-        """Of a layer with full attention, what is sent as KV."""
+        """Returns what a layer with full attention sends as KV."""
         held, each = self.model.attention, self.model.itemsize
         if isinstance(held, KVHeads):
             return _head_components("", held, each)
@@ -125,7 +125,7 @@ class ServerPair:
         return [(name, None, size * each) for name, size in sizes.items() if size]
 
     def _index_state(self) -> list[Component]:
-        """Keys of an indexer where they are state: a byte an element, and scales."""
+        """Returns the index keys if they are state: one byte per element, and scales."""
         if not self.model.has_index or self.backend == "ascend":
             return []
         index = self.model.attention.index
@@ -147,10 +147,10 @@ class ServerPair:
 def make_pair(
     model: Model, prefill: ServerSizes, decode: ServerSizes, backend: str, release: str, fia: bool
 ) -> ServerPair:
-    """A pair whose page sizes, where none is said, are those that the engine takes by itself.
+    """Returns a pair; a page size of 0 becomes the engine's default.
 
     Raises:
-        ValueError: Stages that do not fit the model, or `fia` where no pool has it.
+        ValueError: The stages do not fit the model, or no pool has the layout of `fia`.
     """
     if fia and (backend != "ascend" or model.is_mla):
         raise ValueError("--fia is a layout of GQA pools on NPUs: give it with --backend ascend")

@@ -1,10 +1,10 @@
-"""A pair drawn: prefill's ranks at the left, decode's at the right, layers and heads as a grid.
+"""Draws a pair: prefill's ranks on the left, decode's on the right, layers and heads as a grid.
 
     prefill   TP 0   TP 1        decode   TP 0
-    layer 0  |P0.0| |P1.0|               |P0.0|P1.0|    what comes from prefill's TP rank 1,
-          1  |P0.1| |P1.1|               |P0.1|P1.1|    stage 1, is named P1.1 on both sides
+    layer 0  |P0.0| |P1.0|               |P0.0|P1.0|    what prefill's TP rank 1, stage 1, sends
+          1  |P0.1| |P1.1|               |P0.1|P1.1|    is labelled P1.1 on both sides
 
-Names say it all; colours (of TP ranks) and hatches (of stages) only help.
+The labels suffice; colours (for TP ranks) and hatches (for stages) only help.
 """
 
 import textwrap
@@ -20,14 +20,14 @@ from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
 
 FORMATS = (".svg", ".png")
-# Inches.
+# In inches.
 NARROW, WIDE, MIN_SIDE = 0.32, 0.62, 2.4
 MARGIN, GAP, LINE = 0.7, 0.9, 0.17
 MAX_HEIGHT, LAYER_HEIGHT, FOOT = 8.5, 0.13, 0.95
 
 
 def check_picture_path(path: Path) -> None:
-    """Raises ValueError for a file of another kind, Refusal NO_PICTURE where nothing can draw."""
+    """Raises ValueError for another file type, Refusal NO_PICTURE without Matplotlib."""
     if path.suffix not in FORMATS:
         raise ValueError(f"--picture {path}: a picture is a file {' or '.join(FORMATS)}")
     try:
@@ -39,7 +39,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def draw(summaries: Sequence[Summary], path: Path) -> None:
-    """Write a picture of pairs, one below the other. Raises as `check_name`, and OSError."""
+    """Draws the pairs, one below the other. Raises as `check_picture_path`, and OSError."""
     check_picture_path(path)
     import matplotlib
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
 
 
 class Panel:
-    """The picture of one pair, with words above and below. Distances are in inches."""
+    """The picture of one pair, with text above and below. Distances are in inches."""
 
     def __init__(self, summary: Summary):
         self.summary, self.pair = summary, summary.pair
@@ -73,7 +73,7 @@ class Panel:
         self.piece = NARROW if self.is_upright else WIDE
 
     def _piece_count(self) -> int:
-        """Pieces that a decode rank's heads are sent in."""
+        """Returns the largest number of pieces in which a decode rank's heads arrive."""
         pieces: dict[RankId, set] = {}
         for link in self.summary.links:
             if link.parts:
@@ -91,7 +91,7 @@ class Panel:
         return max(8.0, 2 * MARGIN + GAP + sides)
 
     def head(self, width: float) -> list[str]:
-        """The lines above the picture."""
+        """Returns the lines above the picture."""
         pair = self.pair
         lines = [
             f"{pair.model.name}: {pair.model.title}",
@@ -102,7 +102,7 @@ class Panel:
         return [part for line in lines for part in _wrapped(line, width)]
 
     def foot(self, width: float) -> list[str]:
-        """The lines below it."""
+        """Returns the lines below the picture."""
         known = "Px.y is prefill's attention TP rank x, stage y; at decode, what comes from it."
         if any(not link.parts for link in self.summary.links):
             known += " Dashed: asked, and another rank sends."
@@ -114,7 +114,7 @@ class Panel:
         return lines * LINE + self.inner + FOOT + 1.0
 
     def draw(self, figure: Any, top: float, width: float, height: float) -> None:
-        """Into a figure of this size, from `top` downwards."""
+        """Draws into a figure of this width and height, from `top` downwards."""
         y = top - 0.2
         for number, line in enumerate(self.head(width)):
             weight = "bold" if number == 0 else "normal"

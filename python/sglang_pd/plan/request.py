@@ -1,4 +1,4 @@
-"""What `sglang-pd plan` is asked, but for the sizes."""
+"""The options of `sglang-pd plan`, without the sizes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from sglang_pd.plan.summary import Summary
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model's path, and options as `sglang-pd plan --help` has them."""
+    """A model's path, and options as `sglang-pd plan --help` describes them."""
 
     path: Path
     backend: str
@@ -25,7 +25,7 @@ class PlanRequest:
 
     @cached_property
     def model(self) -> Model:
-        """Raises Refusal UNSUPPORTED for another release, NO_MODEL as `read_model`."""
+        """The model. Raises Refusal UNSUPPORTED for an unknown release, else as `read_model`."""
         if public_version(self.release) not in supported_releases():
             raise Refusal(
                 ExitCode.UNSUPPORTED,
@@ -35,7 +35,7 @@ class PlanRequest:
         return read_model(self.path, public_version(self.release))
 
     def summary(self, prefill: str, decode: str) -> Summary:
-        """Of these sizes. Raises ValueError for such as no server starts with."""
+        """Summarizes a pair of these sizes. Raises ValueError if no server starts with them."""
         model = self.model
         sides = [parse_sizes(text, self.draft, self.page) for text in (prefill, decode)]
         return Summary(

@@ -1,4 +1,4 @@
-"""A summary of a pair, for people and for programs."""
+"""Shows a summary of a pair, as tables or as JSON."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -14,12 +14,12 @@ from sglang_pd.plan.pair import ServerPair
 from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
 
-# What depends on the pair; a stray message does harm to any.
+# Events whose effect depends on the pair; a stray message harms any pair.
 EVENT_TEXTS = {LOGPROBS: "with logprobs", RETRACTS: "if decode retracts"}
 
 
 def as_json(summary: Summary) -> dict:
-    """Every figure; bytes, and tokens where it says so."""
+    """Returns every figure; sizes are in bytes, or in tokens where the key says so."""
     pair = summary.pair
     return {
         "model": {"name": pair.model.name, "title": pair.model.title, "layers": pair.model.layers},
@@ -65,13 +65,13 @@ def _link(link: Link) -> dict:
 
 
 def _runs(parts: Iterable[SentPart]) -> list[tuple[tuple, list[int]]]:
-    """Layers of each component, model and heads."""
+    """Returns the layers of each ((component, is draft, heads), layers)."""
     alike = groupby(parts, key=lambda one: (one.component, one.draft, one.heads))
     return [(key, [one.layer for one in some]) for key, some in alike]
 
 
 def show(summary: Summary, console: Console) -> None:
-    """The verdicts, both servers, who sends what, and what a request takes."""
+    """Prints the verdicts, both servers, which rank sends what, and a request's totals."""
     pair = summary.pair
     _print(console, f"{pair.model.name}: {pair.model.title}")
     fia = ", ASCEND_USE_FIA" if pair.fia else ""
@@ -89,7 +89,7 @@ def show(summary: Summary, console: Console) -> None:
 
 
 def compare(first: Summary, second: Summary, console: Console) -> None:
-    """Two pairs of one model, side by side."""
+    """Prints two pairs of one model side by side."""
     model = first.pair.model
     _print(console, f"{model.name}: {model.title}")
     table = _table("", *(title(one.pair) for one in (first, second)))
@@ -104,12 +104,12 @@ def compare(first: Summary, second: Summary, console: Console) -> None:
 
 
 def title(pair: ServerPair) -> str:
-    """Such as `tp=4,pp=2 to tp=2`."""
+    """Returns a title such as `tp=4,pp=2 to tp=2`."""
     return f"{pair.prefill} to {pair.decode}"
 
 
 def totals(summary: Summary) -> list[str]:
-    """What a request takes, in words; nothing where it is refused."""
+    """Describes a request's totals in a line; empty if the pair is refused."""
     if not summary.links:
         return []
     some = summary.totals
@@ -194,7 +194,7 @@ def _links(summary: Summary) -> Table:
 
 
 def layers_of(link: Link) -> str:
-    """Such as `0-31, draft 0`, of all components together."""
+    """Formats the layers of all components together, such as `0-31, draft 0`."""
     parts = []
     for is_draft in (False, True):
         layers = sorted({one.layer for one in link.parts if one.draft is is_draft})
@@ -204,7 +204,7 @@ def layers_of(link: Link) -> str:
 
 
 def heads_of(link: Link) -> str:
-    """Such as `0-1`; by component where they differ."""
+    """Formats the heads, such as `0-1`; by component where they differ."""
     known: dict[tuple[int, int] | None, list[str]] = {}
     for share in link.parts:
         known.setdefault(share.heads, []).append(share.component)
@@ -218,7 +218,7 @@ def _heads(heads: tuple[int, int] | None) -> str:
 
 
 def format_spans(numbers: list[int]) -> str:
-    """Such as `0-3, 6`, or `3-47 by 4`."""
+    """Formats numbers, such as `0-3, 6`, or `3-47 by 4`."""
     step = numbers[1] - numbers[0] if len(numbers) > 2 else 1
     if step > 1 and numbers == list(range(numbers[0], numbers[-1] + 1, step)):
         return f"{numbers[0]}-{numbers[-1]} by {step}"
@@ -259,7 +259,7 @@ def _figures(summary: Summary) -> list[tuple[str, Text | str]]:
 
 
 def size(count: int) -> str:
-    """Such as `12.5 MiB`."""
+    """Formats a number of bytes, such as `12.5 MiB`."""
     amount, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if amount >= 1024:

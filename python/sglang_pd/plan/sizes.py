@@ -11,12 +11,12 @@ class ServerSizes:
     """The sizes of one server.
 
     Attributes:
-        tp: Ranks of a stage.
+        tp: Ranks per stage.
         pp: Pipeline stages.
-        dp: Groups that the ranks of a stage form, each with attention, and requests, of its own.
-        layers: Of each stage; empty where the engine deals them out.
-        draft: Layers of the draft model, which the last stage has.
-        page: Tokens a page.
+        dp: Groups of a stage's ranks, each with its own attention and requests.
+        layers: Number of layers of each stage; empty if the engine distributes them.
+        draft: Layers of the draft model, which the last stage holds.
+        page: Tokens per page; 0 for the engine's default.
     """
 
     tp: int = 1
@@ -28,14 +28,14 @@ class ServerSizes:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks over which attention, and so the KV of a request, is split."""
+        """Number of ranks over which attention, and so a request's KV, is split."""
         return self.tp // self.dp
 
     def stages(self, total: int) -> list[range]:
-        """The layers of each stage, of so many; the last stages have those that are left over.
+        """Splits `total` layers into stages; the last stages take the remainder.
 
         Raises:
-            ValueError: There are other stages, or other layers, than `layers` says, or too few.
+            ValueError: `layers` does not match `pp` or `total`, or a stage has no layer.
         """
         counts = self.layers
         if not counts:
@@ -58,12 +58,12 @@ class ServerSizes:
 
 
 def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
-    """Sizes from text such as `tp=4,pp=2,layers=30+31`; `draft` and `page` where it says none.
+    """Parses text such as `tp=4,pp=2,layers=30+31`; `draft` and `page` are its defaults.
 
-    Stages are as long as `SGLANG_PP_LAYER_PARTITION` says, if the text does not.
+    `SGLANG_PP_LAYER_PARTITION` is the default of `layers`.
 
     Raises:
-        ValueError: The text says no sizes, or such that no server starts with.
+        ValueError: The text is invalid, or no server starts with its sizes.
     """
     given: dict = {"draft": draft, "page": page}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,4 +1,4 @@
-"""A pair as figures: what its ranks hold, what a request takes, and what engines make of it."""
+"""A pair in figures: what its ranks hold, what a request takes, and the engines' verdicts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from sglang_pd.plan.verdict import Verdict, patched, stock
 
 @dataclass(frozen=True)
 class Summary:
-    """All that is said of a pair; `links` is empty where the patched engine refuses it."""
+    """All results for a pair; `links` is empty if the patched engine cannot serve it."""
 
     pair: ServerPair
 
@@ -25,7 +25,7 @@ class Summary:
 
     @property
     def works(self) -> bool:
-        """On the patched engine, as far as is known."""
+        """Whether the pair is known to work on the patched engine."""
         return self.patched.outcome == "right"
 
     @cached_property
@@ -36,7 +36,7 @@ class Summary:
             return []
 
     def rank_bytes(self, side: str) -> tuple[int, int]:
-        """Of the rank that has the most: bytes a token, of KV and state, and bytes a request."""
+        """Returns the fullest rank's bytes per token, of KV and state, and its bytes per request."""
         most = (0, 0)
         for stage in range(self.pair.sides[side].pp):
             try:
@@ -50,7 +50,7 @@ class Summary:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Of one request of `TOKENS` tokens."""
+        """Totals for one request of `TOKENS` tokens."""
         return {
             "tokens": TOKENS,
             "links": sum(1 for link in self.links if link.parts),
@@ -62,7 +62,7 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """What the figures leave out."""
+        """Notes on what the figures leave out."""
         notes = []
         if self.pair.splits_recurrent_state and not self.pair.sends_state_by_plan:
             notes.append(

@@ -1,4 +1,4 @@
-"""Whether a pair works, on the stock engine and on the patched one, and if not, why."""
+"""Judges whether a pair works on the stock and on the patched engine, and if not, why."""
 
 from dataclasses import dataclass, field
 
@@ -25,10 +25,10 @@ class Verdict:
     """What an engine does with a pair.
 
     Attributes:
-        outcome: One of those in `limits`.
-        reasons: Why, if it is not right.
-        record: The patch record that tells more; empty if there is none.
-        on: What it does when one of `EVENTS` happens, where that is another thing.
+        outcome: One of the outcomes in `known_failures`.
+        reasons: Why the outcome is not `right`.
+        record: The patch record with the details; empty if there is none.
+        on: The verdict if one of `EVENTS` happens, for events with a known failure.
     """
 
     outcome: str = RIGHT
@@ -37,12 +37,12 @@ class Verdict:
     on: dict[str, "Verdict"] = field(default_factory=dict)
 
     def when(self, *events: str) -> str:
-        """The outcome if these happen."""
+        """Returns the outcome if these events happen."""
         return next((self.on[event].outcome for event in events if event in self.on), self.outcome)
 
 
 def stock(pair: ServerPair) -> Verdict:
-    """By what is known of the release."""
+    """Judges the stock engine by the known failures of its release."""
     reasons = startup_errors(pair)
     if reasons:
         return Verdict(NO_START, tuple(reasons))
@@ -54,7 +54,7 @@ def stock(pair: ServerPair) -> Verdict:
 
 
 def patched(pair: ServerPair) -> Verdict:
-    """By what the core says, for it is the one that the patched engine asks."""
+    """Judges the patched engine by the core, which that engine itself uses."""
     reasons = startup_errors(pair)
     if reasons:
         return Verdict(NO_START, tuple(reasons))
@@ -68,7 +68,7 @@ def patched(pair: ServerPair) -> Verdict:
 
 
 def startup_errors(pair: ServerPair) -> list[str]:
-    """Servers whose ranks cannot hold the model's KV heads."""
+    """Returns a reason for each TP size whose ranks cannot hold the model's KV heads."""
     held = [held for held in (pair.model.attention, pair.model.window_heads) if held]
     reasons = []
     for size in dict.fromkeys(pair.tp):

@@ -1,4 +1,4 @@
-"""What only the patched engine has is not asked of the stock one."""
+"""Leaves tests of what only the patched engine has out of runs on the stock engine."""
 
 import importlib.util
 
@@ -23,7 +23,7 @@ if not PATCHED:
 
 @pytest.fixture
 def published():
-    """The engine's configuration, as managers read it."""
+    """Publishes the engine configuration that managers read."""
     import fake_managers
 
     with fake_managers.published_config():

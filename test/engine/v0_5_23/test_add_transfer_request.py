@@ -1,4 +1,4 @@
-"""A chunk that cannot be sent fails its room on both sides; nothing is raised in the scheduler."""
+"""A chunk that cannot be sent fails its room on both sides, without raising in the scheduler."""
 
 import fake_managers
 import numpy as np
@@ -14,7 +14,7 @@ ROOM = 7
 
 
 def requested_prefill(backend, pages=4, own=None, is_registered=True, kinds=PATCHED):
-    """A prefill rank that a decode rank has asked for a room of so many pages."""
+    """A prefill rank from which a decode rank has requested a room with `pages` pages."""
     prefill = fake_managers.make_manager(backend, own or fake_managers.mla_layout(), kinds=kinds)
     decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
     prefill.request_status[ROOM] = KVPoll.Bootstrapping
@@ -32,7 +32,7 @@ def add(prefill, first: int, last: int, is_last: bool = True) -> None:
 
 
 def assert_failed_on_both_sides(prefill) -> str:
-    """Both sides know why."""
+    """Checks that both sides have the room's failure; returns its reason."""
     assert queued_chunks(prefill) == 0
     assert prefill.request_status[ROOM] == KVPoll.Failed
     ((room, status, reason),) = fake_managers.sent_statuses(prefill)
@@ -60,7 +60,7 @@ def test_incompatible_peer_fails_the_room(backend):
 
 
 def test_session_id_with_port_0_fails_the_room():
-    """Two of one host: the room would wait for the second, which is taken for the first."""
+    """Two decode ranks of a host would share the id: the room would wait for the second one."""
     prefill = fake_managers.make_manager("mooncake", fake_managers.mla_layout())
     decode = fake_managers.make_manager("mooncake", fake_managers.mla_layout(), DECODE)
     decode.engine.session = "127.0.0.1:0"
@@ -85,7 +85,7 @@ def test_unregistered_peer_fails_the_room(backend):
 
 @backends
 def test_unregistered_dcp_peer_fails_the_room(backend):
-    """How much is sent at once depends on its registration; the engine raises in the scheduler."""
+    """The chunk size depends on the registration, so the engine raises in the scheduler."""
     prefill = requested_prefill(backend, is_registered=False)
     prefill._dcp_pack_max_tokens = 512
     sender = SENDERS[backend](prefill, "127.0.0.1:8998", ROOM)
@@ -98,7 +98,7 @@ def test_unregistered_dcp_peer_fails_the_room(backend):
 
 @backends
 def test_stock_queues_a_chunk_for_an_unregistered_peer(backend):
-    """It queues the chunk; what its worker then makes of it is the worker's."""
+    """The test does not cover what stock's worker then does with the chunk."""
     prefill = requested_prefill(backend, is_registered=False, kinds=ENGINES)
     add(prefill, 0, 4)
     assert queued_chunks(prefill) == 1
@@ -144,7 +144,7 @@ def test_stock_raises_in_the_scheduler(backend):
 @backends
 @pytest.mark.parametrize("is_cleared", [True, False])
 def test_finished_room_is_left_to_the_engine(backend, is_cleared):
-    """Which has its own reason, and told it."""
+    """The engine has recorded its own reason, and has notified decode of it."""
     prefill = requested_prefill(backend, pages=3, is_registered=False)
     prefill.record_failure(ROOM, "aborted")
     prefill.update_status(ROOM, KVPoll.Failed)
@@ -159,7 +159,7 @@ def test_finished_room_is_left_to_the_engine(backend, is_cleared):
 
 @backends
 def test_dummy_rank_needs_no_pages(backend):
-    """Another one has this rank's heads; it asks, so that prefill knows how many will."""
+    """Another rank sends the dummy rank's heads; its metadata only lets prefill count ranks."""
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
     prefill.request_status[ROOM] = KVPoll.Bootstrapping
@@ -191,7 +191,7 @@ def test_each_chunk_is_recorded_for_its_digests(backend):
 
 @backends
 def test_every_decode_rank_of_a_failed_room_is_notified(backend):
-    """Two ask; one of them is refused."""
+    """Two decode ranks request the room; prefill refuses one of them."""
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     prefill.request_status[ROOM] = KVPoll.Bootstrapping
     for number, layers in enumerate((4, 3)):

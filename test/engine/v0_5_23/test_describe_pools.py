@@ -1,6 +1,6 @@
-"""What is said of each buffer that a real pool registers, against what the engine reads there.
+"""Compares the description of each buffer of real pools with what the engine reads there.
 
-The oracle asks the pools as attention does: by the number of a layer in the model.
+The oracle reads the pools as attention does: by a layer's number in the model.
 """
 
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ kv_layout = pytest.importorskip(
 )
 pytestmark = pytest.mark.engine
 
-PAGE, PAGES = 64, 5  # of which one takes what padded tokens write
+PAGE, PAGES = 64, 5  # one of them takes the writes of padded tokens
 TOKENS = {"page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
 HEADS = {"head_num": 2, "head_dim": 8}
 LATENTS = {"kv_lora_rank": 128, "qk_rope_head_dim": 16}
@@ -80,7 +80,7 @@ def hybrid(**more):
 
 
 NPU_MLA = {"kind": NPUMLATokenToKVPool}
-# Pools of a stage, and what they hold: a component's layers, by their number in the model.
+# Pools of a stage, and the layers of each of their components, by their number in the model.
 POOLS = {
     "mha": (lambda: mha(4), {"k": [4, 5], "v": [4, 5]}),
     "mha, narrow v": (lambda: mha(4, v_head_dim=4), {"k": [4, 5], "v": [4, 5]}),
@@ -121,13 +121,13 @@ POOLS = {
 
 
 def reader(pool, component: str):
-    """The engine's own way to a component of a layer."""
+    """The pool's method that returns a layer's buffer of a component."""
     names = {"k": "key", "kv": "key", "v": "value"}
     return getattr(pool, f"get_{names.get(component, component)}_buffer")
 
 
 def described(target, draft=None):
-    """Each registered buffer's description, beside its address."""
+    """The description and the address of each registered buffer."""
     infos = [get_kv_transfer_buf_infos(pool) for pool in (target, draft) if pool is not None]
     pointers, lengths, items = (sum(parts, []) for parts in zip(*infos))
     buffers = kv_layout.describe_pools(target, draft, items, lengths, False, (0, 1), 2, 2)
@@ -206,7 +206,7 @@ def test_recurrent_state_has_model_layer_numbers():
 
 
 def test_index_keys_of_target_and_draft_are_state():
-    """A layer that takes its neighbour's choice has an entry of no bytes."""
+    """A layer that reuses its neighbour's top-k has an empty entry."""
     buffers, pointers = states(dsa(4, skip_topk_layers=[False, True]), dsa(0, 1))
     assert [(b.draft, b.layer, bool(b.pages)) for b in buffers] == [
         (False, 4, True),
@@ -217,7 +217,7 @@ def test_index_keys_of_target_and_draft_are_state():
 
 
 class UnknownMHAPool(MHATokenToKVPool):
-    """Made of the right parts, and yet another kind."""
+    """Has the parts of a known pool, but is another class."""
 
 
 def with_attribute(name: str, value) -> UnknownMHAPool:
@@ -261,7 +261,7 @@ UNKNOWN = {
 
 
 def count_registered_buffers(pool) -> int:
-    """How many buffers; as many as MHA of two layers has, where the engine registers none."""
+    """The number of registered buffers; without any, that of MHA with two layers."""
     return len(get_kv_transfer_buf_infos(pool)[0]) if hasattr(pool, "page_size") else 4
 
 

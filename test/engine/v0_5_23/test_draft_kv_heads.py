@@ -1,4 +1,4 @@
-"""The draft's KV heads are the draft's, whatever else its worker passes on to the target."""
+"""The draft's KV heads are read from the draft model, even if its worker delegates to the target."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ TARGET, DRAFT = 4, 8
 
 
 def model(kv_heads: int, algorithm: str = "") -> SimpleNamespace:
-    """A model runner, and what has one."""
+    """A worker with a model runner."""
     config = SimpleNamespace(get_total_num_kv_heads=lambda: kv_heads)
     runner = SimpleNamespace(model_config=config)
     if algorithm:
@@ -49,7 +49,7 @@ def test_draft_heads_are_unknown_without_a_draft_model(worker):
 
 
 def test_draft_heads_of_a_worker_that_delegates_to_the_target():
-    """Its `model_config` is the target's."""
+    """The worker's `model_config` is the target's."""
 
     class Worker:
         target = model(TARGET)

@@ -1,4 +1,4 @@
-"""NIXL: a chunk that is queued before the forward that writes it has ended is sent after that."""
+"""NIXL: a chunk that is queued before the end of its forward pass is sent after that pass."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ PATIENCE = 10.0
 
 
 class Event(threading.Event):
-    """As CUDA's; `error` is raised instead of waiting."""
+    """Replaces a CUDA event; `synchronize` raises `error`, if set, instead of waiting."""
 
     error: Exception | None = None
 
@@ -31,7 +31,7 @@ class Event(threading.Event):
 
 @pytest.fixture
 def prefill(request):
-    """A prefill rank that a decode rank has asked for a room, and its worker."""
+    """A prefill rank with a running worker, from which a decode rank has requested a room."""
     kinds = getattr(request, "param", PATCHED)
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout(), kinds=kinds)
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
@@ -43,7 +43,7 @@ def prefill(request):
     )
     prefill.agent.check_xfer_state = lambda handle: "DONE"
     (queue,) = prefill.transfer_queues
-    # The engine's worker never ends.
+    # A daemon, as the engine's worker never exits.
     thread = threading.Thread(target=prefill.transfer_worker, args=(queue,), daemon=True)
     thread.start()
     return prefill
@@ -79,7 +79,7 @@ def test_failed_room_does_not_wait_for_its_event(prefill):
     prefill.update_status(ROOM, KVPoll.Failed)
     add(prefill, 0, 4, wait_event=Event())
     assert wait_until(lambda: not fake_managers.queued_chunks(prefill), PATIENCE, 0.01)
-    with ThreadPoolExecutor(1) as executor:  # the worker has come back for another chunk
+    with ThreadPoolExecutor(1) as executor:  # until the worker waits for another chunk
         assert executor.submit(lambda: wait_until(lambda: not writes_or_busy(prefill), 1, 0.01))
     assert not fake_managers.posted_copies(prefill)
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself when its buffers are registered, and what it leaves to the engine."""
+"""The layout that a rank describes when it registers, and what it leaves to the engine."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def swa_pool() -> SWAKVPool:
 
 
 def registered_args(target, draft=None, **more) -> KVArgs:
-    """As the engine has registered these pools."""
+    """The KVArgs of a rank that has registered these pools."""
     made = KVArgs()
     infos = [get_kv_transfer_buf_infos(pool) for pool in (target, draft) if pool is not None]
     made.kv_data_ptrs, made.kv_data_lens, made.kv_item_lens = (
@@ -63,7 +63,7 @@ def registered_args(target, draft=None, **more) -> KVArgs:
 
 @pytest.fixture
 def layout(monkeypatch):
-    """A function from pools to the layout of the first of two TP ranks; None is the engine's."""
+    """A function from pools to the first of two TP ranks' layout; None leaves it to the engine."""
     parallel = {"attn_tp_rank": 0, "attn_tp_size": 2, "pp_size": 1, "attn_cp_size": 1}
     parallel |= {"attn_dcp_size": 1, "enable_kv_cache_sharding": False}
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, get_swa_num_kv_heads=lambda ranks: 1)
@@ -119,7 +119,7 @@ def test_no_layout_outside_of_the_scheduler_context(layout):
 
 
 def test_draft_has_its_own_kv_heads(layout):
-    """One, which both ranks have, where the target has two."""
+    """The draft has one, which both ranks hold; the target has two."""
     found = layout(mha(), mha(1))
     assert [buffer.heads for buffer in found.kv if buffer.draft] == [Heads(0, 1, 1)] * 2
 
@@ -135,7 +135,7 @@ def test_windows_are_sent_by_plan(where, layout):
     assert [(b.component, b.layer) for b in found.state] == [
         (component, layer) for component in ("swa_k", "swa_v") for layer in (1, 2)
     ]
-    # Of these layers the model has one head, which both ranks have.
+    # The model has one head in these layers, which both ranks hold.
     assert {buffer.heads for buffer in found.state} == {Heads(0, 1, 1)}
 
 
@@ -145,7 +145,7 @@ def test_windows_with_heads_first_are_left_to_the_engine(layout):
 
 @pytest.mark.parametrize("kinds", [[StateType.SWA, StateType.MAMBA], [StateType.MAMBA], []])
 def test_unsupported_state_types_are_left_to_the_engine(kinds, layout):
-    """A plan has one, and what it does not have would not be sent."""
+    """A transfer plan has one state type; state of another type would not be sent."""
     pool = swa_pool()
     _, lengths, items = pool.get_state_buf_infos()
     each = {"state_data_lens": [lengths] * len(kinds), "state_item_lens": [items] * len(kinds)}

@@ -1,6 +1,6 @@
-"""Recurrent state between TP sizes: real pools' buffers, and the bytes that the engine copies.
+"""Recurrent state between TP sizes: buffers of real pools, and the bytes that the engine copies.
 
-The oracle deals out channels like cards, and looks for each where its rank must have it.
+The oracle assigns channels to ranks, and expects each channel where its rank must have it.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def cut(channels, size: int) -> list:
 
 @dataclass
 class Mamba2:
-    """x of 8 heads by 4 channels; B and C of so many groups by 3."""
+    """x of 8 heads by 4 channels; B and C of `groups` groups by 3."""
 
     groups: int
 
@@ -48,7 +48,7 @@ class Mamba2:
         )
 
     def channels(self, rank: int, tp: int) -> list[int]:
-        """Of x, then of B, then of C: a rank has the groups that its heads read."""
+        """The channels of x, then B, then C; a rank has the groups that its heads read."""
         held = list(range(32 // tp * rank, 32 // tp * (rank + 1)))
         heads = {channel // 4 for channel in held}
         groups = sorted({head * self.groups // 8 for head in heads})
@@ -59,7 +59,7 @@ class Mamba2:
 
 @dataclass
 class ShortConvolution:
-    """A short convolution, which has neither B nor C, and no state."""
+    """A short convolution, without B, C and state."""
 
     def shape(self, tp: int) -> Mamba2StateShape:
         sizes = {"intermediate_size": 32, "n_groups": 1, "num_heads": tp, "head_dim": 32}
@@ -90,7 +90,7 @@ class GigaChat:
 
 @dataclass
 class JetNemotron:
-    """q and k of 8 heads by 3 channels, of which there is no window; v of 8 by 2."""
+    """q and k of 8 heads by 3 channels, without a window; v of 8 by 2."""
 
     def shape(self, tp: int) -> Mamba2StateShape:
         block = {"num_heads": 8, "head_dim": 3, "expand_v": 2 / 3, "conv_size": 4}
@@ -124,7 +124,7 @@ def pool_of(model, tp: int) -> MambaPool:
 
 
 def expected(model, rank: int, tp: int, pool: MambaPool) -> dict[str, torch.Tensor]:
-    """What a rank's slot holds: [layers, channels, window], and heads of the state."""
+    """A rank's expected slot: conv [layers, channels, window], and the heads of its state."""
     held = torch.tensor(model.channels(rank, tp), dtype=torch.float32)
     window = pool.mamba_cache.conv[0].shape[-1]
     conv = held[None, :, None] * 10 + torch.arange(window) + torch.tensor([0, 5000])[:, None, None]
@@ -138,7 +138,7 @@ def expected(model, rank: int, tp: int, pool: MambaPool) -> dict[str, torch.Tens
 
 
 def entries(pool: MambaPool) -> list[dict]:
-    """A transferred buffer: its bytes slot by slot, and what the engine says of it."""
+    """Each transferred buffer: its tensor [slots, ...], and what the engine reports about it."""
     pointers, lengths, items = pool.get_contiguous_buf_infos()
     tensors = [pool.mamba_cache.conv[0], pool.mamba_cache.temporal]
     layers = [layer for tensor in tensors if tensor.numel() for layer in tensor]

@@ -1,4 +1,4 @@
-"""Memory that cannot be registered: no server starts with it, and none that runs ends of it."""
+"""A failed memory registration stops a server at startup, but not one that runs."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def log_levels(caplog) -> list[str]:
 
 
 def test_registration_error_is_logged_at_runtime(caplog):
-    """Such as after a pause in which the memory was given back."""
+    """A server may register again after a pause during which it released its memory."""
     running = make_manager(MooncakeKVManager, [])
     running.register_buffer_to_engine()
     running.engine.engine.refused = {10}
@@ -55,7 +55,7 @@ def test_registration_error_is_logged_at_runtime(caplog):
 
 
 def test_memory_that_memfabric_still_has_is_a_warning_only(caplog):
-    """It cannot unregister; 1.1.4 to 1.2.1 refuse what they have, 1.3.0 does not."""
+    """MemFabric cannot unregister; 1.1.4 to 1.2.1 refuse registered memory, 1.3.0 does not."""
     running = make_manager(AscendKVManager, [])
     running.register_buffer_to_engine()
     running.register_buffer_to_engine()
@@ -64,7 +64,7 @@ def test_memory_that_memfabric_still_has_is_a_warning_only(caplog):
     running.register_buffer_to_engine()
     assert log_levels(caplog) == ["WARNING"]
     assert "what it registered at the start stays registered" in caplog.text
-    assert running.engine.engine.batches == [[10, 30]] * 3  # nothing is tried one by one
+    assert running.engine.engine.batches == [[10, 30]] * 3  # no buffer is tried alone
 
 
 @kinds

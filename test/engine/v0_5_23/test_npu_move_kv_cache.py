@@ -1,4 +1,4 @@
-"""NPU pools: tokens that move to other slots, and whoever asks for buffers of CUDA's pools."""
+"""NPU pools: moving tokens to other slots, and reading a buffer that only CUDA's pools have."""
 
 import inspect
 
@@ -21,7 +21,7 @@ POOLS = {
     "mla_index_keys": (engine_calls.mla_pool, True, {}),
     "mla_some_index_keys": (engine_calls.mla_pool, True, SOME_KEYS),
 }
-# A slot that is read and written, and a page's last slot.
+# With a slot that is both read and written (17), and a page's last slot (31).
 SOURCE, TARGET = [17, 18, 31, 40], [16, 17, 50, 33]
 
 
@@ -40,7 +40,7 @@ def test_tokens_are_moved_between_slots(kind, page_size, native):
 
 
 def test_stock_fails_to_move_tokens(stock):
-    """The second one has copied page 3 by then, and there is no page 17."""
+    """The second case has copied page 3 when it fails; in the third there is no page 17."""
     asked = [("mha", False, 1, 3), ("mha", True, 1, 3), ("mha", True, 1, 17), ("mla", False, 1, 3)]
     said = [answer["raised"] for answer in stock(*(["npu_move", *one] for one in asked))]
     assert said[0].startswith("AssertionError: KV copy not initialized")
@@ -65,7 +65,7 @@ def test_unsupported_layout_refuses_to_move_tokens(environment, more, said, monk
 
 
 def test_missing_kv_buffer_error_names_the_actual_buffers():
-    """All that is inherited, and does read it: none takes other memory for it."""
+    """No inherited method that reads `kv_buffer` takes other memory for it."""
     pool = engine_calls.mla_pool(True, 16)
     assert not hasattr(pool, "kv_buffer")
     own = vars(NPUMLATokenToKVPool)

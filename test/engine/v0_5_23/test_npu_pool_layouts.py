@@ -1,6 +1,6 @@
-"""What the NPU pools say of buffers that earlier ones do not have, against the tensors' addresses.
+"""Compares buffer infos that only later NPU pools have with the addresses of their tensors.
 
-The stock engine is right here; what the patch set describes rests upon it.
+The stock engine's infos are correct; the patch set's descriptions depend on them.
 """
 
 import engine_calls

@@ -1,4 +1,4 @@
-"""NIXL: a peer whose connection was lost, and its memory with it, until both are known again."""
+"""NIXL: a decode rank whose connection and memory were lost, until prefill reloads both."""
 
 import threading
 
@@ -29,7 +29,7 @@ def prefill_with_peer(own, peer, kinds=PATCHED):
 
 
 def send(prefill):
-    """A chunk; it is written or raises, or there is nothing to write."""
+    """Sends a chunk; returns its writes, sorted."""
     prefill.agent.writes.clear()
     handle = prefill.send_kvcache(
         NAME, PAGES[0], fake_managers.registered_peer(prefill).dst_kv_ptrs, PAGES[1], 0
@@ -39,7 +39,7 @@ def send(prefill):
 
 
 def lose_and_reload_peer(prefill) -> None:
-    """NIXL drops a peer's memory with its connection; another room's failure loads it again."""
+    """NIXL drops a peer's memory with its connection; another room's failure reloads it."""
     prefill.agent.peers.discard(NAME)
     prefill._peer_reload_times.clear()
     prefill._reload_invalidated_peers({NAME: None})
@@ -65,7 +65,7 @@ def test_pages_are_written_before_and_after_a_reload():
 
 
 def test_chunk_raises_after_a_failed_reload():
-    """Else decode would be told that it has come."""
+    """Otherwise prefill would notify decode that the chunk has arrived."""
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
     prefill.agent.is_failing = True
     lose_and_reload_peer(prefill)
@@ -78,7 +78,7 @@ def test_chunk_raises_after_a_failed_reload():
 
 
 def test_stock_sends_to_an_unknown_peer_after_a_failed_reload():
-    """It lists the pages one by one, by a peer that NIXL does not know, which refuses it."""
+    """Stock lists the chunk's pages for a peer that NIXL does not know; NIXL refuses them."""
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout(), ENGINES)
     prefill.agent.is_failing = True
     lose_and_reload_peer(prefill)
@@ -87,7 +87,7 @@ def test_stock_sends_to_an_unknown_peer_after_a_failed_reload():
 
 
 def test_peer_is_reloaded_after_a_disconnect_error():
-    """NIXL knows it still, so the engine alone would leave it at that."""
+    """NIXL still knows the peer, so the engine alone would not reload it."""
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
     dropped = []
     remove = prefill.agent.remove_remote_agent
@@ -114,7 +114,7 @@ def test_peer_is_reloaded_after_a_disconnect_error():
 
 @pytest.mark.parametrize("is_described", [True, False])
 def test_released_peer_is_reloaded_by_its_metadata(is_described):
-    """It was cut off for long, has its process still, and so does not register."""
+    """The peer was cut off for long, but its process runs on, so it does not register again."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout((64,) * 4))
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout((64,) * 4), DECODE)
     fake_managers.process_messages(
@@ -158,7 +158,7 @@ def test_nothing_is_kept_of_a_dropped_peer():
 
 
 def test_worker_does_not_wait_for_silent_peer_of_a_cleared_room(monkeypatch):
-    """A client leaves sooner than its decode server is known as silent; then others are served."""
+    """The client leaves before its decode rank counts as silent; then the worker is free."""
     monkeypatch.setattr(fake_managers.nixl, "NIXL_ERR_SETTLE_TIMEOUT_S", 0.1)
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
     prefill.watched_peers[NAME] = fake_managers.registered_peer(prefill)
@@ -177,7 +177,7 @@ def test_worker_does_not_wait_for_silent_peer_of_a_cleared_room(monkeypatch):
     )
     prefill.replaced_peers.add(NAME)
     prefill.check_peers()
-    assert prefill.prepared and NAME in prefill.silent_peers  # while it is written to
+    assert prefill.prepared and NAME in prefill.silent_peers  # while a write runs
     assert wait_until(lambda: not queue.busy_peers(), 10, 0.01)
     prefill.check_peers()
     assert not (prefill.prepared or prefill.silent_peers or prefill.decode_kv_args_table)
@@ -203,7 +203,7 @@ def test_peer_with_more_pages_than_prefill_is_sent_all(is_described):
 
 
 def replicas() -> tuple:
-    """Four prefill ranks have two heads twice; the second of each pair has nothing to send."""
+    """Four prefill ranks hold two heads, each twice; the second replica has nothing to send."""
     own, peer = (
         fake_managers.mha_layout(Heads(0, 1, 2), (1, 4)),
         fake_managers.mha_layout(Heads(0, 2, 2), (0, 1)),
@@ -227,7 +227,7 @@ def test_first_replica_sends_the_shared_head():
 
 
 def test_no_reload_within_the_cooldown():
-    """The engine loads a peer once a second; one that is forgotten until then is out of reach."""
+    """The engine reloads a peer at most once a second; a peer dropped sooner is unreachable."""
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
     lose_and_reload_peer(prefill)
     prefill.connection.lost.add(NAME)
@@ -264,7 +264,7 @@ def test_lost_peer_is_reloaded_only_by_its_own_room():
 
 @pytest.mark.parametrize("is_described", [True, False])
 def test_state_is_sent_with_prepared_descriptor_lists(is_described):
-    """As the engine's; where a peer does not say how many pages it has, each request names its."""
+    """For a peer that does not announce its number of pages, each request lists its pages."""
     own = fake_managers.mla_layout(index_keys=(512, 0, 512, 512))
     prefill = fake_managers.make_manager("nixl", own)
     decode = fake_managers.make_manager("nixl", own, DECODE)
@@ -273,7 +273,7 @@ def test_state_is_sent_with_prepared_descriptor_lists(is_described):
     )
     listed, made = [], prefill.agent.make_prepped_xfer
     prefill.agent.make_prepped_xfer = lambda *given: (listed.append(given), made(*given))[1]
-    pages = (4, 6), (8, 11)  # no run of pages, which would be one copy
+    pages = (4, 6), (8, 11)  # adjacent pages would be one copy
     state = ([list(pages[0])], [], [list(pages[1])])
     handles = list(prefill.maybe_send_extra(NAME, *state, 0))
     assert len(handles) == 1 and len(listed) == is_described
@@ -286,7 +286,7 @@ def test_state_is_sent_with_prepared_descriptor_lists(is_described):
 
 
 def test_failing_registration_is_retried_every_ten_seconds(monkeypatch):
-    """At once when its rank first asks for a room; others wait while it is tried."""
+    """The rank's first metadata retry it at once; other ranks wait during each attempt."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout())
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
     tried = []
@@ -309,7 +309,7 @@ def test_failing_registration_is_retried_every_ten_seconds(monkeypatch):
 
 
 def test_agent_metadata_without_a_name_are_not_checked(caplog):
-    """A release of NIXL may write them in another way; then all decode ranks would be dropped."""
+    """Another release of NIXL may encode them differently, which must not drop decode ranks."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout())
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
     for agent in (prefill.agent, decode.agent):
@@ -322,7 +322,7 @@ def test_agent_metadata_without_a_name_are_not_checked(caplog):
 
 @pytest.mark.parametrize("limit", ["MAX_METADATA", "MAX_FRAME_BYTES"])
 def test_oversized_frame_is_not_parsed(monkeypatch, limit):
-    """Its numbers would take several times as much memory."""
+    """Its parsed numbers would take several times the memory of the frame."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout())
     message = fake_managers.registration_message(
         fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)

@@ -1,4 +1,4 @@
-"""Decode hears of requests that have ended on prefill, also if it asks for them only then."""
+"""Prefill notifies decode of requests that failed, even if decode requests them only later."""
 
 import gc
 import time
@@ -46,7 +46,7 @@ def new_sender(prefill, room: int = ROOM):
 
 
 def finish_request(sender) -> str:
-    """As the scheduler does with a request that has failed; what its client is told."""
+    """Finishes a failed request as the scheduler does; returns the reason its client gets."""
     assert sender.poll() == KVPoll.Failed
     with pytest.raises(common.KVTransferError) as raised:
         sender.failure_exception()
@@ -54,7 +54,7 @@ def finish_request(sender) -> str:
 
 
 def sent_statuses(prefill) -> list[tuple[str, int, int, str]]:
-    """To where, which room, status and reason; it is forgotten then."""
+    """Returns what was sent since the last call: port, room, status and reason of each."""
     ports = [endpoint.rsplit(":", 1)[1] for endpoint, _ in prefill.notified]
     found = [(port, *said) for port, said in zip(ports, fake_managers.sent_statuses(prefill))]
     prefill.notified.clear()
@@ -62,7 +62,7 @@ def sent_statuses(prefill) -> list[tuple[str, int, int, str]]:
 
 
 FAILED = ("5555", ROOM, KVPoll.Failed, ABORTED)
-ABORT_MESSAGE = [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"]  # by that decode rank
+ABORT_MESSAGE = [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"]  # from that decode rank
 
 
 @backends
@@ -79,7 +79,7 @@ def test_abort_notifies_waiting_decode(backend):
 
 @backends
 def test_metadata_during_a_failure_is_answered(backend):
-    """Between stages or TP ranks agreeing, it may be a whole round until the scheduler looks."""
+    """While stages or TP ranks agree, it may take a whole round until the scheduler polls."""
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
@@ -110,7 +110,7 @@ def test_metadata_racing_with_a_failure_is_answered(backend, first, monkeypatch)
 
 
 class PausingDict(dict):
-    """Between what the engine keeps of an ask and the next, `meanwhile` is called."""
+    """Calls `meanwhile` between the engine's first and second write for a metadata message."""
 
     def __setitem__(self, room, infos):
         super().__setitem__(room, infos)
@@ -120,7 +120,7 @@ class PausingDict(dict):
 @backends
 @pytest.mark.parametrize("seconds", [0.02, 5 * room_failures.MESSAGE_LOCK_SECONDS])
 def test_abort_while_metadata_is_stored_notifies_decode(backend, seconds):
-    """On stock the thread that reads messages may end there; it may be slow on a busy machine."""
+    """Stock's thread that reads messages may crash there; on a busy machine it may be slow."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new_sender(prefill)
     prefill.transfer_infos = PausingDict()
@@ -134,7 +134,7 @@ def test_abort_while_metadata_is_stored_notifies_decode(backend, seconds):
 
 @backends
 def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(backend, monkeypatch):
-    """The scheduler would go through those of a room while another one is added, and may end."""
+    """Otherwise the scheduler iterates over a room's ranks while one is added, and may crash."""
     prefetched = []
     engine = fake_managers.ENGINES[backend]
     monkeypatch.setattr(engine, "_prefetch_staging_reqs", lambda _, room: prefetched.append(room))
@@ -150,7 +150,7 @@ def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(backend, monke
 
 @backends
 def test_blocked_reader_does_not_block_the_scheduler(backend):
-    """Not the scheduler for each of many rooms, one after the other."""
+    """The scheduler does not wait again for each of many rooms."""
     prefill = prefill_rank(backend)
     senders = [new_sender(prefill, room) for room in range(100)]
     prefill.message_lock.acquire()
@@ -193,7 +193,7 @@ def test_at_most_max_notified_ranks_are_remembered(backend, monkeypatch):
 
 @backends
 def test_aborting_decode_is_not_notified_while_its_abort_is_read(backend):
-    """Else the next request of that number may hear of it."""
+    """Otherwise the next request of the room may get the notification."""
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     send_metadata(prefill, decode_rank(backend))
@@ -231,7 +231,7 @@ def test_abort_by_decode_racing_with_a_failure_is_not_notified(backend, monkeypa
 
 @backends
 def test_abort_before_metadata_of_all_decode_ranks_fails_the_request(backend):
-    """The engine forgets it, and the request that comes then waits for the other rank."""
+    """The engine forgets the abort, and the request that comes then waits for the other rank."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     asked = fake_managers.metadata_message(decode, ROOM, range(4), required_dst_info_num=2)
     fake_managers.process_messages(prefill, asked, ABORT_MESSAGE)
@@ -270,7 +270,7 @@ def test_failure_notifies_decode_once(backend):
 @backends
 @pytest.mark.parametrize("status", [KVPoll.Failed, KVPoll.Success])
 def test_single_notification_when_cleared_before_the_send(backend, status):
-    """The engine marks a room before it tells decode, which may ask anew once it has heard."""
+    """The engine sets a room's status before it notifies decode, which may reuse the room then."""
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     send_metadata(prefill, decode_rank(backend))
@@ -288,7 +288,7 @@ def test_single_notification_when_cleared_before_the_send(backend, status):
 
 @backends
 def test_no_notification_without_deferred_release(backend):
-    """Without deferred release it would free its pages at once."""
+    """Without deferred release, decode would free its pages at once."""
     prefill = prefill_rank(backend, enable_deferred_decode_kv_release=False)
     sender = new_sender(prefill)
     send_metadata(prefill, decode_rank(backend))
@@ -322,7 +322,7 @@ def test_stock_does_not_notify_decode_of_an_abort(backend):
 
 @backends
 def test_timeout_notifies_waiting_decode(backend):
-    """Only one of two decode ranks has."""
+    """Only one of two decode ranks has requested the room."""
     prefill = prefill_rank(backend, bootstrap_timeout=0)
     sender = new_sender(prefill)
     request = fake_managers.metadata_message(
@@ -345,7 +345,7 @@ def test_metadata_after_a_failure_is_answered_once(backend):
     send_metadata(prefill, decode)
     assert sent_statuses(prefill) == [FAILED]
     assert ROOM not in prefill.transfer_infos
-    # Asked again, it is a new request, which prefill's part has not come of yet.
+    # The second metadata belong to a new request, which has not reached prefill yet.
     send_metadata(prefill, decode)
     assert sent_statuses(prefill) == []
     assert list(prefill.transfer_infos[ROOM]) == [fake_managers.PEER[backend]]
@@ -366,7 +366,7 @@ def test_each_decode_rank_is_notified(backend):
 
 @backends
 def test_stock_does_not_answer_metadata_after_a_failure(backend):
-    """Nothing, and the room waits for a prefill request that will not come."""
+    """The room waits for a prefill request that will not come."""
     prefill = prefill_rank(backend, fake_managers.ENGINES)
     sender = StockSender(prefill, "127.0.0.1:8998", ROOM)
     sender.abort()
@@ -437,7 +437,7 @@ def test_reopened_room_outlives_its_previous_sender(backend, how):
 
 @backends
 def test_chunk_count_of_a_failed_room_is_dropped(backend):
-    """The engine keeps it where a chunk that is not the last one ends after the room has failed."""
+    """The engine keeps the count if a chunk other than the last ends after the room has failed."""
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     send_metadata(prefill, decode_rank(backend))
@@ -467,7 +467,7 @@ def room_tables(prefill) -> list[set[int]]:
 
 @backends
 def test_rooms_aborted_before_their_request_are_kept_up_to_a_maximum(backend, monkeypatch):
-    """A request may come to prefill later than its abort, which it must find."""
+    """A request may reach prefill after its abort, and must find it."""
     monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 3)
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     requested = new_sender(prefill, 0)
@@ -498,7 +498,7 @@ def test_aborted_room_whose_request_came_is_kept(backend, monkeypatch):
 
 @backends
 def test_aborted_room_of_a_collected_sender_may_be_dropped(backend, monkeypatch):
-    """A sender that is dropped without being cleared holds nothing."""
+    """A sender that was collected without being cleared does not keep its room."""
     monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 2)
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     new_sender(prefill, 0)
@@ -511,7 +511,7 @@ def test_aborted_room_of_a_collected_sender_may_be_dropped(backend, monkeypatch)
 
 @backends
 def test_sender_can_be_collected_while_another_thread_holds_the_lock(backend):
-    """Which is where memory is asked for, whatever is held then."""
+    """Any allocation may trigger the collection, whatever lock is held then."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     senders = [new_sender(prefill)]
     prefill.update_status(ROOM, KVPoll.Failed)
@@ -524,7 +524,7 @@ def test_sender_can_be_collected_while_another_thread_holds_the_lock(backend):
 
 @backends
 def test_collected_failed_sender_notifies_decode(backend):
-    """The scheduler never looks at it."""
+    """The scheduler never polls the sender."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new_sender(prefill)
     prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
@@ -539,7 +539,7 @@ def test_collected_failed_sender_notifies_decode(backend):
 @backends
 @pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "in part"])
 def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(backend, ranks, monkeypatch):
-    """It cannot give them up."""
+    """A lost decode rank cannot abort them."""
     monkeypatch.setattr(peer_silence, "MAX_RELEASED_PEERS", 0)
     monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 2)
     monkeypatch.setattr(
@@ -555,7 +555,7 @@ def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(backend, ranks,
     requested = new_sender(prefill, 0)
     prefill.check_peers()
     assert requested.poll() == KVPoll.Failed
-    assert prefill.decode_kv_args_table  # a request has its room
+    assert prefill.decode_kv_args_table  # a request still has a room with it
     requested.clear()
     prefill.check_peers()
     assert not prefill.decode_kv_args_table and list(prefill.rooms_without_sender) == [1, 2]
@@ -583,7 +583,7 @@ def test_aborts_of_unknown_rooms_are_not_kept(backend):
 
 @backends
 def test_aborting_decode_rank_is_not_notified(backend):
-    """Not even if it had not asked yet: what it asks for next is another request."""
+    """Not even if it aborts before it sends metadata: its next metadata are another request's."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new_sender(prefill)
     fake_managers.process_messages(prefill, ABORT_MESSAGE)
@@ -620,7 +620,7 @@ def test_request_refused_before_it_has_a_sender_notifies_decode(backend, asks_fi
     assert sent_statuses(prefill) == [REFUSED]
     assert not prefill.request_status and not prefill.transfer_infos
     assert not prefill.rooms_without_sender and not prefill.senders
-    send_metadata(prefill, decode)  # it knows: this is another request of that number
+    send_metadata(prefill, decode)  # another request of the room, as decode was notified
     assert sent_statuses(prefill) == []
     assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
 
@@ -638,7 +638,7 @@ def test_refusal_does_not_affect_an_open_request_of_that_room(backend):
 
 @backends
 def test_at_most_max_poisoned_rooms_are_remembered(backend, monkeypatch):
-    """The engine remembers each until its number comes again, which may be never."""
+    """The engine remembers each room until it is reused, which may never happen."""
     monkeypatch.setattr(room_failures, "MAX_POISONED_ROOMS", 3)
     prefill = prefill_rank(backend)
     for room in (1, 2, 3, 2, 4, 5):
@@ -649,7 +649,7 @@ def test_at_most_max_poisoned_rooms_are_remembered(backend, monkeypatch):
 
 @backends
 def test_failure_reason_of_a_cleared_room_is_not_kept(backend):
-    """NIXL's worker notes one for each write of which it does not know the end."""
+    """NIXL's worker records a reason for each write that may still be running."""
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     for _ in range(2):

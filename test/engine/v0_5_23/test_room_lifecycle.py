@@ -1,4 +1,4 @@
-"""A room on a prefill rank, whatever comes in whatever order: who is notified, and what is kept."""
+"""A room on a prefill rank, for events in any order: its notifications and its table entries."""
 
 import gc
 
@@ -26,14 +26,14 @@ ranks = st.sampled_from(RANKS)
 
 
 class Room(RuleBasedStateMachine):
-    """One room number, a prefill rank and two decode ranks, which may use the number again.
+    """One room, a prefill rank and two decode ranks, which may use the room again.
 
     Attributes:
-        sender: Prefill's request; None where it has none.
-        has_failed: It has, and the scheduler has yet to see that.
-        waiting: Decode ranks that sent metadata and have not heard how their request ended.
-        known: Those that know how the request ended, or gave it up. They use its number again when
-            prefill is done with it, too.
+        sender: The sender of prefill's request; None without a request.
+        has_failed: Whether the request has failed, and the scheduler has not seen that yet.
+        waiting: Decode ranks that sent metadata and have not been notified of the result.
+        known: Decode ranks that were notified of the result, or aborted. They use the room again
+            once prefill is done with it, too.
     """
 
     backend = ""
@@ -61,7 +61,7 @@ class Room(RuleBasedStateMachine):
     @rule()
     def request_arrives(self):
         self.sender = SENDERS[self.backend](self.prefill, "127.0.0.1:8998", ROOM)
-        # A decode rank may have aborted it before.
+        # A decode rank may have aborted the room before.
         self.has_failed = self.prefill.request_status[ROOM] == KVPoll.Failed
 
     @precondition(lambda self: self.sender is not None and not self.has_failed)
@@ -139,10 +139,10 @@ class Room(RuleBasedStateMachine):
         self.has_failed = self.sender is not None
         self.read_notifications()
 
-    # What must hold
+    # Invariants
 
     def close_failed_room(self):
-        """The scheduler sees that the request has failed: nobody may wait for it any more."""
+        """Lets the scheduler see the failure; then no decode rank may wait for the request."""
         assert self.sender.poll() == KVPoll.Failed
         with pytest.raises(common.KVTransferError):
             self.sender.failure_exception()
@@ -152,7 +152,7 @@ class Room(RuleBasedStateMachine):
         self.known.clear()
 
     def read_notifications(self, expected: KVPoll = KVPoll.Failed):
-        """Each goes to a decode rank that waits for it, once."""
+        """Checks that each notification goes to a waiting decode rank, once."""
         ports = [endpoint.rsplit(":", 1)[1] for endpoint, _ in self.prefill.notified]
         statuses = fake_managers.sent_statuses(self.prefill)
         self.prefill.notified.clear()

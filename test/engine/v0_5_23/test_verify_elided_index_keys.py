@@ -1,4 +1,4 @@
-"""Comparing KV of servers that elide index keys: the two may differ in it, by their options."""
+"""Verifies KV of servers that elide index keys, which depends on each server's options."""
 
 from types import SimpleNamespace
 
@@ -17,11 +17,11 @@ OWN, THEIRS = [1, 2, 3], [4, 5, 6]
 
 
 class Pool:
-    __module__ = "sglang.pools"  # tensors of the engine's pools are looked for
+    __module__ = "sglang.pools"  # `PageViews` searches the engine's classes for tensors
 
 
 def make_verifier(elides: bool, at: list[int]) -> Verifier:
-    """A rank whose pages `at` hold what the request has."""
+    """The verifier of a rank whose pages `at` hold the request's data."""
 
     def tensors(width: int, elided=()) -> list[torch.Tensor]:
         made = []

@@ -1,11 +1,11 @@
-"""What a rank's KV buffers hold, which of a peer's buffers hold the same, and the copies between.
+"""Describes a rank's KV buffers, pairs them with a peer's, and plans the copies between them.
 
-The order of thought is the order of the modules: `describe` (and `pools`, which describes the
-engine's own), `heads` and `match`, `plan` (and `prepared`, for a transport that is told of all
-pages beforehand), `bounds`, which no copy may leave, with `infer` for peers that describe nothing,
-`wire` for the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for
-all of it in one call, `transfer_status` for the receiving end, and `digests` to prove all of it.
-Nothing here imports the engine or torch.
+The modules build on one another: `layout` (the description) and `pools` (which describes the
+engine's pools), `heads` and `match`, `plan` (and `prepared`, for a transport that prepares all
+pages in advance), `bounds`, which no copy may leave, `infer` for peers that send no description,
+`wire` for the frame that carries one, `aux_buffers` for a request's metadata, `convolutions` for
+Mamba 2's state, `peer` for a whole plan in one call, `transfer_status` for the receiving side, and
+`digests` to verify the result. Nothing here imports the engine or torch.
 """
 
 from .aux_buffers import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows_message
@@ -32,10 +32,10 @@ from .digests import (
     sent_parts,
     summarize,
 )
-from .edits import Copies, TransferPlan, make_plan
+from .plan import Copies, TransferPlan, make_plan
 from .heads import heads_of_rank, heads_to_send, prefill_ranks_of, tp_size_conflict
 from .infer import StockRegistration, infer_layout, layout_from_counts
-from .local_layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout
+from .layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout
 from .match import BufferPair, draft_mismatch, incompatibilities, match_buffers
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .pools import (

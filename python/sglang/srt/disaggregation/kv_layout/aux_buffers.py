@@ -1,9 +1,9 @@
 """Which rows of a request's metadata go to a peer.
 
 A rank keeps metadata (first token, logprobs, room and so on) in buffers that the engine calls aux:
-one for each kind, in it a row for each slot. The row of hidden states is as wide as the model where
-the rank speculates with EAGLE, else 16 floats, so the two sides may differ in it. It is left out
-then: decode without a draft reads none, and a draft that gets none guesses worse, not wrong.
+one per kind, with a row for each slot. The row of hidden states is as wide as the model if the rank
+speculates with EAGLE, and 16 floats otherwise, so the two sides may differ in it. It is then left
+out: decode without a draft does not read it, and a draft without it guesses worse, not wrong.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from .bounds import bytes_until_next
-from .local_layout import LayoutError, RankLayout
+from .layout import LayoutError, RankLayout
 
-HIDDEN_STATES = 8  # the row's number, in every release
-PLAIN_HIDDEN_STATES_BYTES = 64  # bytes of that row
+HIDDEN_STATES = 8  # index of the row in every release
+PLAIN_HIDDEN_STATES_BYTES = 64  # bytes of that row without EAGLE
 
 
 @dataclass(frozen=True)
 class AuxPlan:
-    """The rows that one rank sends to another, short of the slots.
+    """The rows that one rank sends to another, without the slots.
 
     Attributes:
-        rows: Numbers of those that are sent.
+        rows: Indices of the metadata buffers whose rows are sent.
         widths: Bytes of each row, sent or not.
-        src_slots, dst_slots: Rows that each side's buffers have, 0 if it does not say.
+        src_slots, dst_slots: Slots of each side's buffers; 0 if the side does not report them.
     """
 
     rows: tuple[int, ...]
@@ -43,7 +43,8 @@ class AuxPlan:
         """Source addresses, destination addresses and bytes of the `rows`, as one array `[3, n]`.
 
         Raises:
-            LayoutError: A slot that a side's buffers do not have, or another number of buffers.
+            LayoutError: A side's buffers do not have its slot, or a side has another number of
+                buffers than `widths`.
         """
         counts = (len(src_pointers), len(dst_pointers))
         if counts != (len(self.widths),) * 2:
@@ -64,7 +65,7 @@ class AuxPlan:
         return np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
 
     def _most_slots(self, pointers: Sequence[int]) -> int:
-        """Of a peer that does not say: as many as end before its next buffer begins."""
+        """Returns the slots that end before a peer's next buffer begins, if it reports none."""
         room = bytes_until_next(pointers)
         return min((room[pointers[i]] // size for i, size in self._sent()), default=0)
 
@@ -73,11 +74,11 @@ class AuxPlan:
 
 
 def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
-    """The plan from `src` (prefill) to `dst` (decode).
+    """Returns the plan from `src` (prefill) to `dst` (decode).
 
     Raises:
-        LayoutError: They have other numbers of rows, or differ in the first token or in the room,
-            without which decode takes no request.
+        LayoutError: The two differ in the number of rows, or in the width of the first token's or
+            the room's row, without which decode accepts no request.
     """
     theirs = _widths(src, dst)
     if len(theirs) != len(src.aux):
@@ -95,7 +96,7 @@ def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
 
 
 def unsent_rows_message(src: RankLayout, dst: RankLayout) -> Optional[str]:
-    """What is said of metadata that decode keeps and does not get."""
+    """Returns a warning about metadata that decode keeps but does not receive, if any."""
     unsent = [
         f"row {i}{' (hidden states)' if i == HIDDEN_STATES else ''}, prefill's of {ours} bytes, "
         f"decode's of {theirs or 'an unknown number'}"
@@ -106,9 +107,10 @@ def unsent_rows_message(src: RankLayout, dst: RankLayout) -> Optional[str]:
 
 
 def _widths(src: RankLayout, dst: RankLayout) -> tuple[int, ...]:
-    """The peer's; of one that does not say it, ours, for only hidden states can differ.
+    """Returns the bytes of the peer's rows; ours if it does not report them.
 
-    Those are 0, unknown, where the peer has a draft and we have none.
+    Only hidden states can differ then: they are 0 (unknown) if the peer has a draft and we have
+    none.
     """
     if dst.aux or len(src.aux) <= HIDDEN_STATES:
         return dst.aux or src.aux

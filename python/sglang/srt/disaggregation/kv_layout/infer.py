@@ -1,10 +1,10 @@
-"""What a peer's buffers hold, worked out where it does not say so.
+"""Infers what a peer's buffers hold if the peer does not describe them.
 
 A stock peer sends only pointers. They are component-major, target before draft, as ours are:
 
     [k 0..L, v 0..L, (index_k 0..L), draft k 0..d, draft v 0..d, (draft index_k 0..d)]
 
-so their number tells the draft's layers, for as many groups as our own pools have components.
+Their number therefore gives the draft's layers, because the peer has our pools' components.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from typing import Optional
 
 from .heads import heads_of_rank
-from .local_layout import Buffer, Heads, LayoutError, RankLayout, is_recurrent
+from .layout import Buffer, Heads, LayoutError, RankLayout, is_recurrent
 from .match import is_elided
 
 
 @dataclass(frozen=True)
 class StockRegistration:
-    """What every release registers: attention TP, pointer counts, the first buffer's page bytes.
+    """What every release registers: attention TP, and numbers of pointers.
 
-    `state_pointers` is None where the transport sends state by other means.
+    Attributes:
+        state_pointers: None if the transport sends state by other means.
+        page_bytes: Bytes per page of the first KV buffer; None if unknown.
     """
 
     tp_rank: int
@@ -32,10 +34,10 @@ class StockRegistration:
 
 
 def infer_layout(own: RankLayout, peer: StockRegistration) -> RankLayout:
-    """The layout of a decode rank that describes nothing, seen from prefill rank `own`.
+    """Returns the layout of a decode rank that describes nothing, inferred by prefill rank `own`.
 
-    It serves the same model, holds all layers or the same stage as `own`, and its pool has the same
-    components. Its draft layers are counted from what is left of its pointers.
+    Assumes that the peer serves the same model, holds all layers or the same stage as `own`, and
+    has the same components in its pool. Pointers beyond the target's count the draft's layers.
 
     Raises:
         LayoutError: The peer's numbers fit no such layout.
@@ -47,7 +49,7 @@ def infer_layout(own: RankLayout, peer: StockRegistration) -> RankLayout:
             f"{kv[0].page_bytes} on TP {peer.tp_rank}/{peer.tp_size}; start both servers with the "
             "same model, KV dtype and page size"
         )
-    # Of a hybrid it must hold the same stage, see `_infer_kv`.
+    # For a hybrid the peer must hold the same stage, see `_infer_kv`.
     stage = (own.pp_rank, own.pp_size) if is_recurrent(own) else (0, 1)
     return RankLayout(
         tp_rank=peer.tp_rank,
@@ -66,13 +68,13 @@ def infer_layout(own: RankLayout, peer: StockRegistration) -> RankLayout:
 def layout_from_counts(
     components: tuple[str, ...], start_layer: int, total_layers: int, kv_pointers: int
 ) -> RankLayout:
-    """The KV buffers of a prefill rank of which only the first layer and the counts are known.
+    """Returns the layout of a prefill rank whose first layer and counts alone are known.
 
-    Layers beyond the model's `total_layers` are the draft's. Enough to pair layers, not to copy:
-    bytes and heads are left out.
+    Layers beyond the model's `total_layers` are the draft's. The layout is enough to pair layers,
+    but not to copy, because it lacks bytes and heads.
 
     Raises:
-        LayoutError: The pointers cannot be dealt out to the components.
+        LayoutError: The number of pointers is not a multiple of the number of components.
     """
     held, rest = divmod(kv_pointers, len(components))
     if rest:
@@ -82,13 +84,13 @@ def layout_from_counts(
     layers = range(start_layer, min(start_layer + held, total_layers))
     numbers = {False: layers, True: range(held - len(layers))}
     kv = [Buffer(c, d, n, 1) for d in numbers for c in components for n in numbers[d]]
-    stages = 1 if len(layers) == total_layers else 2  # how many more makes no difference
+    stages = 1 if len(layers) == total_layers else 2  # any number above 1 will do
     return RankLayout(0, 1, 0, stages, 1, "", "", total_layers, tuple(kv))
 
 
 def _infer_kv(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
     ours = [buffer for buffer in own.kv if not buffer.draft]
-    if own.pp_size == 1:  # so has the peer, and the same layers in the same order
+    if own.pp_size == 1:  # then the peer has the same layers in the same order
         held = [_rescaled_for(peer, buffer, False, buffer.layer) for buffer in ours]
         return (*held, *_infer_drafts(own, peer, len(held)))
     target = _first_layers(own.kv, draft=False)
@@ -108,7 +110,7 @@ def _infer_kv(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
 
 
 def _infer_drafts(own: RankLayout, peer: StockRegistration, targets: int) -> list[Buffer]:
-    """What follows the target's buffers; of no interest where we have no draft to send."""
+    """Returns what follows the target's buffers; placeholders if we have no draft to send."""
     left = peer.kv_pointers - targets
     ours = [buffer for buffer in own.kv if buffer.draft]
     if left == len(ours):
@@ -126,7 +128,7 @@ def _infer_drafts(own: RankLayout, peer: StockRegistration, targets: int) -> lis
 
 
 def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
-    """State by position: the same buffers as ours, or each component's layers counted from 0."""
+    """Returns state by position: our buffers, or each component's layers counted from 0."""
     if peer.state_pointers is None:
         return ()
     if is_recurrent(own) and peer.tp_size != own.tp_size:
@@ -137,8 +139,8 @@ def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]
     target = [buffer for buffer in own.state if not buffer.draft]
     drafts = [buffer for buffer in own.state if buffer.draft]
     first = _first_layers(own.state, draft=False)
-    more = peer.state_pointers - len(first) * own.total_layers  # than the whole model's layers
-    # A stage and its draft may have as many as the whole model, which decode with PP 1 has.
+    more = peer.state_pointers - len(first) * own.total_layers  # beyond the whole model's
+    # A stage and its draft may have as many buffers as the whole model has on decode with PP 1.
     whole_model = first and own.pp_size > 1 and more == 0
     for held in () if whole_model else (own.state, target):  # stock may lack the draft's state
         if peer.state_pointers == len(held):
@@ -161,7 +163,7 @@ def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]
 
 
 def _is_hybrid(own: RankLayout) -> bool:
-    """Only some of the model's layers have full attention, as their state or their numbers tell."""
+    """Whether only some layers have full attention, judging by state or by layer numbers."""
     layers = {buffer.layer for buffer in own.kv if not buffer.draft}
     return len(layers) <= max(layers, default=0) - min(layers, default=0) or any(
         buffer.component != "index_k" for buffer in own.state
@@ -169,7 +171,7 @@ def _is_hybrid(own: RankLayout) -> bool:
 
 
 def _first_layers(buffers: tuple[Buffer, ...], draft: bool) -> list[Buffer]:
-    """The first buffer of each component, in order."""
+    """Returns the first buffer of each component, in order."""
     first: dict[str, Buffer] = {}
     for buffer in buffers:
         if buffer.draft is draft:

@@ -1,4 +1,4 @@
-"""What one rank's transfer buffers hold, in words that mean the same on every rank."""
+"""What one rank's transfer buffers hold, in terms that mean the same on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class LayoutError(ValueError):
-    """Two ranks cannot exchange KV, or a rank's buffers are not what its pools say.
+    """Two ranks cannot exchange KV, or a rank's buffers do not match its pools.
 
     The text names both sides' values and what to change.
     """
@@ -34,14 +34,18 @@ class Heads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One registered buffer: a run of pages (or of state slots) of one component of one layer.
+    """One registered buffer: consecutive pages (or state slots) of one component of one layer.
 
-    `layer` is the layer's number in its whole model, whatever stage holds it (of recurrent state:
-    its number among the layers that have one); `draft` says that this model is the speculative
-    draft. `page_bytes` is the distance from one page to the next, `pages` how many there are, 0
-    from a peer that does not say. A page of a buffer with `heads` is `[page_size, heads.count,
-    head bytes]`; else it is opaque. `idle` is a buffer that the engine sets aside and its rank
-    never fills: it is neither sent nor received.
+    Attributes:
+        component: Its name, such as `k`, `v` or `index_k`.
+        draft: Whether the layer is the speculative draft's.
+        layer: Its number in its whole model, on every stage. For recurrent state whose pool does
+            not know that number: its number among the layers with recurrent state.
+        page_bytes: Bytes from one page to the next.
+        heads: A page with heads is `[page_size, heads.count, head bytes]`; without, it is opaque.
+        pages: Number of pages; 0 from a peer that does not report it.
+        unused: The engine allocates the buffer and its rank never fills it, so that it is neither
+            sent nor received.
     """
 
     component: str
@@ -54,31 +58,31 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[str, bool, int]:
-        """What must be equal for two buffers to hold the same thing, heads apart."""
+        """Identifies what the buffer holds, apart from heads: component, draft and layer."""
         return (self.component, self.draft, self.layer)
 
     @property
     def name(self) -> str:
-        """For messages, such as `draft k, layer 0`."""
+        """The buffer's name in messages, such as `draft k, layer 0`."""
         return f"{'draft ' if self.draft else ''}{self.component}, layer {self.layer}"
 
 
 class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that one rank registers for KV and for state, in the order of its pointer lists.
+    """All buffers that one rank registers for KV and state, in the order of its pointer lists.
 
     Attributes:
         tp_rank, tp_size: Attention TP; `tp_rank` lies in `[0, tp_size)`.
-        pp_rank, pp_size: Pipeline stage of this rank.
-        page_size: Tokens a page.
+        pp_rank, pp_size: This rank's pipeline stage, and the number of stages.
+        page_size: Tokens per page.
         dtype: Element type of the KV pool as torch names it, such as `bfloat16`.
         memory: `DRAM` for host memory, `VRAM` for an accelerator's: NIXL's two segment kinds.
         total_layers: Layers of the whole target model.
         kv: One entry for each pointer in `KVArgs.kv_data_ptrs`.
         state: One entry for each pointer in `KVArgs.state_data_ptrs`.
-        aux: Bytes a row of each metadata buffer in `KVArgs.aux_data_ptrs`, 0 where this rank has no
-            use for them; empty from a peer that does not say.
-        aux_slots: Rows of each of them; 0 likewise.
-        verifies: This rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
+        aux: Bytes per row of each metadata buffer in `KVArgs.aux_data_ptrs`, 0 where this rank does
+            not use the buffer; empty from a peer that does not report them.
+        aux_slots: Rows of each metadata buffer; 0 from a peer that does not report them.
+        verifies: Whether this rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
     """
 
     tp_rank: int
@@ -97,30 +101,30 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def name(self) -> str:
-        """For messages, such as `TP 1/2 PP 0/1`."""
+        """The rank's name in messages, such as `TP 1/2 PP 0/1`."""
         return f"TP {self.tp_rank}/{self.tp_size} PP {self.pp_rank}/{self.pp_size}"
 
 
-# Of a buffer of a pool that is not known: its number is its place among those of its rank.
+# Component of a buffer of an unknown pool; its layer is its index among its rank's buffers.
 OPAQUE = "opaque"
 
 
 def is_opaque(layout: RankLayout) -> bool:
-    """What the rank's buffers hold is not known: pages go, whole, to the buffer in that place."""
+    """Whether the contents are unknown; whole pages then go to the buffer of the same index."""
     return any(buffer.component == OPAQUE for buffer in layout.kv)
 
 
 def is_recurrent(layout: RankLayout) -> bool:
-    """The model keeps recurrent (Mamba) state, one slot a request, which no TP rank can split."""
+    """Whether the model keeps recurrent (Mamba) state: a slot per request, which no plan splits."""
     return any(buffer.component.startswith("mamba") for buffer in layout.state)
 
 
 def has_fused_conv_state(layout: RankLayout) -> bool:
-    """The recurrent state has one window for several convolutions, one after the other.
+    """Whether one window of the recurrent state holds several convolutions in sequence.
 
         TP 1    x0 x1 B0 B1 C0 C1        TP 2    x0 B0 C0  and  x1 B1 C1
 
-    So has each model with a window and a state, but those with a buffer for each convolution.
+    True for models with a window and a state, except those with a buffer per convolution.
     """
     sizes = {buffer.component: buffer.page_bytes for buffer in layout.state}
     return sizes.keys() == {"mamba_0", "mamba_1"} and all(sizes.values())

@@ -1,12 +1,12 @@
-"""Pair a sender's buffers with the receiver's by what they hold.
+"""Pairs a sender's buffers with the receiver's by what they hold.
 
     prefill stage 1 of 2            decode, all layers
     k: layer 2, layer 3             k: layer 0, 1, 2, 3     draft k: layer 0
     v: layer 2, layer 3             v: layer 0, 1, 2, 3     draft v: layer 0
 
-    k2 -> k2, k3 -> k3, v2 -> v2, v3 -> v3; the draft has no sender here and stays as it is.
+    k2 -> k2, k3 -> k3, v2 -> v2, v3 -> v3; the draft has no sender here and is not written.
 
-A pair agrees in component, model and layer; of heads, it carries those that both sides hold.
+A pair agrees in component, model and layer, and carries the heads that both sides hold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from .heads import heads_to_send, tp_size_conflict
-from .local_layout import (
+from .layout import (
     Buffer,
     Heads,
     LayoutError,
@@ -29,11 +29,11 @@ from .local_layout import (
 
 @dataclass(frozen=True)
 class BufferPair:
-    """One source buffer, one destination buffer, and what of each page is copied.
+    """One source buffer, one destination buffer, and which bytes of each page are copied.
 
     Attributes:
         src, dst: Indices into the two sides' buffer tuples.
-        whole: The page is copied as one run, for both sides hold the same heads of it.
+        whole: Whether a page is copied in one piece, because both sides hold the same heads.
         src_offset, dst_offset: Bytes from a token's start to the first head copied; 0 if whole.
         row_bytes: Bytes copied from each token, or from each page if whole.
     """
@@ -47,7 +47,7 @@ class BufferPair:
 
 
 def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
-    """Every reason why `src` (prefill) must not send to `dst` (decode); empty if it may."""
+    """Returns every reason why prefill `src` must not send to decode `dst`; empty if it may."""
     reasons = []
     conflict = tp_size_conflict(src.tp_size, dst.tp_size)
     if conflict:
@@ -58,7 +58,7 @@ def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
             "start decode with one of these"
         )
     if is_recurrent(src) and src.pp_size != dst.pp_size:
-        # Every stage has room for all recurrent layers and computes only its own.
+        # Every stage allocates all recurrent layers and computes only its own.
         reasons.append(
             f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
             "use one PP size for hybrid models"
@@ -95,13 +95,13 @@ def match_buffers(
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
 ) -> tuple[BufferPair, ...]:
-    """Pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
+    """Returns pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
 
-    A draft buffer that only one side has is left out. Pairs that carry no head are left out too.
+    Leaves out draft buffers that only one side has, and pairs that carry no head.
 
     Raises:
-        LayoutError: The target model's buffer is missing on the destination, or the two sides'
-            pages cannot hold the same thing.
+        LayoutError: The destination lacks a buffer of the target model, or the two sides' pages
+            cannot hold the same data.
     """
     pairs = (
         _pair(src, dst, i, j, src_buffers[i], dst_buffers[j])
@@ -112,7 +112,7 @@ def match_buffers(
 
 
 def is_elided(buffer: Buffer) -> bool:
-    """Index keys of a layer that has none of its own, which each server decides by its options."""
+    """Whether the layer has no index keys of its own, which each server's options decide."""
     return buffer.component == "index_k" and not buffer.page_bytes
 
 
@@ -122,12 +122,12 @@ def match_layers(
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
 ) -> Iterator[tuple[int, int]]:
-    """Indices of buffers that hold the same component of the same layer, heads left aside.
+    """Yields (source, destination) indices of buffers of the same component and layer.
 
-    A draft buffer that only one side has is left out, and so is an idle one.
+    Ignores heads. Leaves out unused buffers, and draft buffers that only one side has.
 
     Raises:
-        LayoutError: The target model's buffer is missing on the destination.
+        LayoutError: The destination lacks a buffer of the target model.
     """
     where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.unused}
     for i, buffer in enumerate(src_buffers):
@@ -172,7 +172,7 @@ def _pair(
 
 
 def _head_bytes(buffer: Buffer, page_size: int) -> int:
-    """Bytes of one head of one token."""
+    """Returns the bytes of one head of one token."""
     heads: Heads = buffer.heads
     size, rest = divmod(buffer.page_bytes, page_size * heads.count)
     if rest:
@@ -191,7 +191,7 @@ def _unequal(what: str, buffer: Buffer, ours: object, theirs: object) -> LayoutE
 
 
 def draft_mismatch(src: RankLayout, dst: RankLayout) -> Optional[str]:
-    """What is said of a draft model that only one side has; its buffers are left out."""
+    """Returns a warning if only one side has a draft model, whose buffers are then left out."""
     if src.pp_rank != src.pp_size - 1:
         return None  # only the last stage has a draft
     ours, theirs = (sum(buffer.draft for buffer in side.kv + side.state) for side in (src, dst))
@@ -203,7 +203,7 @@ def draft_mismatch(src: RankLayout, dst: RankLayout) -> Optional[str]:
 
 
 def _summary(buffers: tuple[Buffer, ...]) -> str:
-    """Such as `k layers 0-3, draft k layers 0-0`."""
+    """Summarizes buffers, such as `k layers 0-3, draft k layers 0-0`."""
     spans: dict[str, list[int]] = {}
     for buffer in buffers:
         if buffer.unused:

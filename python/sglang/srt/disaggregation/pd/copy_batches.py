@@ -1,4 +1,4 @@
-"""Copies handed to a transfer engine's synchronous calls."""
+"""Hands copies to a transfer engine's synchronous calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.disaggregation.kv_layout import Copies
 from sglang.srt.disaggregation.pd import device_rdma
 
-# Copies in one call to the engine where token slices number a million a chunk.
+# The most token slices in one call to the engine; a chunk may have a million.
 SLICE_BATCH = 16384
 
 
@@ -21,13 +21,13 @@ def write_copies(
     is_sliced: bool,
     in_threads: bool,
 ) -> int:
-    """Write them to a decode session; the transfer engine's status, 0 if all are written.
+    """Writes copies to a decode session; returns the transfer engine's status, 0 for success.
 
-    In one call, which is best over RDMA, but where something speaks against it.
+    Makes one call, which is best over RDMA, unless there are very many copies or `in_threads`.
 
     Args:
-        is_sliced: Copies are of single tokens.
-        in_threads: The transport gains from several calls at a time, as NVLink does.
+        is_sliced: Whether the copies are of single tokens.
+        in_threads: Whether the transport gains from concurrent calls, as NVLink does.
     """
     at_most = SLICE_BATCH if is_sliced else sys.maxsize
     if in_threads:
@@ -39,8 +39,8 @@ def write_copies(
 
     parts = copies.split(at_most)
     if len(parts) == 1 or executor._max_workers == 1 or device_rdma.is_used():
-        results = map(write, parts)  # one after the other, for which no thread is needed
+        results = map(write, parts)  # one after the other, which needs no thread
     else:
-        # All are waited for, also when one fails: pages must not be freed under a write.
+        # Waits for all, even if one fails: pages must not be freed during a write.
         results = list(executor.map(write, parts))
     return next((status for status in results if status != 0), 0)

@@ -1,7 +1,7 @@
-"""Ascend A2: MemFabric's `device_rdma`, which takes any batch and posts it into a bounded queue.
+"""Ascend A2: MemFabric's `device_rdma`, which accepts any batch and posts it into a bounded queue.
 
-It waits for no completion between two copies, lets two threads post to one queue pair, and after an
-error returns while copies that were posted before are still written.
+It does not wait for completions between copies, lets two threads post to one queue pair, and after
+an error returns while copies that it posted before are still being written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import List
 
 logger = logging.getLogger(__name__)
 
-# How many copies are in one call at most; and, if 1, that calls need not wait for each other.
+# The most copies in one call; and, if 1, that calls need not wait for each other.
 COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
 CONCURRENT_CALLS_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
 DEFAULT_COPIES = 2048
@@ -25,16 +25,16 @@ _call_lock = threading.Lock()
 
 
 def is_used() -> bool:
-    """Whether this server's environment asks for it."""
+    """Whether this server's environment selects `device_rdma`."""
     return os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip().lower() == "device_rdma"
 
 
 def max_copies_per_call() -> int:
-    """In one call to the transfer engine."""
+    """Returns the most copies for one call to the transfer engine."""
     return _read_copies(os.environ.get(COPIES_VARIABLE, ""))
 
 
-@functools.cache  # what is wrong with it is said once
+@functools.cache  # logs an invalid value once
 def _read_copies(text: str) -> int:
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text)
@@ -50,16 +50,18 @@ def transfer_serialized(
     dst: List[int],
     lengths: List[int],
 ) -> int:
-    """Write copies by calls that the queue surely takes, one after the other in this process.
+    """Writes copies in calls that fit the queue, one at a time in this process.
 
     Args:
-        transfer: The engine's, of a decode session, addresses here and there, and bytes.
+        transfer: The engine's function of the arguments that follow; returns a status.
+        session: The decode session.
+        src, dst, lengths: Source addresses, destination addresses and bytes of the copies.
 
     Returns:
-        The first status that is not 0; what is left then is not begun.
+        The first status that is not 0, after which no copy is started; otherwise 0.
     """
     at_most = max_copies_per_call()
-    for start in range(0, len(src), at_most) or (0,):  # of none the engine says what it says
+    for start in range(0, len(src), at_most) or (0,):  # the engine gets an empty list, too
         part = slice(start, start + at_most)
         status = _call(transfer, session, src[part], dst[part], lengths[part])
         if status != 0:

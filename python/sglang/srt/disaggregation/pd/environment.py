@@ -1,14 +1,14 @@
-"""Environment variables of the patch set that are numbers."""
+"""Numeric environment variables of the patch set."""
 
 import math
 import os
 
 
 def seconds_of(name: str, default: float, least: float) -> float:
-    """What an environment variable says, in seconds.
+    """Returns an environment variable's seconds, or `default` if it is unset or empty.
 
     Raises:
-        ValueError: It is no number, or less than `least`; the server must not start.
+        ValueError: The value is not a finite number of at least `least`; the server must not start.
     """
     value = os.environ.get(name) or str(default)
     try:

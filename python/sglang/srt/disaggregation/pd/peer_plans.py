@@ -1,4 +1,4 @@
-"""The plan for a decode rank that has registered, by its description or by what it registers."""
+"""The plan for a decode rank that registers, made from its description or its registration."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def plan_registered(
     facts: StockRegistration,
     pointers: Pointers,
 ) -> PeerPlan:
-    """The copies to the decode rank of this name.
+    """Returns the plan for the decode rank `name`.
 
     Args:
-        own, own_pointers: This prefill rank's.
-        layout: The peer's description; None where it sends none.
-        facts, pointers: What it registers in any case.
+        own, own_pointers: This prefill rank's description and pointers.
+        layout: The decode rank's description; None if it sends none.
+        facts, pointers: What every decode rank registers.
 
     Raises:
-        LayoutError: The two cannot work together.
+        LayoutError: The two ranks cannot work together.
     """
     if layout is None:
         logger.warning(

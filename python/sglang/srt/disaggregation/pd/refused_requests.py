@@ -1,6 +1,6 @@
-"""Prefill: decode hears of requests that are refused before they have a sender.
+"""Prefill: notifies decode of requests that are refused before they have a sender.
 
-Nobody else would tell it: it has set pages aside, and would wait for KV until it times out.
+Without that, decode, which has allocated pages, would wait for KV until its timeout.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def notify_refused(manager: Any, req: Any, reason: str = "") -> None:
-    """Have decode ranks hear that this request has failed, those that ask for it later, too.
+    """Notifies decode ranks that this request failed, including those that request it later.
 
-    Nothing is done for one that has a sender, and with a backend whose manager has no `refuse`.
+    Does nothing for a request with a sender, or with a backend whose manager has no `refuse`.
 
     Args:
         manager: This rank's KV manager.
         req: The scheduler's request.
-        reason: What the client is told; of a request that is marked as ended that is known.
+        reason: The client's error message; by default the one in `req`.
     """
     if req.disagg_kv_sender is not None or req.bootstrap_room is None:
         return

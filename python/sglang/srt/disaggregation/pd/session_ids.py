@@ -1,23 +1,23 @@
-"""Session ids of transfer engines, by which a decode rank is reached.
+"""Session ids of transfer engines, which address decode ranks.
 
 HOST:PORT        Mooncake, and most releases of MemFabric
 HOST:PORT_PID    MemFabric 1.0.5 to 1.1.2
-HOST:0           MemFabric from 1.1.3 on before it has a port; 0.5.9 tells peers no other
+HOST:0           MemFabric from 1.1.3 on before it has a port; the only one 0.5.9 sends to peers
 """
 
 from __future__ import annotations
 
 import re
 
-# Looser than these three is what nobody sends; tighter would drop what works in the engine.
+# Looser than these three forms: a stricter pattern could drop ids that work in the engine.
 SESSION_ID = re.compile(r"(?P<host>.+):(?P<port>[0-9]+)(_[0-9]+)?")
 
 
 def port_of(session_id: str) -> int:
-    """The port in a session id; 0 where its transfer engine had none yet.
+    """Returns the port in a session id; 0 if its transfer engine had none yet.
 
     Raises:
-        ValueError: This is no session id.
+        ValueError: The session id is invalid.
     """
     found = SESSION_ID.fullmatch(session_id)
     if found is None:
@@ -26,10 +26,10 @@ def port_of(session_id: str) -> int:
 
 
 def unreachable_reason(session_id: str) -> str:
-    """Why nothing can be written to a decode rank of this session id; empty where it can.
+    """Returns why nothing can be written to a decode rank with this session id; "" if it can.
 
     Raises:
-        ValueError: This is no session id.
+        ValueError: The session id is invalid.
     """
     if port_of(session_id) != 0:
         return ""

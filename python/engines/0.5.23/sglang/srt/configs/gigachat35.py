@@ -1,4 +1,4 @@
-"""GigaChat's linear attention, whose convolutions are not Mamba 2's."""
+"""GigaChat's linear attention, whose convolutions differ from Mamba 2's."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ class GigaChat35Config:
 
     @property
     def mamba2_cache_params(self) -> Mamba2CacheParams:
-        """The engine's, with the channels of the convolutions of q, k and v in the whole model."""
+        """Extends the engine's: adds the whole model's channels of the q, k, v convolutions."""
         params = self._engine_mamba2_cache_params
         keys = self.linear_key_head_dim * self.linear_num_key_heads
         values = self.linear_value_head_dim * self.linear_num_value_heads

@@ -1,4 +1,4 @@
-"""What this rank's registered buffers hold, and recurrent state between TP sizes."""
+"""Describes this rank's registered buffers, and slices recurrent state between TP sizes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ RENAMED = (
 def compute_mamba_state_slice_blocks(
     *, conv_shard_groups: Optional[List[int]] = None, **given: int
 ) -> List[Tuple[int, int, int]]:
-    """Channels to copy of one state between TP sizes: (from, to, how many); the engine's, but for
-    a Mamba 2 model with a single group, whose B and C every rank has whole.
+    """Returns the channels of one state to copy between TP sizes, as (from, to, count).
 
-    given: each side's TP rank and size, and channels (`src_dim`, `dst_dim`), by the engine's names.
+    Extends the engine's: supports Mamba 2 models with one group, whose B and C are on every rank.
+
+    Args:
+        conv_shard_groups: Channels of each convolution in the whole model.
+        given: Each side's TP rank and size, and channels (`src_dim`, `dst_dim`), by the engine's
+            names.
     """
     prefill = given["local_tp_rank_in_group"], given["src_attn_tp_size"]
     decode = given["dst_tp_rank_in_group"], given["dst_attn_tp_size"]
@@ -42,7 +46,7 @@ def compute_mamba_state_slice_blocks(
 def setup_state_kv_args(
     kv_args: KVArgs, token_to_kv_pool, draft_token_to_kv_pool=None, total_kv_layers=None, **more
 ) -> None:
-    """Register state, as the engine does; KV is registered by now, and all of it is described.
+    """Registers state buffers, after KV. Extends the engine's: describes all of them.
 
     Args:
         total_kv_layers: Layers of the whole target model.

@@ -1,4 +1,4 @@
-"""Decode hears of requests that prefill refuses for their priority."""
+"""Notifies decode of requests that prefill refuses for their priority."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,10 @@ RENAMED = (("Scheduler", "EngineScheduler"),)
 
 class Scheduler(EngineScheduler):
     def _set_or_validate_priority(self, req: Req) -> bool:
-        """As the engine's: whether this request may have its priority."""
+        """Returns whether a request may have its priority.
+
+        Extends the engine's: on prefill, notifies decode if it may not.
+        """
         is_taken = super()._set_or_validate_priority(req)
         if not is_taken and self.disaggregation_mode == DisaggregationMode.PREFILL:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager

@@ -1,4 +1,4 @@
-"""The decode queue's KV manager, wired through `utils`."""
+"""The decode queue's KV manager, set up through `utils`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_size
 
 class DecodePreallocQueue:
     def _init_kv_manager(self) -> BaseKVManager:
-        """Register this rank's pools with the transfer backend and start its KV manager."""
+        """Registers this rank's pools with the transfer backend and starts its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
         kv_args.decode_tp_size = get_attention_tp_size()
         kv_args.engine_rank = self.tp_rank % kv_args.decode_tp_size

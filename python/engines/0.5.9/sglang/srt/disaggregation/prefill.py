@@ -1,4 +1,4 @@
-"""The prefill queue: its KV manager, wired through `utils`, and requests that it does not send."""
+"""The prefill queue: its KV manager, set up through `utils`, and requests that it does not send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
-    """Free the request's metadata slot; one that leaves unsent ends its room."""
+    """Frees the request's metadata slot; aborts the room of a request that leaves unsent."""
     slot = getattr(req, "metadata_buffer_index", None)
     if slot is not None and slot >= 0:
         allocator.free(slot)
@@ -37,7 +37,7 @@ def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocato
 
 class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def _init_kv_manager(self) -> BaseKVManager:
-        """Register this rank's pools with the transfer backend and start its KV manager."""
+        """Registers this rank's pools with the transfer backend and starts its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
         kv_args.engine_rank = self.tp_rank
         kv_args.decode_tp_size = self.decode_tp_size // self.decode_dp_size
@@ -46,9 +46,10 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
         return make_kv_manager(self, kv_args, DisaggregationMode.PREFILL)
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """As the engine's; decode hears of one that is refused.
+        """Queues a request. Extends the engine's: notifies decode of a request that is refused.
 
-        The engine computes one token for a request that is too long, and sends its KV to decode.
+        A request that is too long is aborted here, unlike in the engine, which computes one token
+        and sends the KV to decode.
         """
         end = req.to_finish
         if isinstance(end, FINISH_ABORT):

@@ -1,6 +1,6 @@
-"""Fill `KVArgs` from the engine's pools, for prefill and decode alike.
+"""Fills `KVArgs` from the engine's pools, for prefill and decode alike.
 
-Each `_init_kv_manager` calls `setup_state_kv_args` between the two functions of `pd.local_layout`.
+`pd.local_layout.make_kv_manager` calls `setup_state_kv_args` before it describes the buffers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def poll_and_all_reduce(pollers, gloo_group):
-    """The state of each request that all ranks of the group agree on; see `agreement.vote`.
+    """Returns the status of each request that all ranks of the group agree on.
+
+    See `rank_consensus.reduce_polls`.
 
     Args:
-        pollers: Senders or receivers, of the same requests in the same order on each rank.
+        pollers: Senders or receivers, for the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
     from sglang.srt.disaggregation.pd.rank_consensus import reduce_polls
@@ -37,10 +39,11 @@ def setup_state_kv_args(
     draft_token_to_kv_pool: Optional[KVCache] = None,
     total_kv_layers: Optional[int] = None,
 ) -> None:
-    """Register what is kept beside KV: index keys, sliding windows, recurrent state.
+    """Records state in `kv_args`: index keys, sliding windows, recurrent state.
 
-    A draft pool of the target's kind adds its own after the target's (PR #23539). On an NPU index
-    keys are KV's third group and not state, so there the groups are counted instead (PR #23893).
+    A draft pool of the target's kind adds its state after the target's (PR #23539). On an NPU index
+    keys are the third group of KV and not state, so `kv_args` has the number of groups instead
+    (PR #23893).
 
     Args:
         total_kv_layers: Layers of the whole target model.

@@ -1,4 +1,4 @@
-"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine is another."""
+"""Ascend: sends by each peer's plan, as Mooncake does, with another transfer engine."""
 
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ class AscendKVManager(EngineAscendKVManager):
     register_memory = staticmethod(register_ranges)
 
     def register_buffer_to_engine(self) -> None:
-        """Register all in one batch, or else range by range.
+        """Registers all buffers in one batch, or else range by range.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it. Not after a pause.
+            RuntimeError: A buffer cannot be registered; the text names it. Never after a pause.
         """
         if self.has_registered:
             register_after_pause(self.kv_args, self.engine.batch_register)
@@ -25,11 +25,11 @@ class AscendKVManager(EngineAscendKVManager):
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
     def _send_probe(self, session_id: str) -> int:
-        """Returns 0 if the peer answers a probe; -1 also where MemFabric has no probe."""
+        """Returns 0 if the peer answers a probe; -1 also if MemFabric has no probe."""
         return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
 
     def send_kvcache(self, session: str, *sent, **more) -> int:
-        """Write these pages of all layers to the peer. Returns the transfer engine's status."""
+        """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
         if self.plan_for(session) is None:
             return super().send_kvcache(session, *sent, **more)
         return super(EngineAscendKVManager, self).send_kvcache(session, *sent, **more)

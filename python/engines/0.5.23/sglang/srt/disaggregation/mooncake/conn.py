@@ -1,4 +1,4 @@
-"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes."""
+"""Mooncake and its derivatives: send KV by each peer's plan, whatever the TP sizes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# State of which a request has slots, and no pages that are paired.
+# Kinds of state that a request keeps in slots, not in pages that pair by position.
 STATE_WITHOUT_PAGES = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
 RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
 
 
 class TransferInfo:
-    # What has been sent of it, see `pd.verify_exchange`.
+    # What has been sent for this request, see `pd.verify_exchange`.
     sent_chunks = ()
     sent_state = None
 
@@ -68,7 +68,7 @@ class KVArgsRegisterInfo:
     # How this decode rank is served, see `pd.peers`.
     plan = None
     refusal = ""
-    # What memory it has, see `pd.write_bounds`.
+    # The memory it has registered, see `pd.write_bounds`.
     bounds = None
     state_slots = ()
 
@@ -81,18 +81,19 @@ class MooncakeKVManager(
     PlannedTransfers,
     EngineMooncakeKVManager,
 ):
-    # One frame more, which stock decode ranks of this release read, too.
+    # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
-    # A transfer worker's last room of which it is not known that nothing is written any more.
+    # Per transfer worker: the last room that may still be written to.
     unsettled = threading.local()
     register_memory = staticmethod(register_kv_then_aux)
     has_registered = False
 
     def register_buffer_to_engine(self) -> None:
-        """Register KV, state and aux, by `register_memory`.
+        """Registers KV, state and aux buffers with `register_memory`.
 
         Raises:
-            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
+            RuntimeError: At startup, a buffer that the transfer engine sends cannot be registered;
+                the text names it.
         """
         has_pool, pool = check_mooncake_custom_mem_pool_enabled()
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
@@ -100,7 +101,7 @@ class MooncakeKVManager(
             self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
 
     def start_prefill_thread(self):
-        """As the engine's; a session to which a transfer has failed is soon tried again."""
+        """Starts prefill's threads. Extends the engine's: soon retries a session that failed."""
         self.failed_sessions = FailedSessions()
         super().start_prefill_thread()
 
@@ -108,19 +109,19 @@ class MooncakeKVManager(
         super()._register_staging_memory(ptr, size)
         self.extra_memory = (*self.extra_memory, (ptr, size))
 
-    # What peers say
+    # Messages from peers
 
     def _make_worker_recv(self, socket, timeout_ms: int = 500):
-        """As the engine's, without messages that could not be read."""
+        """Returns a receive function. Extends the engine's: it drops invalid messages."""
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return drop_invalid(recv, self._check_decode_message)
         return drop_invalid(recv, self._check_prefill_message, self.release_message_lock)
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
-        """Raises what the engine's thread would on its way through these frames.
+        """Raises for frames on which the engine's thread would crash.
 
-        True for a room that has ended here, of which the decode rank is told.
+        Returns True for a request for a room that has failed here; notifies its decode rank.
         """
         if frames[0] in STAGING:
             check_staging_message(frames, self._staging_ctx)
@@ -152,7 +153,7 @@ class MooncakeKVManager(
         return self.handle_digests_message(frames)
 
     def _check_aux_data(self, frames: List[bytes]) -> None:
-        """Raises ValueError for a metadata row that has no place here."""
+        """Raises ValueError for a metadata row that fits no open room or no buffer."""
         _, room, buffer, slot, length, data = frames
         args, number, row = self.kv_args, int(buffer), int(slot)
         (announced,) = struct.unpack(">I", length)
@@ -175,7 +176,10 @@ class MooncakeKVManager(
     def _publish_peer_registration(
         self, mooncake_session_id: str, decode_kv_args: KVArgsRegisterInfo
     ) -> Optional[str]:
-        """As the engine's, with a plan for this decode rank; returns why it is refused."""
+        """Registers a decode rank; returns why it is refused, or None.
+
+        Extends the engine's: makes a plan, and notes the rank's memory.
+        """
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
             self.set_plan(mooncake_session_id, info, tp, info.dst_kv_item_len)
@@ -183,7 +187,7 @@ class MooncakeKVManager(
             self._set_peer_bounds(mooncake_session_id, info)
             super()._publish_peer_registration(mooncake_session_id, info)
         except Exception as error:
-            # An entry that is missing would be worse: its rooms would wait.
+            # Add an entry even so: without one, the rank's rooms would wait.
             logger.exception(f"Decode {mooncake_session_id} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
@@ -195,17 +199,17 @@ class MooncakeKVManager(
             self._unblacklist_session(name)
 
     def drop_peer(self, name: str) -> None:
-        """As `SilenceWatch`."""
+        """Drops the session's failures and its layout checks; see `SilenceWatch.drop_peer`."""
         with self.session_lock:
             self._unblacklist_session(name)
             self.state_layout_rejections.pop(name, None)
             self.state_strides_validated.discard(name)
 
     def _set_peer_bounds(self, session: str, info: KVArgsRegisterInfo) -> None:
-        """Note what memory this decode rank has."""
+        """Notes which memory this decode rank has registered."""
         try:
             layout = decode_layout(self.arriving_layout)
-        except LayoutError:  # its plan says why
+        except LayoutError:  # its refusal says why
             layout = None
         state = (info.dst_state_data_ptrs, info.dst_state_item_lens)
         staging = [(info.staging_base_ptr, info.staging_total_size)]
@@ -213,23 +217,27 @@ class MooncakeKVManager(
         self.set_bounds(info, session, *told, *state, staging if info.staging_base_ptr else ())
 
     def _validate_peer_state_layout(self, registration_info: KVArgsRegisterInfo):
-        """As the engine's, of state that goes its way: by position, and all of it."""
+        """Returns whether the state layout is fully checked, and why it is rejected, or None.
+
+        Extends the engine's, which expects all state buffers to match by position: it does not
+        check state that is sent by plan.
+        """
         plan = registration_info.plan
         if plan is not None and plan.state is not None:
             return True, None
         return super()._validate_peer_state_layout(registration_info)
 
     def build_receiver_registration_message(self) -> List[bytes]:
-        """As the engine's, what each buffer holds, and how large it is."""
+        """Builds the registration. Extends the engine's: adds buffer layouts and sizes."""
         args = self.kv_args
         lens = (args.kv_data_lens, map(tuple, args.state_data_lens), args.aux_data_lens)
         sizes = encode_sizes(Sizes(*map(tuple, lens)))
         return [*self.append_layout(super().build_receiver_registration_message()), sizes]
 
-    # What is sent
+    # Transfers
 
     def send_kvcache(self, session: str, src_pages, dst_ptrs, dst_pages, executor, **more) -> int:
-        """Write these pages of all layers to the peer. Returns the transfer engine's status."""
+        """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
         plan = self.plan_for(session)
         if plan is None or more.get("dst_device_kv_indices") is not None:
             sent = (session, src_pages, dst_ptrs, dst_pages, executor)
@@ -237,18 +245,18 @@ class MooncakeKVManager(
         return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
 
     def send_kvcache_slice(self, session: str, src_pages, dst_ptrs, dst_pages, *more) -> int:
-        """The same between TP sizes: the heads that both sides hold."""
+        """Writes the KV heads that both sides hold, if their TP sizes differ."""
         plan = self.plan_for(session)
         if plan is None:
             self._check_pages(session, src_pages, dst_ptrs, dst_pages, more[2])
             return super().send_kvcache_slice(session, src_pages, dst_ptrs, dst_pages, *more)
-        _, _, _, executor, *_ = more  # behind the peer's TP rank and size, and its bytes a page
+        _, _, _, executor, *_ = more  # after the peer's TP rank, TP size and bytes per page
         return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
 
     def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
-        """Raise RuntimeError for a page that a side has not, of which the engine sends heads.
+        """Raises RuntimeError if the engine would send KV heads of a page that a side lacks.
 
-        It sends to buffers with pages of this size alone; a draft's may be smaller.
+        The engine sends only to buffers with pages of this size; a draft's may be smaller.
         """
         if not len(src_pages) or not len(dst_pages):
             return
@@ -267,10 +275,10 @@ class MooncakeKVManager(
         dst_pages: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
-        """Write these pages; the transfer engine's status, 0 if all are written.
+        """Writes these pages. Returns the transfer engine's status, 0 if all are written.
 
         Raises:
-            LayoutError: A page that a side does not have; nothing of these is written.
+            LayoutError: A side lacks one of these pages; none of them is written.
         """
         at_once = self.max_transfer_batch_indices
         at_once = at_once if at_once > 0 else max(1, len(src_pages))
@@ -288,7 +296,7 @@ class MooncakeKVManager(
         return 0
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
-        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        """Writes the request's metadata to the peer. Returns the transfer engine's status."""
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         plan = self.aux_plan_for(session)
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
@@ -298,7 +306,7 @@ class MooncakeKVManager(
         return self.engine.batch_transfer_sync(session, *plan.copies(*slots).tolist())
 
     def send_aux_tcp(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
-        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        """Sends the metadata in messages, one per row. Returns 0: no arrival is reported."""
         plan, own = self.aux_plan_for(req.mooncake_session_id), self.kv_args.aux_data_ptrs
         if plan is None:
             return super().send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
@@ -317,7 +325,7 @@ class MooncakeKVManager(
         executor: concurrent.futures.ThreadPoolExecutor,
         target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
     ):
-        """Write state to the peer. Returns the transfer engine's status."""
+        """Writes state to the peer. Returns the transfer engine's status."""
         plan = self.plan_for(req.mooncake_session_id)
         if plan is None or plan.state is None:
             self._check_state_lists(req, prefill_state_indices)
@@ -329,9 +337,9 @@ class MooncakeKVManager(
         return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
 
     def _check_state_lists(self, req: TransferInfo, own: List) -> None:
-        """Raise LayoutError for lists of pages of which the engine would cut the longer one.
+        """Raises LayoutError for page lists of different lengths; the engine would cut one.
 
-        A kind of state that decode has not registered is left to it.
+        Leaves kinds of state that decode has not registered to the engine.
         """
         registered = self.decode_kv_args_table[req.mooncake_session_id].dst_state_data_ptrs
         for kind, ours, ptrs, theirs in zip_longest(
@@ -341,9 +349,9 @@ class MooncakeKVManager(
                 check_state_pages(kind, ours, theirs or ())
 
     def _state_slots(self, req: TransferInfo) -> List:
-        """What decode has set aside of each kind of state; of a DSA tail its row alone.
+        """Returns decode's slots by kind of state; only the first number of a DSA tail, its row.
 
-        The numbers behind it are places in that row.
+        A DSA tail's other numbers are places within that row.
         """
         kinds = [*self.kv_args.state_types, *[None] * len(req.dst_state_indices)]
         return [
@@ -352,7 +360,7 @@ class MooncakeKVManager(
         ]
 
     def transfer_worker(self, *own):
-        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
+        """Sends chunk after chunk. Extends the engine's: an error only fails its room."""
         while True:
             self.unsettled.room = None
             try:
@@ -361,13 +369,13 @@ class MooncakeKVManager(
                 self._fail_unsettled(error.__context__ or error)
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
-        """As the engine's; of a room that succeeds all peers are reached."""
+        """Concludes a room. Extends the engine's: success resets its peers' failure counts."""
         if status == KVPoll.Success:
             self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 
     def poison_deferred_ack_room(self, room: int) -> None:
-        """As the engine's; the worker's last one is known."""
+        """Marks a room that may still be written to. Extends the engine's: notes the last."""
         self.unsettled.room = room
         super().poison_deferred_ack_room(room)
 
@@ -376,7 +384,7 @@ class MooncakeKVManager(
         logger.error(f"Room {room} could not be sent", exc_info=error)
         if room is None:
             return
-        if isinstance(error, LayoutError):  # nothing was begun
+        if isinstance(error, LayoutError):  # no write was started
             self._deferred_ack_poisoned_rooms.discard(room)
         self._staging_outstanding.pop(room, None)
         reason = f"Prefill could not send KV: {error}"

@@ -1,4 +1,4 @@
-"""NIXL: KV is sent by the peer's plan, whatever the TP sizes, and over a connection that lives."""
+"""NIXL: sends KV by each peer's plan, whatever the TP sizes, and restores lost connections."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 
 RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
 
-# In NIXL's errors: the connection to a peer is lost.
+# NIXL's errors contain this if the connection to a peer is lost.
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
-# Of a decode rank that could not be registered.
+# How long to wait between attempts to register a decode rank.
 REGISTRATION_RETRY_SECONDS = 10.0
-# Of a registration: the frame with its NIXL agent's metadata.
+# The frame of a registration that holds the NIXL agent's metadata.
 METADATA_FRAME = 5
 
 
 class TransferInfo:
-    # What has been sent of it, see `pd.verify_exchange`.
+    # What has been sent for this request, see `pd.verify_exchange`.
     sent_chunks = ()
     sent_state = None
 
@@ -66,15 +66,15 @@ class KVArgsRegisterInfo:
     # How this decode rank is served, see `pd.peers`.
     plan = None
     refusal = ""
-    # Its description, and once more where it is to be registered again when it asks for a room.
+    # Its layout frame, and a copy if its next request for a room is to register it again.
     layout_frame = b""
     retry_layout = None
-    # When that is tried again, on the monotonic clock.
+    # From when on that is tried, on the monotonic clock.
     retry_at = 0.0
 
 
 class ConnectionState(threading.local):
-    """The decode rank that a worker is sending to, and those to which it found none."""
+    """The decode rank that a worker is sending to, and those whose connection it found lost."""
 
     peer = ""
 
@@ -83,7 +83,7 @@ class ConnectionState(threading.local):
 
 
 class QueueingState(threading.local):
-    """What the chunk waits for that this thread is queuing: an event, or nothing."""
+    """The event that the chunk which this thread is queuing must wait for, or None."""
 
     wait_event: Any = None
 
@@ -96,36 +96,36 @@ class NixlKVManager(
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By decode rank, of "kv" and "state": the plan, and NIXL's lists of our blocks and of the
-        # rank's; None where each transfer names its copies.
+        # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
+        # rank's; None if each transfer lists its own copies.
         self.prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = {}
         self.own_dlists: Dict[tuple, Any] = {}
         return self
 
     def register_buffer_to_engine(self):
-        """As the engine's, also of a pool in host memory."""
+        """Registers the buffers. Extends the engine's: they may be in host memory."""
         if self.kv_args.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
 
-    # What peers say
+    # Messages from peers
 
     def _start_bootstrap_thread(self):
-        """As the engine's, without messages that could not be read."""
+        """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(
             self.server_socket, self._check_prefill_message, self.release_message_lock
         )
         super()._start_bootstrap_thread()
 
     def _start_decode_listener_thread(self):
-        """As the engine's, without messages that could not be read."""
+        """Starts decode's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
-        """Raises what the engine's thread would on its way through these frames.
+        """Raises for frames on which the engine's thread would crash.
 
-        True for a room that has ended here, of which the decode rank is told.
+        Returns True for a request for a room that has failed here; notifies its decode rank.
         """
         if frames[0] in STAGING:
             check_staging_message(frames)
@@ -150,7 +150,7 @@ class NixlKVManager(
 
     @functools.cached_property
     def can_check_agent_metadata(self) -> bool:
-        """Whether NIXL writes an agent's metadata as `check_agent_metadata` reads them."""
+        """Whether NIXL writes agent metadata in the format that `check_agent_metadata` reads."""
         try:
             check_agent_metadata(self.agent.name.encode(), self.agent.get_agent_metadata())
         except Exception as error:
@@ -159,9 +159,10 @@ class NixlKVManager(
         return True
 
     def _retry_registration(self, name: str) -> None:
-        """Register a decode rank that asks for a room, and could not be registered before.
+        """Registers a decode rank that requests a room and could not be registered before.
 
-        At once, and then every so often: it may take seconds, in which others wait.
+        Tries at once, and then every `REGISTRATION_RETRY_SECONDS` at most: an attempt may take
+        seconds, in which other messages wait.
         """
         info = self.decode_kv_args_table.get(name)
         now = time.monotonic()
@@ -176,11 +177,11 @@ class NixlKVManager(
         return self.handle_digests_message(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
-        """As the engine's, with a plan for this decode rank. One that is refused is known, too."""
+        """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""
         info, name = decode_kv_args, decode_kv_args.agent_name
         known = self.decode_kv_args_table.get(name)
         if known is not None and known.refusal:
-            del self.decode_kv_args_table[name]  # it may do better now
+            del self.decode_kv_args_table[name]  # it may be accepted now
         elif known is not None:
             return super()._add_remote_peer(info)
         info.layout_frame = self.arriving_layout
@@ -195,36 +196,36 @@ class NixlKVManager(
             logger.exception(f"Decode {name} could not be registered")
             info.refusal = f"prefill could not register it: {error!r}"
             info.retry_layout = self.arriving_layout
-        # Also where it failed: an entry that is missing would be worse, its rooms would wait.
+        # Add an entry even on failure: without one, the rank's rooms would wait.
         self.decode_kv_args_table[name] = info
         self.watch_peer(name, info)
         if not info.refusal:
             self.connect_early(name, info.dst_aux_ptrs)
 
     def handle_connect_failure(self, peer: str) -> None:
-        """The engine tells NIXL again, which its next request would have it do at its expense."""
+        """Adds the peer to NIXL again now, for which its next request would have to wait."""
         self._reload_invalidated_peers({peer: None})
 
     def release_peer(self, name: str) -> bool:
-        """As `SilenceWatch`: its blocks, which NIXL lists for each, and its NIXL agent."""
+        """Releases a decode rank's block lists and NIXL agent; see `SilenceWatch.release_peer`."""
         info = self.decode_kv_args_table.get(name)
         if info is not None and info.retry_layout is None:
             info.plan = None
             self.drop_peer(name)
             info.refusal = "its connection was lost long ago, and it is registered again"
             info.retry_at = 0.0
-            # Last: the thread that reads messages begins with it.
+            # Last: the thread that reads messages checks it first.
             info.retry_layout = info.layout_frame
         return True
 
     def drop_peer(self, name: str) -> None:
-        """As `SilenceWatch`."""
+        """Drops what the manager and NIXL keep of a rank; see `SilenceWatch.drop_peer`."""
         for what in ("kv", "state"):
             self.prepared.pop((name, what), None)
         lists = (self.prep_handles, self.prep_handles_slice_dst, self._prepared_state_plans)
         for table in (*lists, self._peer_reload_times, self._state_layout_rejections):
             table.pop(name, None)
-        with contextlib.suppress(Exception):  # NIXL may not know it any more
+        with contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.agent.remove_remote_agent(name)
 
     def matches_inferred_layout(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
@@ -233,13 +234,16 @@ class NixlKVManager(
         )
 
     def build_receiver_registration_message(self) -> List[bytes]:
-        """As the engine's, and what each buffer holds."""
+        """Builds the registration. Extends the engine's: adds the buffers' layout."""
         return self.append_layout(super().build_receiver_registration_message())
 
-    # What is sent
+    # Transfers
 
     def add_transfer_request(self, *chunk, wait_event: Any = None, **options) -> None:
-        """As the engine's, which forgets the event: until then a forward may write these pages."""
+        """Queues a chunk. Extends the engine's, which ignores `wait_event`.
+
+        Until that event, a forward pass may still write these pages.
+        """
         self.queuing.wait_event = wait_event
         super().add_transfer_request(*chunk, wait_event=wait_event, **options)
         self.queuing.wait_event = None
@@ -260,7 +264,7 @@ class NixlKVManager(
             self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
 
     def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
-        """Name all blocks to NIXL that this decode rank may be sent; a request says which."""
+        """Lists for NIXL all blocks that this decode rank may be sent; transfers index them."""
         peer = peer_info.agent_name
         for what in ("kv", "state"):
             self.prepared.pop((peer, what), None)
@@ -278,9 +282,10 @@ class NixlKVManager(
     def _prepare(
         self, info: KVArgsRegisterInfo, plan: TransferPlan, memory: str, *pages: int
     ) -> Optional[tuple[PreparedPlan, Any, Any]]:
-        """A plan with NIXL's lists of both sides' blocks; None where there are too many, or none.
+        """Returns a plan with NIXL's lists of both sides' blocks; None for too many, or none.
 
-        pages: How many each side has, where the plan does not know.
+        Args:
+            pages: Numbers of pages of prefill and decode, for a plan that does not know them.
         """
         src_pages, dst_pages = pages or (0, 0)
         if not (plan.src_pages or src_pages) or not (plan.dst_pages or dst_pages):
@@ -299,26 +304,26 @@ class NixlKVManager(
         return prepared, self.own_dlists[ours], theirs
 
     def _prep_dlist(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
-        """NIXL's list of the blocks of these runs, ours where `peer` is empty."""
+        """Returns NIXL's list of the blocks of these runs, which are ours if `peer` is empty."""
         rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
         return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
 
     def send_kvcache(self, peer: str, src_pages, dst_ptrs, dst_pages, *more, **options):
-        """Begin to write these pages of all layers. Returns NIXL's handle, None for nothing."""
+        """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         self.connection.peer = peer
         if self.plan_for(peer) is None:
             return super().send_kvcache(peer, src_pages, dst_ptrs, dst_pages, *more, **options)
         return self._post_planned(peer, "kv", src_pages, dst_pages)
 
     def send_kvcache_slice(self, peer: str, src_pages, dst_pages):
-        """The same between TP sizes: the heads that both sides hold."""
+        """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
         self.connection.peer = peer
         if self.plan_for(peer) is None:
             return super().send_kvcache_slice(peer, src_pages, dst_pages)
         return self._post_planned(peer, "kv", src_pages, dst_pages)
 
     def _post_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
-        """Begin to write these pages of "kv" or "state"."""
+        """Starts to write these pages of "kv" or "state"."""
         if (peer, what) not in self.prepared:
             raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
         known = self.prepared[peer, what]
@@ -336,7 +341,7 @@ class NixlKVManager(
         return handle
 
     def send_aux(self, peer: str, own_slot: int, dst_ptrs: List[int], dst_slot: int):
-        """Begin to write the request's metadata. Returns NIXL's handle."""
+        """Starts to write the request's metadata. Returns NIXL's handle."""
         self.connection.peer = peer
         plan = self.aux_plan_for(peer)
         if plan is None:
@@ -350,7 +355,7 @@ class NixlKVManager(
     def maybe_send_extra(
         self, peer: str, src_state: list, dst_ptrs: list, dst_state: list, gpu_id: int, *more, **by
     ):
-        """Begin to write state. Gives NIXL's handles."""
+        """Starts to write state. Yields NIXL's handles."""
         self.connection.peer = peer
         plan = self.plan_for(peer)
         if plan is None or plan.state is None:
@@ -371,7 +376,7 @@ class NixlKVManager(
         return self._post(peer, *sides, "VRAM", memory)
 
     def _post(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
-        """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
+        """Starts a transfer of descriptors, `[copies, 3]` per side: address, length, device."""
         ours = self.agent.get_xfer_descs(src.astype(np.uint64), src_memory)
         theirs = self.agent.get_xfer_descs(dst.astype(np.uint64), dst_memory)
         handle = self.agent.initialize_xfer("WRITE", ours, theirs, peer)
@@ -381,14 +386,17 @@ class NixlKVManager(
         return handle
 
     def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
-        """As the engine's, which waits without end; not for a decode rank that is silent."""
+        """Waits for transfers. Returns whether all have settled, and whether any has failed.
+
+        Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
+        """
         while not failure_seen and self._any_running(handles):
             failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
     def _any_running(self, handles: List[Any]) -> bool:
-        """Whether some are, and none has failed; what cannot be read is left to the engine."""
+        """Returns whether some are running and none has failed; False if a state is unreadable."""
         try:
             states = {self.agent.check_xfer_state(handle) for handle in handles}
         except Exception:
@@ -398,7 +406,7 @@ class NixlKVManager(
     # Connections
 
     def _post_xfer(self, xfer_handle: Any, error_msg: str) -> None:
-        """As the engine's; it is noted to whom the connection is lost."""
+        """Starts a transfer. Extends the engine's: notes the peer if its connection is lost."""
         try:
             super()._post_xfer(xfer_handle, error_msg)
         except Exception as error:
@@ -407,14 +415,15 @@ class NixlKVManager(
             raise
 
     def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
-        """As the engine's, also for a peer that NIXL knows still and has no connection to.
+        """Adds the room's peers that NIXL has dropped to NIXL again.
 
-        No other one is forgotten, and none within the second for which the engine lets it be.
+        Extends the engine's: also peers that NIXL still knows but has no connection to. It removes
+        no others from NIXL, and none within a second of the last time, when the engine adds none.
         """
         for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
             last = self._peer_reload_times.get(peer)
             if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
                 self.connection.lost.discard(peer)
-                with contextlib.suppress(Exception):  # NIXL may not know it any more
+                with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
         super()._reload_invalidated_peers(room_transfer_infos)

@@ -1,4 +1,4 @@
-"""Decode: a prefill server that does not fit fails its requests on both sides, nothing else."""
+"""Decode: an incompatible prefill server fails only its own requests, on both sides."""
 
 from __future__ import annotations
 
@@ -15,38 +15,44 @@ from sglang.srt.disaggregation.kv_layout import tp_size_conflict
 
 logger = logging.getLogger(__name__)
 
-# Of a bootstrap server: seconds to connect, and for an answer.
+# How long to wait for a bootstrap server to accept a connection, and to answer.
 HTTP_TIMEOUT_SECONDS = (2, 5)
-# How long a server is known as unfit before it is asked again: it may have been started anew.
+# How long a server counts as incompatible before it is queried again: it may have restarted.
 INCOMPATIBLE_SECONDS = 10.0
-# When prefill is told, again and again: it heeds an abort only of a request that has come to it,
+# When prefill is notified, repeatedly: it handles an abort only of a request that has arrived,
 # which on a busy server may be later than decode refuses it.
 NOTIFY_AFTER_SECONDS = (0.5, 2.0, 10.0, 30.0)
 POLL_INTERVAL_SECONDS = 0.1
 MAX_PENDING_NOTICES = 4096
-# For how long a server's ranks are known, and of how many servers.
+# How long a server's ranks are cached, of up to `MAX_KNOWN_SERVERS` servers.
 RANKS_VALID_SECONDS = 60.0
-# How long one that has not answered is not asked again; its rooms are not told meanwhile.
+# How long a server that did not answer is not queried; its ranks are not notified meanwhile.
 UNANSWERED_RETRY_SECONDS = 10.0
 MAX_KNOWN_SERVERS = 1024
 
 
 class CompatibilityCheck:
-    """A decode rank's KV manager; `placeholder_prefill_info` is the engine's record of a server of one rank.
+    """Mixin for a decode rank's KV manager: remembers which prefill servers are incompatible.
 
-    A backend's receivers call `why_unfit` before they ask for a room.
+    A backend's receivers call `incompatibility` before they request a room.
+
+    Attributes:
+        placeholder_prefill_info: Returns the engine's record of a server with one rank.
     """
 
     placeholder_prefill_info: Callable[[], Any]
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By bootstrap address: why its prefill server does not fit, and until when that is known.
+        # By bootstrap address: why its prefill server is incompatible, and until when that holds.
         self.incompatible: Dict[str, Tuple[str, float]] = {}
         return self
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As the engine's; a server that does not fit is known too, and `why_unfit` says why."""
+        """Returns whether a server's sizes are known, querying it if they are not.
+
+        Extends the engine's: True also if it is incompatible; `incompatibility` then says why.
+        """
         if bootstrap_addr in self.prefill_info_table:
             return True
         try:
@@ -54,7 +60,7 @@ class CompatibilityCheck:
             if is_known:
                 self.incompatible.pop(bootstrap_addr, None)
             return is_known
-        except Exception as error:  # also of an answer that is none
+        except Exception as error:  # also for an invalid answer
             why = str(error) or repr(error)
         logger.error(f"Prefill {bootstrap_addr} cannot serve this decode server: {why}")
         self.incompatible[bootstrap_addr] = (why, time.monotonic() + INCOMPATIBLE_SECONDS)
@@ -62,7 +68,10 @@ class CompatibilityCheck:
         return True
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """As the engine's. Raises RuntimeError for sizes that are none, or leave a rank unasked."""
+        """Maps this rank to the prefill ranks that serve it.
+
+        Extends the engine's: raises RuntimeError for sizes that are invalid or leave a rank out.
+        """
         names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
         sizes = {name: getattr(info, name) for name in names}
         if min(sizes.values()) < 1:
@@ -73,7 +82,7 @@ class CompatibilityCheck:
         super()._resolve_rank_mapping(info)
 
     def incompatibility(self, bootstrap_addr: str) -> Optional[str]:
-        """Why this prefill server cannot serve us; None if it can."""
+        """Returns why this prefill server cannot serve this rank; None if it can."""
         known = self.incompatible.get(bootstrap_addr)
         if known is None:
             return None
@@ -85,26 +94,27 @@ class CompatibilityCheck:
 
 
 class AbortNotifier:
-    """Tells the ranks of prefill servers that requests have failed which decode never asked for.
+    """Aborts failed requests on the prefill ranks from which decode never requested them.
 
-    Nobody would tell them else, and they would wait for decode. Each room is told at all of
-    `NOTIFY_AFTER_SECONDS`. One thread, for it asks bootstrap servers for every rank, once a minute.
+    Those ranks would otherwise wait for decode. It aborts each room at each of
+    `NOTIFY_AFTER_SECONDS`, in one thread, which queries bootstrap servers for every rank, once a
+    minute.
     """
 
     def __init__(self, send_abort: Callable[[dict, int], None]):
-        """tell: sends one rank, by its bootstrap server's answer, the end of a room."""
+        """send_abort: Sends one rank, given its bootstrap server's answer, the abort of a room."""
         self.send_abort = send_abort
-        # For each time that a room is told: since when it has failed, its server, and its number.
+        # For each of `NOTIFY_AFTER_SECONDS`: when a room failed, its bootstrap address, the room.
         self.rooms: List[Deque[Tuple[float, str, int]]] = [
             deque(maxlen=MAX_PENDING_NOTICES) for _ in NOTIFY_AFTER_SECONDS
         ]
         self.arrived = threading.Event()
-        # By bootstrap address: its ranks, and until when they are taken for these.
+        # By bootstrap address: its ranks, and until when they are valid.
         self.known: Dict[str, Tuple[list[dict], float]] = {}
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def add(self, bootstrap_addr: str, room: int) -> None:
-        """A room has failed, of which this server must know."""
+        """Schedules the aborts of a failed room on this server's ranks."""
         self.rooms[0].append((time.monotonic(), bootstrap_addr, room))
         self.arrived.set()
         if not self.thread.is_alive():
@@ -149,7 +159,7 @@ class AbortNotifier:
 
 
 def _query_all_ranks(address: str) -> list[dict]:
-    """Where each rank of a prefill server reads messages, by its bootstrap server."""
+    """Returns where each rank of a prefill server reads messages, as its bootstrap server says."""
     with requests.Session() as session:
         whole = query_route(address, -1, -1, -1, -1, session)
         names = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
@@ -161,7 +171,10 @@ def _query_all_ranks(address: str) -> list[dict]:
 def query_route(
     address: str, dp: int, cp: int, tp: int, pp: int, session: requests.Session
 ) -> dict:
-    """What a bootstrap server says of a rank, or with -1 for each number of the whole server.
+    """Queries a bootstrap server for a rank, or for the whole server if each number is -1.
+
+    Returns:
+        The rank's address and what it supports, or the server's sizes.
 
     Raises:
         requests.RequestException: It does not answer, or does not know the rank.

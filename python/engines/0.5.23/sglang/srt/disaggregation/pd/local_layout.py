@@ -1,4 +1,4 @@
-"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
+"""Describes this rank's buffers as `KVArgs` registers them, from its actual pools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# State that is sent by plan, where it is the only kind that a model has.
+# Kinds of state that are sent by plan, if a model has only that kind.
 STATE_BY_PLAN = (StateType.SWA, StateType.DSA)
 
 _scheduler: Optional[Scheduler] = None
@@ -37,7 +37,7 @@ _scheduler: Optional[Scheduler] = None
 
 @contextlib.contextmanager
 def scheduler_context(scheduler: Scheduler) -> Iterator[None]:
-    """Around the registration of this scheduler's pools, which alone does not know the model."""
+    """Provides the scheduler, which knows the model, while its pools are registered."""
     global _scheduler
     _scheduler = scheduler
     try:
@@ -52,13 +52,16 @@ def set_local_layout(
     draft_token_to_kv_pool: Optional[KVCache],
     total_layers: int,
 ) -> None:
-    """Set `kv_args.layout`: what each buffer that is now registered holds.
+    """Sets `kv_args.layout`, which describes each buffer that is now registered, and its `memory`.
 
-    None where the core does not know the pools, or how they are shared out; all is the engine's
-    then. With `SGLANG_PD_VERIFY` also `kv_args.verifier`.
+    The layout is None if `kv_layout` does not support the pools, or how they are sharded; the
+    engine then sends everything. With `SGLANG_PD_VERIFY`, sets `kv_args.verifier`, too.
+
+    Args:
+        total_layers: Layers of the whole target model.
 
     Raises:
-        ValueError: KV is to be compared, and cannot be.
+        ValueError: KV is to be compared, but cannot be.
     """
     kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
@@ -68,7 +71,7 @@ def set_local_layout(
             kv_args.layout = _layout(kv_args, *pools, total_layers)
         except (AttributeError, LayoutError) as error:
             why = str(error)
-        except Exception:  # of a pool to come: the engine knows it
+        except Exception:  # for future pools, which the engine will support
             why = "it cannot be described"
             logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
@@ -79,7 +82,7 @@ def set_local_layout(
 
 
 def _unsupported_features(kv_args: KVArgs) -> str:
-    """Why this rank's buffers are not described, for what no look at its pools tells."""
+    """Returns why this rank's buffers are not described, other than for their pools."""
     parallel = get_parallel()
     reasons = {
         "its scheduler is not known": _scheduler is None,
@@ -130,9 +133,9 @@ def _state(
     tp: Tuple[int, int],
     heads: Tuple[Optional[int], Optional[int]],
 ) -> Tuple[Buffer, ...]:
-    """Of the state that is sent by plan; empty where it is the engine's.
+    """Describes the state that is sent by plan; empty if the engine sends it.
 
-    The engine registers no windows of a draft.
+    The engine does not register a draft's sliding windows.
     """
     if len(args.state_types) != 1 or args.state_types[0] not in STATE_BY_PLAN:
         return ()
@@ -145,8 +148,10 @@ def _state(
 
 
 def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
-    """Bytes of each metadata row; empty where hidden states are not the row that they usually are,
-    and a peer that does not say its widths could not be told them."""
+    """Returns the bytes of each metadata row; empty if hidden states are not in their usual row.
+
+    In that case, the widths of a peer that does not send them could not be inferred.
+    """
     from sglang.srt.environ import envs
 
     moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
@@ -155,7 +160,7 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 
 
 def _draft_kv_heads(scheduler: Scheduler) -> Optional[int]:
-    """KV heads of the whole draft model; None where its worker does not tell."""
+    """Returns the KV heads of the whole draft model; None if its worker does not expose them."""
     worker: Any = scheduler.draft_worker
     if not hasattr(worker, "_draft_model_runners"):
         return None

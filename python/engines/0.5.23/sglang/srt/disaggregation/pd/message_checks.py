@@ -1,4 +1,4 @@
-"""Messages that cannot be read are dropped, and no thread ends of them."""
+"""Drops invalid messages, so that they crash no thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
 MAX_NAME = 256
-# Bytes of a registration's frame: pointers take several times as much once they are read.
+# Bytes of a registration's frame: once parsed, its pointers take several times as much memory.
 MAX_FRAME_BYTES = 4 << 20
-# Of NIXL's metadata, which grow with memory ranges and NICs.
+# Bytes of NIXL's metadata, which grow with memory ranges and NICs.
 MAX_METADATA = 64 << 20
 MAX_CHUNKS = 1 << 16
-# Messages about staging buffers, and at which frame their numbers end.
+# Messages about staging buffers, and the index of the first frame after their numbers.
 STAGING = {b"WATERMARK": 3, b"STAGING_RSP": 6, b"STAGING_REQ": 4}
 
 Frames = List[bytes]
@@ -30,10 +30,12 @@ def drop_invalid(
     check: Callable[[Frames], Optional[bool]],
     done: Callable[[], None] = lambda: None,
 ) -> Callable[[], Optional[Frames]]:
-    """As `recv`, which gives a message or None, without messages that `check` takes or drops.
+    """Returns a function like `recv` that skips messages which `check` handles or rejects.
 
-    check: gives True for a message that was ours, and raises for one that cannot be read.
-    done: called when the engine comes for the next message.
+    Args:
+        recv: Returns a message's frames, or None.
+        check: Returns True for a message that it has handled; raises for an invalid one.
+        done: Called when the engine fetches the next message.
     """
 
     def recv_valid() -> Optional[Frames]:
@@ -49,7 +51,7 @@ def drop_invalid(
                     continue
                 return frames
             except Exception as error:
-                # Some errors hold the whole frame.
+                # Some errors contain the whole frame.
                 why = f"{type(error).__name__}: {str(error)[:300]}"
                 logger.error(f"Dropped a message of {len(frames)} frames: {why}")
 
@@ -57,7 +59,7 @@ def drop_invalid(
 
 
 class ValidatingSocket:
-    """A socket whose messages are `checked`, with its further arguments; all else is its own."""
+    """Wraps a socket, whose messages pass through `drop_invalid` with these `checks`."""
 
     def __init__(self, sock: zmq.Socket, *checks: Callable):
         self.sock = sock
@@ -68,9 +70,11 @@ class ValidatingSocket:
 
 
 def check_staging_message(frames: Frames, handler: object = True) -> None:
-    """Raises ValueError or IndexError for a message about staging buffers that has no place.
+    """Raises ValueError or IndexError for an invalid message about staging buffers.
 
-    handler: of decode's staging; there is none before its scheduler has made it.
+    Args:
+        handler: This rank's staging handler or context; decode's is None until its scheduler has
+            created it.
     """
     numbers = [int(frame) for frame in frames[1 : STAGING[frames[0]]]]
     if len(numbers) != STAGING[frames[0]] - 1:
@@ -90,7 +94,7 @@ def check_staging_message(frames: Frames, handler: object = True) -> None:
 
 
 def check_rank_name(name: bytes) -> None:
-    """Raises ValueError for what is no decode rank's name."""
+    """Raises ValueError for an invalid name of a decode rank."""
     if not 0 < len(name) <= MAX_NAME or not name.isascii():
         raise ValueError(f"a decode rank with a name of {len(name)} bytes")
 
@@ -98,7 +102,8 @@ def check_rank_name(name: bytes) -> None:
 def check_frame_sizes(registration: Frames, metadata: Optional[int] = None) -> None:
     """Raises ValueError for a frame that is longer than any rank's pointers.
 
-    metadata: Number of the frame with NIXL's, which may be longer.
+    Args:
+        metadata: Index of the frame with NIXL's metadata, which may be longer.
     """
     for number, frame in enumerate(registration):
         most = MAX_METADATA if number == metadata else MAX_FRAME_BYTES
@@ -110,22 +115,22 @@ def check_frame_sizes(registration: Frames, metadata: Optional[int] = None) -> N
 
 
 def check_agent_metadata(name: bytes, metadata: bytes) -> None:
-    """Raises ValueError for metadata that are not those of the NIXL agent of this name.
+    """Raises ValueError for metadata of another NIXL agent than the one with this name.
 
-    NIXL goes by the name in them, and forgets that agent where it cannot load the rest.
+    NIXL uses the name in the metadata, and drops that agent if it cannot load the rest.
     """
     if struct.pack("<Q", len(name)) + name not in metadata:
         raise ValueError("the metadata are another NIXL agent's")
 
 
 def check_session_id(session: bytes) -> None:
-    """Raises ValueError for what is no session id: rooms are dealt to queues by its port."""
+    """Raises ValueError for an invalid session id, whose port selects the queue of its rooms."""
     check_rank_name(session)
     port_of(session.decode("ascii"))
 
 
 def check_metadata_message(info: object) -> None:
-    """Raises ValueError for a room that is asked for with numbers that none has."""
+    """Raises ValueError for a request for a room with negative numbers."""
     pages = info.dst_kv_indices.min(initial=0)
     state = [min(part, default=0) for part in info.dst_state_indices]
     numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)

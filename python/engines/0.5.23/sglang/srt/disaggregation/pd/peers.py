@@ -1,8 +1,8 @@
 """Prefill: what is sent to each decode rank, by plan, and why a request to it fails.
 
-registration     its plan is made, or it is refused; or it is left to the engine
-a chunk          is looked at before it is queued: incompatibilities, too few pages
-the queue        writes by the plan; what the core does not know, as the engine does
+registration     makes a plan, refuses the decode rank, or leaves it to the engine
+a chunk          is checked before it is queued: incompatibilities, too few pages
+the queue        writes by plan; without a plan, as the engine does
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_state_pages(kind: Any, ours: Sequence[int], theirs: Sequence[int]) -> None:
-    """Both sides list pages by one rule, from decode's prefix or the window's first page on, so
-    they pair by position. Where one list is shorter, nothing says which of its ends is missing.
+    """Checks that both sides list the same number of pages, which pair by position.
+
+    Both list pages by the same rule, from decode's prefix or the window's first page on. If one
+    list is shorter, nothing says which of its ends is missing.
 
     Raises:
         LayoutError: The two lists differ in length.
@@ -46,26 +48,27 @@ def check_state_pages(kind: Any, ours: Sequence[int], theirs: Sequence[int]) -> 
 
 
 class PlannedTransfers:
-    """A prefill rank's KV manager.
+    """Mixin for a prefill rank's KV manager.
 
-    `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None where
-    the engine's own way is taken, and `refusal`, empty where there is none. `note_chunk` is of
-    `comparing`, `silence_reason` of `silence`.
+    `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None if
+    the engine sends its own way, and `refusal`, empty unless the rank is refused. `note_chunk`
+    comes from `pd.verify_exchange`, `silence_reason` from `pd.peer_silence`.
     """
 
-    # Of the message that is being read: a description, or nothing; and how large its buffers are.
+    # From the message that is being read: the layout frame, if any, and the buffers' sizes.
     arriving_layout = b""
     arriving_sizes: Optional[Sizes] = None
 
     def set_plan(self, name: str, info: Any, tp: tuple[int, int], page_bytes: int) -> None:
-        """Set a registration's `plan`, or its `refusal`.
+        """Sets the `plan` or the `refusal` of a decode rank's registration.
 
-        A peer that does not describe itself, and does not fit what is known of stock ones, is left
-        to the engine.
+        Leaves a rank to the engine if it neither describes itself nor looks like a stock one.
 
         Args:
+            name: The decode rank's session id or NIXL agent name.
+            info: Its registration.
             tp: Its attention TP rank and size.
-            page_bytes: Of its first buffer.
+            page_bytes: Bytes per page of its first buffer.
         """
         info.plan, info.refusal = None, ""
         if self.kv_args.layout is None or info.requires_dcp_relayout:
@@ -80,7 +83,7 @@ class PlannedTransfers:
         except LayoutError as error:
             why = str(error)
         except Exception as error:
-            # Such as addresses that are no signed numbers; the engine may know what to do.
+            # Such as addresses above the signed range, which the engine may handle.
             logger.warning(f"Decode {name} cannot be planned for, and is left to stock: {error!r}")
             return
         if frame:
@@ -99,7 +102,7 @@ class PlannedTransfers:
     ) -> PeerPlan:
         args, own, state = self.kv_args, self.kv_args.layout, None
         rows = len(info.dst_aux_ptrs) if layout is None else len(layout.aux)
-        if rows != len(own.aux):  # some are optional: the engine's way
+        if rows != len(own.aux):  # some rows are optional: left to the engine
             own = replace(own, aux=(), aux_slots=0)
             layout = layout and replace(layout, aux=(), aux_slots=0)
         if own.state and len(info.dst_state_data_ptrs) == 1:
@@ -117,29 +120,32 @@ class PlannedTransfers:
         )
 
     def matches_inferred_layout(self, info: Any, layout: RankLayout) -> bool:
-        """Whether a peer that does not describe its buffers may have those that are inferred."""
+        """Returns whether a peer's page sizes match the layout that was inferred for it."""
         known = list(zip(layout.kv, info.dst_kv_item_lens))
         if len(info.dst_state_item_lens) == 1:
             known += zip(layout.state, info.dst_state_item_lens[0])
         return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)
 
     def note_arriving_layout(self, frames: list[bytes]) -> None:
-        """Note what the message that is being read says."""
+        """Notes the layout and the sizes in a registration that is being read."""
         self.arriving_layout = find_layout_frame(frames)
         self.arriving_sizes = find_sizes(frames)
 
     def plan_for(self, peer: str) -> Optional[PeerPlan]:
-        """None where the engine's own way is taken."""
+        """Returns the plan for a decode rank; None if the engine sends its own way."""
         info = self.decode_kv_args_table.get(peer)
         return None if info is None else info.plan
 
     def aux_plan_for(self, peer: str) -> Optional[AuxPlan]:
-        """None where metadata go the engine's way."""
+        """Returns the plan for a decode rank's metadata; None if the engine sends them."""
         plan = self.plan_for(peer)
         return plan.aux if plan is not None and plan.aux.widths else None
 
     def pair_state_pages(self, src: Sequence, dst: Sequence) -> tuple[Sequence[int], Sequence[int]]:
-        """Pages of the one kind of state that is sent by plan, from and to.
+        """Returns the source and destination pages of the one kind of state sent by plan.
+
+        Args:
+            src, dst: Each side's pages, by kind of state.
 
         Raises:
             LayoutError: The two lists differ in length.
@@ -157,7 +163,7 @@ class PlannedTransfers:
         *more,
         **options,
     ) -> None:
-        """Queue one chunk. What goes wrong fails its room, on both sides, and nothing else."""
+        """Queues one chunk. Extends the engine's: an error only fails its room, on both sides."""
         try:
             reason = self._refusal_reason(bootstrap_room, index_slice)
             if not reason:
@@ -174,7 +180,7 @@ class PlannedTransfers:
 
     def _refusal_reason(self, room: int, index_slice: Any) -> str:
         if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
-            return ""  # it is over, and nothing of it is queued
+            return ""  # the room is over: none of its chunks is sent
         silent = self.silence_reason(room)
         if silent:
             return silent

@@ -1,9 +1,9 @@
-"""Decode: bootstrap servers are asked in threads; a scheduler that waited would serve nobody.
+"""Decode: queries bootstrap servers in threads; a scheduler that waited would serve nobody.
 
-not known     asked for its sizes, and then for every rank that serves this one
-answered      at once as a rule, and else when the scheduler looks again, a second later
-lost          a rank's connection is lost: it may have been started anew, and is asked again
-replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
+unknown       is queried for its sizes, and then for every rank that serves this one
+answered      usually at once, else when the scheduler checks again, a second later
+lost          a rank has lost its connection: the server may have restarted, and is queried again
+replaced      a heartbeat finds a rank elsewhere: another server has the address by now
 """
 
 from __future__ import annotations
@@ -25,29 +25,35 @@ from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSo
 
 logger = logging.getLogger(__name__)
 
-# For how long the scheduler waits, once, for an answer that is nearly there.
+# How long the scheduler waits, once, for an answer that is about to arrive.
 ANSWER_WAIT_SECONDS = 0.03
 
 RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
 
 
 class PrefillServers:
-    """A decode rank's KV manager, over `Fitting`; the scheduler alone calls it."""
+    """Mixin for a decode rank's KV manager, over `CompatibilityCheck`.
+
+    Only the scheduler may call `try_ensure_parallel_info`.
+    """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
         self.pending_queries: Dict[str, Future] = {}
-        # Held while a request is opened, which looks a server up twice, and while one is forgotten.
+        # Held while a request starts, which looks a server up twice, and while one is dropped.
         self.servers_lock = threading.RLock()
-        # By bootstrap address: the server as it was when it was asked, and its ranks.
+        # By bootstrap address: the server's record when it was queried, and its ranks.
         self.routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = {}
-        # By room: the prefill ranks that were asked for it.
+        # By room: the prefill ranks from which it was requested.
         self.requested_ranks: Dict[int, List[dict]] = {}
         return self
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As the engine's; False also while the server is being asked."""
+        """Returns whether a server's sizes and ranks are known; False also during a query.
+
+        Extends the engine's: queries the server in a thread.
+        """
         query, patience = self.pending_queries.get(bootstrap_addr), 0.0
         if query is None:
             if bootstrap_addr in self.prefill_info_table:
@@ -71,7 +77,7 @@ class PrefillServers:
             if is_known:
                 peer_sockets.call_periodically(self.check_prefill_servers)
                 self._query_ranks(address)
-        except Exception as error:  # else the scheduler would ask for what is missing, and wait
+        except Exception as error:  # else the scheduler would query the rest, and wait
             logger.warning(f"Bootstrap server {address} is asked again for its ranks: {error}")
             with self.servers_lock:
                 self.prefill_info_table.pop(address, None)
@@ -79,7 +85,7 @@ class PrefillServers:
         query.set_result(is_known)
 
     def _query_ranks(self, address: str) -> None:
-        """Ask for the ranks that serve this one, of all DP ranks."""
+        """Queries the ranks that serve this one, of all DP ranks of the server."""
         info = self.prefill_info_table.get(address)
         if info is None or address in self.incompatible or not info.target_tp_ranks:
             return
@@ -91,17 +97,17 @@ class PrefillServers:
                 ranks[numbers] = {**query_route(address, *numbers, session), "pp_rank": numbers[-1]}
 
     def check_prefill_servers(self) -> None:
-        """Note prefill ranks whose connection is lost, and fail what has waited for them too long.
+        """Drops servers that lost a rank's connection, and fails rooms that wait for silent ranks.
 
-        The server may have been started anew, sooner than heartbeats tell: its ranks are asked for
-        again. No request that another process has is failed for it.
+        Such a server may have restarted before heartbeats notice, so it is queried again. Requests
+        that its new process already has do not fail.
         """
         look = ConnectionSnapshot(self.silent_seconds)
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
             if any(map(look.is_lost, ranks)):
-                self.drop_server(key.rsplit("_", 3)[0])  # behind it are numbers
+                self.drop_server(key.rsplit("_", 3)[0])  # without the rank numbers
         for room, ranks in list(self.requested_ranks.items()):
             silent = [rank for rank in ranks if look.is_silent(rank)]
             if silent:
@@ -113,7 +119,7 @@ class PrefillServers:
         with self.servers_lock:
             self.prefill_info_table.pop(address, None)
             self.routes.pop(address, None)
-            with self.session_pool_lock:  # of heartbeats, which are not sent to it any more
+            with self.session_pool_lock:  # stops the heartbeats to it
                 self.session_pool.pop(address, None)
                 self.heartbeat_failures.pop(address, None)
             with self.connection_lock:
@@ -121,9 +127,9 @@ class PrefillServers:
                     del self.connection_pool[key]
 
     def _on_heartbeat_success(self, bootstrap_addr: str):
-        """As the engine's; behind the address may be another server, whose ranks are to be asked.
+        """Notes a heartbeat. Extends the engine's: drops a server that another one has replaced.
 
-        The one before may live on for a while, as where Kubernetes replaces what is behind a
+        The old server may live on for a while, as when Kubernetes replaces what is behind a
         service, so that no connection is lost.
         """
         super()._on_heartbeat_success(bootstrap_addr)
@@ -134,12 +140,12 @@ class PrefillServers:
                     self.drop_server(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
-        """As the engine's, but not while a request is opened."""
+        """Drops a failed server. Extends the engine's: not while a request starts."""
         with self.servers_lock:
             super()._handle_node_failure(failed_bootstrap_addr)
 
     def is_silent(self, rank: dict) -> bool:
-        """Whether requests to this prefill rank are to fail; it is known when it answers again."""
+        """Returns whether requests to this prefill rank must fail; keeps trying to reach it."""
         socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
         socket.open()
         return socket.silent_for() >= self.silent_seconds
@@ -155,7 +161,7 @@ class PrefillServers:
         self.update_status(room, KVPoll.Failed)
 
     def cached_rank(self, address: str, numbers: RankNumbers) -> Optional[dict]:
-        """What the bootstrap server has said of this rank; None if it has not, or another has."""
+        """Returns the bootstrap server's answer for this rank; None if unknown or outdated."""
         info, ranks = self.routes.get(address, (None, {}))
         if info is None or self.prefill_info_table.get(address) is not info:
             return None

@@ -1,11 +1,11 @@
-"""Prefill: decode hears of requests that have ended here, also if it asks for them only then.
+"""Prefill: notifies decode of requests that ended here, even if decode requests them only later.
 
-decode asks, prefill's client leaves     the engine tells nobody: decode is told
-prefill's client leaves, decode asks     nobody would answer: decode is told when it asks, or, if
-                                         that was before the scheduler looked, then
-decode asks and gives up, no request     its room stays in the engine's tables: so many at most;
-                                         also where decode is silent, and cannot give it up
-a request is aborted before it is sent   the same, for ever: it is dropped with the abort
+decode requests, prefill's client leaves    the engine notifies nobody: we notify decode
+prefill's client leaves, decode requests    nobody would answer: we notify decode when it requests
+                                            the room, or once the scheduler sees the client leave
+decode requests and aborts, no request      the room stays in the engine's tables: we keep the last
+                                            4096; also if decode is silent and cannot abort
+a request is aborted before it is sent      the room stays there forever: we drop it with the abort
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-# Rooms that are remembered: of requests that failed here, and given up before a request came.
+# How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
 ABORTED = "Aborted on prefill"
-# Decode ranks that are remembered for having heard of one room, or given it up; a fleet has fewer.
+# How many decode ranks to remember per room as notified, or as having aborted; a fleet has fewer.
 MAX_NOTIFIED_RANKS = 1024
-# Rooms that are remembered for having been written to without a known end; a rank has fewer open.
+# How many rooms to remember that may still be written to; a rank has fewer open.
 MAX_POISONED_ROOMS = 1 << 16
 ABORT = b"ABORT"
-# How long one waits for the thread that reads messages while it keeps what decode asks for; and
-# where that is the room that ends: dropped half way, it would be kept for ever or end that thread.
+# How long to wait while the thread that reads messages stores a request from decode; and how long
+# if it is for the room that ends: dropped halfway, it would be kept forever or crash that thread.
 MESSAGE_LOCK_SECONDS = 0.1
 SAME_ROOM_LOCK_SECONDS = 2.0
 
@@ -39,35 +39,35 @@ Endpoint = Tuple[str, int]
 
 @dataclass
 class FailedRoom:
-    """Why a request failed here, and the decode ranks that know."""
+    """Why a request failed here, and the decode ranks that know or are being notified."""
 
     reason: str
     notified: Set[Endpoint]
 
 
 class RoomFailures:
-    """A prefill rank's KV manager, over the engine's. Decode's never fills it."""
+    """Mixin for a prefill rank's KV manager, over the engine's. On decode it stays empty."""
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Of the scheduler, the thread that reads messages, and those that write.
+        # Shared by the scheduler, the thread that reads messages, and the transfer workers.
         self.rooms_lock = threading.RLock()
-        # Held while the engine keeps what decode asks for; no request is noted as ended meanwhile.
+        # Held while the engine stores a request from decode: no room is recorded as failed then.
         self.message_lock = threading.Lock()
         self.holds_message_lock = False
         self.message_room: Optional[int] = None
         self.message_lock_timeout = MESSAGE_LOCK_SECONDS
-        # Rooms of senders that were collected, which may be at any time and within any lock.
+        # Rooms of garbage-collected senders; collection may happen any time, under any lock.
         self.collected_rooms: Deque[Tuple[int, Set[Endpoint]]] = deque()
         self.senders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.failed_rooms: OrderedDict[int, FailedRoom] = OrderedDict()
-        # Rooms without a request, and the decode ranks that gave each of them up.
+        # Rooms without a request, and the decode ranks that aborted each of them.
         self.rooms_without_sender: OrderedDict[int, Set[Endpoint]] = OrderedDict()
         self.poisoned_rooms: OrderedDict[int, None] = OrderedDict()
         return self
 
     def register_sender(self, room: int, sender: Any) -> None:
-        """A request has come; what is known of its room was another's."""
+        """Registers a request's sender, and forgets the failure of an earlier one in its room."""
         self.drop_collected_rooms()
         sender.notified = set()
         sender.finalizer = weakref.finalize(
@@ -80,7 +80,7 @@ class RoomFailures:
             sender.notified.update(self.rooms_without_sender.pop(room, ()))
 
     def record_failed_room(self, room: int, reason: str, notified: Set[Endpoint]) -> None:
-        """A request has failed; these decode ranks know, or are being told."""
+        """Records that a request failed; `notified` decode ranks know or are being notified."""
         with self._between_messages(room), self.rooms_lock:
             self._record_failed_room(room, reason, notified)
 
@@ -91,10 +91,10 @@ class RoomFailures:
             self.failed_rooms.popitem(last=False)
 
     def refuse(self, room: int, reason: str) -> None:
-        """A request has failed that never had a sender: decode ranks are told, or when they ask."""
+        """Fails a request without a sender; notifies decode ranks now, or when they request it."""
         self.drop_collected_rooms()
         with self._between_messages(room), self.rooms_lock:
-            if room in self.senders:  # another of that number
+            if room in self.senders:  # another request has the room
                 return
             self._record_failed_room(room, reason, set())
             self.notify_waiting_decode_ranks(room)
@@ -102,7 +102,7 @@ class RoomFailures:
             self._drop_room(room)
 
     def notify_waiting_decode_ranks(self, room: int) -> None:
-        """Decode ranks that asked for an ended request in time, and do not know that it has."""
+        """Notifies decode ranks that requested a failed room and have not been notified."""
         with self.rooms_lock:
             known = self.failed_rooms.get(room)
             if known is None:
@@ -113,17 +113,20 @@ class RoomFailures:
             self._send_failed_status(room, targets, known.reason)
 
     def is_release_safe(self, room: int) -> bool:
-        """Whether decode may hear that a room failed: it frees pages that nothing writes to.
+        """Returns whether decode may be notified that a room failed, and so free its pages.
 
-        Without deferred release it would not wait for that, and of a write that did not settle
-        nobody knows.
+        Without deferred release, decode would not wait until writes to them are over; in a poisoned
+        room, nobody knows whether they are.
         """
         return (
             self.enable_deferred_decode_kv_release and room not in self._deferred_ack_poisoned_rooms
         )
 
     def poison_deferred_ack_room(self, room: int) -> None:
-        """As the engine's, which forgets a room only when its number comes again."""
+        """Marks a room that may still be written to. Extends the engine's: keeps the last 65536.
+
+        The engine forgets a room only when it is reused.
+        """
         super().poison_deferred_ack_room(room)
         with self.rooms_lock:
             self.poisoned_rooms[room] = None
@@ -136,20 +139,20 @@ class RoomFailures:
             self.drop_reason(room)
 
     def drop_collected_rooms(self) -> None:
-        """Rooms of requests that are gone, and that nobody has cleared.
+        """Drops rooms whose senders were garbage-collected without being cleared.
 
-        Before anything else is noted: what comes of such a room is another request's.
+        Call it before anything else: what arrives for such a room concerns another request.
         """
         while self.collected_rooms:
             try:
                 room, notified = self.collected_rooms.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread was faster
                 return
             self._drop_collected_room(room, notified)
 
     def _drop_collected_room(self, room: int, notified: Set[Endpoint]) -> None:
         with self._between_messages(room), self.rooms_lock:
-            if room in self.senders:  # another of that number
+            if room in self.senders:  # another request has the room
                 return
             if self.request_status.get(room) == KVPoll.Failed:
                 self._record_failed_room(room, self.failure_records.get(room, ABORTED), notified)
@@ -158,7 +161,7 @@ class RoomFailures:
             self._drop_chunk_count(room)
 
     def _drop_chunk_count(self, room: int) -> None:
-        """Of chunks of a room that is over, once none is left."""
+        """Drops the chunk count of a room that has ended, once no chunk is left."""
         if room not in self.request_status and self._staging_outstanding.get(room, 1) <= 0:
             self._staging_outstanding.pop(room, None)
 
@@ -166,7 +169,7 @@ class RoomFailures:
         with self.status_lock:
             for table in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
                 table.pop(room, None)
-        self.drop_reason(room)  # after its state, with which another thread could record it
+        self.drop_reason(room)  # last: with a status, another thread could record it again
 
     def conclude_transfer(
         self,
@@ -176,9 +179,13 @@ class RoomFailures:
         targets: Optional[List[Endpoint]] = None,
         **more,
     ) -> Optional[KVPoll]:
-        """As the engine's; who hears how a request ended is noted.
+        """Concludes a room. Extends the engine's: first notes which decode ranks are notified.
 
-        Before that: the engine marks the room first, and the scheduler may be done with it sooner.
+        The engine sets the room's status before it notifies them, and the scheduler may be done
+        with the room in between.
+
+        Args:
+            targets: Decode ranks to notify; None for all that requested the room.
         """
         with self.rooms_lock:
             sender = self.senders.get(bootstrap_room)
@@ -189,7 +196,7 @@ class RoomFailures:
         concluded = super().conclude_transfer(
             bootstrap_room=bootstrap_room, status=status, targets=targets, **more
         )
-        if bootstrap_room not in self.request_status:  # the scheduler is done with it just now
+        if bootstrap_room not in self.request_status:  # the scheduler has just cleared it
             self.drop_reason(bootstrap_room)
         return concluded
 
@@ -200,7 +207,7 @@ class RoomFailures:
 
     @contextlib.contextmanager
     def _between_messages(self, room: int) -> Iterator[None]:
-        """Not in the midst of one; for a thread that does not come back is waited once."""
+        """Waits until no message is being stored; after a time-out, other rooms do not wait."""
         has_lock = self.message_lock.acquire(timeout=self.message_lock_timeout)
         if not has_lock and self.message_room == room:
             has_lock = self.message_lock.acquire(timeout=SAME_ROOM_LOCK_SECONDS)
@@ -212,19 +219,20 @@ class RoomFailures:
                 self.message_lock.release()
 
     def release_message_lock(self) -> None:
-        """The thread that reads messages has kept what the last one asked for."""
+        """Releases the message lock, once the engine has stored the last message's request."""
         if self.holds_message_lock:
             self.holds_message_lock = False
             self.message_lock.release()
 
     def reject_failed_room(self, info: Any) -> bool:
-        """Whether the room that a decode rank asks for has failed here; it is told then.
+        """Returns whether the room that a decode rank requests has failed; notifies it if so.
 
-        One that asks again after it was told so has a new request of that number. If the engine is
-        to keep it, `release_message_lock` must follow: the room cannot end meanwhile.
+        A rank that requests the room again after being notified has a new request in it. On False,
+        the message lock stays held, so that the room cannot end while the engine stores the
+        request: call `release_message_lock` afterwards.
         """
         self.drop_collected_rooms()
-        self.message_room = info.room  # before it is waited for
+        self.message_room = info.room  # before waiting for the lock
         self.holds_message_lock = self.message_lock.acquire()
         if info.is_dummy:
             return False
@@ -240,12 +248,15 @@ class RoomFailures:
         return True
 
     def _prefetch_staging_reqs(self, room: int) -> None:
-        """As the engine's, once all decode ranks of the room, which it goes through, have asked."""
+        """Prefetches staging buffers, once all of the room's decode ranks have requested it.
+
+        Extends the engine's, which iterates over those ranks: none may be added meanwhile.
+        """
         if self.request_status.get(room, KVPoll.Failed) > KVPoll.Bootstrapping:
             super()._prefetch_staging_reqs(room)
 
     def _handle_abort_notification(self, msg: List[bytes]) -> bool:
-        """As the engine's; who gives a room up knows that it fails, and is not told so."""
+        """Handles an abort. Extends the engine's: the aborting rank is not notified of it."""
         self.drop_collected_rooms()
         room, endpoint = _parse_abort(msg)
         with self.rooms_lock:
@@ -254,23 +265,24 @@ class RoomFailures:
                 _add(known.notified, endpoint)
         is_taken = super()._handle_abort_notification(msg)
         if room in self.transfer_infos and room not in self.request_status:
-            # Not all its decode ranks have asked: the engine would forget the abort, and the
-            # request that is to come wait for them.
+            # Not all of its decode ranks have requested it: the engine would forget the abort, and
+            # the request that is still to come would wait for them.
             self.request_status[room] = KVPoll.Failed
         self.track_room_without_sender(room, endpoint)
         return is_taken
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
-        """As the engine's; what counts a room's chunks goes with the last one."""
+        """Acknowledges a drained abort. Extends the engine's: drops the room's chunk count."""
         super()._maybe_ack_drained_abort(room)
         self._drop_chunk_count(room)
 
     def track_room_without_sender(
         self, room: Optional[int], aborted_by: Optional[Endpoint] = None
     ) -> None:
-        """Of rooms without a request is kept what the engine needs, for the last ones.
+        """Keeps the engine's entries for the most recent rooms without a request.
 
-        given_up: The decode rank that gives the room up, and is not told that it fails.
+        Args:
+            aborted_by: The decode rank that aborts the room, and is not notified that it fails.
         """
         with self.rooms_lock:
             is_kept = room in self.request_status or room in self.transfer_infos
@@ -284,13 +296,13 @@ class RoomFailures:
 
 
 def _add(notified: Set[Endpoint], endpoint: Endpoint) -> None:
-    """So many at most: a peer may say that it is at any port."""
+    """Adds a decode rank, up to `MAX_NOTIFIED_RANKS`: a peer may claim any port."""
     if len(notified) < MAX_NOTIFIED_RANKS:
         notified.add(endpoint)
 
 
 def _parse_abort(msg: List[bytes]) -> Tuple[Optional[int], Optional[Endpoint]]:
-    """Room and decode rank of an ABORT; None where it does not say them, as the engine logs."""
+    """Returns an ABORT's room and decode rank; None for what it lacks, which the engine logs."""
     room = endpoint = None
     if msg and msg[0] == ABORT:
         with contextlib.suppress(IndexError, ValueError):
@@ -300,22 +312,22 @@ def _parse_abort(msg: List[bytes]) -> Tuple[Optional[int], Optional[Endpoint]]:
 
 
 class NotifyingSender:
-    """A prefill rank's KV sender, over the engine's."""
+    """Mixin for a prefill rank's KV sender, over the engine's: notifies decode of failures."""
 
     is_cleared = False
     reason: Optional[str] = None  # why it was aborted
-    finalizer: Optional[weakref.finalize] = None  # what is done when it is gone and was not cleared
+    finalizer: Optional[weakref.finalize] = None  # runs if it is collected without being cleared
     notified: Set[Endpoint]  # decode ranks that know how it ended
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more, **options):
-        if hasattr(mgr, "register_sender"):  # Mori's has not
+        if hasattr(mgr, "register_sender"):  # Mori's manager does not
             mgr.register_sender(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *more, **options)
 
     def abort(self):
-        """As the engine's; decode ranks that have asked are told, and the room is dropped.
+        """Aborts the request, notifies the decode ranks that requested it, and drops the room.
 
-        The engine drops it where it polls the request again, which it may never do.
+        Extends the engine's, which drops it when it polls the request again, perhaps never.
         """
         if self.is_cleared:
             return
@@ -327,34 +339,37 @@ class NotifyingSender:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
     def get_max_transfer_tokens(self) -> Optional[int]:
-        """As the engine's; a chunk to a decode rank that is not registered fails its room later."""
+        """Returns how many tokens a chunk may have; None without a limit.
+
+        Extends the engine's: an unregistered decode rank fails its room later, not here.
+        """
         try:
             return super().get_max_transfer_tokens()
-        except (KeyError, RuntimeError):  # or another one asks just now
+        except (KeyError, RuntimeError):  # the latter if another rank requests the room meanwhile
             return self.kv_mgr._dcp_pack_max_tokens
 
     def failure_exception(self):
-        """As the engine's, with the reason that is kept here."""
+        """Raises the failure. Extends the engine's: restores the reason that `abort` kept."""
         if self.reason is not None:
             with self.kv_mgr.failure_lock:  # not `record_failure`: the room is closed
                 self.kv_mgr.failure_records[self.bootstrap_room] = self.reason
         super().failure_exception()
 
     def _check_bootstrap_timeout(self) -> Optional[KVPoll]:
-        """As the engine's; decode ranks that have asked are told."""
+        """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
         status = super()._check_bootstrap_timeout()
         if status is not None:
             self._notify_failed()
         return status
 
     def _notifies_decode(self) -> bool:
-        """Not over Mori; and of an allocation policy `prefill_complete` the engine does it."""
+        """False over Mori, and if the engine notifies (allocation policy `prefill_complete`)."""
         return hasattr(self.kv_mgr, "record_failed_room") and self.kv_mgr.deferred_bootstrap is None
 
     def _notify_failed(self) -> None:
-        """Decode keeps its pages until we say that nothing is written any more; not before that.
+        """Notifies decode of the failure, if it then keeps its pages until writes are over.
 
-        Who has heard already how the request ended, also that it has all, does not hear it anew.
+        Skips ranks that have already been notified how the request ended, even of its success.
         """
         manager, room = self.kv_mgr, self.bootstrap_room
         if self._notifies_decode() and manager.is_release_safe(room):
@@ -363,13 +378,17 @@ class NotifyingSender:
             manager.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=targets)
 
     def clear(self) -> None:
-        """As the engine's, once; decode ranks that ask for a room that failed are told then."""
+        """Clears the room, once.
+
+        Extends the engine's: if the room failed, notifies the decode ranks that have requested it,
+        and those that still will.
+        """
         if self.is_cleared:  # the room may be another request's
             return
         self.is_cleared = True
         if (
             self.finalizer is not None
-        ):  # it may be gone much later, when the room is another request's
+        ):  # it could run much later, when the room is another request's
             self.finalizer.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and self._notifies_decode():

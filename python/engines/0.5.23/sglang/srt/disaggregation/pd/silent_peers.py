@@ -1,4 +1,4 @@
-"""Prefill: a decode rank that does not answer holds up nobody else's requests."""
+"""Prefill: a decode rank that does not answer delays only its own requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
 class SilentPeers(SilenceWatch, PeerQueues):
-    """A prefill rank's KV manager, over `Ended` and the engine's."""
+    """Mixin for a prefill rank's KV manager, over `RoomFailures` and the engine's."""
 
     def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
-        """Fail an open room, of which a decode rank is silent.
+        """Fails an open room, one of whose decode ranks is silent.
 
-        The others keep its pages until we say that nothing is written; the engine says so.
+        The other decode ranks keep its pages until the engine acknowledges that writes are over.
         """
         if self.request_status.get(room, KVPoll.Failed) not in ENDED:
             if self.is_release_safe(room):
@@ -25,22 +25,23 @@ class SilentPeers(SilenceWatch, PeerQueues):
             else:
                 self.record_failure(room, reason)
                 self.update_status(room, KVPoll.Failed)
-        self.track_room_without_sender(room)  # who asked for it may never give it up
+        self.track_room_without_sender(room)  # the silent rank may never abort it
 
     def peers_in_use(self) -> Set[str]:
-        """As `SilenceWatch`; also those that are written to, whose rooms may be cleared.
+        """Returns the decode ranks with open rooms, and those that are being written to.
 
-        Not those of rooms that are over, which are kept in case that a request comes.
+        A rank may be written to after its room is cleared. Rooms that are over, and kept only in
+        case a request comes, do not count.
         """
         rooms = list(self.transfer_infos.items())
         open_rooms = [list(peers) for room, peers in rooms if room not in self.rooms_without_sender]
         return set().union(*open_rooms, *(queue.busy_peers() for queue in self.transfer_queues))
 
     def handle_peer_recovered(self, name: str) -> None:
-        """A silent decode rank answers again."""
+        """Called when a silent decode rank answers again; does nothing unless overridden."""
 
     def note_metadata_sender(self, name: str) -> None:
-        """A decode rank asks for a room."""
+        """Notes that a decode rank that requests a room is alive."""
         info: Any = self.decode_kv_args_table.get(name)
         if info is not None:
             self.note_peer_alive(name, info)

@@ -1,8 +1,8 @@
-"""`SGLANG_PD_VERIFY`: digests of what prefill has come before its word that a room is done.
+"""`SGLANG_PD_VERIFY`: prefill sends digests of its pages before it reports that a room is done.
 
 prefill                                            decode
 all chunks written
-(PD_DIGESTS, room, prefill rank, digests)     ->   kept
+(PD_DIGESTS, room, prefill rank, digests)     ->   stored
 the engine's status                           ->   the room is done; the receiver's next poll
                                                    compares: `pd.verify`
 """
@@ -29,7 +29,12 @@ BACKENDS = ("ascend", "mooncake", "nixl")
 
 
 def require_verifiable(layout: object, why_not: str) -> None:
-    """Raises ValueError where pages cannot be compared; a server that is told to must not start."""
+    """Raises ValueError if pages cannot be compared: a server set to compare must not start.
+
+    Args:
+        layout: `KVArgs.layout`.
+        why_not: Why it is None.
+    """
     disagg = get_disagg()
     backend = disagg.disaggregation_transfer_backend
     reasons = {
@@ -44,17 +49,23 @@ def require_verifiable(layout: object, why_not: str) -> None:
 
 
 class DigestSender:
-    """A prefill rank's KV manager, over `Plans`."""
+    """Mixin for a prefill rank's KV manager, over `PlannedTransfers`."""
 
     def note_chunk(self, room: int, index_slice: slice, pages: Any, state: Any) -> None:
-        """These pages of the request are about to be sent; they may not be known yet."""
+        """Notes pages that are about to be sent.
+
+        Args:
+            index_slice: Their place among the request's pages.
+            pages: Pages of this rank's pool, whose numbers may still be on their way to the host.
+            state: Pages or slots by kind of state, or None.
+        """
         if self.kv_args.verifier is not None:
             for info in list(self.transfer_infos.get(room, {}).values()):
                 info.sent_chunks = (*info.sent_chunks, (index_slice, pages))
                 info.sent_state = state
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
-        """As the engine's; decode ranks that compare have the digests before."""
+        """Concludes a room. Extends the engine's: first sends digests to ranks that compare."""
         is_open = self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed
         if status == KVPoll.Success and is_open and self.kv_args.verifier is not None:
             for peer, info in list(self.transfer_infos.get(bootstrap_room, {}).items()):
@@ -79,32 +90,32 @@ class DigestSender:
 
 
 class DigestInbox:
-    """A decode rank's KV manager."""
+    """Mixin for a decode rank's KV manager: stores the digests that arrive."""
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Of each open room, by prefill rank.
+        # By open room, then by prefill rank.
         self.arrived_digests: Dict[int, Dict[int, bytes]] = {}
         return self
 
     def handle_digests_message(self, frames: List[bytes]) -> bool:
-        """Whether the message is one of digests, which is kept then."""
+        """Stores the digests in a message; returns whether it has any."""
         if frames[0] != DIGESTS:
             return False
         room, sender, digests = int(frames[1]), int(frames[2]), frames[3]
-        if room in self.request_status:  # else it is over
+        if room in self.request_status:  # else the room is over
             self.arrived_digests.setdefault(room, {})[sender] = digests
         return True
 
 
 class VerifyingReceiver:
-    """A decode rank's KV receiver, over the engine's."""
+    """Mixin for a decode rank's KV receiver, over the engine's: compares what arrived."""
 
-    # Pages and state pages that were asked for, and when; None where nothing is compared.
+    # Pages and state pages that were requested, and when; None if nothing is compared.
     expected_pages: Optional[Tuple[np.ndarray, Optional[Sequence[int]], float]] = None
 
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, *more, **options):
-        """As the engine's; what is asked for is kept where it is compared."""
+        """Sends the metadata. Extends the engine's: notes the pages that are to be compared."""
         infos = getattr(self, "bootstrap_infos", None)
         if self.kv_mgr.kv_args.verifier is not None and infos:
             if all(info["is_dummy"] or info.get("verifies") for info in infos):
@@ -118,7 +129,7 @@ class VerifyingReceiver:
         return super().send_metadata(kv_indices, aux_index, state_indices, *more, **options)
 
     def poll(self) -> KVPoll:
-        """As the engine's; a room whose KV is not what prefill has, has failed."""
+        """Returns the status. Extends the engine's: `Failed` if the KV differs from prefill's."""
         status = super().poll()
         if status != KVPoll.Success or self.expected_pages is None:
             return status
@@ -146,5 +157,5 @@ class VerifyingReceiver:
 
     def clear(self) -> None:
         super().clear()
-        if self.bootstrap_room not in self.kv_mgr.request_status:  # else it is another's
+        if self.bootstrap_room not in self.kv_mgr.request_status:  # else another request has it
             self.kv_mgr.arrived_digests.pop(self.bootstrap_room, None)

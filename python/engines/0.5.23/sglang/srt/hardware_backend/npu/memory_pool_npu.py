@@ -1,5 +1,4 @@
-"""The NPU pools: copies to the host and back, and of tokens to other slots, where the engine's do
-not fit the buffers."""
+"""NPU pools: host copies and token moves, where the engine's do not fit the buffers."""
 
 from collections.abc import Iterator
 from typing import Any, List, NoReturn, Tuple
@@ -25,9 +24,9 @@ class NPUMHATokenToKVPool:
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> List[List[List[torch.Tensor]]]:
-        """What these token slots, of shape [tokens], hold: [layer][chunk][k, v] on the host.
+        """Copies these token slots, of shape [tokens], to the host, as [layer][chunk][k, v].
 
-        The engine's own copy views V with the width of K.
+        Extends the engine's, which views V with the width of K.
         """
         if self.v_head_dim == self.head_dim:
             return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
@@ -40,7 +39,7 @@ class NPUMHATokenToKVPool:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots.
 
         Raises:
             ValueError: K and V differ in width, and the copy does not fit the slots or this pool;
@@ -51,15 +50,18 @@ class NPUMHATokenToKVPool:
         copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
 
     def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy tokens of all layers to other slots, as trees of drafts need it: the engine's kernel
-        takes tables that these pools do not have, its other way pages for tokens."""
+        """Copies tokens of all layers to other slots, as trees of drafted tokens require.
+
+        Replaces the engine's: its kernel needs tables that these pools lack, and its native move
+        takes token numbers for page numbers.
+        """
         target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
         for layer in self._layers():
             for rows in layer:
                 rows[target] = rows[source]
 
     def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer as [tokens, heads, width]."""
+        """Returns K and V of each layer as [tokens, heads, width]."""
         return [
             (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
             for k, v in zip(self.k_buffer, self.v_buffer)
@@ -75,10 +77,10 @@ class NPUMLATokenToKVPool:
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> List[Any]:
-        """What these token slots, of shape [tokens], hold, on the host; for `load_cpu_copy` alone.
+        """Copies these token slots, of shape [tokens], to the host; only for `load_cpu_copy`.
 
         Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, they are not page after page.
+            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page.
         """
         if not self._is_tiled():
             return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
@@ -91,10 +93,10 @@ class NPUMLATokenToKVPool:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots.
 
         Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, the slots are not page after page, or the copy
+            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page, or the copy
                 does not fit them or this pool.
         """
         if not self._is_tiled():
@@ -104,10 +106,10 @@ class NPUMLATokenToKVPool:
 
     @property
     def kv_buffer(self) -> NoReturn:
-        """What CUDA's pools have, and whoever is written for those reads.
+        """Missing here: CUDA's pools have this buffer, and code written for them reads it.
 
         Raises:
-            AttributeError: Always, so that `hasattr` says what it says of the engine's.
+            AttributeError: Always, so that `hasattr` returns False as for the engine's pool.
         """
         raise AttributeError(
             "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
@@ -116,14 +118,15 @@ class NPUMLATokenToKVPool:
         )
 
     def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
-        """What CUDA's attention backends read. Raises AttributeError."""
+        """Raises AttributeError; CUDA's attention backends call this."""
         return self.kv_buffer
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy tokens, index keys with them, to other slots, as trees of drafts need it.
+        """Copies tokens and their index keys to other slots, as trees of drafted tokens require.
 
         Raises:
-            NotImplementedError: A token's bytes are not by themselves, or on another rank.
+            NotImplementedError: Pages are tiled, so that a token's bytes are not contiguous, or
+                tokens are spread over ranks.
         """
         self._raise_if_native_kv_cache_disabled()
         if self._is_tiled() or self.dcp_size > 1:
@@ -139,13 +142,13 @@ class NPUMLATokenToKVPool:
                 rows[target] = rows[source]
 
     def _is_tiled(self) -> bool:
-        """Latents and RoPE parts lie tile after tile in a page; packed records never do."""
+        """Returns whether pages hold latents and RoPE parts in tiles; packed records never are."""
         return self.use_fia_nz and not self.dsa_kv_cache_store_fp8
 
     def _parts(self, indices: torch.Tensor) -> Iterator[Tuple[List[torch.Tensor], Any, int]]:
-        """Buffers, their rows, and how many at a time: whole pages, and index keys by token.
+        """Yields buffers, their rows, and rows at a time: whole pages, then index keys by token.
 
-        With decode context parallelism a rank has every so-manieth page, but all index keys.
+        With decode context parallelism a rank has one of `dcp_size` pages, but all index keys.
         """
         own = self._copy_indices_for_buffer(indices, self.is_draft_worker)
         pages_at_once = max(1, self.cpu_offloading_chunk_size // self.page_size)

@@ -1,4 +1,4 @@
-"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine is another."""
+"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine differs."""
 
 from typing import TYPE_CHECKING
 

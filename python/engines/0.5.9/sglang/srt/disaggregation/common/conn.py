@@ -1,4 +1,4 @@
-"""What every transfer backend shares, put before the engine's own bases; see `pd`."""
+"""Base classes that every transfer backend shares, placed before the engine's own; see `pd`."""
 
 from __future__ import annotations
 

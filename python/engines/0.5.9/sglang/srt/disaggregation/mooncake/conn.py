@@ -1,6 +1,6 @@
-"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes.
+"""Mooncake (and what derives from it) sends KV by the peer's plan, whatever the TP sizes.
 
-A prefill rank tells each decode rank of a room once how its part ended, when it writes no more.
+A prefill rank notifies each decode rank of a room once of its result, when it writes no more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class KVArgsRegisterInfo(PeerRegistration):
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration, whose frames are known by position."""
+        """Reads a registration, whose frames have fixed positions."""
 
         def numbers(position: int, code: str) -> List[int]:
             return unpack_numbers(code, msg[position]) if len(msg) > position else []
@@ -81,9 +81,9 @@ class KVArgsRegisterInfo(PeerRegistration):
 
 
 def _aux_goes_over_tcp() -> bool:
-    """Whether `send_aux` does without the transfer engine, by this side's environment.
+    """Whether `send_aux` bypasses the transfer engine, according to this side's environment.
 
-    Decode does not know prefill's, and its manager has no attribute for it.
+    Decode does not know prefill's environment, and its manager has no attribute for it.
     """
     has_pool, pool = check_mooncake_custom_mem_pool_enabled()
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
@@ -102,15 +102,15 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
     register_memory = staticmethod(register_kv_then_aux)
-    # A call returns at the first copy that fails, or after its time-out: others are under way. So
-    # do MemFabric's, by whatever protocol.
+    # A call returns at the first copy that fails, or after its timeout, while others are under way.
+    # MemFabric's calls do so, too, with any protocol.
     unsettled_seconds = UNSETTLED_SECONDS
 
     def register_buffer_to_engine(self) -> None:
-        """Register KV, state and aux, by `register_memory`.
+        """Registers KV, state and aux buffers with the transfer engine, by `register_memory`.
 
         Raises:
-            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
+            RuntimeError: A buffer that the engine must send is not registered; the text names it.
         """
         self.register_memory(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
@@ -122,19 +122,19 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         dst_kv_indices: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
     ) -> int:
-        """Write these pages of all layers to the peer. Returns the transfer engine's status.
+        """Writes these pages of all layers to the peer. Returns the transfer engine's status.
 
         Raises:
-            LayoutError: The two sides do not name the same number of pages.
+            LayoutError: The peer was refused, or the numbers of pages on the two sides differ.
         """
         plan = self._plan_for(mooncake_session_id).kv
         pages = (prefill_kv_indices, dst_kv_indices)
         return self._transfer(mooncake_session_id, plan, *pages, executor)
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
-        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+        """Writes the request's metadata to the peer. Returns the transfer engine's status."""
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
-        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine takes no host memory
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine rejects host memory
             return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
@@ -145,7 +145,7 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
     def send_aux_tcp(
         self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
     ) -> int:
-        """The same in messages, one a row; 0, for nobody tells how they fare."""
+        """Sends the request's metadata in messages, one per row. Returns 0: there is no status."""
         plan, own = self._plan_for(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
         rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
         peer = (req.endpoint, req.dst_port, req.room)
@@ -162,7 +162,7 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         executor: concurrent.futures.ThreadPoolExecutor,
         target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
     ) -> int:
-        """Write state slots or pages to the peer. Returns the transfer engine's status."""
+        """Writes state slots or pages to the peer. Returns the transfer engine's status."""
         kind, info = self.kv_args.state_type, target_rank_registration_info
         if kind == "none":
             return 0
@@ -191,7 +191,10 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         aux_index: int | None = None,
         state_indices: List[int] | None = None,
     ):
-        """Queue one chunk, for the room's decode ranks; nothing for a room that is over."""
+        """Queues one chunk for the room's decode ranks; does nothing for a failed or dropped room.
+
+        `TransferQueue` describes a chunk's fields.
+        """
         if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
             self._enqueue(
                 TransferKVChunk(
@@ -200,9 +203,9 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
             )
 
     def conclude_failure(self, room: int, reason: str) -> None:
-        """Tell the room's decode ranks that it failed, behind what is being written of it.
+        """Notifies the room's decode ranks of its failure, after the write that is under way.
 
-        Of its chunks that wait none is sent any more.
+        Its queued chunks are not sent.
         """
         self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
@@ -214,7 +217,7 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
             self.failing_rooms.discard(room)
 
     def start_decode_thread(self):
-        """Read how prefill ranks end their rooms, and watch whether they live."""
+        """Starts to read prefill ranks' status messages, and to watch prefill servers."""
         self.read_status_messages()
         self.start_heartbeat()
 
@@ -225,10 +228,10 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
             super()._handle_decode_message(frames)
 
     def _handle_aux_data(self, msg: List[bytes]):
-        """Take in one metadata row that came by this way instead of the engine's.
+        """Stores one metadata row that came in a message instead of by the transfer engine.
 
-        One of another width is left out: a stock prefill rank sends hidden states as wide as its
-        own. So is one of a room that is over, whose slot may be another's. None is waited for.
+        Skips a row of another width: a stock prefill rank sends hidden states as wide as its own.
+        Skips a row of a concluded room, whose slot may belong to another. No room waits for rows.
         """
         buffer, slot = int(msg[2]), int(msg[3])
         data, args = msg[5], self.kv_args
@@ -256,16 +259,16 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         super()._register_to_bootstrap()
 
     def start_prefill_thread(self):
-        """Read what decode ranks register, which rooms they open and which they give up."""
+        """Starts to read decode ranks' registrations, room requests and aborts."""
         self.back_off = PeerBackoff()
         self.read_bootstrap_messages()
 
     def handle_peer_recovered(self, name: str) -> None:
-        """A silent decode rank answers again."""
+        """Resets the back-off of a silent decode rank that answers again."""
         self.back_off.reset(name)
 
     def drop_peer(self, name: str) -> None:
-        """As `SilenceWatch`."""
+        """Drops a decode rank's back-off. Overrides `SilenceWatch.drop_peer`."""
         self.back_off.reset(name)
 
     def _peer_name(self, info: TransferInfo) -> str:
@@ -273,14 +276,14 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
 
     @property
     def sends_state_by_plan(self) -> bool:
-        """Recurrent state is sent without a plan: between TP sizes it is cut along dimensions."""
+        """False for recurrent state, which the engine cuts along dimensions between TP sizes."""
         return self.kv_args.state_type != "mamba"
 
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
-        port_of(info.name)  # by which transfers are dealt to queues
+        port_of(info.name)  # raises ValueError if it is not a session id
 
     def _plan_transfers(self, info: KVArgsRegisterInfo) -> None:
-        """Set its `plan`, or its `refusal`."""
+        """Sets the registration's `plan`, or its `refusal`; refuses a session id without a port."""
         super()._plan_transfers(info)
         unreachable = unreachable_reason(info.name)
         if unreachable:
@@ -294,14 +297,17 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
-            self.back_off.reset(info.name)  # another process
+            self.back_off.reset(info.name)  # the rank is a new process
 
 
 class MooncakeKVSender(CommonKVSender):
     REMOVED = ("clear",)
 
     def failure_exception(self):
-        """End the room, which this or another rank failed; decode is told when we write no more."""
+        """Drops the room, which this or another rank failed, and raises KVTransferError.
+
+        Notifies decode once this rank writes no more.
+        """
         raise KVTransferError(self.bootstrap_room, self._close_failed_room())
 
 
@@ -309,7 +315,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
     REMOVED = ("abort", "clear", "init")
 
     def _register_kv_args(self):
-        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        """Registers our buffers and their layout with each prefill rank that serves this one."""
         args = self.kv_mgr.kv_args
 
         def packed(code: str, numbers: List[int]) -> bytes:
@@ -350,7 +356,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         ]
 
     def poll(self) -> KVPoll:
-        """The room's state; it ends when every prefill rank has said how its part ended."""
+        """Returns the room's status; it concludes once every prefill rank has sent its result."""
         if self.conclude_state is not None:
             return self.conclude_state
         if self.is_querying():
@@ -361,7 +367,7 @@ class MooncakeKVReceiver(CommonKVReceiver):
         return self._update_conclude_state()
 
     def has_pending_transfers(self) -> bool:
-        """Whether our pages may be written to."""
+        """Whether a sender may still write to our pages."""
         return self.is_open() and self.conclude_state is None
 
     def _rank_name(self) -> bytes:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 class MoriKVManager(CommonKVManager):
     def _get_mha_mem_desc_slices(self, dst_mem_descs: List[MemoryDesc]):
-        """Our K and V descriptors, the peer's of the same layers, and how many of each."""
+        """Returns our K and V descriptors, the peer's for the same layers, and how many of each."""
         return self.get_mha_kv_ptrs_with_pp(self.kv_mem_descs, dst_mem_descs)
 
     def _get_mla_mem_desc_slices(self, dst_mem_descs: List[MemoryDesc]):
-        """Our descriptors, the peer's of the same layers, and how many."""
+        """Returns our descriptors, the peer's for the same layers, and how many."""
         return self.get_mla_kv_ptrs_with_pp(self.kv_mem_descs, dst_mem_descs)

@@ -1,4 +1,4 @@
-"""NIXL: KV is sent by the peer's plan, arrivals counted by sender, failures told to both sides."""
+"""NIXL sends KV by the peer's plan, counts arrivals by sender, reports failures to both sides."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo(PeerRegistration):
-    # Whether NIXL knows the rank.
+    # Whether NIXL has accepted the rank's metadata.
     is_connected: bool = False
 
     @classmethod
     def from_zmq(cls, msg: List[bytes]):
-        """Read a registration, whose frames are known by position."""
+        """Reads a registration, whose frames have fixed positions."""
         return cls(
             room=msg[0].decode("ascii"),
             endpoint=msg[1].decode("ascii"),
@@ -121,7 +121,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         threads = 8 if self.disaggregation_mode == DisaggregationMode.PREFILL else 0
         config = nixl_agent_config(backends=[backend], num_threads=threads)
         with contextlib.suppress(ImportError):
-            # The bootstrap thread adds peers while the scheduler sends; older NIXL cannot be told.
+            # The bootstrap thread adds peers while the scheduler sends; older NIXL has no option.
             from nixl._api import nixl_thread_sync_t
 
             config.sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -135,7 +135,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         return agent
 
     def _init_heartbeat(self) -> None:
-        """Decode: the state that the heartbeat thread shares, and the thread."""
+        """Decode: sets up what the heartbeat thread shares, and starts that thread."""
         self.transfer_statuses: Dict[int, kv_layout.TransferStatus] = defaultdict(
             kv_layout.TransferStatus
         )
@@ -153,13 +153,13 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
             self.required_prefill_response_num_table.pop(room, None)
 
     def register_buffer_to_engine(self):
-        """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
+        """Registers KV and state as memory of the pool's device, and aux as host memory.
 
         Raises:
             RuntimeError: NIXL refuses one of them; the server must not start.
         """
         args = self.kv_args
-        # Host memory too bears the published device number: stock peers address it by that.
+        # A pool in host memory has the published device number, too: stock peers use that number.
         pool = (args.layout.memory, args.gpu_id)
         self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
         self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
@@ -195,7 +195,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_data_indices: npt.NDArray[np.int32],
         notif: str,
     ) -> Optional[Transfer]:
-        """Write pages by `plan`, KV's or state's; None with nothing to write."""
+        """Starts writing pages by a KV or state plan; with nothing to write, returns None."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
         copies = plan.copies(prefill_data_indices, dst_data_indices)
         src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
@@ -218,21 +218,21 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_gpu_id: int,
         notif: str,
     ):
-        """Start writing these pages of all layers to a decode rank (PR #22145).
+        """Starts writing these pages of all layers to a decode rank (PR #22145).
 
         Args:
-            peer_name: Its NIXL agent.
+            peer_name: The decode rank's NIXL agent.
             prefill_kv_indices: Pages of this rank's pool, int32, `[pages]`.
-            dst_kv_ptrs: Unused, as `dst_gpu_id`: the plan has decode's addresses.
-            dst_kv_indices: As many pages of its pool.
-            notif: What decode reads when all of it has been written.
+            dst_kv_ptrs: Unused, like `dst_gpu_id`: the plan has decode's addresses.
+            dst_kv_indices: The decode rank's pages for them, int32, `[pages]`.
+            notif: The notification that decode reads once all pages are written.
 
         Returns:
-            The write, or None with nothing to write; decode is then notified at once.
+            The transfer, or None with nothing to write; decode is then notified at once.
 
         Raises:
-            LayoutError: The two sides do not name the same number of pages.
-            RoomFailed: The room has failed by now.
+            LayoutError: The numbers of pages on the two sides differ.
+            RoomFailed: The room has failed.
         """
         plan = self.decode_kv_args_table[peer_name].plan.kv
         return self._send_kvcache_generic(
@@ -247,15 +247,15 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_aux_index: int,
         notif: str,
     ):
-        """Start writing the request's metadata, its first token and that one's logprobs.
+        """Starts writing the request's metadata: its first token and that token's logprobs.
 
         Args:
             prefill_aux_index: Row of this rank's metadata buffers.
             dst_aux_ptrs: Address of each of decode's metadata buffers.
-            dst_aux_index: Row of these.
+            dst_aux_index: Row of decode's metadata buffers.
 
         Raises:
-            RoomFailed: The room has failed by now.
+            RoomFailed: The room has failed.
         """
         plan = self.decode_kv_args_table[peer_name].plan.aux
         own = self.kv_args.aux_data_ptrs
@@ -277,16 +277,16 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         notif: str,
         decode_tp_size: int,
     ):
-        """Start writing what is kept beside KV; None where this model keeps nothing.
+        """Starts writing the request's state; returns None if the model has no state.
 
         Args:
             prefill_state_indices: Slots or pages of this rank's state pool.
-            dst_state_indices: As many of decode's.
-            decode_tp_size: Unused, as `dst_state_data_ptrs` and `dst_gpu_id`: the plan has them.
+            dst_state_indices: Decode's slots or pages for them.
+            decode_tp_size: Unused, like `dst_state_data_ptrs` and `dst_gpu_id`: the plan has them.
 
         Raises:
-            LayoutError: The two sides do not name the same number of slots.
-            RoomFailed: The room has failed by now.
+            LayoutError: The numbers of slots on the two sides differ.
+            RoomFailed: The room has failed.
         """
         if self.kv_args.state_type == "none":
             return None
@@ -296,10 +296,10 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         )
 
     def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Transfer]:
-        """Start the writes of one chunk to every decode rank of the room.
+        """Starts the transfers of one chunk to every decode rank of the room, and returns them.
 
-        The further arguments are a `Chunk`'s. Returns the writes that were started. What goes wrong
-        fails the room, never the caller, which is the scheduler.
+        The further arguments are a `Chunk`'s. An error fails the room, and never the caller, which
+        is the scheduler.
         """
         chunk = Chunk(*args, **kwargs)
         writes: List[Transfer] = []
@@ -316,7 +316,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         return writes
 
     def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Transfer]) -> None:
-        """Start one chunk's writes to one decode rank, adding them as they come."""
+        """Starts one chunk's transfers to one decode rank; adds each to `writes` once started."""
         peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
 
         def notif(kind: str, **more) -> str:
@@ -361,7 +361,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         super()._register_to_bootstrap()
 
     def _start_bootstrap_thread(self):
-        """Read what decode ranks register, which rooms they open and which they give up."""
+        """Starts to read decode ranks' registrations, room requests and aborts."""
         self.read_bootstrap_messages()
 
     def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
@@ -374,22 +374,22 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
 
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
         name = info.name.encode("ascii")
-        # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
+        # NIXL uses the name in the metadata, and drops that agent if the rest is garbled.
         if self.can_check_agent_metadata and not _is_in(info.agent_metadata, name):
             raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
 
     @functools.cached_property
     def can_check_agent_metadata(self) -> bool:
-        """Whether NIXL writes an agent's name in its metadata as it is looked for there."""
+        """Whether NIXL writes an agent's name in its metadata in the form that `_is_in` finds."""
         has_own = _is_in(self.agent.get_agent_metadata(), self.agent.name.encode("ascii"))
         if not has_own:
             logger.warning("Decode ranks' metadata are not checked: our own have no name either")
         return has_own
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
-        """Make a decode rank known, also to NIXL; its name is another in each process.
+        """Records a decode rank and adds it to NIXL; a restarted rank has a new name.
 
-        Where NIXL does not take it, it is tried again when the rank asks for a room.
+        If NIXL rejects the rank, its next request for a room causes another attempt.
         """
         name = decode_kv_args.agent_name
         known = self.decode_kv_args_table.get(name)
@@ -408,7 +408,10 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
             decode_kv_args.can_retry = True
 
     def release_peer(self, name: str) -> bool:
-        """As `SilenceWatch`: its NIXL agent and its plan; not while it is being written to."""
+        """Releases a decode rank's NIXL agent and plan, unless a write to it is under way.
+
+        Returns whether it did. Overrides `SilenceWatch.release_peer`.
+        """
         info = self.decode_kv_args_table.get(name)
         with self.agent_lock:
             if any(
@@ -422,10 +425,10 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         return True
 
     def drop_peer(self, name: str) -> None:
-        """As `SilenceWatch`."""
+        """Drops a decode rank's notices and NIXL agent. Overrides `SilenceWatch.drop_peer`."""
         info = self.decode_kv_args_table.get(name)
         self.drop_pending_notices(name)
-        with self.agent_lock, contextlib.suppress(Exception):  # NIXL may not know it any more
+        with self.agent_lock, contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.unreachable_peers.discard(name)
             if info is not None:
                 info.is_connected = False
@@ -433,7 +436,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
 
     def _open_room(self, info: TransferInfo) -> None:
         self.handle_peer_recovered(info.agent_name)
-        self.drop_pending_notices(info.agent_name, info.room)  # was another request of that number
+        self.drop_pending_notices(info.agent_name, info.room)  # an earlier request's
         super()._open_room(info)
 
 
@@ -441,7 +444,7 @@ class NixlKVSender(TransferSender, CommonKVSender):
     REMOVED = ("poll",)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
-        """Start sending one chunk, the request's next pages; a failed room sends no more."""
+        """Starts sending a `Chunk`, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return
@@ -454,7 +457,10 @@ class NixlKVSender(TransferSender, CommonKVSender):
         self.has_sent = is_last
 
     def failure_exception(self):
-        """End the room, which this or another rank failed; no write of ours is under way."""
+        """Drops the room, which this or another rank failed, and raises RuntimeError.
+
+        No write of this rank is under way.
+        """
         raise RuntimeError(self._close_failed_room())
 
 
@@ -462,7 +468,7 @@ class NixlKVReceiver(CommonKVReceiver):
     REMOVED = ("init",)
 
     def _reset_room_state(self, has_state: bool) -> None:
-        """What has come for this number before is another request's."""
+        """Clears the room's arrivals, which belong to an earlier request."""
         self.kv_mgr.transfer_statuses[self.bootstrap_room] = kv_layout.TransferStatus(
             self.required_prefill_response_num, has_state, self.expects_digests
         )
@@ -483,7 +489,7 @@ class NixlKVReceiver(CommonKVReceiver):
         ]
 
     def poll(self) -> KVPoll:
-        """The room's state; it succeeds when every sender's KV, aux and state are written."""
+        """Returns the room's status; Success once every sender's KV, aux and state are written."""
         if self.conclude_state is None and self.is_querying():
             return KVPoll.Bootstrapping
         if self.conclude_state is None:
@@ -502,7 +508,7 @@ class NixlKVReceiver(CommonKVReceiver):
         self._update_conclude_state()
 
     def _register_kv_args(self):
-        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        """Registers our buffers and their layout with each prefill rank that serves this one."""
         args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
 
         def packed(pointers: List[int]) -> bytes:
@@ -529,7 +535,7 @@ class NixlKVReceiver(CommonKVReceiver):
         self._register(frames)
 
     def has_pending_transfers(self) -> bool:
-        """Whether our pages may be written to."""
+        """Whether a sender may still write to our pages."""
         return self.is_open() and self.conclude_state is None
 
     def _abort_frames(self, reason: str) -> List[bytes]:

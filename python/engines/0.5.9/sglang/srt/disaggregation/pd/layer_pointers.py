@@ -1,4 +1,4 @@
-"""Pointers of the same layers on both sides, as the engine's own methods ask for them."""
+"""Pairs pointers of the same layers on both sides, in the form the engine's methods use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sglang.srt.disaggregation.kv_layout import (
 
 
 class LayerPointers:
-    """By the two sides' descriptions; where there is none, by what the numbers tell."""
+    """Pairs layers by the two sides' descriptions, or by pointer counts where there is none."""
 
     def get_mha_kv_ptrs_with_pp(
         self, src_kv_ptrs: List[int], dst_kv_ptrs: List[int]
     ) -> Tuple[List[int], List[int], List[int], List[int], int]:
-        """Our K and V pointers, the peer's of the same layers, and how many of each.
+        """Returns our K and V pointers, the peer's for the same layers, and how many of each.
 
-        Target layers first, then those of a draft that both sides have. Of a pool that is not known
-        the first half is taken for K, as stock has it.
+        Target layers come first, then those of a draft model that both sides have. In a pool of
+        unknown kind the first half is K, as in stock.
 
         Raises:
             LayoutError: The peer lacks one of our target layers.
@@ -38,9 +38,12 @@ class LayerPointers:
     def get_mla_kv_ptrs_with_pp(
         self, src_kv_ptrs: List[int], dst_kv_ptrs: List[int]
     ) -> Tuple[List[int], List[int], int]:
-        """Our pointers, the peer's of the same components and layers, and how many of each.
+        """Returns our pointers, the peer's for the same components and layers, and their count.
 
-        On an NPU a layer has `kv_buf_groups` pointers (PR #23893). Raises as for MHA.
+        On an NPU a layer has `kv_buf_groups` pointers (PR #23893).
+
+        Raises:
+            LayoutError: The peer lacks one of our target layers.
         """
         groups = getattr(self.kv_args, "kv_buf_groups", 1)
         components = ("kv",) if groups == 1 else ("k", "v", "index_k")[:groups]

@@ -1,4 +1,4 @@
-"""This rank's buffers as `KVArgs` registers them, and what they hold, from its real pools."""
+"""Fills `KVArgs` with this rank's buffers, and describes what they hold, from its real pools."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
-    """Register a queue's pools with its transfer backend, describe them, and start its KV manager.
+    """Registers a queue's pools with its transfer backend, describes them, starts its KV manager.
 
     Args:
-        queue: The engine's, of prefill or of decode.
-        kv_args: With what only the queue knows: this rank's number, and the other side's sizes.
+        queue: The engine's prefill or decode queue.
+        kv_args: Has what only the queue knows: this rank's number, and the other side's sizes.
     """
     from sglang.srt.disaggregation.utils import KVClassType, get_kv_class, setup_state_kv_args
 
@@ -54,7 +54,7 @@ def setup_kv_args(
     metadata_buffers: MetadataBuffers,
     pp_rank: int,
 ) -> None:
-    """Register KV, draft KV and aux buffers in `kv_args`, and say which rank this is.
+    """Records KV, draft KV and aux buffers in `kv_args`, and which rank this is.
 
     The draft's pages have the target's indices, so its buffers follow the target's in one list.
     """
@@ -85,10 +85,10 @@ def set_local_layout(
     token_to_kv_pool: KVCache,
     draft_token_to_kv_pool: Optional[KVCache],
 ) -> None:
-    """Set `kv_args.layout`: what each buffer that is now registered holds.
+    """Sets `kv_args.layout`: what each buffer in `kv_args` holds.
 
-    Of pools that the patch set does not know, or that cannot be described, no more than their
-    sizes: they are sent as stock sends them, between servers that split the model alike.
+    For pools that the patch set does not know or cannot describe, it has only sizes: they are sent
+    as stock sends them, between servers that split the model alike.
     """
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     try:
@@ -122,7 +122,7 @@ def set_local_layout(
 def _describe_buffers(
     args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
 ) -> Tuple[Tuple[Buffer, ...], Tuple[Buffer, ...]]:
-    """What the buffers of KV and of state hold."""
+    """Describes the KV buffers and the state buffers."""
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
     runner = scheduler.tp_worker.model_runner
@@ -142,9 +142,9 @@ def _describe_buffers(
 
 
 def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
-    """Bytes of each metadata row.
+    """Returns the bytes of each metadata row.
 
-    With STANDALONE hidden states have a row, on prefill a wide one, and nobody fills it: 0.
+    With STANDALONE, hidden states have a row, a wide one on prefill, which stays unused: 0.
     """
     widths = list(kv_args.aux_item_lens)
     if scheduler.spec_algorithm.is_standalone():
@@ -153,7 +153,7 @@ def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
 
 
 def _draft_config(scheduler: Scheduler) -> Any:
-    """Of the draft model; its worker is wrapped once more under overlap."""
+    """Returns the draft model's config; overlap wraps its worker once more."""
     worker = scheduler.draft_worker
     inner = getattr(worker, "draft_worker", None)
     if inner is not None:

@@ -1,4 +1,4 @@
-"""The sockets on which ranks read, which survive what peers send."""
+"""The sockets on which ranks read, which survive whatever peers send."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-# A frame above this ends its connection; a million page numbers are 4 MB.
+# A larger frame ends its connection; a million page numbers are 4 MB.
 MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 32
-# Of pointers and lengths, which take ten times as much once they are read; a rank has thousands.
+# Pointers and lengths in one frame, which take ten times as much once parsed; a rank has thousands.
 MAX_NUMBERS_BYTES = 1 << 20
 
 
 def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None]) -> None:
-    """Start a thread that gives each message to `take`; one that it cannot read is dropped."""
+    """Starts a thread that passes each message to `handle`, and drops one if `handle` raises."""
 
     def serve() -> None:
         while True:
@@ -29,7 +29,7 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None])
                     raise ValueError(f"at most {MAX_FRAMES} frames are read")
                 handle(frames)
             except Exception as error:
-                # Some errors hold the whole frame.
+                # Some errors contain the whole frame.
                 why = f"{type(error).__name__}: {str(error)[:300]}"
                 logger.error(f"Dropped a message of {len(frames)} frames: {why}")
 
@@ -37,10 +37,11 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None])
 
 
 def unpack_numbers(code: str, frame: bytes) -> List[int]:
-    """A frame's numbers, of one kind of `struct`.
+    """Unpacks a frame's numbers, which all have one `struct` format.
 
     Raises:
-        ValueError: The frame is longer than any rank's pointers; struct.error if it is cut off.
+        ValueError: The frame is longer than any rank's pointers.
+        struct.error: The frame is cut off.
     """
     if len(frame) > MAX_NUMBERS_BYTES:
         raise ValueError(f"{len(frame)} bytes of numbers; at most {MAX_NUMBERS_BYTES} are read")
@@ -48,10 +49,10 @@ def unpack_numbers(code: str, frame: bytes) -> List[int]:
 
 
 def rebind_with_limits(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
-    """Another socket of this kind on that address with the limits above, and its port.
+    """Replaces a socket, whose port is unpublished, by one with the limits above and a new port.
 
-    For one that nobody knows yet: ZeroMQ takes a limit over when it binds, and a port that is given
-    up to be bound again may be another's by then.
+    ZeroMQ applies a limit only when it binds, and another process might take the old port once it
+    is released. Returns the new port and socket.
     """
     address = sock.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii").rpartition(":")[0]
     limited = sock.context.socket(sock.getsockopt(zmq.TYPE))

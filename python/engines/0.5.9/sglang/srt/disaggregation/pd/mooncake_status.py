@@ -1,10 +1,10 @@
-"""How prefill ranks tell decode ranks that their part of a room has ended: Mooncake's messages.
+"""Mooncake's status messages: prefill ranks notify decode when their part of a room concludes.
 
     (room, status, sender's number, reason, digests)
 
-The reason for those who can read it, digests for those that compare (`verify`).
+The reason is for ranks that read it, digests are for ranks that compare them (`verify`).
 
-Each prefill rank tells each decode rank of the room once, when it writes no more.
+Each prefill rank notifies each decode rank of the room once, when it writes no more.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class MooncakeStatus:
-    """A KV manager's; it has `_peer_name(room_info)`, and `is_dummy` in each room's information."""
+    """Sends and reads a KV manager's status messages.
+
+    The manager has `_peer_name(room_info)`; each room's information has `is_dummy`.
+    """
 
     # Prefill
 
     def _send_conclusion(self, room: int, status: KVPoll, reason: str = "") -> None:
-        """Tell the room's decode ranks how it ended here."""
+        """Notifies the room's decode ranks of how it concluded on this rank."""
         with self.rooms_lock:
             peers = self.transfer_infos.get(room, {})
             untold = [
@@ -44,7 +47,7 @@ class MooncakeStatus:
                 self.update_status(room, status)
             # Failed, if its request was aborted while its last chunk was written.
             status = self.check_status(room)
-            # Else `close_failed_room` will, which remembers whom we told.
+            # `close_failed_room` needs a failed room's peers, to record who was notified.
             if self.request_status.get(room) != KVPoll.Failed:
                 self.transfer_infos.pop(room, None)
             known = self.failed_rooms.get(room)
@@ -58,7 +61,7 @@ class MooncakeStatus:
             self._notify_when_settled(req, status, reason)
 
     def _notify_when_settled(self, req: Any, status: KVPoll, reason: str) -> None:
-        """Decode frees its pages when it hears; nobody here waits until it may."""
+        """Notifies decode when it may free its pages; a timer waits for that, not the caller."""
         seconds = getattr(req, "unsettled_until", 0.0) - time.monotonic()
         if seconds <= 0:
             self._send_status(req, status, reason)
@@ -67,12 +70,12 @@ class MooncakeStatus:
         later.daemon = True
         try:
             later.start()
-        except RuntimeError as error:  # no more threads: decode waits for its time-out
+        except RuntimeError as error:  # out of threads: decode waits until its timeout
             logger.error(f"Room {req.room}: decode {req.endpoint} is not told: {error}")
 
     def _send_status(self, req: Any, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
-        known = self.decode_kv_args_table.get(self._peer_name(req))  # it may be forgotten by now
+        known = self.decode_kv_args_table.get(self._peer_name(req))  # None if it was dropped
         if known is not None and known.reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
         if getattr(req, "digests", None) is not None:
@@ -89,7 +92,7 @@ class MooncakeStatus:
                 self._send_status(req, KVPoll.Failed, reason)
 
     def close_failed_room(self, room: int) -> str:
-        """End a failed room; returns why. Decode is told when no write is under way."""
+        """Drops a failed room and returns why it failed; notifies decode once no write runs."""
         with self.rooms_lock:
             reason = self.drop_room(room) or "another prefill rank failed"
             told: Iterable[str] = self.transfer_infos.get(room, ())
@@ -100,9 +103,9 @@ class MooncakeStatus:
     # Decode
 
     def read_status_messages(self) -> None:
-        """Start the thread that reads them; one that cannot be read is dropped."""
-        # Rooms that prefill was asked for, and those of which a sender has failed, while others may
-        # still write.
+        """Starts the thread that reads prefill ranks' messages and drops unreadable ones."""
+        # Rooms requested from prefill, and those of them that one sender has failed while others
+        # may still write.
         self.requested_rooms: Set[int] = set()
         self.failing_rooms: Set[int] = set()
         self.rebind_server_socket()
@@ -118,14 +121,14 @@ class MooncakeStatus:
         said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
         digests = reason[1:2]
         with self.rooms_lock:
-            if int(room) in self.requested_rooms:  # else it is over
+            if int(room) in self.requested_rooms:  # otherwise it has concluded
                 failure = said if int(status) == KVPoll.Failed else None
                 if digests:
                     self.arrived_digests[int(room)][int(sender)] = digests[0]
                 self._count_status(int(room), int(sender), failure)
 
     def _count_status(self, room: int, sender: int, failure: Optional[str]) -> None:
-        """Note how a prefill rank ended the room; when all have, so does it."""
+        """Records a prefill rank's result, `failure` or None; concludes the room after the last."""
         if failure is not None:
             self.record_failure(room, f"Prefill failed: {failure}")
             self.failing_rooms.add(room)

@@ -1,6 +1,6 @@
-"""What NIXL's notifications say, on both sides; `kv_layout.transfer_status` has their wording.
+"""Sends and reads NIXL's notifications; `kv_layout.transfer_status` has their format.
 
-A write brings one when it is done; that a room failed is said by one of its own.
+A write brings a notification when it is done; a failed room has a notification of its own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class NixlNotifications:
-    """A KV manager's; it has `_notify(peer, notification)`, and `is_dummy()` of a room's peer."""
+    """Sends and reads a KV manager's notifications.
+
+    The manager has `_notify(peer, notification)`; a room's peers have `is_dummy()`.
+    """
 
     def _notification(self, room: int, kind: str, **more) -> bytes:
-        """A notification of this prefill rank."""
+        """Formats a notification from this prefill rank."""
         return format_notification(Notification(room, kind, **more), self.sender_rank)
 
     def close_failed_room(self, room: int) -> str:
-        """Prefill: end a failed room and tell its decode ranks why; returns that.
+        """Prefill: drops a failed room, notifies its decode ranks of the reason, and returns that.
 
-        Those that ask for the room only now are told when they do. Stock ones do not read it.
+        Decode ranks that request the room later are notified then. Stock ones do not read it.
         """
         with self.rooms_lock:
             peers = self.transfer_infos.pop(room, {})
@@ -37,7 +40,7 @@ class NixlNotifications:
         return reason
 
     def _notify_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
-        """Once each, for the number may be another request's when a second message arrives."""
+        """Notifies each peer once: a second message might reach another request with this room."""
         notification = self._notification(room, "failed", reason=reason)
         for peer, info in peers.items():
             if info.is_dummy() or hasattr(info, "is_notified"):
@@ -55,12 +58,12 @@ class NixlNotifications:
                 self.notify_later(room, peer, info, reason)
 
     def _notify_digests(self, peer: str, room: int, digests: Optional[bytes]) -> None:
-        """Prefill: send a decode rank what it compares; nothing where it awaits none."""
+        """Prefill: sends a decode rank digests to compare, unless it expects none (None)."""
         if digests is not None:
             self._notify(peer, self._notification(room, "digests", digests=digests))
 
     def update_transfer_status(self) -> None:
-        """Decode: take in the notifications that have come since the last call."""
+        """Decode: processes the notifications that have arrived since the last call."""
         with self.agent_lock:
             arrived = self.agent.get_new_notifs()
         for peer, messages in arrived.items():
@@ -68,7 +71,7 @@ class NixlNotifications:
                 notification = parse_notification(message)
                 if notification is None:
                     logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
-                # What comes for a room that is over must not open it again.
+                # A notification for a concluded room must not open it again.
                 elif notification.room in self.request_status:
                     self.transfer_statuses[notification.room].add(peer, notification)
                     if notification.kind == "digests":

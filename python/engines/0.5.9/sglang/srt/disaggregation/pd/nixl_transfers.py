@@ -1,4 +1,4 @@
-"""Writes of a NIXL agent, over a new connection where one was lost, and a request that waits."""
+"""A NIXL agent's transfers, which reconnect after a lost connection, and their sender."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
 
-# A write whose state cannot be read, and which NIXL does not give up, is over after that.
+# After this long, a transfer counts as finished if NIXL can neither read its state nor release it.
 UNREADABLE_SECONDS = 30.0
-# Of no request.
+# A chunk number that no request has.
 NO_CHUNK = 1 << 31
-# Failed rooms of which decode ranks could not be told yet.
+# Failure notices that wait to be sent.
 MAX_PENDING_NOTICES = 4096
-# In NIXL's errors: the connection to a peer is lost, or could not be made anew. The second is said
-# of other mistakes, too; a connection that was good is then replaced, which does no harm.
+# NIXL's errors for a lost connection, and for one that could not be made again. NIXL also reports
+# the second for other mistakes; replacing a good connection then does no harm.
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
 
@@ -36,19 +36,19 @@ def _is_lost(error: Exception) -> bool:
 
 
 class RoomFailed(Exception):
-    """Nothing more is written for it."""
+    """The room has failed; nothing more is written for it."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some pages of one request, computed.
+    """Some computed pages of one request.
 
-    The last chunk brings the row of the metadata, and state slots or pages if the model has any.
+    The last chunk brings the metadata row, and state slots or pages if the model has state.
 
     Attributes:
         kv_indices: Pages of this rank's pool, int32, `[pages]`.
         index_slice: Their place among all pages of the request.
-        chunk_id: Counted from 0.
+        chunk_id: Counts from 0.
     """
 
     kv_indices: npt.NDArray[np.int32]
@@ -64,11 +64,11 @@ class Transfer:
     """One transfer to a decode rank.
 
     Attributes:
-        end: Set when nothing is written any more: empty, or why it failed.
-        left: Why nobody here waits for its end: the decode rank is silent, or it was rejected.
-        is_partly_posted: NIXL did not start it, or not all of it.
-        is_invalidated: Decode will not take its room for done.
-        unreadable_since: When its state could not be read first, on the monotonic clock.
+        outcome: None while it may write; then why it failed, empty if it succeeded.
+        abandon_reason: Why no sender waits for it: the decode rank is silent, or NIXL rejected it.
+        unreadable_since: When reading its state first failed, on the monotonic clock.
+        is_invalidated: Decode cannot conclude the room as a success any more.
+        is_partly_posted: NIXL failed to start it, but may have posted a part.
     """
 
     room: int
@@ -82,21 +82,21 @@ class Transfer:
 
 
 class NixlTransfers:
-    """A KV manager's, over `SilenceWatch`.
+    """Starts and tracks a KV manager's transfers; placed before `SilenceWatch`.
 
-    It has the `agent`, in `decode_kv_args_table` its peers' metadata, `_notify_failed`, and in
-    `connecting` the peers that are being read; `_notification` makes one.
+    The manager has the `agent`, its peers' metadata in `decode_kv_args_table`, `_notify_failed`,
+    `_notification`, which formats one, and in `connecting` the peers it is connecting to.
     """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # The scheduler and the bootstrap thread use the agent in turn: NIXL before 1.2 has no locks
-        # of its own, and a connection must not be made anew that a write begins to use.
+        # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
+        # locks of its own, and a connection must not be replaced while a write starts to use it.
         self.agent_lock = threading.RLock()
         self.unreachable_peers: Set[str] = set()
-        # Those under way. A sender that is collected takes its writes along; NIXL cancels them.
+        # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
         self.transfers: WeakSet[Transfer] = WeakSet()
-        # Those that nobody waits for, and who is told of their rooms when they have ended.
+        # Transfers that no sender waits for, and failure notices to send once transfers finish.
         self.abandoned_transfers: List[Transfer] = []
         self.pending_notices: List[Tuple[int, str, Any, str]] = []
         return self
@@ -113,7 +113,7 @@ class NixlTransfers:
                 if not handle or self.agent.transfer(handle) == "ERR":
                     raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
             except Exception as error:
-                if handle and not _is_lost(error):  # over a lost one nothing arrives
+                if handle and not _is_lost(error):  # a lost connection delivers nothing
                     write.abandon_reason, write.is_partly_posted = str(error), True
                     self.abandoned_transfers.append(write)
                     self.transfers.add(write)
@@ -127,9 +127,9 @@ class NixlTransfers:
         self._with_reconnect(peer, lambda: self.agent.send_notif(peer, notif))
 
     def _with_reconnect(self, peer: str, act: Callable):
-        """Do it; once more over a new connection if NIXL has lost the one to this peer.
+        """Calls `act`, and once more over a new connection if NIXL has lost the one to this peer.
 
-        NIXL itself makes none: without that a live peer would be out of reach for ever.
+        NIXL does not reconnect by itself: without this, a live peer would stay unreachable.
         """
         with self.agent_lock:
             try:
@@ -140,11 +140,11 @@ class NixlTransfers:
                 return act()
 
     def _reconnect(self, peer: str) -> bool:
-        """Whether there is a new connection; not while a write over the old one is under way.
+        """Makes a new connection, unless a write over the old one is under way; returns success.
 
-        The scheduler calls this, so that nothing here waits for the rank. UCX keeps a socket for
-        each connection refused: a rank to which there has been no connection for a moment is tried
-        once, for longer not at all, until it asks for another room.
+        The scheduler calls this, so nothing here waits for the peer. UCX keeps a socket for each
+        refused connection: a peer that has been disconnected briefly gets one attempt, a peer
+        disconnected for longer gets none, until it requests another room.
         """
         of_peer = [write for write in self.transfers if write.peer == peer]
         under_way = [write for write in of_peer if not write.is_partly_posted]
@@ -154,10 +154,10 @@ class NixlTransfers:
             return False
         info = self.decode_kv_args_table[peer]
         try:
-            with contextlib.suppress(Exception):  # NIXL may not know it any more
+            with contextlib.suppress(Exception):  # NIXL may have dropped it already
                 self.agent.remove_remote_agent(peer)
             messages = PeerSocket.to(info.endpoint, info.dst_port)
-            # The first is up to date; the second counts a rank that was never connected, too.
+            # `lost_for` is up to date; `silent_for` also counts a rank that was never connected.
             seconds = max(messages.lost_for(), messages.silent_for())
             if seconds > LOST_SECONDS:
                 place = f"{info.endpoint}:{info.dst_port}"
@@ -173,7 +173,7 @@ class NixlTransfers:
         return True
 
     def has_finished(self, write: Transfer) -> bool:
-        """Whether nothing is written any more; `write.end` says how it ended."""
+        """Whether the transfer writes no more; `write.outcome` then has its result."""
         with self.agent_lock:
             if write.outcome is not None:
                 return True
@@ -193,30 +193,28 @@ class NixlTransfers:
             return True
 
     def _invalidate(self, write: Transfer) -> None:
-        """Have decode never take the room for done: nobody keeps the pages that are sent.
+        """Keeps decode from concluding the room as a success: its source pages are unprotected.
 
-        NIXL tells decode that a write is done when its state is asked; a chunk too many has all
-        releases wait for the word that the room failed.
+        NIXL notifies decode of a finished write when its state is checked; an extra chunk makes
+        decode, of any release, wait for the notification that the room failed.
         """
         notification = self._notification(write.room, "kv", chunk=NO_CHUNK)
-        with contextlib.suppress(Exception):  # over this connection no other word arrives either
+        with contextlib.suppress(Exception):  # this connection then delivers no notification
             self.agent.send_notif(write.peer, notification)
             write.is_invalidated = True
 
     def _state_if_unreadable(self, write: Transfer) -> str:
-        """Of a write whose state cannot be read: over if NIXL gives it up, or long ago."""
+        """Returns "ERR" if NIXL releases the write, or after `UNREADABLE_SECONDS`; else "PROC"."""
         now = time.monotonic()
         write.unreadable_since = write.unreadable_since or now
         with contextlib.suppress(Exception):
-            if (
-                not write.is_partly_posted
-            ):  # some of it may be posted, which NIXL does not take back
+            if not write.is_partly_posted:  # NIXL cannot revoke what it has posted
                 self.agent.release_xfer_handle(write.handle)
                 return "ERR"
         return "PROC" if now - write.unreadable_since < UNREADABLE_SECONDS else "ERR"
 
     def is_settled(self, write: Transfer) -> bool:
-        """Whether its sender need not wait: it has ended, or its decode rank is silent."""
+        """Whether its sender need not wait: it has finished, or its decode rank is silent."""
         with self.agent_lock:
             if write.abandon_reason or self.has_finished(write):
                 return True
@@ -226,10 +224,10 @@ class NixlTransfers:
             return bool(write.abandon_reason)
 
     def check_peers(self) -> None:
-        """As `SilenceWatch`; of writes that nobody waited for, decode is told once they end."""
+        """Checks for silent peers. Extends `SilenceWatch`'s: sends pending failure notices."""
         super().check_peers()
         if not (self.abandoned_transfers or self.pending_notices):
-            return  # NIXL may hold the lock for long, while it meets a decode rank
+            return  # NIXL may hold the lock for long while it adds a decode rank
         with self.agent_lock:
             self.abandoned_transfers = [
                 one for one in self.abandoned_transfers if not self.has_finished(one)
@@ -242,9 +240,10 @@ class NixlTransfers:
                 self._notify_failed(room, {peer: info}, reason)
 
     def defers_notice(self, room: int, peer: str, info: Any, reason: str) -> bool:
-        """Whether a write may go on, that nobody waits for or another request of that number does.
+        """Defers a room's failure notice while a write may go on; returns whether it does.
 
-        Decode must keep the room's pages; then `check_peers` tells it that the room failed.
+        The write is abandoned, or belongs to another request with this room. Decode must keep the
+        room's pages until `check_peers` notifies it of the failure.
         """
         with self.agent_lock:
             of_room = [one for one in self.transfers if (one.room, one.peer) == (room, peer)]
@@ -254,40 +253,40 @@ class NixlTransfers:
             return is_written_to
 
     def notify_later(self, room: int, peer: str, info: Any, reason: str) -> None:
-        """Have `check_peers` tell a decode rank that the room failed."""
+        """Queues a failure notice to a decode rank, which `check_peers` sends."""
         with self.agent_lock:
             self.pending_notices.append((room, peer, info, reason))
             del self.pending_notices[:-MAX_PENDING_NOTICES]
 
     def drop_pending_notices(self, peer: str, room: Optional[int] = None) -> None:
-        """Of this room, or of all, a decode rank need not hear any more that they failed."""
+        """Drops a decode rank's failure notices for this room, or for all rooms if None."""
         with self.agent_lock:
             self.pending_notices = [
                 one for one in self.pending_notices if one[1] != peer or room not in (None, one[0])
             ]
 
     def handle_peer_recovered(self, name: str) -> None:
-        """A decode rank lives: it may take a new connection."""
+        """Allows a new connection to a decode rank that is alive."""
         with self.agent_lock:
             self.unreachable_peers.discard(name)
 
     def conclude_failure(self, room: int, reason: str) -> None:
-        """Tell the room's decode ranks that it failed; its sender will, if it is being written."""
+        """Notifies the room's decode ranks of its failure; while writes run, its sender will."""
         with self.agent_lock:
             of_room = [write for write in self.transfers if write.room == room]
             if all(map(self.has_finished, of_room)):
                 self._notify_failed(room, self.transfer_infos.get(room, {}), reason)
-        if room not in self.request_status:  # its request has not come
+        if room not in self.request_status:  # its request has not arrived
             self.transfer_infos.pop(room, None)
 
 
 class TransferSender:
-    """A KV sender whose writes are `xfer_handles`; `has_sent` when the last one is begun."""
+    """A KV sender with its transfers in `xfer_handles`; `has_sent` once the last one has begun."""
 
     xfer_handles: List[Transfer]
 
     def poll(self) -> KVPoll:
-        """The room's state; this rank tells success or failure when its last write has ended."""
+        """Returns the room's status; it concludes once this rank's last transfer has finished."""
         if self.conclude_state is not None:
             return self.conclude_state
         self._drop_finished_transfers()
@@ -301,7 +300,7 @@ class TransferSender:
         return self.conclude_state
 
     def _check_timeout(self) -> None:
-        """Fail a room that decode does not ask for: maybe it was never sent the request."""
+        """Fails a room that decode does not request in time; decode may lack the request."""
         manager, room = self.kv_mgr, self.bootstrap_room
         waited = time.monotonic() - self.started_at
         is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
@@ -313,7 +312,7 @@ class TransferSender:
             )
 
     def _drop_finished_transfers(self) -> None:
-        """Forget the writes that are done; one that failed fails the room."""
+        """Drops settled transfers; one that failed or was abandoned fails the room."""
         over = [write for write in self.xfer_handles if self.kv_mgr.is_settled(write)]
         for write in over:
             self.xfer_handles.remove(write)
@@ -324,10 +323,10 @@ class TransferSender:
                 self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def has_pending_transfers(self) -> bool:
-        """Whether our pages may be read."""
+        """Whether a transfer may still read our pages."""
         return bool(self.xfer_handles)
 
     def abort(self):
-        """The client is gone."""
+        """Fails the room, because its client has left."""
         if self.conclude_state is None:
             self.kv_mgr.fail(self.bootstrap_room, ABORTED)

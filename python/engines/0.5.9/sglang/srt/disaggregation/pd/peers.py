@@ -1,8 +1,8 @@
-"""Decode ranks that register with a prefill rank, and the rooms that they ask for.
+"""Decode ranks that register with a prefill rank, and the rooms that they request.
 
-decode: (None, ..., pointers, ..., description)   its plan is made, or it is refused
-decode: (room, ..., pages, slots)                 the room is open when all its ranks have asked
-decode: (ABORT, room, reason, ...)                see `rooms`
+decode: (None, ..., pointers, ..., description)   prefill plans its transfers, or refuses the rank
+decode: (room, ..., pages, slots)                 the room opens once all its ranks requested it
+decode: (ABORT, room, reason, ...)                see `room_failures`
 """
 
 from __future__ import annotations
@@ -34,68 +34,69 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
-# Of a decode rank that could not be registered.
+# Between two attempts to register a decode rank.
 REGISTRATION_RETRY_SECONDS = 10.0
 
 
 @dataclass
 class PeerRegistration:
-    """What a decode rank says of its buffers, and what this prefill rank makes of it.
+    """A decode rank's registration of its buffers, and this prefill rank's plan for it.
 
-    A backend adds its own fields, `dst_kv_ptrs`, `dst_state_data_ptrs` and `dst_kv_item_len` (bytes
-    a page of the first buffer) among them, `name`, and `attn_tp`: attention TP rank and size.
+    A backend adds its own fields, among them `dst_kv_ptrs`, `dst_state_data_ptrs`,
+    `dst_kv_item_len` (bytes per page of the first buffer), `name`, and `attn_tp` (attention TP rank
+    and size).
     """
 
-    # Empty from a rank that does not describe itself, as stock.
+    # Empty from a stock rank, which does not describe its buffers.
     layout_frame: bytes = field(default=b"", kw_only=True)
-    # The copies to this rank, or why there can be none; whether another try may help; and whether
-    # it reads more than a stock one.
+    # The copies to this rank, or why there are none.
     plan: Optional[PeerPlan] = field(default=None, kw_only=True)
     refusal: str = field(default="", kw_only=True)
+    # Whether to register the rank again, and from when on the monotonic clock.
     can_retry: bool = field(default=False, kw_only=True)
-    # When that is tried, on the monotonic clock.
     retry_at: float = field(default=0.0, kw_only=True)
+    # Whether the rank reads why a room failed, unlike a stock one.
     reads_reasons: bool = field(default=False, kw_only=True)
-    # What memory it has, see `pd.write_bounds`.
+    # The rank's memory, see `pd.write_bounds`.
     bounds: Any = field(default=None, kw_only=True)
     state_slots: Any = field(default=(), kw_only=True)
 
 
 def state_pointers(frames: List[bytes], position: int) -> List[int]:
-    """The target's, and the draft's from a rank that describes itself.
+    """Reads the target's state pointers, and the draft's if the rank describes its buffers.
 
-    Those are the 14th frame, behind the description: stock prefill would take them for the
-    target's.
+    The frame at `position` has the target's. The 14th frame, after the description, has the
+    draft's: in the target's frame, a stock prefill rank would take them for the target's.
     """
     positions = (position, 13) if has_layout_frame(frames) else (position,)
     return [n for at in positions if at < len(frames) for n in unpack_numbers("Q", frames[at])]
 
 
 def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
-    """Pointers of the target's state and of the draft's, which stock peers do not have."""
+    """Returns the target's state pointers, and the draft's, which stock peers do not have."""
     targets = sum(not buffer.draft for buffer in args.layout.state)
     return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
 
 
 class PeerTable:
-    """What a prefill rank's KV manager does with the messages of decode ranks.
+    """Handles decode ranks' messages in a prefill rank's KV manager.
 
-    A backend has `_read_registration(frames)` and `_read_room(frames)`, `_peer_name(room_info)`, a
-    rank's name, `_check_registration(registration)`, which may refuse one,
-    `meet(name, registration)` and `heard(name, registration)` (`silence`),
-    `_add_remote_peer(registration)`, which makes the rank known, and
+    A backend provides `_read_registration(frames)` and `_read_room(frames)`;
+    `_peer_name(room_info)`, which returns a rank's name; `_check_registration(registration)`, which
+    may reject one; `watch_peer(name, registration)` and `note_peer_alive(name, registration)` (see
+    `peer_silence`); `_add_remote_peer(registration)`, which records the rank; and
     `_notify_failed(room, peers, reason)`.
     """
 
-    # Whether state is sent by the plan.
+    # Whether the transfer plan covers state.
     sends_state_by_plan = True
 
     def rebind_server_socket(self) -> None:
-        """Take our messages on a socket that ends the connection of one that is too large."""
+        """Replaces the server socket by one that disconnects the sender of too large a message."""
         self.rank_port, self.server_socket = rebind_with_limits(self.server_socket)
 
     def read_bootstrap_messages(self) -> None:
-        """Start the thread that reads them; one that cannot be read is dropped."""
+        """Starts the thread that reads decode ranks' messages and drops unreadable ones."""
         start_reader_thread(self.server_socket, self._handle_bootstrap_message)
 
     def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
@@ -115,7 +116,7 @@ class PeerTable:
         self.watch_peer(info.name, info)
 
     def _plan_transfers(self, info: PeerRegistration) -> None:
-        """Set its `plan`, or its `refusal`."""
+        """Sets the registration's `plan`, or its `refusal`."""
         args, (rank, size) = self.kv_args, info.attn_tp
         own = Pointers(args.kv_data_ptrs, args.state_data_ptrs)
         state = info.dst_state_data_ptrs if self.sends_state_by_plan else None
@@ -136,7 +137,7 @@ class PeerTable:
         except LayoutError as error:
             info.refusal = str(error)
         except Exception as error:
-            # An entry that is missing would be worse: its rooms would wait for ever.
+            # Register the rank nevertheless: without an entry, its rooms would wait forever.
             logger.exception(f"Decode {info.name} cannot be planned for")
             info.refusal = f"prefill cannot plan for this decode server: {error!r}"
             info.can_retry = True
@@ -150,10 +151,13 @@ class PeerTable:
             self._notify_failed(info.room, {peer: info}, failed)
 
     def _registration_of(self, info: Any, peer: str) -> PeerRegistration:
-        """The registration of the decode rank that asks for a room; refuse one that asks wrongly.
+        """Returns the registration of the decode rank that requests a room.
 
-        A registration that failed for no fault of the peer is tried again, at once and then every
-        so often: it may take seconds, in which others wait.
+        Retries a registration that failed through no fault of the peer, first at once and then at
+        most every `REGISTRATION_RETRY_SECONDS`: a retry may take seconds while other peers wait.
+
+        Raises:
+            LayoutError: The rank is not registered, or its request contains negative numbers.
         """
         known = self.decode_kv_args_table.get(peer)
         if known is None:
@@ -162,7 +166,7 @@ class PeerTable:
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
             raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
-        self.note_peer_alive(peer, known)  # from now on nothing is let go that it needs
+        self.note_peer_alive(peer, known)  # prevents the release of what the peer needs
         now = time.monotonic()
         if known.can_retry and now >= known.retry_at:
             known.retry_at = now + REGISTRATION_RETRY_SECONDS
@@ -170,9 +174,9 @@ class PeerTable:
         return known
 
     def _add_room_peer(self, info: Any, peer: str, refusal: str) -> Optional[str]:
-        """Note that this decode rank asks for the room; returns why it fails, if it does now.
+        """Adds a decode rank to the room it requests; returns why if the room has already failed.
 
-        One that asks again after it was told so has a new request of that number.
+        A rank that was notified of the failure and requests the room again has a new request.
         """
         with self.rooms_lock:
             failed = self.failed_rooms.get(info.room)

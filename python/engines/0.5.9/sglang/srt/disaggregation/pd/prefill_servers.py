@@ -1,10 +1,10 @@
-"""What a decode server knows of prefill servers: sizes, where their ranks are, who is lost.
+"""Tracks prefill servers for a decode server: sizes, addresses of ranks, and lost servers.
 
-not known     asked in a thread; a scheduler that waited would serve nobody
-lost          a rank's connection is lost: the server may be another one by now, and is asked again
-replaced      a rank is elsewhere at a heartbeat: the address is another server's by now
-silent        requests that have waited for a rank without a connection for some seconds fail
-unhealthy     so do those of a server that answers no heartbeat; its ranks may write for a while
+not known     a thread queries the server; a scheduler that waited would serve no request
+lost          a rank's connection is lost: the server may have been replaced, so query it again
+replaced      a heartbeat finds a rank elsewhere: another server has the address now
+silent        requests fail that have waited some seconds for a rank without a connection
+unhealthy     so do requests to a server that answers no heartbeat; its ranks may write for a while
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
 
-# Of a server's TP, DP, PP and page size.
+# Largest valid TP, DP, PP or page size of a server.
 MAX_SIZE = 1 << 16
-# Seconds that a bootstrap server has for an answer, to connect and in all. One that let them pass
-# is not asked again for some more.
+# How long a bootstrap server may take to connect and to answer. After a timeout it is not queried
+# for `BOOTSTRAP_RETRY_SECONDS`.
 HTTP_TIMEOUT_SECONDS = (2, 5)
 BOOTSTRAP_RETRY_SECONDS = 10.0
 MAX_UNREACHABLE = 4096
@@ -41,7 +41,10 @@ PROBE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class PrefillServer:
-    """Sizes of a prefill server; `page_size` is None from a stock one that does not tell."""
+    """Sizes of a prefill server; `page_size` is None from a stock server that does not report it.
+
+    `takes_aborts`: its ranks read ABORT messages. `verifies`: they send digests.
+    """
 
     attn_tp_size: int
     dp_size: int
@@ -52,7 +55,7 @@ class PrefillServer:
 
     @classmethod
     def read(cls, answer: dict) -> Optional[PrefillServer]:
-        """From a bootstrap server's answer; None if these are no sizes."""
+        """Reads a bootstrap server's answer; returns None if its sizes are invalid."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         sizes = [answer.get(f"prefill_{name}") for name in names]
         if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
@@ -66,7 +69,7 @@ def _is_size(number: object) -> bool:
 
 
 def start_thread(act: Callable[..., None], *args) -> bool:
-    """Do it in a thread of its own; False if there are no more threads, of which nobody dies."""
+    """Runs `act` in its own thread; returns False, without raising, if no thread can start."""
     try:
         threading.Thread(target=act, args=args, daemon=True).start()
         return True
@@ -76,26 +79,29 @@ def start_thread(act: Callable[..., None], *args) -> bool:
 
 
 class PrefillServers:
-    """A decode rank's KV manager, which has `heartbeat_interval` (seconds) and `max_failures`."""
+    """Queries and watches prefill servers for a decode rank's KV manager.
+
+    The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row).
+    """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # By bootstrap address: those in use, and when those that did not answer are asked again.
+        # By bootstrap address: servers in use, and when to query those again that timed out.
         self.prefill_servers: Dict[str, PrefillServer] = {}
         self.retry_bootstrap_at: Dict[str, float] = {}
-        # By bootstrap address: the numbers of one rank (TP, DP, PP), and where it was.
+        # By bootstrap address: one rank's numbers (TP, DP, PP), and its last known endpoint.
         self.seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = {}
         self.asking: Dict[str, Future] = {}
-        # By room: the prefill ranks that were asked for it, and why it is not waited for any more.
+        # By room: the prefill ranks that it was requested from, and why it waits no longer.
         self.requested_ranks: Dict[int, List[dict]] = {}
         self.silent_rooms: Dict[int, str] = {}
         self.lost_rooms: Dict[int, str] = {}
         return self
 
     def query_in_thread(self, address: str, ask: Callable[[], None]) -> Future:
-        """Have a thread ask a bootstrap server by `ask`, which does not raise; one at a time.
+        """Has a thread query a bootstrap server with `ask`, which must not raise; one at a time.
 
-        Returns what ends when it has been asked, by this `ask` or one that was under way.
+        Returns a future that is done when this query, or one already under way, has finished.
         """
         asking = self.asking.get(address)
         if asking is None:
@@ -106,13 +112,13 @@ class PrefillServers:
                 del self.asking[address]
                 asking.set_result(None)
 
-            if not start_thread(serve):  # the next poll has it asked again
+            if not start_thread(serve):  # the next poll queries again
                 del self.asking[address]
                 asking.set_result(None)
         return asking
 
     def prefill_server(self, address: str) -> Optional[PrefillServer]:
-        """Its sizes, the first time from its bootstrap server; None if that does not tell."""
+        """Returns a server's sizes, queried the first time; None if the query fails."""
         known = self.prefill_servers.get(address)
         if known is None:
             known = PrefillServer.read(self.query_route(address, -1, -1, -1) or {})
@@ -123,7 +129,7 @@ class PrefillServers:
     def prefill_rank(
         self, address: str, tp_rank: int, dp_group: int, pp_rank: int
     ) -> Optional[dict]:
-        """Where that rank reads our messages (`rank_ip`, `rank_port`); None if it is not known."""
+        """Returns where a rank reads messages (`rank_ip`, `rank_port`); None if it is unknown."""
         numbers = (tp_rank, dp_group, pp_rank)
         rank = self.query_route(address, *numbers)
         if rank is None or _endpoint(rank) is None:
@@ -134,7 +140,10 @@ class PrefillServers:
     def query_route(
         self, address: str, tp_rank: int, dp_group: int, pp_rank: int
     ) -> Optional[dict]:
-        """Its answer for one rank, or for the whole server with -1 thrice."""
+        """Queries a bootstrap server for one rank, or for the server's sizes if all three are -1.
+
+        Returns None if the query fails, or if the last one timed out a short time ago.
+        """
         if time.monotonic() < self.retry_bootstrap_at.get(address, 0.0):
             return None
         query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
@@ -156,7 +165,7 @@ class PrefillServers:
         return None
 
     def start_heartbeat(self) -> None:
-        """Start the thread that asks them for their health and notes which are lost."""
+        """Starts the thread that checks servers' health, and the periodic check for lost ones."""
 
         def look(address: str, failures: Dict[str, int]) -> None:
             is_healthy = _is_healthy(address)
@@ -174,30 +183,30 @@ class PrefillServers:
                 for address in self._addresses():
                     try:
                         look(address, failures)
-                    except Exception:  # one address must not end the others' heartbeats
+                    except Exception:  # one address must not stop the others' heartbeats
                         logger.exception(f"Prefill server {address} could not be watched")
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.call_periodically(self.check_prefill_servers)
 
     def _addresses(self) -> List[str]:
-        """Of servers in use, and of those that were forgotten and have rooms here still."""
+        """Returns servers in use, and dropped servers that still have rooms here."""
         tracked = list(self.addr_to_rooms_tracker.items())
         return list({*self.prefill_servers, *(address for address, rooms in tracked if rooms)})
 
     def is_replaced(self, address: str) -> bool:
-        """Whether another server is behind this address than before, whose ranks may live on.
+        """Whether another server has this address now, while the old one's ranks may live on.
 
-        So it is where Kubernetes replaces what is behind a service.
+        This happens when Kubernetes replaces the pods behind a service.
         """
         numbers, place = self.seen_ranks.get(address, ((), None))
         rank = self.query_route(address, *numbers) if place is not None else None
         return rank is not None and _endpoint(rank) not in (place, None)
 
     def check_prefill_servers(self) -> None:
-        """Forget servers of which a rank's connection is lost, and note whose requests wait.
+        """Drops servers that lost a rank's connection, and records rooms of silent ranks.
 
-        Such a server may have been started anew, sooner than heartbeats tell.
+        Such a server may have restarted, faster than heartbeats notice.
         """
         look = ConnectionSnapshot(self.silent_seconds)
         with self.connection_lock:
@@ -215,7 +224,7 @@ class PrefillServers:
         self.silent_rooms = silent
 
     def _drop_server(self, address: str) -> None:
-        """Ask anew for its sizes and ranks."""
+        """Drops a server's sizes and ranks, so that the next request queries them again."""
         with self.connection_lock:
             for key in list(self.connection_pool):
                 if key.startswith(f"{address}_"):
@@ -225,9 +234,9 @@ class PrefillServers:
                 logger.warning(f"Prefill server {address} is asked for its ranks again")
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """End the rooms of a prefill server, and ask anew for its ranks if it returns.
+        """Fails a prefill server's rooms, and drops its ranks in case it returns.
 
-        Of those that were asked for, its ranks may write on, unless they are gone.
+        Ranks whose ports are open may still write to their rooms; receivers abort those.
         """
         self._drop_server(failed_bootstrap_addr)
         with self.connection_lock:
@@ -242,7 +251,7 @@ class PrefillServers:
             with self.rooms_lock:
                 if room in gone or room not in self.requested_ranks:
                     self.fail(room, reason)
-                elif room in self.request_status:  # else it is over
+                elif room in self.request_status:  # otherwise it has concluded
                     self.lost_rooms[room] = reason
         logger.error(
             f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
@@ -250,18 +259,18 @@ class PrefillServers:
 
 
 def _endpoint(rank: dict) -> Optional[Tuple[str, int]]:
-    """Where it reads our messages; None if the answer does not say so."""
+    """Returns where a rank reads messages; None if the answer does not contain it."""
     host, port = rank.get("rank_ip"), rank.get("rank_port")
     return (host, port) if isinstance(host, str) and type(port) is int else None
 
 
 def _is_port_closed(place: Tuple[str, int]) -> bool:
-    """Whether nothing reads there any more; a rank that is stopped, or cut off, may write."""
+    """Whether no process listens there; a suspended or unreachable rank may still write."""
     try:
         socket.create_connection(place, PROBE_SECONDS).close()
     except ConnectionRefusedError:
         return True
-    except Exception as error:  # its address may be none
+    except Exception as error:  # its address may be invalid
         logger.info(f"Prefill rank {place[0]}:{place[1]}: {error}")
     return False
 
@@ -272,19 +281,19 @@ def _is_healthy(address: str) -> bool:
             requests.get(f"http://{address}/health", timeout=HEALTH_TIMEOUT_SECONDS).status_code
             == 200
         )
-    except Exception as error:  # not all that `requests` raises is its own
+    except Exception as error:  # `requests` also raises exceptions of other libraries
         logger.info(f"Prefill server {address}: {error}")
         return False
 
 
 class BootstrapServer:
-    """A prefill server's, which decode ranks ask."""
+    """Answers decode ranks' queries on a prefill server."""
 
     # Whether this backend's prefill ranks read ABORT frames.
     takes_aborts = False
 
     async def _handle_route_get(self, request: web.Request) -> web.Response:
-        """One rank's address, or with -1 for each number the server's sizes."""
+        """Answers with one rank's address, or with the server's sizes if each number is -1."""
         names = ("target_dp_group", "engine_rank", "target_pp_rank")
         try:
             dp_group, tp_rank, pp_rank = (int(request.query[name]) for name in names)

@@ -1,12 +1,12 @@
-"""Ranks of one server act in step: what they think of a request changes for all of them, or not.
+"""Ranks of one server act in step: a request's status changes on all of them, or on none.
 
-    TP ranks of a stage    a vote at each poll: a request has failed when one rank says so, and
-                           ends when none is busy with it any more
-    pipeline stages        what the first stage made of a request, the others make of it
+    TP ranks of a stage    vote at each poll: a request has failed once one rank reports that, and
+                           concludes once no rank is busy with it
+    pipeline stages        follow the first stage in what it did with a request
 
-Threads that take messages leave marks (a room's status), which are looked at only where the
-schedulers poll. Between stages a mark may arrive in the middle of a round; within `agreed` a
-request's poller reports what the stages have agreed on instead.
+Threads that read messages only set a room's status; schedulers act on it where they poll. Between
+stages a status may change in the middle of a round; within `pinned_polls` a request's poller
+reports what the stages have agreed on instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-# A sender or a receiver of KV, with `has_pending_transfers`, `fail_with_group` and `is_open` where it needs them.
+# A KV sender or receiver, with `has_pending_transfers`, `fail_with_group` and `is_open` as needed.
 Poller = Any
 
-# Open rooms of decode that end in failure in one turn of the scheduler, which frees and reports
-# each: what runs must not wait for a hundred.
+# Open rooms that fail on decode in one turn of the scheduler, which frees and reports each: running
+# requests must not wait for a hundred.
 MAX_FAILURES_PER_POLL = 25
 
 
 def reduce_polls(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) -> List[int]:
-    """The state of each request on all ranks of the group, given this rank's.
+    """Returns each request's status on all ranks of the group, given this rank's.
 
-    The lowest wins, and that is Failed. A request that failed on one rank fails on the others; it
-    is Transferring until none of them is busy with it.
+    The lowest status wins, and Failed is the lowest. A request that failed on one rank fails on the
+    others; it stays Transferring until no rank is busy with it.
     """
     quiet = [
         not (hasattr(poller, "has_pending_transfers") and poller.has_pending_transfers())
@@ -54,18 +54,19 @@ def reduce_polls(pollers: Sequence[Poller], polls: Sequence[int], gloo_group) ->
 
 
 def _may_defer(poller: Poller, poll: int) -> bool:
-    """Whether a failed request may end in another turn: nowhere but on decode, once it is open."""
+    """Whether a failed request may conclude in another turn: only on decode, once it is open."""
     pinned = hasattr(poller, "is_pinned")
     return poll == KVPoll.Failed and not pinned and hasattr(poller, "is_open") and poller.is_open()
 
 
 @contextmanager
 def pinned_polls(requests: Sequence[Tuple[str, Poller]], good, failed) -> Iterator[None]:
-    """Let pollers report what the stages agree on, whatever has become known since.
+    """Makes pollers report what the stages agree on, whatever has changed since.
 
     Args:
         requests: Each request's id and poller.
-        good, failed: The state of all these ids, and ids that have failed nonetheless.
+        good: The status of each request that the stages agree on, by id.
+        failed: Ids of requests that have failed nonetheless.
     """
     states: Dict[str, int] = {**good, **dict.fromkeys(failed, KVPoll.Failed)}
     pinned = [poller for rid, poller in requests if rid in states]

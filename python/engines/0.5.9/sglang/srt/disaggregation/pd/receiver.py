@@ -1,4 +1,4 @@
-"""One request on a decode rank: who sends it, where its pages are, and how it ends."""
+"""One request on a decode rank: which ranks send it, where its pages are, how it concludes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Ranks of a prefill server whose addresses are asked for at a time.
+# Queries for addresses of a prefill server's ranks that run at a time.
 MAX_PARALLEL_QUERIES = 16
-# For how long the scheduler waits for an answer that is nearly there.
+# How long the scheduler waits for a bootstrap server's answer before it polls instead.
 ANSWER_WAIT_SECONDS = 0.03
 
 
 class Receiver:
-    """What every backend's KV receiver is.
+    """The base of every backend's KV receiver.
 
-    A backend has `_register_kv_args()`, `_metadata_frames(is_dummy, pages, aux, state)`, the message
-    that opens a room, `_reset_room_state(has_state)`, done before that is sent, and `_rank_name()`, what
-    prefill knows this rank by.
+    A backend provides `_register_kv_args()`; `_metadata_frames(is_dummy, pages, aux, state)`, the
+    message that requests a room; `_reset_room_state(has_state)`, called before that message is
+    sent; and `_rank_name()`, by which prefill knows this rank.
 
     Attributes:
-        init_time: When prefill was asked for the room, on the monotonic clock; None before.
-        conclude_state: How the room ended; None before.
+        init_time: When the room was requested from prefill, on the monotonic clock; None before.
+        conclude_state: How the room concluded; None before.
         failing_since: When the first sender failed, or this side aborted; None before.
     """
 
@@ -49,9 +49,9 @@ class Receiver:
     conclude_state: Optional[KVPoll] = None
     failing_since: Optional[float] = None
     abort_sent = False
-    aborted_by_engine = False  # by the engine
+    aborted_by_engine = False
     prefill: Optional[PrefillServer] = None
-    # While prefill's bootstrap server is being asked; what it has said of the ranks.
+    # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
     asking: Optional[Future] = None
     found_ranks: Optional[List[dict]] = None
     # Another request has the room.
@@ -71,7 +71,7 @@ class Receiver:
         self.kv_mgr = mgr
         self.bootstrap_infos: Optional[List[dict]] = None
         if bootstrap_room in mgr.request_status:
-            # Fails alone: what is known of the room is the first one's.
+            # Only this request fails: the room's entries belong to the first one.
             self.is_duplicate_room, self.conclude_state = True, KVPoll.Failed
             return
         mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
@@ -83,7 +83,7 @@ class Receiver:
             self.is_querying()
 
     def is_querying(self) -> bool:
-        """Whether it is not known yet where prefill's ranks are; nobody waits for that."""
+        """Whether the query for prefill's ranks still runs; uses its answer once it arrives."""
         if self.asking is None:
             return False
         has_failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
@@ -92,14 +92,14 @@ class Receiver:
         self.asking = None
         if has_failed:
             return False
-        if self.found_ranks is None:  # another request had it asked, for ranks of another DP rank
+        if self.found_ranks is None:  # another request's query, maybe for another DP rank
             self._locate_prefill()
         else:
             self._use_ranks(self.found_ranks)
         return self.asking is not None
 
     def _locate_prefill(self) -> None:
-        """Take what is known of prefill's ranks, or have their bootstrap server asked."""
+        """Uses prefill's known ranks, or has a thread query their bootstrap server."""
         known = self.kv_mgr.prefill_servers.get(self.bootstrap_addr)
         if known is not None:
             if not self._check_compatibility(known):
@@ -111,7 +111,7 @@ class Receiver:
         self.asking = self.kv_mgr.query_in_thread(self.bootstrap_addr, self._query_prefill)
 
     def _query_prefill(self) -> None:
-        """In a thread: ask the bootstrap server for its sizes and ranks; fail the room without."""
+        """Queries prefill's sizes and ranks, in a thread; an error fails the room."""
         try:
             known = self.kv_mgr.prefill_server(self.bootstrap_addr)
             if known is None:
@@ -122,7 +122,7 @@ class Receiver:
             self._fail(f"Bootstrap server {self.bootstrap_addr} could not be asked: {error!r}")
 
     def _check_compatibility(self, prefill: PrefillServer) -> bool:
-        """Map its ranks to this one; False, and the room fails, where the servers do not fit."""
+        """Maps prefill's ranks to this one; if incompatible, fails the room and returns False."""
         self.prefill = prefill
         if self.prefill_dp_rank is None:
             self.prefill_dp_rank = self.bootstrap_room % prefill.dp_size
@@ -138,21 +138,21 @@ class Receiver:
         return f"{self.bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
 
     def _use_ranks(self, ranks: List[dict]) -> None:
-        """Take these prefill ranks; they are told of our buffers once, not for each request."""
+        """Uses these prefill ranks; registers our buffers with them once, not for each request."""
         manager = self.kv_mgr
         manager.required_prefill_response_num_table[self.bootstrap_room] = (
             self.required_prefill_response_num
         )
         self.expects_digests = self._expects_digests()
         self.bootstrap_infos = ranks
-        # The thread that looks after peers empties the pool when a prefill server is lost.
+        # Another thread empties the pool when a prefill server is lost.
         if manager.connection_pool.get(self._pool_key()) is not ranks:
             self._register_kv_args()
             if manager.check_status(self.bootstrap_room) != KVPoll.Failed:
                 manager.connection_pool[self._pool_key()] = ranks
 
     def _expects_digests(self) -> bool:
-        """Whether prefill ranks send digests of their pages, which are compared with ours."""
+        """Whether prefill ranks send digests of their pages for comparison with ours."""
         if self.kv_mgr.verifier is not None and not self.prefill.verifies:
             logger.warning_once(
                 f"Prefill {self.bootstrap_addr} does not verify; what it sends is not compared: "
@@ -161,7 +161,7 @@ class Receiver:
         return self.kv_mgr.verifier is not None and self.prefill.verifies
 
     def _incompatibility(self, prefill: PrefillServer) -> Optional[str]:
-        """Why this decode server cannot work with that prefill server; None if it can."""
+        """Returns why this decode server cannot work with that prefill server; None if it can."""
         own = self.kv_mgr
         if prefill.page_size not in (None, own.kv_args.page_size):
             return (
@@ -176,7 +176,7 @@ class Receiver:
         return tp_size_conflict(prefill.attn_tp_size, own.attn_tp_size)
 
     def _resolve_rank_mapping(self, prefill: PrefillServer) -> None:
-        """Which prefill ranks serve this decode rank, and how many answers each side awaits."""
+        """Finds which prefill ranks serve this one, and how many answers each side awaits."""
         own, prefill_tp = self.kv_mgr, prefill.attn_tp_size
         if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
             logger.warning_once(
@@ -190,12 +190,12 @@ class Receiver:
         same_stages = prefill.pp_size == own.pp_size
         self.target_pp_ranks = [own.pp_rank] if same_stages else list(range(prefill.pp_size))
         self.required_dst_info_num = max(1, own.attn_tp_size // prefill_tp)
-        # MLA: every prefill rank has all of it, so one answers for its stage.
+        # With MLA every prefill rank has the whole KV, so one answers for its stage.
         senders = 1 if own.is_mla_backend else len(served_by)
         self.required_prefill_response_num = senders * (prefill.pp_size // own.pp_size)
 
     def _fetch_bootstrap_infos(self) -> Optional[List[dict]]:
-        """The prefill ranks that serve this one; None, having failed, if one is unknown."""
+        """Returns the prefill ranks that serve this one; fails the room if one is unknown."""
         infos = []
         for tp_rank in self.target_tp_ranks:
             # The last stage first: it must be ready when the first one starts to compute.
@@ -207,7 +207,7 @@ class Receiver:
                         f"TP {tp_rank} PP {pp_rank} yet"
                     )
                     return None
-                # Ranks that hold a copy of MLA's KV are told of the room, and send nothing.
+                # Other ranks with a copy of MLA's KV are notified of the room, and send nothing.
                 info["is_dummy"] = self.kv_mgr.is_mla_backend and tp_rank != self.target_tp_rank
                 infos.append(info)
         return infos
@@ -221,7 +221,7 @@ class Receiver:
         aux_index: Optional[int] = None,
         state_indices: Optional[List[int]] = None,
     ):
-        """Tell the prefill ranks where this room's pages, state slots and metadata row go.
+        """Requests the room: sends prefill ranks its pages, state slots and metadata row.
 
         Args:
             kv_indices: Pages of this rank's pool, int32, `[pages]`.
@@ -230,13 +230,13 @@ class Receiver:
         """
         if self.is_duplicate_room:
             return
-        if self.bootstrap_infos is not None:  # else it failed, maybe without knowing its senders
+        if self.bootstrap_infos is not None:  # otherwise it failed, maybe before it found senders
             self._reset_room_state(state_indices is not None)
         else:
             self._fail(f"Prefill {self.bootstrap_addr} could not be reached")
-        with self.kv_mgr.rooms_lock:  # from now on a lost server's room does not fail at once
+        with self.kv_mgr.rooms_lock:  # after this, a lost server does not fail the room at once
             if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
-                return  # its pages are freed
+                return  # the engine frees its pages
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
         self.init_time = time.monotonic()
         if self.expects_digests:
@@ -250,14 +250,14 @@ class Receiver:
                 return
 
     def _register(self, frames: List[bytes]) -> None:
-        """Tell each prefill rank that serves this one where our buffers are."""
+        """Sends the registration to each prefill rank that serves this one."""
         for info in self.bootstrap_infos:
             error = self._send_to_prefill(info, frames)
             if error:
                 self._fail(error)
 
     def _send_to_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
-        """Send a message; returns why a rank takes none, for nobody may wait for that."""
+        """Sends a message without waiting; returns why the rank does not accept it, or None."""
         try:
             self._socket(info).send_multipart(frames)
         except zmq.ZMQError as error:
@@ -270,7 +270,7 @@ class Receiver:
         return PeerSocket(format_tcp_address(address, port), is_valid_ipv6_address(address))
 
     def _check_timeout(self, failing: bool) -> None:
-        """Fail a room that waits in vain: for KV, or for the end of those that still send it."""
+        """Fails a room that waits too long, for KV or, if `failing`, for senders to conclude."""
         now, manager = time.monotonic(), self.kv_mgr
         room = self.bootstrap_room
         lost = manager.silent_rooms.get(room) or manager.lost_rooms.get(room)
@@ -288,14 +288,14 @@ class Receiver:
             )
 
     def abort(self):
-        """Nobody waits for this request any more; it fails when none of our pages is written to."""
+        """Aborts the request for the engine; it fails once no sender writes to our pages."""
         self.aborted_by_engine = True
         if not (self.abort_sent or self.is_duplicate_room):
-            self.poll()  # it may be over
+            self.poll()  # it may have concluded
             self._abort(ABORTED)
 
     def _abort(self, reason: str) -> None:
-        """Have prefill end the room; if it may be writing, wait until it says that it is not."""
+        """Aborts the room on prefill; it stays open until no prefill rank writes any more."""
         self.abort_sent = True
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.record_failure(room, reason)
@@ -307,7 +307,7 @@ class Receiver:
         self._await_senders(reason)
 
     def _await_senders(self, reason: str) -> None:
-        """Have our senders end the room; from now on it is waited for that."""
+        """Aborts the room on our senders; from now on it waits for them to conclude."""
         self.failing_since = self.failing_since or time.monotonic()
         if self.asking is None:
             self._send_abort(reason, self.bootstrap_infos or ())
@@ -315,7 +315,7 @@ class Receiver:
             scheduler = threading.get_ident()
 
             def tell(_: Future) -> None:
-                """In the thread that has asked; in the scheduler's if that has ended by now."""
+                """Runs in the query's thread, or in the scheduler's if the query has finished."""
                 if threading.get_ident() == scheduler:
                     start_thread(self._abort_when_known, reason)
                 else:
@@ -324,12 +324,12 @@ class Receiver:
             self.asking.add_done_callback(tell)
 
     def _abort_when_known(self, reason: str) -> None:
-        if self.found_ranks is None:  # another request had them asked for
+        if self.found_ranks is None:  # the query was another request's
             self._query_prefill()
         self._send_abort(reason, self.found_ranks or ())
 
     def _send_abort(self, reason: str, infos: Iterable[dict]) -> None:
-        """Have these prefill ranks end the room, if their server reads that."""
+        """Sends an abort to these prefill ranks, if their server reads aborts."""
         if self.prefill is not None and self.prefill.takes_aborts:
             for info in infos:
                 self._send_to_prefill(info, self._abort_frames(reason))
@@ -339,10 +339,10 @@ class Receiver:
         return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
 
     def _update_conclude_state(self) -> KVPoll:
-        """The room's state, kept when it is over; one that was failing has failed."""
+        """Returns the room's status, and records it once concluded; a failing room has failed."""
         status = self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Success and self.init_time is None:
-            return KVPoll.WaitingForInput  # nobody was asked
+            return KVPoll.WaitingForInput  # the room was not requested
         if status in ENDED and self.failing_since:
             status = KVPoll.Failed
         if status == KVPoll.Success and self.expects_digests:
@@ -357,26 +357,26 @@ class Receiver:
         return status
 
     def is_open(self) -> bool:
-        """Whether prefill was asked for the room."""
+        """Whether the room was requested from prefill."""
         return self.init_time is not None
 
     def has_pending_transfers(self) -> bool:
-        """Whether our pages may be written to."""
+        """Whether a sender may still write to our pages."""
         return False
 
     def fail_with_group(self) -> None:
-        """Another decode rank failed the room: it ends when none of our pages is written to."""
+        """Fails a room that another decode rank failed, once no sender writes to our pages."""
         if self.conclude_state is None and self.failing_since is None:
             if self.init_time is None:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self._await_senders("another decode rank failed")
 
     def clear(self) -> None:
-        """Forget the room, which has succeeded."""
+        """Drops the room, which has succeeded."""
         self._end()
 
     def _end(self) -> Optional[str]:
-        """Forget the room; returns why it failed, if it did."""
+        """Drops the room; returns why it failed, if it did."""
         if self.is_duplicate_room:
             self._untrack_room()
             return DUPLICATE_ROOM
@@ -387,7 +387,7 @@ class Receiver:
         return reason
 
     def _untrack_room(self) -> None:
-        """Take the room off this server, which the engine notes, unless it is the first one's."""
+        """Removes the engine's entry of this room for the server, unless the first request's."""
         manager, room = self.kv_mgr, self.bootstrap_room
         noted = [room in rooms for rooms in list(manager.addr_to_rooms_tracker.values())]
         if sum(noted) > 1 or room not in manager.request_status:
@@ -398,10 +398,10 @@ class Receiver:
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def _fail_incompatible(self, reason: str) -> None:
-        """Fail the room here, and on prefill where it would wait for us in vain."""
+        """Fails the room here, and on prefill, where it would wait for us in vain."""
         self._fail(reason)
         if self.kv_mgr.kv_args.engine_rank == self.kv_mgr.pp_rank == 0:
-            # Not in the scheduler's time: it asks the bootstrap server for every rank.
+            # Not in the scheduler's thread: it queries the bootstrap server for every rank.
             start_thread(self._abort_on_all_ranks, reason)
 
     def _abort_on_all_ranks(self, reason: str) -> None:
@@ -412,6 +412,6 @@ class Receiver:
             if info is not None:
                 self._send_abort(reason, [info])
 
-        # All at once: a busy server takes its time for each answer.
+        # In parallel: a busy server answers each query slowly.
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool:
             list(pool.map(tell, ranks))

@@ -1,10 +1,10 @@
-"""The state of each request on one rank, why it failed, and which decode ranks know.
+"""Each request's status on one rank, why it failed, and which decode ranks were notified.
 
     Bootstrapping -> WaitingForInput -> (Transferring) -> Success
           any of these               -> Failed
 
-A room never moves back. Threads leave marks here; schedulers look at them where all ranks do
-(`agreement`).
+A room never moves back. Threads set the status here; schedulers act on it where all ranks poll
+together (`rank_consensus`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from sglang.srt.disaggregation.pd.environment import seconds_of
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.pd.sender import Sender
 
-# First frame (after a backend's guard) by which decode aborts a room: ABORT, room, reason, decode's
-# name if it has opened the room, and decode's name. Sent to servers that announce `takes_aborts`.
+# First frame (after a backend's guard) of the message by which decode aborts a room: ABORT, room,
+# reason, decode's name if it has requested the room, and decode's name. Decode sends it to servers
+# that announce `takes_aborts`.
 ABORT = b"ABORT"
-# Failed rooms that prefill remembers, for ranks to which they come late.
+# Failed rooms that prefill remembers, for decode ranks that request them late.
 MAX_FAILED_ROOMS = 4096
-# How long a failed room waits on decode for the other senders: pages are not freed under a write.
-# The variable is that of later releases.
+# How long a failed room waits on decode for the other senders: a page must not be freed while it is
+# written. Later releases have the same variable.
 RELEASE_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 RELEASE_SECONDS = 30.0
-# How long the copies of a write may arrive after the transfer engine returned an error for it.
+# How long copies of a write may still arrive after the transfer engine returned an error for it.
 UNSETTLED_SECONDS = 30.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
 DUPLICATE_ROOM = "another request has this bootstrap_room; choose another number for each"
@@ -39,66 +40,66 @@ DUPLICATE_ROOM = "another request has this bootstrap_room; choose another number
 
 @dataclass
 class FailedRoom:
-    """A room that this prefill rank has failed, and the decode ranks that know."""
+    """A room that this prefill rank has failed, and the decode ranks that need no notice."""
 
     reason: str
     notified: Set[str]
 
 
 class RoomTable:
-    """A KV manager's rooms.
+    """Tracks a KV manager's rooms.
 
-    A backend has `conclude_failure(room, reason)`, which tells the room's decode ranks that it
-    failed as soon as nothing of it is being written, and `_drop_room(room)`, which forgets what it
-    keeps of a room.
+    A backend provides `conclude_failure(room, reason)`, which notifies the room's decode ranks of
+    the failure once no write to them runs, and `_drop_backend_state(room)`, which drops the
+    backend's own entries for a room.
     """
 
-    # For how long a write may go on after its failure was told.
+    # How long a write may go on after its failure was reported.
     unsettled_seconds = 0.0
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Rooms are touched by the scheduler and by threads that read messages.
+        # The scheduler and the threads that read messages share the rooms.
         self.rooms_lock = threading.RLock()
         self.release_seconds = seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
         self.failure_records: Dict[int, str] = {}
-        # Prefill's requests, by room, and those of which another one has taken the number.
+        # Prefill's senders by room, and those whose room a later request has taken.
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         self.replaced_senders: WeakSet[Sender] = WeakSet()
-        # Why prefill failed a room; why decode aborted one whose request has not come to prefill.
+        # Why prefill failed a room; why decode aborted one before its request reached prefill.
         self.failed_rooms: OrderedDict[int, FailedRoom] = OrderedDict()
         self.aborted_before_request: OrderedDict[int, str] = OrderedDict()
         return self
 
     @property
     def sender_rank(self) -> int:
-        """This prefill rank's number among all that may serve a decode rank, over TP and PP."""
+        """This prefill rank's number, unique over the TP and PP ranks that serve a decode rank."""
         return self.attn_tp_rank * self.pp_size + self.pp_rank
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
-        """The room's state; one that is forgotten has failed."""
+        """Returns the room's status; Failed for a room that was dropped."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Move a room on. It never moves back, and a failed room stays failed."""
+        """Updates a room's status, one thread at a time; it never moves back, nor off Failed."""
         with self.rooms_lock:
             current = self.request_status.get(bootstrap_room, status)
             failed = KVPoll.Failed in (current, status)
             self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
-        """Keep the first reason why a room failed, for the client."""
+        """Records the first reason why a room failed, for the client."""
         self.failure_records.setdefault(bootstrap_room, failure_reason)
 
     def fail(self, room: int, reason: str) -> None:
-        """Mark a room as failed; its request is failed where the ranks look at it together."""
+        """Marks a room as failed; its request fails where all ranks poll together."""
         with self.rooms_lock:
-            if room in self.request_status:  # else it is over
+            if room in self.request_status:  # otherwise it has concluded
                 self.record_failure(room, reason)
                 self.update_status(room, KVPoll.Failed)
 
     def drop_room(self, room: int) -> Optional[str]:
-        """Drop all that is kept of a finished room; returns why it failed, if it did."""
+        """Drops all entries for a concluded room; returns why it failed, if it did."""
         with self.rooms_lock:
             self.request_status.pop(room, None)
             self._drop_backend_state(room)
@@ -108,9 +109,9 @@ class RoomTable:
     # Prefill
 
     def register_sender(self, room: int, sender: Sender) -> None:
-        """A request has come; one that decode has aborted before has failed.
+        """Registers a request's sender; the room fails if decode has already aborted it.
 
-        So have two of one number at a time, for nobody can tell which of them decode asks for.
+        Two concurrent requests with the same room both fail: decode's messages fit either.
         """
         with self.rooms_lock:
             other = self.senders.get(room)
@@ -118,7 +119,7 @@ class RoomTable:
                 self.replaced_senders.add(other)
             others = [one for one in self.replaced_senders if one.bootstrap_room == room]
             self.senders[room] = sender
-            self.failed_rooms.pop(room, None)  # was another request of that number
+            self.failed_rooms.pop(room, None)  # an earlier request's
             reason = self.aborted_before_request.pop(room, None)
             if not all(one.is_closed for one in others):
                 reason = DUPLICATE_ROOM
@@ -127,7 +128,7 @@ class RoomTable:
                 self.fail(room, reason)
 
     def record_failed_room(self, room: int, reason: str, notified: Iterable[str]) -> None:
-        """Keep why a room was failed, for decode ranks that ask for it only now."""
+        """Records why a room failed, for later requests of decode ranks not in `notified`."""
         known = self.failed_rooms.pop(room, None)
         self.failed_rooms[room] = FailedRoom(
             reason, {*notified, *(known.notified if known else ())}
@@ -136,10 +137,10 @@ class RoomTable:
             self.failed_rooms.popitem(last=False)
 
     def abort_room(self, room: int, reason: str) -> None:
-        """Fail a room, also if its request has yet to come; decode is told why."""
+        """Fails a room, even before its request arrives, and notifies decode of the reason."""
         sender = self.senders.get(room)
         if sender is not None and sender.conclude_state is not None:
-            return  # it is over
+            return  # it has concluded
         if sender is not None:
             self.fail(room, reason)
         else:
@@ -150,16 +151,16 @@ class RoomTable:
         self.conclude_failure(room, reason)
 
     def refuse(self, room: int, reason: str) -> None:
-        """A request has failed that never had a sender: decode ranks are told, or when they ask."""
+        """Fails a request that never had a sender; notifies decode, now or when it requests it."""
         with self.rooms_lock:
             sender = self.senders.get(room)
-            if sender is not None and not sender.is_closed:  # another of that number
+            if sender is not None and not sender.is_closed:  # another request with this room
                 return
             self.record_failure(room, reason)
         self.close_failed_room(room)
 
     def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
-        """Fail an open room, of which a decode rank is silent (`silence`)."""
+        """Fails an open room that has a silent decode rank (`peer_silence`)."""
         with self.rooms_lock:
             if self.request_status.get(room) not in ENDED:
                 self.abort_room(room, reason)
@@ -167,10 +168,12 @@ class RoomTable:
     def handle_abort(
         self, room: bytes, reason: bytes, session: bytes = b"", name: bytes = b""
     ) -> None:
-        """Fail the room that decode aborts, also if its request has yet to come.
+        """Fails the room that decode aborts, even before its request arrives.
 
-        `session` is decode's name if it has opened the room: then it may be over. A decode rank
-        that has not needs no telling; when it asks for the room, that is another request.
+        Args:
+            session: Decode's name if it has requested the room, which may then have concluded.
+            name: Decode's name. A rank that has not requested the room needs no notice; if it
+                requests the room later, that is a new request.
         """
         number, peer = int(room), session.decode("ascii")
         knows = {name.decode("ascii")} if name and not peer else set()

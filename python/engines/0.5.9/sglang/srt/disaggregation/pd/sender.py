@@ -14,10 +14,13 @@ ABORTED = "Aborted by AbortReq."
 
 
 class Sender:
-    """What every backend's KV sender is; its manager has `close_failed_room(room)`, but for Mori's."""
+    """The base of every backend's KV sender.
+
+    Its manager has `close_failed_room(room)`, except Mori's.
+    """
 
     conclude_state: Optional[KVPoll] = None
-    # The room is aborted or forgotten; `conclude_state` may say before how it will end.
+    # Whether the room was dropped; `conclude_state` may be set before that.
     is_closed = False
 
     def __init__(
@@ -37,22 +40,22 @@ class Sender:
         mgr.register_sender(bootstrap_room, self)
 
     def abandon(self) -> None:
-        """The request leaves before it is sent, for its client is gone: decode must not wait."""
+        """Aborts a request that leaves unsent, as its client is gone: decode must not wait."""
         if not self.is_closed and hasattr(self.kv_mgr, "close_failed_room"):
             self.kv_mgr.record_failure(self.bootstrap_room, ABORTED)
             self._close_failed_room()
 
     def _close_failed_room(self) -> str:
-        """End the room, which has failed; returns why. Decode is told when we write no more."""
+        """Drops the failed room and returns why; notifies decode once this rank writes no more."""
         self.is_closed, self.conclude_state = True, KVPoll.Failed
         return self.kv_mgr.close_failed_room(self.bootstrap_room)
 
     def clear(self) -> None:
-        """Forget the room, which has succeeded."""
+        """Drops the room, which has succeeded."""
         self.is_closed = True
         self.kv_mgr.drop_room(self.bootstrap_room)
 
     def fail_with_group(self) -> None:
-        """Another rank of this stage failed the room."""
+        """Fails the room, which another rank of this stage failed."""
         if self.conclude_state is None:
             self.kv_mgr.fail(self.bootstrap_room, "another prefill rank failed")

@@ -1,6 +1,6 @@
-"""Chunks that wait in queues to be written by the transfer engine's synchronous calls.
+"""Queues chunks, which worker threads write by the transfer engine's synchronous calls.
 
-scheduler: add_transfer_request    a lane for each group of decode ranks    some threads
+scheduler: add_transfer_request    a lane for each group of decode ranks    worker threads
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class TransferQueue(PeerQueues):
-    """A KV manager's, over `MooncakeStatus`; it has the engine's sends.
+    """Queues a KV manager's chunks for the engine's sends; placed before `MooncakeStatus`.
 
-    A chunk is the engine's: `room`, `prefill_kv_indices`, `index_slice` (its place among all pages
-    of the request), `is_last`, and with the last one `prefill_aux_index` and `state_indices`. One
-    without `prefill_aux_index` that is the last ends a room that has failed.
+    A chunk is the engine's object: `room`, `prefill_kv_indices`, `index_slice` (its place among all
+    pages of the request), `is_last`, and in the last one `prefill_aux_index` and `state_indices`. A
+    last chunk without `prefill_aux_index` concludes a failed room.
     """
 
     def _enqueue(self, chunk: Any) -> None:
-        """Behind the other chunks of its decode ranks; nothing where none has asked."""
+        """Queues a chunk for its decode ranks; does nothing if none has requested the room."""
         if self.transfer_infos.get(chunk.room):
             self.transfer_queues[0].put(chunk)
 
     def transfer_worker(self, queue: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
-        """Send chunk after chunk. What goes wrong fails its room, never this thread."""
+        """Sends chunk after chunk. An error fails the chunk's room and never stops this thread."""
         while True:
             chunk = queue.get()
             try:
@@ -52,7 +52,7 @@ class TransferQueue(PeerQueues):
             self._send_conclusion(chunk.room, KVPoll.Failed)
             return
         if chunk.is_last and chunk.prefill_aux_index is None:
-            return  # the end of a room whose number is another request's by now
+            return  # the chunk concludes an earlier request with this room
         self.note_chunk(chunk.room, chunk.index_slice, chunk.prefill_kv_indices)
         for req in list(self.transfer_infos.get(chunk.room, {}).values()):
             if not req.is_dummy:

@@ -1,4 +1,4 @@
-"""The NPU pools: how their KV is cut into pages, and its copy to the host and back."""
+"""NPU pools: the size of their KV pages, and the copy of their KV to the host and back."""
 
 from typing import List, Tuple
 
@@ -20,12 +20,12 @@ if is_npu():
 
 class NPUMHATokenToKVPool:
     def get_contiguous_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
-        """Address, bytes and bytes a page of K of each layer, then of V of each (PR #15852).
+        """Returns address, bytes and bytes per page of each layer's K, then of its V (PR #15852).
 
         `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
         """
         buffers = [*self.k_buffer, *self.v_buffer]
-        pages = self.size // self.page_size + 1  # page 0 takes what padded tokens write
+        pages = self.size // self.page_size + 1  # page 0 receives what padded tokens write
         return (
             [buffer.data_ptr() for buffer in buffers],
             [buffer.nbytes for buffer in buffers],
@@ -33,7 +33,7 @@ class NPUMHATokenToKVPool:
         )
 
     def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copy what these token slots, of shape [tokens], hold to the host (PR #25249).
+        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249).
 
         Later releases pass more arguments, which concern other pools.
         """
@@ -42,7 +42,7 @@ class NPUMHATokenToKVPool:
     def load_cpu_copy(
         self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
 
         Raises:
             ValueError: The copy does not fit the slots or this pool; nothing has been written.
@@ -50,7 +50,7 @@ class NPUMHATokenToKVPool:
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
     def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
-        """Buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
+        """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
         whole = getattr(self, "kv_buffer", None)
         if whole is not None:  # K and V of all layers are one tensor
             buffers = [whole.view(-1, *whole.shape[2:])]
@@ -63,10 +63,10 @@ class NPUMHATokenToKVPool:
 
 class NPUMLATokenToKVPool:
     def get_state_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
-        """Address, bytes and bytes a page of each layer's index keys; empty without an indexer.
+        """Returns address, bytes and bytes per page of each layer's index keys, if there are any.
 
-        The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), as which
-        they are sent.
+        The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), which is how
+        the transfer backend sends them.
         """
         buffers = [] if self.index_k_buffer is None else list(self.index_k_buffer)
         return (
@@ -76,17 +76,27 @@ class NPUMLATokenToKVPool:
         )
 
     def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """As `NPUMHATokenToKVPool.get_cpu_copy`; index keys, where there are some, included."""
+        """Copies the KV and index keys, if any, of these token slots, [tokens], to the host.
+
+        Later releases pass more arguments, which concern other pools.
+        """
         return copy_to_host(*self._rows(indices))
 
     def load_cpu_copy(
         self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
     ) -> None:
-        """As `NPUMHATokenToKVPool.load_cpu_copy`."""
+        """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
+
+        Raises:
+            ValueError: The copy does not fit the slots or this pool; nothing has been written.
+        """
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
     def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
-        """As in `NPUMHATokenToKVPool`; with `SGLANG_USE_FIA_NZ` a page's rows are not tokens."""
+        """Returns buffers as [layers, rows, ...], rows to copy, and how many at a time.
+
+        A row is a token, or with `SGLANG_USE_FIA_NZ` a page.
+        """
         buffers = [self.k_buffer, self.v_buffer]
         if self.index_k_buffer is not None:
             buffers.append(self.index_k_buffer)
