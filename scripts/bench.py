@@ -1,10 +1,10 @@
-"""Stock's planning against ours, in one process that has the stock engine: `scripts/bench.sh`.
+"""Stock's transfer planning against ours, in one process with the stock engine: `scripts/bench.sh`.
 
-Both sides are asked for the same transfer by the engine's own call, on managers without a network:
-a stand-in takes what a transport takes, three lists (MemFabric, Mooncake), two arrays `[n, 3]`
-(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_0_5_23`). Ours is that of
-the patched engine, imported after the stock one. That both copy the same bytes is checked before
-anything is timed.
+Both sides get the same transfer by the engine's own call, on managers without a network. A fake
+transport accepts what a real one accepts: three lists (MemFabric, Mooncake), two arrays `[n, 3]`
+(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_0_5_23`). "Ours" is the
+patched engine, imported after the stock one. The bench checks that both copy the same bytes before
+it times anything.
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ ELEMENT = 2  # bytes, bfloat16
 CHECKED_PAGES = [1, 2, 5, 16]
 PAGE_COUNTS = [1, 2, 4, 16, 64, 256]
 LARGE_PAGE_COUNTS = [1024, 8192]
-POOL_PAGES = 2 * max(LARGE_PAGE_COUNTS)  # pages of each buffer, for fragmented ones are apart
-# Elements of a token of each component: as NPU pools hold them, and as others do.
+POOL_PAGES = 2 * max(LARGE_PAGE_COUNTS)  # pages per buffer: fragmented pages have gaps
+# Elements of a token in each component: of NPU pools, and of other pools (`MLA`).
 NPU_MLA = {"k": 512, "v": 64}
 NPU_INDEXED_MLA = {**NPU_MLA, "index_k": 128}
 MLA = {"kv": 576}
-# Pages that follow one another on both sides, in pages a run; None: all of them.
+# Pages per contiguous run on both sides; None: all pages in one run.
 FRAGMENTS = {"contiguous": None, "half": 2, "full": 1}
-ROW_SECONDS = 0.6  # of timing a row, but within this many repeats of each side
+ROW_SECONDS = 0.6  # of timing per row, within these numbers of repeats of each side
 MIN_REPEATS, MAX_REPEATS = 7, 300
-# Else: not slower. Medians of the same code against itself lie up to a tenth apart here,
-# for memory is shared with other machines.
+# For cases without a target: not slower. Medians of the same code differ by up to a tenth here,
+# because other machines share the memory.
 MIN_SPEEDUP = 0.9
-# (kind, pages, fragmented, figure): at least this many times as fast as stock.
+# (kind, pages, fragmented, figure): least speed relative to stock's.
 TARGETS = {
     ("MLA k v index_k, Ascend", 1024, "full", "arrays"): 25.0,
     ("MLA k v index_k, Ascend", 1024, "full", "ours"): 6.0,
@@ -63,7 +63,7 @@ TARGETS = {
 
 
 class FakeTransport:
-    """Stands in for a transfer engine and for a NIXL agent; keeps the copies if asked to."""
+    """A fake transfer engine and NIXL agent; with ``keep`` it records the copies."""
 
     def __init__(self, keep: bool = False):
         self.keep = keep
@@ -100,33 +100,33 @@ class FakeTransport:
 
 @dataclasses.dataclass(frozen=True)
 class TransferCase:
-    """A pool, a backend, and both sides' manager classes; `later` ones are `bench_0_5_23`'s."""
+    """A pool, a backend, and both sides' manager classes; `later` is for releases since 0.5.20."""
 
     name: str
     stock: type
     ours: type
     own: object  # `RankLayout` of the prefill rank
-    peer: object  # and of the decode rank
-    sliced: bool
-    lists: bool
+    peer: object  # `RankLayout` of the decode rank
+    sliced: bool  # stock sends by head slices
+    lists: bool  # the transport takes lists, not arrays
     later: bool = False
-    held: int = POOL_PAGES
+    held: int = POOL_PAGES  # pages per buffer
 
     def transport(self):
-        """What takes the copies where a call is timed."""
+        """The transport of a timed call."""
         return FakeTransport()
 
     def addresses(self, layout, side: int) -> tuple[list[int], ...]:
-        """Of KV's buffers, and of the state's if there are any."""
+        """Addresses of the KV buffers, and of the state buffers if there are any."""
         return (pointers(layout, side),)
 
     def make_call(self, manager_class: type, transport: FakeTransport) -> Callable:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
         manager = self._manager(manager_class, transport)
         (dst, *_), page_bytes = self.addresses(self.peer, 2), self.peer.kv[0].page_bytes
-        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
+        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one method
         if self.lists:
-            executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
+            executor = ThreadPoolExecutor(1)  # as in the engine on hosts with fewer than 128 cores
             tail = (self.peer.tp_rank, self.peer.tp_size, page_bytes) if sliced else ()
             tail = (*tail, executor)
         elif self.later:
@@ -140,11 +140,11 @@ class TransferCase:
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
     def _manager(self, manager_class: type, transport: FakeTransport):
-        """With what the call uses, and no more."""
+        """A manager with only the attributes that the call reads."""
         own = self.own
         manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
-        manager.request_status = {1: 2}  # the notice's room waits for KV
+        manager.request_status = {1: 2}  # the notification's room waits for KV
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
         manager.enable_custom_mem_pool = False
@@ -168,7 +168,7 @@ class TransferCase:
         return manager
 
     def plan(self):
-        """Ours for this pair of ranks, as made when decode registers."""
+        """Our transfer plan for this pair of ranks, as made when decode registers."""
         kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
         own, peer = (
             kv_layout.Pointers(*self.addresses(layout, side))
@@ -178,7 +178,7 @@ class TransferCase:
 
 
 class WindowCase(TransferCase):
-    """A request's state; NIXL is real where it is timed."""
+    """A transfer of a request's sliding-window state; timed calls use the real NIXL."""
 
     def transport(self):
         return bench_windows.NixlAgents(self.own, self.peer, PEER)
@@ -201,7 +201,7 @@ def window_case(page_size: int, **more) -> WindowCase:
 
 
 def pointers(layout, side: int) -> list[int]:
-    """Made-up addresses, far enough apart for any pool."""
+    """Invented addresses of a side's KV buffers, far enough apart for any pool."""
     return [(side << 50) + (i << 40) for i in range(len(layout.kv))]
 
 
@@ -209,7 +209,7 @@ def manager_classes() -> dict[str, dict[str, type]]:
     """Each backend's KV manager, stock and ours; this process has the stock engine.
 
     Raises:
-        FileNotFoundError: There is no patched engine.
+        FileNotFoundError: The patched engine does not exist.
     """
     if bench_0_5_23.is_since_0_5_20():
         bench_0_5_23.publish_defaults()
@@ -231,7 +231,7 @@ def manager(backend: str) -> type:
 
 
 def transfer_cases() -> list[TransferCase]:
-    """What is compared."""
+    """All cases of this release."""
     found, later = manager_classes(), bench_0_5_23.is_since_0_5_20()
     ascend, mooncake, nixl = (
         {**found[name], "lists": name != "nixl", "later": later} for name in BACKENDS
@@ -264,7 +264,7 @@ def transfer_cases() -> list[TransferCase]:
 
 
 def between_equal_ranks(pool) -> dict:
-    """Between two ranks that hold the same."""
+    """Options of a case between two ranks with the same layout."""
     return {"own": pool, "peer": pool, "sliced": False}
 
 
@@ -274,7 +274,7 @@ def rank(tp: tuple[int, int], layers: int, buffers: list):
 
 
 def mla(widths: dict[str, int]):
-    """DeepSeek V3's 61 layers, V3.2's with index keys."""
+    """Layout of DeepSeek V3's 61 layers, or V3.2's with index keys."""
     layout = sys.modules[f"{ENGINE}.kv_layout"]
     return rank(
         (0, 1),
@@ -288,7 +288,7 @@ def mla(widths: dict[str, int]):
 
 
 def gqa(tp_rank: int, tp_size: int):
-    """64 layers of 8 KV heads of 128 elements."""
+    """A TP rank's layout of 64 layers with 8 KV heads of 128 elements."""
     layout = sys.modules[f"{ENGINE}.kv_layout"]
     held = 8 // tp_size
     heads = layout.Heads(tp_rank * held, tp_rank * held + held, 8)
@@ -304,20 +304,20 @@ def gqa(tp_rank: int, tp_size: int):
 
 
 def make_pages(count: int, fragments: str, seed: int) -> np.ndarray:
-    """`count` pages in runs of the length that `fragments` names; int32, as the engine has them."""
+    """`count` pages in runs of the length that `fragments` names; int32, as in the engine."""
     run = FRAGMENTS[fragments] or count
     starts = np.random.default_rng(seed).permutation(-(-count // run)) * (run + 1)
     return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
 
 
 def row_parameters(every: list[TransferCase]) -> Iterator[tuple[TransferCase, int, str]]:
-    """Kind, pages, fragmentation of each row."""
+    """Case, pages and fragmentation of each row."""
     for kind in every:
         if isinstance(kind, WindowCase):
             yield from ((kind, kind.held // 2, fragments) for fragments in FRAGMENTS)
             continue
         for count in PAGE_COUNTS if kind.sliced else PAGE_COUNTS + LARGE_PAGE_COUNTS:
-            if kind.sliced or count == 1:  # tokens are copied alike however their pages lie
+            if kind.sliced or count == 1:  # slices are copied token by token in any case
                 wanted = ["full"]
             else:
                 wanted = FRAGMENTS if count in LARGE_PAGE_COUNTS else ["contiguous", "full"]
@@ -326,7 +326,7 @@ def row_parameters(every: list[TransferCase]) -> Iterator[tuple[TransferCase, in
 
 
 def canonical_copies(copies: list[np.ndarray]) -> np.ndarray:
-    """`[3, n]` of source, destination, bytes: in order of source, neighbours made one copy."""
+    """`[3, n]` of source, destination, bytes: sorted by source, adjacent copies merged."""
     src, dst, length = np.concatenate([np.empty((3, 0), np.int64), *copies], axis=1)
     order = np.lexsort((dst, src))
     src, dst, length = src[order], dst[order], length[order]
@@ -337,10 +337,10 @@ def canonical_copies(copies: list[np.ndarray]) -> np.ndarray:
 
 
 def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
-    """How many copies our side makes.
+    """Check that both sides copy the same bytes; returns how many copies ours makes.
 
     Raises:
-        ValueError: The two sides do not copy the same bytes to the same places.
+        ValueError: They do not copy the same bytes to the same places.
     """
     kept = {}
     for side in (kind.stock, kind.ours):
@@ -353,9 +353,10 @@ def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
 
 
 def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median of each side's processor time, taken in turns; it is less noisy than the clock's.
+    """Median processor time of each side in seconds, measured in turns.
 
-    Neither side computes in more than one thread at a time here.
+    Processor time is less noisy than wall time, and here neither side computes in more than one
+    thread at a time.
     """
     times = {name: [] for name in sides}
     for _ in range(repeats):
@@ -367,7 +368,7 @@ def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 
 def peak_mb(side: Callable) -> float:
-    """Most memory that one call holds at once, in 10^6 bytes; NumPy's counts too."""
+    """Peak memory of one call, in 10^6 bytes, including NumPy's."""
     tracemalloc.start()
     side()
     peak = tracemalloc.get_traced_memory()[1]
@@ -387,7 +388,7 @@ def measure(kind: TransferCase, count: int, fragments: str) -> dict:
         plan = kind.plan().kv
         calls["arrays"] = lambda src, dst: plan.copies(src, dst).arrays()
     sides = {name: lambda call=call: call(src, dst) for name, call in calls.items()}
-    once = sum(seconds(sides, 3).values())  # and warm
+    once = sum(seconds(sides, 3).values())  # also warms up
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(ROW_SECONDS / once)))
     times = seconds(sides, repeats)
     return {
@@ -403,7 +404,7 @@ def measure(kind: TransferCase, count: int, fragments: str) -> dict:
 
 
 def regressions(rows: list[dict]) -> list[str]:
-    """What is slower than it has to be, in words."""
+    """A sentence for each figure that misses its target."""
     found = []
     for row in rows:
         case = (row["kind"], row["pages"], row["fragmented"])
@@ -465,11 +466,11 @@ def plan(
             check(kind, *(make_pages(count, fragments, seed) for seed in (1, 2)))
         console.print(f"{len(every)} kinds of transfer: stock and ours copy the same bytes")
         return
-    gc.disable()  # it would cost stock most, whose tuples it follows
+    gc.disable()  # it would slow stock most, since it scans stock's tuples
     rows = []
     for case in row_parameters(every):
         row = measure(*case)
-        if regressions([row]):  # once more, for the machine may have been busy
+        if regressions([row]):  # repeat, since the machine may have been busy
             row = measure(*case)
         rows.append(row)
         gc.collect()

@@ -13,7 +13,7 @@
 #                 minutes; status 1 if patched is slower anywhere (by a tenth) or misses a target
 #   cpu-copy      a request's KV to the host and back, against a loop and one memcpy; a minute
 #   serve         real pairs of servers, stock and patched in turns: time to the first token and
-#                 requests per second; half an hour; status 1 if patched is slower by more than noise
+#                 requests per second; half an hour; status 1 if patched is slower beyond the noise
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, and the time to the first token without
 #                 and with it; ten minutes
 #   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched

@@ -1,7 +1,7 @@
-"""What `bench.py` does otherwise from release 0.5.20 on.
+"""What `bench.py` does differently from release 0.5.20 on.
 
-There the engine's methods read the configuration that the process has published, and over NIXL a
-request names blocks of two lists, which are prepared once for each peer:
+There the engine's methods read the configuration that the process has published, and a NIXL request
+names blocks of two lists, which are prepared once for each peer:
 
     run: address, length, device, stride, 3        blocks 0 1 2
     run: address, length, device, stride, 3        blocks 3 4 5
@@ -15,12 +15,12 @@ from pd_harness.releases import release
 
 
 def is_since_0_5_20() -> bool:
-    """Whether the engine that is at hand is of such a release."""
+    """Whether this engine's release is 0.5.20 or later."""
     return tuple(map(int, release().split(".")[:3])) >= (0, 5, 20)
 
 
 def publish_defaults() -> None:
-    """The configuration of a prefill server that is told nothing."""
+    """Publish the default configuration of a prefill server in this process."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
@@ -29,7 +29,7 @@ def publish_defaults() -> None:
 
 
 def forget_metrics(module: ModuleType) -> None:
-    """A process registers a metric once; after this the same module can be loaded again."""
+    """Unregister a module's metrics, which allows the process to load the module again."""
     from prometheus_client import REGISTRY
     from prometheus_client.metrics import MetricWrapperBase
 
@@ -39,12 +39,12 @@ def forget_metrics(module: ModuleType) -> None:
 
 
 def complete_manager(manager, info: SimpleNamespace, own, peer, pages: int) -> None:
-    """Set what a manager's calls use besides, and prepare NIXL's lists as for a registration.
+    """Set what a manager's calls also read, and prepare NIXL's lists as for a registration.
 
     Args:
-        info: Of the peer, as it registered.
+        info: The peer's registration.
         own, peer: `RankLayout` of both ranks.
-        pages: Of each buffer.
+        pages: Number of pages in each buffer.
     """
     heads, lengths = own.kv[0].heads, [buffer.page_bytes for buffer in peer.kv]
     vars(manager).update(
@@ -77,10 +77,10 @@ def complete_manager(manager, info: SimpleNamespace, own, peer, pages: int) -> N
 
 
 def descriptors(runs: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """`[blocks, 3]` of address, length, device: what these blocks of a prepared list are.
+    """The address, length and device, `[blocks, 3]`, of these blocks in a prepared list.
 
     Raises:
-        IndexError: A block that the list does not have.
+        IndexError: The list does not have a block.
     """
     address, length, device, stride, held = runs.astype(np.int64).T
     ends = held.cumsum()

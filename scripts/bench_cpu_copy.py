@@ -1,8 +1,8 @@
-"""KV of a request to the host and back, against the obvious loop and one memcpy.
+"""Copying a request's KV to the host and back, against the obvious loop and one memcpy.
 
-Run by `scripts/bench.sh cpu-copy`, with the patched engine's own NPU pools, on an NPU where there
-is one. 0.5.9's copy by what the patches add, a later one's by itself. The loop is what the engine
-does on CUDA: layer by layer, chunk by chunk.
+Run by `scripts/bench.sh cpu-copy`, with the patched engine's own NPU pools, on an NPU if there is
+one. In 0.5.9 the patch set adds the pools' copy methods; later releases have their own. The loop is
+the engine's way on CUDA: layer by layer, chunk by chunk.
 """
 
 import json
@@ -47,7 +47,7 @@ def pools() -> dict:
 
 
 class LayerLoop:
-    """The same copies, one layer and chunk after the other."""
+    """The same copies as a pool's, one layer and chunk after the other."""
 
     def __init__(self, pool):
         self.chunk = pool.cpu_offloading_chunk_size
@@ -65,7 +65,7 @@ class LayerLoop:
 
 
 def milliseconds(sides: dict[str, Callable]) -> dict[str, float]:
-    """Median of each side, taken in turns after one call of each."""
+    """Median milliseconds of each side, measured in turns after one call of each."""
     times = {name: [] for name in sides}
     for turn in range(REPEATS + 1):
         for name, side in sides.items():
@@ -77,7 +77,7 @@ def milliseconds(sides: dict[str, Callable]) -> dict[str, float]:
 
 
 def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a pool gave, however deep its lists are."""
+    """All tensors of a pool's copy, whatever the depth of its lists."""
     if isinstance(copied, torch.Tensor):
         yield copied
     else:
@@ -86,7 +86,7 @@ def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def measure(name: str, pool, tokens: int) -> dict:
-    """One row: both directions, each with its ratio to the loop and to the memcpy."""
+    """One row: milliseconds of the pool and the loop in both directions, and of the memcpy."""
     loop = LayerLoop(pool)
     slots = torch.randperm(pool.size)[:tokens].to(pool.device)
     targets = torch.randperm(pool.size)[:tokens].to(pool.device)

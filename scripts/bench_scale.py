@@ -1,8 +1,8 @@
-"""What many ranks cost each other, stock beside patched: `scripts/bench.sh scale`.
+"""What many ranks cost each other, in stock and patched: `scripts/bench.sh scale`.
 
-Prefill has PP 4 and TP `ranks / 4`; decode are as many servers of one rank, so that each rank has
-to do with all of the other side. Ranks are processes with the engine's managers and no model, and
-a transfer library that writes nothing (`null_transfer`).
+Prefill has PP 4 and TP `ranks / 4`; decode has `ranks` servers of one rank, so that each rank
+works with all ranks of the other side. Ranks are processes with the engine's managers, without a
+model, and with a transfer library that writes nothing (`null_transfer`).
 """
 
 import contextlib
@@ -29,28 +29,28 @@ import fleet as fleets  # noqa: E402
 from engine_release import SINCE_0_5_20  # noqa: E402
 
 ENGINES = ("stock", "patched")
-# NIXL's requests end in 0.5.9 by the library's own notifications.
+# In 0.5.9 NIXL requests conclude by NIXL's own notifications, which `null_transfer` lacks.
 BACKENDS = ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
 RANKS = (8, 16, 32, 64)  # of each side
 STAGES = 4
 REQUESTS = 256  # of all decode ranks together, while processor time is measured
-SECONDS = 20.0  # under load, in the first third of which a decode rank is killed
-IDLE_FRACTION = 0.2  # of that: at rest
-ENOUGH_REQUESTS = 4000  # requests, more than are served meanwhile
-HANG_TIMEOUT_S = 600.0  # seconds, which only a hang reaches
-# What a fleet costs that has lost more of its requests says nothing; stock loses some.
+SECONDS = 20.0  # under load; a decode rank is killed after a third of it
+IDLE_FRACTION = 0.2  # idle time, as a part of `SECONDS`
+ENOUGH_REQUESTS = 4000  # more than a rank serves in `SECONDS`
+HANG_TIMEOUT_S = 600.0  # reached only by a hang
+# The costs of a fleet that lost more of its requests mean nothing; stock loses some.
 ATTEMPTS, MAX_LOST_FRACTION = 2, 0.05
-# What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
+# Figures that grow with ranks. Wall time is noisier than processor time, and only shown.
 GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
-# Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
+# Exponents of patched and stock may always differ by this much: a fifth from 8 to 64 ranks.
 MIN_NOISE = 0.1
 
 
-Rooms = tuple[int, int]  # the first, and the one after the last
+Rooms = tuple[int, int]  # the first room, and the one after the last
 
 
 class RunningRanks:
-    """A running fleet, all of whose ranks can be asked at once."""
+    """A running fleet, with calls to many ranks at once."""
 
     def __init__(self, servers: fleets.Servers, ranks: int):
         self.servers, self.next_room = servers, 1
@@ -73,12 +73,15 @@ class RunningRanks:
         return list(self.pool.map(lambda one: one.call(do, **given), ranks))
 
     def new_rooms(self, count: int) -> Rooms:
-        """New rooms."""
+        """``count`` unused rooms."""
         first, self.next_room = self.next_room, self.next_room + count
         return first, self.next_room
 
     def start_serving(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
-        """Have decode ranks serve these rooms, and prefill `more`, too; futures, decode's last."""
+        """Start serving: decode ranks their lane, prefill ranks all lanes and `more`.
+
+        Returns futures: prefill's, then decode's.
+        """
         given = [(one, [*lanes.values(), *more]) for one in self.servers.prefill]
         given += [(one, [lane]) for one, lane in lanes.items()]
         return [
@@ -86,9 +89,13 @@ class RunningRanks:
         ]
 
     def serve(self, requests: int, decode: list[fleets.Rank] | None = None) -> tuple[float, int]:
-        """So many requests of each decode rank; seconds until the last was served, and how many.
+        """Serve `requests` requests of each decode rank.
 
-        Raises RuntimeError where a rank has ended.
+        Returns:
+            Seconds until the last was served, and how many were served in all.
+
+        Raises:
+            RuntimeError: a rank has exited.
         """
         begun = time.monotonic()
         lanes = {one: self.new_rooms(requests) for one in decode or self.decode}
@@ -109,7 +116,7 @@ def fork_server(engine: str) -> fleets.ForkServer:
 
 @contextlib.contextmanager
 def running(engine: str, backend: str, ranks: int) -> Iterator[RunningRanks]:
-    # Stock NIXL has wrong results, or hangs, for GQA between such sides.
+    # Stock NIXL gives wrong results, or hangs, for GQA between such sides.
     fleet = fleets.Fleet(
         prefill=fleets.Side(tp=ranks // STAGES, pp=STAGES),
         backend=backend,
@@ -124,10 +131,10 @@ def running(engine: str, backend: str, ranks: int) -> Iterator[RunningRanks]:
 
 
 def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> dict:
-    """One row; `seconds` are under load."""
+    """One row of figures; `seconds` is the time under load."""
     requests = max(2, REQUESTS // ranks)
     with running(engine, backend, ranks) as fleet:
-        fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
+        fleet.serve(2, fleet.decode[:1])  # the first peer's costs include those that all share
         before = fleet.call_ranks("figures")
         meet_seconds, met_ranks = fleet.serve(1)
         met = fleet.call_ranks("figures")
@@ -164,7 +171,7 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
 
 
 def measure_with_retry(*fleet) -> dict:
-    """The first row of several in which few requests were lost, else the last; see `measure`."""
+    """The first row of `ATTEMPTS` that lost few requests, else the last one; see `measure`."""
     for attempt in range(1, ATTEMPTS + 1):
         row = {**measure(*fleet), "attempt": attempt}
         if row["lost_part"] <= MAX_LOST_FRACTION:
@@ -173,9 +180,9 @@ def measure_with_retry(*fleet) -> dict:
 
 
 def measure_rank_replacement(fleet: RunningRanks, seconds: float) -> dict:
-    """One decode rank is killed under load, and another takes its place; others' longest gaps.
+    """Kill a decode rank under load, start another, and measure the other ranks' longest gaps.
 
-    A gap is the longest time in which a decode rank has no request end.
+    A gap is a time in which none of a decode rank's requests ends.
     """
     lanes, new = (
         {one: fleet.new_rooms(ENOUGH_REQUESTS) for one in fleet.decode},
@@ -202,19 +209,19 @@ def measure_rank_replacement(fleet: RunningRanks, seconds: float) -> dict:
 
 
 def longest_gap(ends: list[float], since: float, until: float) -> float:
-    """The longest time between two of these within the two limits, which count as well."""
+    """The longest time between two `ends` from `since` to `until`, which count as ends, too."""
     within = [since, *sorted(end for end in ends if since < end < until), until]
     return max(b - a for a, b in itertools.pairwise(within))
 
 
 def growth(rows: list[dict], figure: str) -> float:
-    """The exponent with which it grows with ranks: least squares of logarithms."""
+    """The exponent of a figure's growth with ranks: least squares of logarithms."""
     points = [(math.log(row["ranks"]), math.log(max(row[figure], 1e-9))) for row in rows]
     return statistics.linear_regression(*zip(*points)).slope
 
 
 def growths(rows: list[dict], rounds: int) -> list[dict]:
-    """Of each backend and figure: exponents of both engines, and how far rounds are apart."""
+    """For each backend and figure both engines' exponents, and how much they vary by round."""
     found = []
     for backend, figure in itertools.product(dict.fromkeys(r["backend"] for r in rows), GROWTHS):
         own = {
@@ -231,7 +238,7 @@ def growths(rows: list[dict], rounds: int) -> list[dict]:
 
 
 def faster_growing(found: list[dict]) -> list[str]:
-    """What grows faster than in stock, in words."""
+    """A sentence for each figure that grows faster than in stock."""
     return [
         f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
         f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
@@ -241,7 +248,7 @@ def faster_growing(found: list[dict]) -> list[str]:
 
 
 def lost_requests(rows: list[dict]) -> list[str]:
-    """Where patched has lost requests, in words."""
+    """A sentence for each row in which patched lost requests."""
     return [
         f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests of patched were lost"
         for row in rows

@@ -1,8 +1,8 @@
-"""Stock and patched pairs of prefill and decode servers beside each other, on the CPU host.
+"""Stock and patched pairs of prefill and decode servers compared, on the CPU host.
 
-Run by `scripts/bench.sh serve`. Of each fleet both pairs are up, and one of them is stopped
-(SIGSTOP) while the other is asked: stock, patched, patched, stock in each round, the same prompts
-for both, whose tokens must agree. Clients post to both servers of a pair, without a router.
+Run by `scripts/bench.sh serve`. For each fleet both pairs run, and one is stopped (SIGSTOP) while
+the other serves: stock, patched, patched, stock in each round. Both get the same prompts, and their
+tokens must agree. Clients post to both servers of a pair, without a router.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ ENGINES = ("stock", "patched")
 ROUNDS = 6
 PROMPT = 200  # tokens, sent in one piece
 NEW_TOKENS = 16
-SEQUENTIAL_REQUESTS = 6  # requests in a block, one after the other
-BURST_REQUESTS = 16  # then so many together
+SEQUENTIAL_REQUESTS = 6  # in a block, one after the other
+BURST_REQUESTS = 16  # then, in the same block, all at once
 SECONDS = 120  # for an answer
-# What is measured, and whether more of it is better.
+# The figures, and whether higher is better.
 FIGURES = {
     "first token, alone, ms": False,
     "answer, alone, ms": False,
@@ -51,7 +51,7 @@ class BenchCase:
     model: TinyModel = dataclasses.field(default_factory=TinyGQA)
 
 
-# Where stock is right.
+# Fleets whose tokens stock gets right.
 BENCH_CASES = {
     "nixl TP 1 to 1": BenchCase(cluster.Topology("nixl", page_size=16)),
     "nixl TP 1 to 2": BenchCase(cluster.Topology("nixl", page_size=16, decode_tp=2)),
@@ -82,7 +82,7 @@ def pair(name: str, fleet: BenchCase, engine: str) -> ServerPair:
 
 @contextlib.contextmanager
 def all_running(pairs: dict[str, ServerPair]) -> Iterator[None]:
-    """Both pairs, each stopped when it is ready."""
+    """Start all pairs, and stop each (SIGSTOP) when it is ready."""
     with contextlib.ExitStack() as stack:
         for servers in pairs.values():
             stack.enter_context(cluster.running(servers))
@@ -93,13 +93,13 @@ def all_running(pairs: dict[str, ServerPair]) -> Iterator[None]:
 def send_signal(servers: ServerPair, number: signal.Signals) -> None:
     """Send a signal to all processes of a pair."""
     for server in servers:
-        # The keeper's children; it must itself be able to end them.
+        # Only the supervisor's children: it must stay able to kill them.
         for process in psutil.Process(server.process.pid).children(recursive=True):
             process.send_signal(number)
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
-    """Others for each block: prefill keeps for reuse what it has computed."""
+    """Random prompts; each block needs new ones, since prefill has a radix cache."""
     source = random.Random(seed)
     return [[source.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
 
@@ -107,7 +107,11 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 async def time_request(
     client: httpx.AsyncClient, servers: ServerPair, prompt: list[int]
 ) -> RequestTimes:
-    """Post to both servers, and read decode's tokens as they come."""
+    """Post to both servers, and time decode's tokens as they arrive.
+
+    Raises:
+        RuntimeError: The answer does not have `NEW_TOKENS` tokens.
+    """
     prefill, decode = servers
     body = {
         "input_ids": prompt,
@@ -143,7 +147,7 @@ async def measure_block(
     """The figures of one block, in the order of `FIGURES`, and the tokens of its answers."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=SECONDS, trust_env=False, limits=limits) as client:
-        await time_request(client, servers, prompts(-seed - 1, 1)[0])  # it was stopped: let it wake
+        await time_request(client, servers, prompts(-seed - 1, 1)[0])  # wakes the stopped pair
         alone = [
             await time_request(client, servers, prompt)
             for prompt in prompts(seed, SEQUENTIAL_REQUESTS)
@@ -163,7 +167,7 @@ async def measure_block(
 
 
 def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
-    """Rows of the table: for each figure both engines' medians, their ratio, and the noise.
+    """A fleet's rows: for each figure both engines' medians, their ratio, and the noise.
 
     Raises:
         RuntimeError: An answer is missing, or the engines' tokens differ.
@@ -171,7 +175,7 @@ def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
     pairs = {engine: pair(name, fleet, engine) for engine in ENGINES}
     blocks: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
     with all_running(pairs):
-        # Before the first round one to warm up, which is not kept.
+        # Round -1 warms up and is not recorded.
         for number in range(-1, rounds):
             for half, order in enumerate((ENGINES, ENGINES[::-1])):
                 seed = 10_000 + 4 * number + 2 * half
@@ -192,7 +196,7 @@ def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
 
 
 def row(name: str, figure: str, blocks: dict[str, list[float]]) -> dict:
-    """`ratio` is above 1 where patched is better; `noise` is an engine's distance from itself."""
+    """One row; `ratio` is above 1 if patched is better, `noise` is that of `blocks`."""
     medians = {engine: statistics.median(values) for engine, values in blocks.items()}
     ratio = medians["patched"] / medians["stock"]
     return {
@@ -205,9 +209,9 @@ def row(name: str, figure: str, blocks: dict[str, list[float]]) -> dict:
 
 
 def noise(blocks: dict[str, list[float]]) -> float:
-    """How far the medians of two halves of one engine's blocks are apart, as a part of one.
+    """Relative difference between the medians of two halves of one engine's blocks.
 
-    The largest of both engines and three ways to halve: first and second of a round, every other
+    The largest of both engines and three ways to halve: first and second in a round, every other
     round, and early and late.
     """
     apart = []
@@ -222,7 +226,7 @@ def noise(blocks: dict[str, list[float]]) -> float:
 
 
 def regressions(rows: list[dict]) -> list[str]:
-    """What is slower than stock by more than the noise, in words."""
+    """A sentence for each figure that is worse than stock's by more than the noise."""
     return [
         f"{row['fleet']}: {row['figure']}: {row['ratio']:.2f} of stock, noise {row['noise']:.2f}"
         for row in rows
@@ -254,7 +258,7 @@ def main(
     ] = "",
     rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
 ) -> None:
-    """Time requests through both pairs; status 1 if ours is slower by more than the noise."""
+    """Time requests to both pairs; status 1 if patched is slower by more than the noise."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = []
     for name, fleet in BENCH_CASES.items():

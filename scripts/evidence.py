@@ -1,4 +1,4 @@
-"""The steps of `scripts/evidence.sh`, which says what each measures."""
+"""The steps of `scripts/evidence.sh`, which describes what each measures."""
 
 import datetime
 import enum
@@ -21,7 +21,7 @@ REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
 
 
 def run_timed(command: list[str], folder: Path) -> tuple[int, float, str]:
-    """Run a command, its output shown as it comes; returns status, seconds and output."""
+    """Run a command and show its output as it comes; returns status, seconds and output."""
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -82,7 +82,7 @@ def measure_nightly() -> None:
 
 
 def run_bench(name: str) -> None:
-    """What is slower than it may be is in the figures; without figures something went wrong."""
+    """Run a benchmark; its figures record missed targets, so only missing figures are an error."""
     file = bench_file(name)
     file.unlink(missing_ok=True)
     run_timed(["scripts/bench.sh", name, "--json", str(file)], ROOT)
@@ -98,7 +98,7 @@ def run_tests(command: list[str]) -> dict:
 
 
 def report() -> None:
-    """Write the report, whole or not at all."""
+    """Write the report atomically, the plot, and copies of all measurements."""
     lines = tables()
     text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ def main(
         list[Step] | None, typer.Argument(show_default=False, help="All of them without one.")
     ] = None,
 ) -> None:
-    """Take these steps, one after the other."""
+    """Run these steps, one after the other."""
     for step in steps or Step:
         STEPS[step]()
         if step != Step.report:

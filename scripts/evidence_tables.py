@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/RELEASE.md, from what was measured, and what tests have kept."""
+"""The tables of docs/evidence/RELEASE.md, from measurements and the rows that tests recorded."""
 
 import datetime
 import json
@@ -10,10 +10,10 @@ from packaging.version import Version
 
 
 def tables() -> list[str]:
-    """Lines of the whole report."""
+    """The lines of the whole report."""
     measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
     proven = (verified, verify_cost)
-    # Later releases' queues are the engine's own.
+    # Later releases use the engine's own queues.
     queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
     attacked = (faults, attacks, hang_ups, event_loop, *queued, soak)
     parts = (line for table in (*measured, scale, *proven, *attacked) for line in table())
@@ -34,14 +34,14 @@ def heading() -> list[str]:
 
 
 def step_dates() -> str:
-    """A sentence: when each step was taken last."""
+    """A sentence with the day on which each step last ran."""
     days = measures().get("days", {})
     steps = ", ".join(f"{step} on {day}" for step, day in days.items())
     return f"Steps were taken last: {steps or 'none'}."
 
 
 def figures(measures: dict) -> list[str]:
-    """A table of times; a measurement that was not taken says so."""
+    """A table of times; missing measurements are marked as such."""
     absent = {"seconds": "not measured", "status": "-"}
     demo, stock = measures.get("demo", absent), measures.get("demo_stock", absent)
     tests, nightly = measures.get("tests", absent), measures.get("nightly", absent)
@@ -63,7 +63,7 @@ def figures(measures: dict) -> list[str]:
 
 
 def planning() -> list[str]:
-    """A table: planning of long prompts, then the least gain at any size for each kind."""
+    """A table of planning long prompts, then the least gain at any size for each case."""
     if (found := bench("plan")) is None:
         return ["Planning: not measured.", ""]
     rows = found["rows"]
@@ -91,7 +91,7 @@ def planning() -> list[str]:
 
 
 def cpu_copy() -> list[str]:
-    """A table: KV to the host and back."""
+    """A table of copying KV to the host and back."""
     if (found := bench("cpu-copy")) is None:
         return ["KV to the host and back: not measured.", ""]
     lines = [
@@ -112,7 +112,7 @@ def cpu_copy() -> list[str]:
 
 
 def planning_row(row: dict) -> str:
-    """One line of that table."""
+    """One line of the table of `planning`."""
     ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
     arrays = (f"{ms['arrays']:.2f}", f"{faster['arrays']:.0f}x") if "arrays" in ms else ("", "")
     cells = (
@@ -131,7 +131,7 @@ def planning_row(row: dict) -> str:
 
 
 def scenarios() -> list[str]:
-    """A table: for each scenario what each pair of engines did when it last ran."""
+    """A table of each pair of engines' last outcome in each scenario."""
     by_scenario: dict[str, dict[str, dict]] = {}
     for (scenario, engine), row in latest_rows("serving").items():
         by_scenario.setdefault(scenario, {})[engine] = row
@@ -158,7 +158,7 @@ def scenarios() -> list[str]:
 
 
 def accuracy() -> list[str]:
-    """A table: what the engine's few-shot script scores through each router."""
+    """A table of the engine's few-shot script's scores through each router."""
     rows = latest_rows("accuracy")
     if not rows:
         return ["Accuracy: not measured.", ""]
@@ -183,7 +183,7 @@ def score(part: float | None) -> str:
 
 
 def drafts() -> list[str]:
-    """A table: what fleets with a draft model answered, and how many drafts were accepted."""
+    """A table of answers by fleets with a draft model, and of their accepted draft tokens."""
     by_scenario: dict[str, dict[str, dict]] = {}
     for (scenario, engine), row in latest_rows("draft").items():
         by_scenario.setdefault(scenario, {})[engine] = row
@@ -221,7 +221,7 @@ def drafts() -> list[str]:
 
 
 def faults() -> list[str]:
-    """A table: for each fault what came of it when it was last tried."""
+    """A table of the last outcome of each fault."""
     rows = latest_rows("faults")
     if not rows:
         return ["Faults: not measured.", ""]
@@ -244,7 +244,7 @@ def faults() -> list[str]:
 
 
 def attacks() -> list[str]:
-    """A table: what became of others' requests under each attack when it was last tried."""
+    """A table of the effects of each attack on other clients' requests, as last measured."""
     rows = latest_rows("attacks")
     if not rows:
         return ["Attacks: not measured.", ""]
@@ -271,7 +271,7 @@ def attacks() -> list[str]:
 
 
 def paused(row: dict) -> str:
-    """Milliseconds; where it was measured, those without the attack, too."""
+    """The longest pause in milliseconds; in brackets that before the attack, if measured."""
     before = f" ({row['before_ms']:.0f})" if "before_ms" in row else ""
     return f"{row.get('pause_ms', '')}{before}"
 
@@ -281,14 +281,14 @@ def served(row: dict) -> str:
 
 
 def held(row: dict) -> str:
-    """What there is of anything; nothing where it was not looked at."""
+    """What the server still holds; "nothing" if all counts are 0, empty if not checked."""
     if row["held"] is None:
         return ""
     return ", ".join(f"{count} {name}" for name, count in row["held"].items() if count) or "nothing"
 
 
 def serving_speed() -> list[str]:
-    """A table: time to the first token and throughput of stock and patched pairs."""
+    """A table of stock and patched pairs' time to the first token and throughput."""
     if (found := bench("serve")) is None:
         return ["Serving speed: not measured.", ""]
     return [
@@ -311,7 +311,7 @@ def serving_speed() -> list[str]:
 
 
 def scale() -> list[str]:
-    """Two tables: what many ranks cost each other, and how that grows with them; and a plot."""
+    """Two tables and a plot: what many ranks cost each other, and how the costs grow."""
     if (found := bench("scale")) is None:
         return ["Many ranks: not measured.", ""]
     lines = [
@@ -349,7 +349,7 @@ def scale() -> list[str]:
 
 
 def hang_ups() -> list[str]:
-    """A table: for each fleet what clients that hung up left behind when it was last tried."""
+    """A table of what clients that hang up leave behind in each fleet, as last measured."""
     rows = latest_rows("hang_ups")
     if not rows:
         return ["Clients that hang up: not measured.", ""]
@@ -375,7 +375,7 @@ def hang_ups() -> list[str]:
 
 
 def event_loop() -> list[str]:
-    """A table: for each backend and engine how long decode stood still when it was last tried."""
+    """A table of how long decode's event loop pauses for each backend and engine."""
     rows = latest_rows("event_loop")
     if not rows:
         return ["Decode's event loop when prefill dies: not measured.", ""]
@@ -397,7 +397,7 @@ def event_loop() -> list[str]:
 
 
 def back_off() -> list[str]:
-    """A table: transfers to a decode rank beside one that does not answer, when last tried."""
+    """A table of transfers to a decode rank while another one does not answer."""
     rows = latest_rows("back_off")
     if not rows:
         return ["A decode rank that does not answer, beside another: not measured.", ""]
@@ -417,13 +417,13 @@ def back_off() -> list[str]:
 
 
 def cell(text: str) -> str:
-    """What fits into one cell of a table, and does not end it; the reason stands last."""
+    """A text as a table's cell: one line, without "|", shortened before its end (the reason)."""
     line = " ".join(text.split()).replace("|", "/")
     return line if len(line) <= 200 else f"{line[:60]} ... {line[-130:]}"
 
 
 def soak() -> list[str]:
-    """A table: for each backend and engine its last soak."""
+    """A table of the last soak of each backend and engine."""
     rows = latest_rows("soak")
     if not rows:
         return ["Soak: not measured.", ""]
@@ -451,7 +451,7 @@ def memory(row: dict, server: str) -> str:
 
 
 def verified() -> list[str]:
-    """A table: what the stock engine's transfer code does wrong, and what decode says of it."""
+    """A table of faults in the stock engine's transfer code, and of decode's reports of them."""
     rows = latest_rows("verify")
     if not rows:
         return ["Faults that decode finds: not measured.", ""]
@@ -472,7 +472,7 @@ def verified() -> list[str]:
 
 
 def verify_cost() -> list[str]:
-    """Two tables: digests beside memcpy, and times to the first token."""
+    """Two tables: digests against memcpy, and times to the first token."""
     if (found := bench("verify")) is None:
         return ["The cost of comparing: not measured.", ""]
     return [

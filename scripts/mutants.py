@@ -1,8 +1,8 @@
 """Put one fault at a time into the patch set; `scripts/test.sh` must find each.
 
-Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: of what every release gets
-(`shared.toml`), and of the seams of some or one. Each is made in a copy of the checkout with
-environments of its own, in which the tests run, the quick ones first, until one fails.
+Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: for the tree that all releases
+share (`shared.toml`), and for the seams of one or some. Each fault is applied to a copy of the
+checkout with its own environments, where the tests run, quick ones first, until one fails.
 """
 
 import contextlib
@@ -25,17 +25,20 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutants"
 DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
-SHARED = "sglang"  # the tree that every release has; its faults are run for one
-SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
+SHARED = "sglang"  # the tree that every release has; its faults run with one release
+SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's tests do not use it
 NOT_COPIED_NAMES = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
 LINKED_FOLDERS = ("packages", "models", "references")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In a file below `python/`, each text is replaced by another; it must be there once.
+    """A fault in one file of the patch set.
 
-    first: Tests that find it soon; without them the rings are run in turn.
+    Attributes:
+        file: Path below `python/`.
+        change: (old, new) texts; each old text must occur exactly once.
+        first: Tests to run first, since they find the fault soon; then the suites in order.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Fault:
 
 
 def faults(release: str) -> list[Fault]:
-    """Of the trees of this release; of the shared one for the default release alone."""
+    """The faults of this release's trees; the shared tree's only for the default release."""
     engine = tomllib.loads((ROOT / "python" / "engines" / release / "release.toml").read_text())
     found = []
     for tree in engine["trees"]:
@@ -58,7 +61,7 @@ def faults(release: str) -> list[Fault]:
 
 
 def copy_checkout(folder: Path, releases: list[str]) -> Path:
-    """A copy of the checkout that shares packages, the models and the references."""
+    """Copy the checkout, with links to base and each release's packages, models, references."""
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED_NAMES), symlinks=True)
     for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED_FOLDERS)]:
@@ -71,10 +74,10 @@ def copy_checkout(folder: Path, releases: list[str]) -> Path:
 
 @contextlib.contextmanager
 def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
-    """The checkout has the fault within the block.
+    """Apply the fault to the checkout within the block.
 
     Raises:
-        SystemExit: the text that is to be replaced is not there once.
+        SystemExit: an old text does not occur exactly once.
     """
     file = checkout / "python" / fault.file
     whole = text = file.read_text()
@@ -88,7 +91,11 @@ def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
 
 
 def first_failure(checkout: Path, release: str, tests: str) -> str | None:
-    """Of these tests; None if all pass."""
+    """Run these tests; returns the first that fails, None if all pass.
+
+    Raises:
+        SystemExit: the tests did not run.
+    """
     done = subprocess.run(
         ["scripts/cpu_host.sh", "--release", release]
         + ["pytest", "-x", "-q", "-m", "not nightly or elsewhere", tests],
@@ -98,7 +105,7 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = done.stdout.splitlines()  # a log's may begin with ERROR, too
+    lines = done.stdout.splitlines()  # a log's lines may begin with ERROR, too
     failed = [line for line in lines if line.startswith(("FAILED test/", "ERROR test/"))]
     if done.returncode == 1 and failed:
         return failed[0].partition(" ")[2].partition(" - ")[0]  # parameters may have spaces
@@ -108,10 +115,10 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
 
 
 def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
-    """The first test that fails with the fault, and passes without; None if there is none.
+    """The first test that fails with the fault, and passes without it; None if all pass with it.
 
     Raises:
-        SystemExit: a test fails without the fault, too.
+        SystemExit: that test fails without the fault, too.
     """
     with apply_fault(fault, checkout):
         tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in SUITES)]
@@ -128,7 +135,7 @@ def main(
         bool, typer.Option("--check", help="Only see that each fault can be made.")
     ] = False,
 ) -> None:
-    """Exit status 0 if each fault is found."""
+    """Run the tests with each fault; exit status 0 if all faults are found."""
     console = Console()
     title = "Faults in the patch set, one at a time"
     table = Table("release", "fault", "found by", "seconds", title=title)

@@ -1,4 +1,4 @@
-"""The picture of `scripts/bench.sh scale`: four figures by ranks, of both engines and backends."""
+"""The plot of `scripts/bench.sh scale`: four figures by ranks, for both engines and backends."""
 
 import re
 import statistics
@@ -19,7 +19,7 @@ STYLES = {"mooncake": "-", "nixl": "--"}
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Write an SVG of the rows that the bench has measured, medians where there are several."""
+    """Write an SVG of the bench's rows, with medians over rounds."""
     sizes = sorted({row["ranks"] for row in rows})
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scale", "font.size": 8}):
         figure = Figure(figsize=(7, 5), layout="constrained")
@@ -36,12 +36,12 @@ def draw(rows: list[dict], path: Path) -> None:
             panel.set_title(f"{title}; ranks of each side", fontsize=8)
         panel.legend()
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    # Two of three lines only part points of a line, or attributes, or begin or end groups.
+    # Join lines: two of three only separate a line's points or attributes, or delimit groups.
     path.write_text(re.sub(r"\s*\n\s*(?=</g>|<use|[^<\s])", " ", path.read_text()))
 
 
 def lines(rows: list[dict], name: str, sizes: list[int]) -> dict[tuple, list[float]]:
-    """Of each engine and backend the medians by size."""
+    """The medians of figure `name` by size, for each engine and backend."""
     found = {}
     for row in rows:
         found.setdefault((row["engine"], row["backend"]), {}).setdefault(row["ranks"], []).append(

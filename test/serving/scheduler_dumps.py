@@ -1,4 +1,4 @@
-"""What scheduler processes of a running server say of themselves: `pd_harness.cpu_host.scheduler_dump`."""
+"""Requests the state of a running server's schedulers; see `pd_harness.cpu_host.scheduler_dump`."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from serving_checks import seconds_until
 from pd_harness import cluster
 from pd_harness.cpu_host.scheduler_dump import FOLDER_VARIABLE, PAUSE_FILE
 
-# What a manager keeps of rooms that are over, for requests that may still come; bounded.
+# A manager's bounded tables of ended rooms whose requests may still arrive.
 REMEMBERED = ("failed_rooms", "aborted_before_request", "failed_rooms", "rooms_without_sender")
-PATIENCE = 30  # seconds; a process takes the signal between two steps
+PATIENCE = 30  # seconds; a process handles the signal between two steps
 
 
 def dump_environment(folder: Path) -> dict[str, str]:
-    """Environment of servers that answer `dump_schedulers`; the folder is emptied."""
+    """Returns the environment of servers that support `dump_schedulers`; empties the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         file.unlink()
@@ -28,7 +28,7 @@ def dump_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_schedulers(server: cluster.Server) -> list[dict]:
-    """What each scheduler process of a server sees now; pauses are since the last look."""
+    """Returns the current state of each of a server's schedulers, with pauses since last dump."""
     folder = Path(server.environment[FOLDER_VARIABLE])
     family = psutil.Process(server.process.pid).children(recursive=True)
     files = [file for one in family if (file := folder / f"{one.pid}.json").exists()]
@@ -41,12 +41,12 @@ def dump_schedulers(server: cluster.Server) -> list[dict]:
 
 
 def longest_pause_ms(ranks: list[dict]) -> float:
-    """In which the event loop of a rank did not turn, since it was last looked at."""
+    """Returns the longest pause of any rank's event loop in these dumps, in milliseconds."""
     return round(1000 * max(seen["pause"] for seen in ranks), 1)
 
 
 def raise_priority(server: cluster.Server) -> None:
-    """Before what else runs on this machine, where that is allowed: its pauses are then its own."""
+    """Raises a server's priority, if allowed, so that other processes do not cause its pauses."""
     with contextlib.suppress(PermissionError):
         for process in psutil.Process(server.process.pid).children(recursive=True):
             for thread in process.threads():
@@ -55,10 +55,10 @@ def raise_priority(server: cluster.Server) -> None:
 
 @contextlib.contextmanager
 def paused_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Callable[[], None]]:
-    """Let the server stand still when it has sent so many tokens of a prompt, within the block.
+    """Pauses the server, within the block, when it has sent `tokens` tokens of a prompt.
 
-    Gives a function that waits until it does. A scheduler that saw the hold just before it ended
-    may say so after it: each has a word of its own.
+    Yields a function that waits for the pause. Each call uses a unique word, because a scheduler
+    that paused just before the end of an earlier block may report that pause late.
     """
     word = uuid.uuid4().hex
     hold = Path(prefill.environment[FOLDER_VARIABLE]) / PAUSE_FILE
@@ -80,7 +80,7 @@ def rank_name(seen: dict) -> str:
 
 
 def pending_by_rank(server: cluster.Server) -> dict[str, dict]:
-    """Requests in queues and rooms in tables, of each rank that has any."""
+    """Counts requests in queues and rooms in tables, by rank, for ranks that have any."""
     found = {}
     for seen in dump_schedulers(server):
         over = {room for name in REMEMBERED for room in seen["rooms"].get(name, ())}

@@ -1,19 +1,19 @@
-"""A message from somebody who is no peer: a scanner, a health check, another program's client."""
+"""A message from a process that is not a peer, such as a scanner or a health check."""
 
 import httpx
 import zmq
 
 from pd_harness import cluster
 
-# Names that releases have for a rank's place: engine_rank and target_dp_group are 0.5.9's.
+# The releases' query parameters for a rank; engine_rank and target_dp_group are 0.5.9's.
 TENSOR_RANK = ("engine_rank", "target_tp_rank")
 DATA_RANK = ("target_dp_group", "prefill_dp_rank", "prefill_cp_rank")
 STAGE = "target_pp_rank"
-LINGER_MS = 5000  # in which it is sent
+LINGER_MS = 5000  # limit for sending the message
 
 
 def send_stray_message(prefill: cluster.Server, topology: cluster.Topology, message: bytes) -> None:
-    """Send it to each rank of a prefill server, where decode's ranks register."""
+    """Sends a message to the socket of each prefill rank on which decode ranks register."""
     for stage in range(topology.prefill_pp):
         for rank in range(topology.prefill_tp):
             with zmq.Context() as context, context.socket(zmq.PUSH) as socket:

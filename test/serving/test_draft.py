@@ -1,7 +1,7 @@
-"""Servers that decode speculatively: a draft model on both sides, or on one.
+"""Servers that decode speculatively, with a draft model on both sides or on one.
 
-Whatever a draft proposes, token ids are those of one server without it; how many of its tokens are
-accepted says whether what it needs has come with the KV.
+Token ids equal those of one server without a draft, whatever the draft proposes. The number of
+accepted draft tokens shows whether the draft's KV and hidden states arrived.
 """
 
 import pytest
@@ -35,7 +35,7 @@ from pd_harness.ports import free_ports
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.timeout(900),  # servers may take START_TIMEOUT_S, three times
+    pytest.mark.timeout(900),  # starts may take START_TIMEOUT_S, three times
     pytest.mark.skipif(device() == "npu", reason="its drafts are made for the CPU host"),
 ]
 
@@ -45,7 +45,7 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def single_server_rounds():
-    """Function: rounds, for each prompt, of one stock server with a model's draft."""
+    """A function that returns the verify rounds per prompt of one stock server with the draft."""
     known: dict[tuple, list[int]] = {}
 
     def rounds(drafted: DraftScenario) -> list[int]:
@@ -61,7 +61,7 @@ def single_server_rounds():
 
 
 def single_server(drafted: DraftScenario) -> cluster.Server:
-    """One stock server with the scenario's model and draft."""
+    """Returns one stock server with the scenario's model and draft."""
     return cluster.engine_server(
         "single",
         "stock",
@@ -78,10 +78,10 @@ def draft_folder(model: TinyModel):
 
 
 def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster.Answer]:
-    """Ask one by one, so that a prompt has the same chunks in every fleet.
+    """Asks one by one, so that a prompt has the same chunks in every fleet.
 
-    At the end of a chunk that is not the last the engine's draft reads a token that the target
-    would have said there, and not the one that is.
+    At the end of each chunk but the last, the engine's draft reads the token that the target would
+    generate there, not the prompt's token.
     """
     return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once, **more)
 
@@ -106,9 +106,10 @@ def fleet(drafted: DraftScenario, engine: str, **environment: str) -> tuple[clus
 
 @pytest.fixture
 def serves(reference, single_server_rounds):
-    """Function: answers of a scenario's fleet, one by one; what became of those and of all at once.
+    """A function that runs a scenario's fleet, and returns (answers, outcome, detail).
 
-    The outcome is recorded.
+    It asks the prompts one by one, and if these answers are right, all at once. The answers are
+    those of the first pass; the outcome, which is recorded, covers both.
     """
 
     def served(drafted: DraftScenario, engine: str) -> tuple[list[cluster.Answer], str, str]:
@@ -152,7 +153,7 @@ def ended(servers) -> list[str]:
 
 
 def tokens_a_round(rounds: list[int]) -> float:
-    """Of those after a request's first one; 1 without any accepted draft."""
+    """Returns tokens per verify round, without a request's first token; 1 if none is accepted."""
     return round(len(rounds) * (NEW_TOKENS - 1) / sum(rounds), 2) if any(rounds) else 1.0
 
 
@@ -180,14 +181,14 @@ def test_patched(drafted, serves, single_server_rounds):
 @pytest.mark.nightly
 @pytest.mark.parametrize("drafted", parameters())
 def test_stock(drafted, serves):
-    """Keeps the table honest."""
+    """Checks the table's outcomes on the stock engine."""
     _, result, detail = serves(drafted, "stock")
     assert result == drafted.stock, detail
 
 
 @pytest.mark.nightly
 def test_verify_reports_draft_acceptance():
-    """Beside one server with that draft."""
+    """`sglang-pd verify` compares the fleet's acceptance with one server's that has the draft."""
     (drafted,) = (one for one in DRAFT_SCENARIOS if one.name == "nixl-both_tp2_to_1")
     servers, single = fleet(drafted, "patched", SGLANG_PD_VERIFY="1"), single_server(drafted)
     with cluster.running([*servers, single]):

@@ -1,4 +1,4 @@
-"""Another prefill server takes over the bootstrap address, while the one before lives on."""
+"""Another prefill server takes over the bootstrap address, while the previous one lives on."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +14,13 @@ from pd_harness.polling import wait_until
 
 pytestmark = MARKS
 
-# Seconds after which either side gives up a request that the other one does not have.
+# Seconds after which either side aborts a request that the other side does not have.
 ENGINE_TIMEOUTS = {
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
 }
-SERVED = 15  # seconds: decode looks every 5 who is there, and asks then; 8 were seen
-NEVER = 25  # stock learns it when a request that it sent to the one before has failed
+SERVED = 15  # seconds; decode checks the address every 5 s and then queries it; 8 were measured
+NEVER = 25  # seconds; stock notices only when a request to the previous server has failed
 
 
 @pytest.mark.parametrize("engine", ["stock", "patched"])
@@ -41,7 +41,7 @@ def test_requests_follow_a_replaced_prefill_server(backend, engine, reference):
             begun, asked = time.monotonic(), []
 
             def is_served() -> bool:
-                """One request more each second; those that went to the one before wait in vain."""
+                """Sends one more request; those that went to the previous server never end."""
                 asked.append(pool.submit(answer_of, second))
                 return any(one.done() and one.result() == expected for one in asked)
 

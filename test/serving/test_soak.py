@@ -1,4 +1,4 @@
-"""Five hundred requests through one pair whose decode retracts: all right, and memory flat."""
+"""Five hundred requests through a pair whose decode retracts: all right, with constant memory."""
 
 import random
 import time
@@ -19,17 +19,17 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-# Each round asks all prompts; together they are more than prefill's pool keeps for reuse.
+# Each round sends all prompts, which together exceed prefill's radix cache.
 PROMPTS = 50
 ROUNDS = 10
 LONGEST = 600  # tokens
 AT_ONCE = 8
 PATIENCE = 180  # seconds, for an answer
-# What the first rounds bring is warming up. In those that follow, a leak of one prompt's KV (8 KiB
-# a token) in fifty requests would be more than this.
+# Growth in the first rounds is warm-up. In later rounds, a leak of one prompt's KV (8 KiB per
+# token) in fifty requests would exceed this.
 WARM_UP = 3
 GROWTH_MIB = 16
-# Memory that is free goes back to the system at once, so that what grows is held.
+# Returns free memory to the system at once, so that only leaks grow.
 ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -38,7 +38,7 @@ ALLOCATOR = {
 
 
 def soak_prompts() -> list[list[int]]:
-    """Token ids of prompts of mixed length, the same in every run."""
+    """Returns prompts of mixed lengths as token ids, the same in every run."""
     source = random.Random(500)
     lengths = [1, LONGEST, *(source.randint(1, LONGEST) for _ in range(PROMPTS - 2))]
     return [[source.randrange(256) for _ in range(length)] for length in lengths]
@@ -47,7 +47,7 @@ def soak_prompts() -> list[list[int]]:
 SOAKED = [("nixl", 1, "patched"), ("ascend", 1, "patched")]
 if IS_DEFAULT:
     SOAKED += [("nixl", 2, "patched"), ("mooncake", 1, "patched")]
-    SOAKED += [("nixl", 1, "stock")]  # what memory the engine itself takes
+    SOAKED += [("nixl", 1, "stock")]  # measures the engine's own memory
 
 
 @pytest.mark.parametrize("backend, prefill_tp, engine", SOAKED)
@@ -63,7 +63,7 @@ def test_soak(backend, prefill_tp, engine, reference):
         cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{prefill_tp}-{engine}",
         engine,
         engine,
-        fork=False,  # the allocator reads its variables when a process is started
+        fork=False,  # the allocator reads its variables at the start of a process
     )
     for server in (prefill, decode):
         server.environment = {**server.environment, **ALLOCATOR}

@@ -1,4 +1,4 @@
-"""`sglang-pd verify` on real servers: right where all is right; what it says where it is not."""
+"""`sglang-pd verify` on real servers: it passes right KV, and reports wrong KV."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ pytestmark = [
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
-SLOW = {"mooncake-pp2_tp2_to_1"}  # a TCP message for each token, layer and head
+SLOW = {"mooncake-pp2_tp2_to_1"}  # one TCP message per token, layer and head
 FEW = ("--lengths", "40", "--requests", "6")
 
 
@@ -28,9 +28,9 @@ FEW = ("--lengths", "40", "--requests", "6")
 def running(
     scenario: Scenario, test: str, sends: str = "patched", **environment: str
 ) -> Iterator[list[cluster.Server]]:
-    """The scenario's fleet of patched servers that compare; skips where it cannot run.
+    """Runs the scenario with patched servers that verify; skips the test if it cannot run.
 
-    Prefill sends by the code of the engine ``sends``.
+    Prefill sends with the code of the engine ``sends``.
     """
     topology = scenario.topology
     if reason := cluster.skip_reason(topology.backend, sum(topology.ranks), ("patched", sends)):
@@ -56,7 +56,7 @@ def verify(*options: str) -> tuple[int, dict]:
 
 
 def doctor(scenario: Scenario, *urls: str) -> list[dict]:
-    """What it says of running servers, with the engine that they run."""
+    """Returns what `sglang-pd doctor`, given their engine, finds about running servers."""
     asked = [word for url in urls for word in ("--url", url)]
     engine, backend = str(cluster.engine_folder("patched")), scenario.topology.backend
     _, found = run_tool("doctor", "--engine", engine, "--backend", backend, *asked)
@@ -101,7 +101,7 @@ MISMATCH = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"
 
 @pytest.mark.parametrize("scenario", scenario_params(MISMATCH, "ascend-fia_pp2_odd_layers"))
 def test_stock_corruption_is_found(scenario):
-    """By the check alone: prefill sends by the stock engine's code, and no answer is known."""
+    """Verification alone finds it: prefill sends with stock's code, without reference answers."""
     with running(scenario, "stock", sends="stock") as servers:
         status, found = verify("--router", servers[-1].url, *FEW)
         ended = [server.name for server in servers if server.has_ended()]

@@ -1,4 +1,4 @@
-"""The commands that the docs show."""
+"""Finds the commands in the docs."""
 
 import re
 import shlex
@@ -17,8 +17,11 @@ EXIT_CODE = re.compile(r"exit code (\d+)")
 class Command:
     """One command of a page.
 
-    words: its own, variables before it and what it writes to left out. code: the exit code that
-    the comment behind it says. release: the only one of the engine that it is for, or empty.
+    Attributes:
+        page: Path of the page, relative to the repository.
+        words: The command without variables before it and without redirections.
+        code: The exit code in the comment behind the command; 0 without one.
+        release: The only engine release that the command is for, or empty.
     """
 
     page: str
@@ -31,14 +34,14 @@ class Command:
 
 
 def commands(*program: str) -> list[Command]:
-    """Those that begin with these words, of all pages and Dockerfiles."""
+    """Returns the commands in all pages and Dockerfiles that start with these words."""
     found = [one for page in PAGES for one in page_commands(page)]
     found += [one for file in DOCKERFILES for one in dockerfile_commands(file)]
     return [one for one in found if one.words[: len(program)] == program]
 
 
 def page_commands(page: Path) -> list[Command]:
-    """Of the blocks of shell, and of those that say no language."""
+    """Returns the commands in a page's shell blocks and in its blocks without a language."""
     found = []
     for block in FENCE.finditer(page.read_text()):
         language, _, release = block["about"].partition(" ")
@@ -68,7 +71,7 @@ def _shell_words(part: str) -> tuple[str, ...]:
     try:
         words = shlex.split(part)
     except ValueError:
-        return ()  # prose, or what a program prints
+        return ()  # prose, or a program's output
     while words and re.match(r"[A-Z_0-9]+=", words[0]):
         del words[0]
     ends = [i for i, word in enumerate(words) if word in (">", "&")]

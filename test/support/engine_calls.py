@@ -1,7 +1,7 @@
-"""What the engine's own classes do with given inputs, as plain data.
+"""Calls of the engine's own classes, with plain data as results.
 
-The tests call these in the patched engine; `python engine_calls.py NAME...` runs them in another and
-prints JSON, so that the stock engine can be asked the same.
+The tests call these functions in the patched engine. `python engine_calls.py CALLS` runs them in
+another engine, such as stock, and prints the results as JSON. CALLS is JSON: `[[NAME, ARG...]...]`.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def mla_pool(
 
 
 def pages(buffers, page_size: int) -> list[list[int]]:
-    """[address of each page] of each buffer, found by the tensor itself and not by arithmetic."""
+    """Returns the page addresses of each buffer, from the tensors themselves."""
     tokens = [buffer.reshape(-1, *buffer.shape[-2:]) for buffer in buffers]
     return [
         [layer[at].data_ptr() for at in range(0, layer.shape[0], page_size)] for layer in tokens
@@ -91,12 +91,15 @@ def pages(buffers, page_size: int) -> list[list[int]]:
 
 
 def reported_pages(infos) -> list[list[int]]:
-    """The same by what a pool says: pointer, bytes and bytes a page of each buffer."""
+    """Returns the page addresses of each buffer according to the pool's buffer infos.
+
+    `infos` are the lists of the buffers' pointers, bytes, and bytes per page.
+    """
     return [list(range(pointer, pointer + length, item)) for pointer, length, item in zip(*infos)]
 
 
 def fia_pages(fia: bool, page_size: int, start_layer: int) -> bool:
-    """Whether the pool says where each page of K and V is."""
+    """Returns whether the pool reports the right address of each K and V page."""
     pool = mha_pool(fia, page_size, start_layer)
     buffers = [*pool.k_buffer, *pool.v_buffer]
     return reported_pages(pool.get_contiguous_buf_infos()) == pages(buffers, page_size)
@@ -109,7 +112,15 @@ def _manager(kind: type, start_layer: int, **more) -> object:
 
 
 def mha_pairs(sizes: list[int], stage: int, decode_drafts: int) -> list[list]:
-    """[ours, decode's] of each pair; pointers are numbers, decode's the same as ours plus 1000."""
+    """Returns [prefill's, decode's] pointer of each pair of MHA buffers.
+
+    Pointers are numbers; decode's are prefill's plus 1000.
+
+    Args:
+        sizes: Layers of each prefill stage.
+        stage: The prefill rank's stage.
+        decode_drafts: Draft layers on decode.
+    """
     total, start = sum(sizes), sum(sizes[:stage])
     layers = range(start, start + sizes[stage])
     src = [*layers, *(100 + n for n in layers)]
@@ -122,7 +133,12 @@ def mha_pairs(sizes: list[int], stage: int, decode_drafts: int) -> list[list]:
 
 
 def mla_pairs(sizes: list[int], stage: int, groups: int, drafts: list[int]) -> list[list]:
-    """The same for `groups` buffers a layer; `drafts` are prefill's (last stage) and decode's."""
+    """Returns [prefill's, decode's] pointer of each pair of MLA buffers; see `mha_pairs`.
+
+    Args:
+        groups: Buffers per layer.
+        drafts: Draft layers on prefill's last stage, and on decode.
+    """
     total, start = sum(sizes), sum(sizes[:stage])
 
     def pointers(layers, draft_layers: int) -> list[int]:
@@ -145,12 +161,15 @@ def _any_name(name: str) -> type:
 
 
 def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
-    """As `mha_pairs`, for mori's memory descriptors and one stage. AMD's library is names only."""
+    """Returns pairs like `mha_pairs`, of mori's memory descriptors, for one stage.
+
+    A stub of AMD's library provides names only.
+    """
     names_only = {}
     for name in ("mori", "mori.cpp", "mori.io"):
         names_only[name] = ModuleType(name)
         names_only[name].__getattr__ = _any_name
-    with mock.patch.dict(sys.modules, names_only):  # nobody else must find it
+    with mock.patch.dict(sys.modules, names_only):  # other code must not find it
         kind = importlib.import_module("sglang.srt.disaggregation.mori.conn").MoriKVManager
     manager = _manager(kind, 0, total_kv_layers=layers)
     manager.kv_mem_descs = [f"{part} {n}" for part in "kv" for n in range(layers)]
@@ -162,11 +181,11 @@ def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
 
 
 class RefusingEngine:
-    """MemFabric's and Mooncake's registration: what cannot be registered, by lengths.
+    """Stands in for MemFabric's and Mooncake's registration; refuses buffers by their lengths.
 
-    A batch with one of `refused` fails as a whole; so does one with both lengths of `refused_together`.
-    `keeps`: as MemFabric 1.1.4 to 1.2.1, which registers by address until it fails, keeps that, and
-    refuses what it has.
+    A batch with a length in `refused`, or with both lengths in `refused_together`, fails as a
+    whole. With `keeps` it behaves like MemFabric 1.1.4 to 1.2.1, which registers in address order
+    until it fails, keeps what it has registered, and refuses to register it again.
     """
 
     def __init__(self, refused: list[int], refused_together: list[int], keeps: bool = False):
@@ -192,7 +211,7 @@ class RefusingEngine:
 
 
 def by_kind(numbers: list[int]) -> list:
-    """Later releases have a list for each kind of state."""
+    """Wraps the numbers for later releases, which have a list per kind of state."""
     return [numbers] if SINCE_0_5_20 else numbers
 
 
@@ -206,9 +225,12 @@ def registration(
     addresses: list[int] = (1 << 21, 2 << 21, 3 << 21, 4 << 21),
     keeps: bool = False,
 ) -> dict:
-    """What is registered in which batches of lengths, in the end, and the error if there is one.
+    """Registers a rank's buffers with a `RefusingEngine`.
 
-    KV has 10 and 20 bytes, aux 30; `addresses` are theirs, and the state's.
+    KV buffers have 10 and 20 bytes, aux 30; `addresses` are those of KV, aux and state.
+
+    Returns:
+        `batches` of lengths, `registered` lengths, and the `error`, which may be empty.
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
@@ -237,7 +259,7 @@ def registration(
 
 
 def copy_by_token(kind: str, page_size: int) -> bool:
-    """Whether the slots of a page and a half come back from the host as they were."""
+    """Returns whether a copy of 1.5 pages to the host and back restores all slots."""
     pool = mla_pool(False, page_size) if kind == "mla" else mha_pool(kind == "fia", page_size)
     keys = [layer.view(-1, layer.shape[-1] * layer.shape[-2]) for layer in pool.k_buffer]
     for layer in keys:
@@ -252,7 +274,7 @@ def copy_by_token(kind: str, page_size: int) -> bool:
 
 
 def npu_move(kind: str, native: bool, target: int, source: int) -> list[int]:
-    """The slots that change when a token moves to another slot of a pool with pages of 16."""
+    """Moves a token in a pool with 16-token pages; returns the slots that change."""
     pool = mla_pool(False, 16) if kind == "mla" else mha_pool(kind == "fia", 16)
     pool.use_native_move_kv_cache = native
     first = pool.k_buffer[0].view(pool.size + pool.page_size, -1)
@@ -263,7 +285,7 @@ def npu_move(kind: str, native: bool, target: int, source: int) -> list[int]:
 
 
 def imports_torch_npu_unconditionally() -> bool:
-    """Whether the NPU pools' module imports torch_npu wherever it is imported."""
+    """Returns whether the NPU pools' module imports torch_npu unconditionally."""
     module = inspect.getmodule(NPUMHATokenToKVPool)
     return "\nimport torch_npu\n" in inspect.getsource(module)
 
@@ -277,4 +299,4 @@ if __name__ == "__main__":
         except Exception as error:
             answers.append({"raised": f"{type(error).__name__}: {error}"})
     print("\n" + json.dumps(answers), flush=True)
-    os._exit(0)  # gloo's threads may else end the process by a signal
+    os._exit(0)  # a regular exit may crash in gloo's threads

@@ -1,9 +1,9 @@
-"""What the end of a request says, by release."""
+"""Error texts of failed requests, by release."""
 
 from engine_release import SINCE_0_5_20
 from rank_faults import INJECTED_ERROR
 
-# Of a transfer that fails, by backend and how it does.
+# Texts of a failed transfer, by (backend, fault of `rank_faults.TransferFaults`).
 TRANSFER_FAILURES_0_5_9 = {
     ("mooncake", "status"): "the transfer engine returned -1",
     ("mooncake", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
@@ -31,8 +31,8 @@ CONNECTION_CUT = (
 )
 OTHER_RANK_FAILED = "another rank" if SINCE_0_5_20 else "another decode rank failed"
 ABORTED = "Aborted by AbortReq."
-# Of a request that decode gave up, what prefill says, by backend. Later ones are not told why, and
-# Mooncake's notes nothing.
+# Prefill's text for a request that decode aborted, by backend. Later releases get no reason from
+# decode, and their Mooncake backend records none.
 DECODE_ABORTED = (
     {
         "nixl": "Aborted by decode-side abort notification",
@@ -41,10 +41,10 @@ DECODE_ABORTED = (
     if SINCE_0_5_20
     else dict.fromkeys(("nixl", "mooncake"), ABORTED)
 )
-# The same of one that came to prefill only then: later ones do not remember that it was given up,
-# and wait until it times out.
+# The text if the request reaches prefill after the abort. Later releases do not remember the abort
+# and wait until the request times out.
 DECODE_ABORTED_EARLY = "timed out" if SINCE_0_5_20 else f"Decode gave up this request: {ABORTED}"
-# Of a request that decode has waited for too long, on decode and, by backend, on prefill.
+# Texts of a request that timed out on decode: decode's text, and prefill's by backend.
 DECODE_TIMED_OUT = (
     "timed out after" if SINCE_0_5_20 else "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"
 )

@@ -1,8 +1,10 @@
-"""KV managers of later releases without an engine: what a transfer library is asked is kept.
+"""KV managers of later releases without an engine; fake transfer libraries record their calls.
 
-prefill = make_manager("nixl", mla_layout())
-decode = make_manager("nixl", mla_layout(), DECODE)
-process_messages(prefill, registration_message(decode))  the engine's own thread, here, over these messages
+    prefill = make_manager("nixl", mla_layout())
+    decode = make_manager("nixl", mla_layout(), DECODE)
+    process_messages(prefill, registration_message(decode))
+
+`process_messages` runs the engine's reader thread, in the calling thread, over the messages.
 """
 
 import contextlib
@@ -34,12 +36,12 @@ ROWS, SLOTS = (64,) * 10, 16
 BASE = {PREFILL: 1 << 32, DECODE: 1 << 40}
 PEER = {"mooncake": "127.0.0.1:7000", "nixl": "peer"}
 ENDPOINT = ("127.0.0.1", 5555)
-BUFFER, STATE = 1 << 26, 1 << 36  # from buffer to buffer; from KV to state
+BUFFER, STATE = 1 << 26, 1 << 36  # address distance of two buffers, and of KV and state
 
 
 @contextlib.contextmanager
 def published_config():
-    """The configuration that a server would have published."""
+    """Provides, within the block, the configuration that a server would publish."""
     disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
     plain = SimpleNamespace(enable_trace=False, enable_unified_memory=False)
     with contextlib.ExitStack() as stack:
@@ -59,7 +61,11 @@ def published_config():
 def mla_layout(
     index_keys: tuple[int, ...] = (), layers: int = 4, memory: str = "VRAM"
 ) -> RankLayout:
-    """MLA on one rank; `index_keys` are bytes a page of each layer's, 0 where they are elided."""
+    """Returns a layout of MLA on one rank.
+
+    Args:
+        index_keys: Bytes per page of each layer's index keys, 0 for an elided layer.
+    """
     kv = tuple(Buffer("kv", False, n, PAGE_BYTES, None, PAGES) for n in range(layers))
     state = tuple(
         Buffer("index_k", False, n, size, None, PAGES if size else 0)
@@ -69,7 +75,13 @@ def mla_layout(
 
 
 def mha_layout(held: Heads, tp: tuple[int, int], window_bytes: int = 0) -> RankLayout:
-    """MHA of two layers, and with `window_bytes` a head and token, of two more with windows."""
+    """Returns a layout of two MHA layers, and with `window_bytes` of two more with windows.
+
+    Args:
+        held: This rank's KV heads.
+        tp: TP rank and TP size.
+        window_bytes: Bytes per head and token of a layer with a window.
+    """
     layers = (0, 1)
     page = PAGE * held.count
     kv = tuple(Buffer(c, False, n, page * 256, held, PAGES) for c in "kv" for n in layers)
@@ -82,7 +94,10 @@ def mha_layout(held: Heads, tp: tuple[int, int], window_bytes: int = 0) -> RankL
 
 
 def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
-    """As the engine registers these buffers. Only metadata rows are real memory."""
+    """Returns the engine's `KVArgs` of these buffers; only metadata rows are real memory.
+
+    `base` is the address of the first KV buffer.
+    """
 
     def addresses(buffers, start: int) -> list[int]:
         return [start + n * BUFFER if one.page_bytes else 0 for n, one in enumerate(buffers)]
@@ -122,7 +137,7 @@ def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
 
 
 class FakeNixlAgent:
-    """NIXL's. It can lose its peers, and then not find their memory again."""
+    """Stands in for NIXL's agent; it can lose its peers, and fail to find their memory again."""
 
     def __init__(self, name: str):
         self.name = name
@@ -176,7 +191,7 @@ class FakeNixlAgent:
 
 
 class FakeMooncakeEngine:
-    """Mooncake's transfer engine."""
+    """Stands in for Mooncake's transfer engine."""
 
     def __init__(self, session: str):
         self.session = session
@@ -191,7 +206,12 @@ class FakeMooncakeEngine:
 
 
 def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **more):
-    """A rank's KV manager; `kinds` are classes by backend, the patch set's if left out."""
+    """Makes a rank's KV manager.
+
+    Args:
+        kinds: Manager classes by backend; the patch set's by default.
+        more: Further attributes of the manager; `base` is the address of its KV buffers.
+    """
     kind = (kinds or PATCHED)[backend]
     manager = kind.__new__(kind)
     args = kv_args(layout, more.pop("base", BASE[role]))
@@ -254,7 +274,7 @@ def _role_attributes(role) -> dict:
             "req_to_decode_prefix_len": {},
             "transfer_queues": [FastQueue()],
             "bootstrap_timeout": 100,
-            "_dcp_pack_buffers": [],  # made already
+            "_dcp_pack_buffers": [],  # counts as made already
             "_kv_replica_factor": 1,
         }
     return {
@@ -313,13 +333,13 @@ _BACKEND_ATTRIBUTES = {"mooncake": _mooncake_attributes, "nixl": _nixl_attribute
 
 
 def registration_message(decode, is_described: bool = True) -> list[bytes]:
-    """What this decode rank registers with, as a stock one if it does not describe itself."""
+    """Returns this decode rank's registration; a stock rank's if not `is_described`."""
     message = decode.build_receiver_registration_message()
     return [frame for frame in message if is_described or not is_extension_frame(frame)]
 
 
 def metadata_message(decode, room: int, pages, **more) -> list[bytes]:
-    """What it asks a prefill rank for."""
+    """Returns the message with which this decode rank requests a room's pages from prefill."""
     asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None, **more}
     return decode.build_receiver_metadata_message(
         bootstrap_room=room,
@@ -331,7 +351,7 @@ def metadata_message(decode, room: int, pages, **more) -> list[bytes]:
 
 
 class EndOfMessages(BaseException):
-    """All messages are read."""
+    """Raised by `FakeSocket` when all messages have been read."""
 
 
 class FakeSocket:
@@ -353,7 +373,11 @@ START_METHODS = {
 
 
 def process_messages(manager, *messages: list[bytes]) -> None:
-    """Run the engine's thread over these messages, here; raises what would end it."""
+    """Runs the engine's reader thread over these messages, in the calling thread.
+
+    Raises:
+        Exception: Whatever would crash the thread.
+    """
     manager.server_socket = FakeSocket(messages)
     start = START_METHODS[backend_of(manager), manager.disaggregation_mode]
     with (
@@ -364,7 +388,7 @@ def process_messages(manager, *messages: list[bytes]) -> None:
 
 
 def queued_chunks(prefill) -> int:
-    """Chunks that no worker has taken."""
+    """Counts the chunks in the transfer queue."""
     (queue,) = set(prefill.transfer_queues)
     return len(queue._buf) if isinstance(queue, FastQueue) else len(queue)
 
@@ -374,17 +398,17 @@ def backend_of(manager) -> str:
 
 
 def registered_peer(prefill):
-    """The registration of the one decode rank that this prefill rank knows."""
+    """Returns the registration of this prefill rank's only decode rank."""
     (info,) = prefill.decode_kv_args_table.values()
     return info
 
 
 def posted_copies(prefill) -> list[tuple[int, int, int]]:
-    """From, to, and bytes of all that was begun."""
+    """Returns (source address, destination address, bytes) of all copies that were posted."""
     return (prefill.agent if backend_of(prefill) == "nixl" else prefill.engine).transfers
 
 
 def sent_statuses(manager) -> list[tuple[int, int, str]]:
-    """Of each status that decode was told: room, status, reason."""
+    """Returns (room, status, reason) of each status message that was sent to decode."""
     parsed = (manager.parse_kv_status_message(frames) for _, frames in manager.notified)
     return [(room, status, reason) for room, status, _, reason in parsed]

@@ -1,4 +1,4 @@
-"""Configurations as Hugging Face has them, of which a plan is made; no more than a plan reads."""
+"""Hugging Face configurations of models, reduced to the fields that `sglang-pd plan` reads."""
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

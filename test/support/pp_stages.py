@@ -1,7 +1,7 @@
-"""Pipeline stages of one server in this process: the engine's real queues and PP mixin.
+"""Pipeline stages of one server in this process, with the engine's real queues and PP mixin.
 
-Only what surrounds them is a stand-in: a request's sender or receiver says what the test wants it
-to say, and what a stage sends to the next is handed over. Works in the stock engine, too.
+The rest is a stand-in: a request's sender or receiver has the state that the test sets, and a
+stage's output is passed to the next one directly. This works in the stock engine, too.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator, poll_and_all_reduce
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 
-# The end of a handover, or of a request, in words of the test.
+# States of a sender or receiver, by the names that tests use.
 STATES = {"failed": KVPoll.Failed, "ready": KVPoll.WaitingForInput, "done": KVPoll.Success}
 
 
 class Poller:
-    """A sender or receiver; like the engine's, it never leaves a state that is the end."""
+    """Stands in for a sender or receiver; like the engine's, it never leaves a final state."""
 
     def __init__(self, state: int):
         self.state = state
@@ -43,7 +43,7 @@ class Poller:
         return self.state
 
     def init(self, *args) -> None:
-        """Where KV goes is of no interest here."""
+        """Does nothing, because no KV is sent."""
 
     def clear(self) -> None:
         self.is_over = True
@@ -54,7 +54,7 @@ class Poller:
 
 
 class Request(SimpleNamespace):
-    """What the queues ask of a `Req`."""
+    """Stands in for a `Req`, with the attributes that the queues use."""
 
     def __init__(self, rid: str, **more):
         super().__init__(
@@ -73,7 +73,7 @@ class Request(SimpleNamespace):
 
 
 class Stage(SchedulerPPMixin):
-    """A stage's scheduler, as far as the exchange between stages needs it."""
+    """A stage's scheduler, reduced to what the exchange between stages needs."""
 
     def __init__(self, number: int, rids: list[str], slots: int):
         self.pp_group = SimpleNamespace(is_first_rank=number == 0)
@@ -119,7 +119,7 @@ class PrefillStage(Stage):
 
 
 class TransferStage(Stage):
-    """Decode's requests whose KV is on its way."""
+    """A decode stage with requests whose KV is being transferred."""
 
     def _make_queues(self, rids: list[str]) -> None:
         self.disagg_decode_prealloc_queue = object.__new__(DecodePreallocQueue)
@@ -156,14 +156,14 @@ class TransferStage(Stage):
 
 
 def group():
-    """Of this process alone."""
+    """Returns a process group with this process as its only member."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
 
 
 def poll(pollers: list) -> list[int]:
-    """As a scheduler does."""
+    """Polls as a scheduler does."""
     return poll_and_all_reduce(pollers, group())
 
 
@@ -176,11 +176,18 @@ def run_stages(
     slots: int = 8,
     lag: int = 0,
 ) -> list:
-    """What each stage took, and what is left in its queue, after some rounds.
+    """Runs the stages; returns [accepted requests, queued requests] of each one.
 
-    In a round the stages propose one after the other, and then decide one after the other on what
-    was proposed, or with `lag` on what was so many rounds before. Each of `events` is [step, stage,
-    rid, state]: before that step, the stage learns that of the request.
+    In a round, the stages first propose one after the other, and then decide one after the other
+    on what was proposed `lag` rounds before.
+
+    Args:
+        kind: `bootstrap` (prefill) or `transfer` (decode).
+        stages: Number of stages.
+        rids: Ids of the requests.
+        events: [step, stage, rid, state] each: before that step, the stage's sender or receiver
+            of the request gets that state.
+        slots: Metadata slots of each stage.
     """
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A line to a rank's ZeroMQ socket, on which a test sends what it likes."""
+"""A connection to a rank's ZeroMQ socket on which a test sends arbitrary messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRAME_LIMIT = 64 << 20
 
 
 class RawSocket:
-    """One connection to a rank's socket, on which messages keep their order."""
+    """One connection to a rank's socket; messages arrive in order."""
 
     def __init__(self, rank: Rank):
         self.rank = rank
@@ -37,7 +37,7 @@ class RawSocket:
 
     @contextlib.contextmanager
     def sending(self, messages: list[Message]):
-        """Send them while the block runs."""
+        """Sends the messages while the block runs."""
         thread = threading.Thread(target=self.send, args=(messages,))
         thread.start()
         try:
@@ -46,13 +46,13 @@ class RawSocket:
             thread.join()
 
     def await_read(self, room: int, last_word: Message) -> None:
-        """Until the rank has read all that was sent, of which `last_word` ends this room."""
+        """Sends `last_word`, which ends this room, and waits until the rank has read it."""
         self.rank.call("expect_status", room=room)
         self.send([last_word])
         assert self.rank.call("await_status", room=room, seconds=30) == {"state": "ended"}
 
     def send_oversized(self) -> None:
-        """A frame above the limit: the rank hangs up."""
+        """Sends a frame above the limit, and asserts that the rank disconnects."""
         with self.connect() as sock:
             monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             sock.send_multipart([b"GuardMessage", b"x" * (FRAME_LIMIT + 1)])
@@ -61,7 +61,7 @@ class RawSocket:
             sock.disable_monitor()
 
     def send_non_zmq_bytes(self) -> None:
-        """Bytes of a client that does not speak ZeroMQ."""
+        """Sends bytes that are not ZeroMQ's protocol, on connections of their own."""
         for garbage in (
             b"GET / HTTP/1.1\r\n\r\n",
             b"\x16\x03\x01\x02\0" + b"\xff" * 512,

@@ -1,4 +1,4 @@
-"""What the serving tests run: topologies, tiny models, and what each stock engine makes of them."""
+"""Scenarios of the serving tests: topologies, tiny models, and each stock engine's outcome."""
 
 import dataclasses
 import random
@@ -14,10 +14,11 @@ from pd_harness.releases import release
 
 
 class HalfPrecisionWeights:
-    """Weights for half precision: of a range where it seldom decides on another token.
+    """Mixin for models with weights from a range in which half precision seldom changes a token.
 
-    With them a float16 logprob is within 0.011 of float32's (with the usual ones within 3.9, and
-    a quarter of the tokens differ); KV of swapped layers or heads still moves one by 0.4 or more.
+    With these weights, a float16 logprob is within 0.011 of float32's. With the usual weights it
+    is within 3.9, and a quarter of the tokens differ. Swapped layers or heads of KV still change
+    a logprob by 0.4 or more.
     """
 
     @property
@@ -30,12 +31,12 @@ class HalfPrecisionWeights:
 
 @dataclasses.dataclass(frozen=True)
 class NpuGQA(HalfPrecisionWeights, TinyGQA):
-    """GQA for an NPU."""
+    """A GQA model for an NPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NpuMLA(HalfPrecisionWeights, TinyMLA):
-    """MLA for an NPU, whose attention wants the widths of DeepSeek's models."""
+    """An MLA model for an NPU, whose attention requires the widths of DeepSeek's models."""
 
     latent: int = 512
     rope: int = 64
@@ -52,42 +53,43 @@ SEVEN_LAYERS = GQA(layers=7, kv_heads=4)
 SEVEN_LAYERS_MLA = MLA(layers=7)
 
 NEW_TOKENS = 12
-# From one token to many pages; the last is prefilled, and sent, in three chunks.
+# From one token to many pages; the longest prompt is prefilled and sent in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
 LONG_PROMPT = 1500
 PAGE_SIZE = NPU_PAGE_SIZE if device() == "npu" else 16  # of scenarios over `ascend`
 
 
 def prompts() -> list[list[int]]:
-    """Token ids that share no prefix, the same in every run."""
+    """Returns prompts of token ids that share no prefix and are the same in every run."""
     source = random.Random(0)
     return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
 def long_prompt(seed: int) -> list[int]:
-    """Token ids that are prefilled, and sent, in many chunks.
+    """Returns token ids that are prefilled and sent in many chunks.
 
-    Another for each use: prefill keeps for reuse what it has computed of one. Not longer, for
-    prefill computes all of it before it says that decode is dead.
+    Use another seed for each request, because prefill's radix cache keeps computed prompts. The
+    prompt is no longer than necessary, because prefill computes all of it before it reports that
+    decode is dead.
     """
     source = random.Random(seed)
     return [source.randrange(256) for _ in range(LONG_PROMPT)]
 
 
 def page_count(lengths: Iterable[int], page_size: int) -> int:
-    """That so many requests of so many tokens take."""
+    """Returns the pages that requests of these lengths, in tokens, need."""
     return sum(-(-length // page_size) for length in lengths)
 
 
 def long_answer(page_size: int) -> int:
-    """Tokens; so many that all prompts are decoded at once, and each takes pages for its answer."""
+    """Returns a length in tokens at which all prompts decode at once, and each needs new pages."""
     return max(64, 2 * page_size)
 
 
 def pool_tokens(page_size: int, answer: int) -> int:
-    """Tokens of a pool that takes all prompts and one answer, but not all answers.
+    """Returns a pool size in tokens that fits all prompts and one answer, but not all answers.
 
-    So a request alone among prompts that wait comes to its end.
+    A single running request can finish while the other prompts wait.
     """
     longest = max(
         page_count([length + answer], page_size) - page_count([length], page_size)
@@ -97,7 +99,7 @@ def pool_tokens(page_size: int, answer: int) -> int:
 
 
 def shared_prefix_prompts() -> list[list[int]]:
-    """Prompts that share a prefix in part: up to a page's edge, and into a page."""
+    """Returns prompts that share prefixes, some ending at a page boundary, some within a page."""
     source = random.Random(7)
     trunk = [source.randrange(256) for _ in range(300)]
     lengths = (300, 16, 17, 150, 256, 299)
@@ -108,13 +110,13 @@ def shared_prefix_prompts() -> list[list[int]]:
 
 
 def model_folder(model: TinyModel) -> Path:
-    """The model's checkpoint, made on first use."""
+    """Returns the folder of the model's checkpoint, which is made on first use."""
     return model.make(RELEASE_ENV / "models")
 
 
 @dataclasses.dataclass(frozen=True)
 class Unsupported:
-    """In place of an outcome: why a release cannot run a scenario."""
+    """Takes the place of an outcome if a release cannot run a scenario; says why."""
 
     reason: str
 
@@ -125,25 +127,32 @@ NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
 class PerRelease:
-    """What has ``outcomes``: what the stock engines of `RELEASES` do, or lack."""
+    """Base of classes with ``outcomes``, one per stock engine of `RELEASES`."""
 
     @property
     def stock(self) -> str | Unsupported:
-        """What this release's does."""
+        """The outcome on this release's stock engine."""
         return self.outcomes[RELEASES.index(release())]
 
     @property
     def unsupported_reason(self) -> str | None:
-        """Why this release cannot run it."""
+        """Why this release cannot run it; None if it can."""
         return self.stock.reason if isinstance(self.stock, Unsupported) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenario(PerRelease):
-    """``outcomes`` are what the stock engines of `RELEASES` do, and ``patched`` what ours do.
+    """A fleet with a model and prompts, and its outcomes.
 
-    Each is "right", "wrong", "hang", "http NUMBER", or "dead" where a server has died.
-    Before the prompts are sent, ``times`` over, each prefill rank has the ``stray_message``.
+    An outcome is "right", "wrong", "hang", "http NUMBER", or "dead" if a server has exited.
+
+    Attributes:
+        outcomes: Outcomes on the stock engines of `RELEASES`.
+        patched: The outcome on the patched engine.
+        new_tokens: Tokens of each answer.
+        make_prompts: Returns the prompts.
+        times: How often the prompts are sent.
+        stray_message: Sent to each prefill rank before the prompts, if not None.
     """
 
     name: str
@@ -179,7 +188,7 @@ def full_pool(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes
 
 
 def incompatible(scenario: Scenario) -> Scenario:
-    """Of a pair that can never serve: each request is refused, and both servers live on."""
+    """Returns a scenario of an incompatible pair: requests are refused, and both servers live."""
     return dataclasses.replace(scenario, patched="http 500")
 
 
@@ -188,11 +197,11 @@ def with_stray_message(scenario: Scenario, stray: bytes) -> Scenario:
 
 
 def with_prefixes(scenario: Scenario) -> Scenario:
-    """Decode has the prompts' prefixes from the first time, and prefill sends the rest."""
+    """Sends the prompts twice: decode keeps the first time's prefixes, prefill sends the rest."""
     return dataclasses.replace(scenario, make_prompts=shared_prefix_prompts, times=2)
 
 
-# DP attention: TP ranks in two groups, each with requests of its own.
+# DP attention: two groups of TP ranks, each with its own requests.
 DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
 PP_2_DP_2 = {"prefill_pp": 2, **DP_2, **TO_DP_2}
@@ -214,7 +223,7 @@ TABLE = [
     nixl("tp2_to_2", FOUR_HEADS, "right", "right", **TP_2_TO_2),
     nixl("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=128),
     nixl("pp2_even_layers", FOUR_HEADS, "right", "hang", prefill_pp=2, page_size=16),
-    # Clients ask for logprobs, of which decode's last stage has none at first.
+    # Clients request logprobs, of which decode's last stage has none at first.
     nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", **DP_2, **TO_DP_2),
     nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", prefill_tp=4, prefill_dp=2),
     nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", prefill_pp=2, **TO_DP_2),
@@ -266,15 +275,15 @@ TABLE = [
 ]
 SCENARIOS = [scenario for scenario in TABLE if not scenario.unsupported_reason]
 
-# Where the stock engine serves alone, a fleet half of which is patched must serve too.
+# Where the stock engine is right, a fleet with one patched side must be right, too.
 MIXED = [
     scenario
     for scenario in SCENARIOS
     if scenario.stock == "right" and scenario.topology.backend in ("nixl", "ascend")
 ]
 
-# What is tried without --nightly, by release and test. What 0.5.9's "patched" leaves out is in
-# test_shared_fleet.py, or differs in one thing alone.
+# Scenarios that run without --nightly, by release and test. Those that 0.5.9's "patched" omits are
+# in test_shared_fleet.py, or differ from a listed one in a single property.
 PUSH_CASES = {
     "0.5.9": {
         "stock": {
@@ -306,7 +315,7 @@ PUSH_CASES = {
 
 
 def marks(one: PerRelease, always: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Of its test, which every run has if its name is in ``always``."""
+    """Returns the marks of its test, which every run has if its name is in ``always``."""
     if one.unsupported_reason:
         return [pytest.mark.skip(reason=one.unsupported_reason)]
     return [] if one.name in always else [pytest.mark.nightly]
@@ -321,7 +330,7 @@ NO_STAGES = Unsupported("0.5.9 does not speculate in pipeline stages")
 
 @dataclasses.dataclass(frozen=True)
 class DraftScenario(PerRelease):
-    """A fleet with a draft on the named ``sides``; ``outcomes`` are as of a `Scenario`."""
+    """A fleet with a draft model on ``sides``; see `Scenario` for ``outcomes``."""
 
     name: str
     topology: Topology

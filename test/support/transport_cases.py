@@ -15,7 +15,7 @@ def with_fields(fleet, **fields):
 
 
 def with_environment(fleet, **variables: str):
-    """With these variables on both sides."""
+    """Returns the fleet with these environment variables on both sides."""
     sides = {
         role: with_fields(side, environment={**side.environment, **variables})
         for role, side in (("prefill", fleet.prefill), ("decode", fleet.decode))
@@ -24,7 +24,7 @@ def with_environment(fleet, **variables: str):
 
 
 def same_widths(fleet):
-    """Stock NIXL takes V to be as wide as K."""
+    """Returns the fleet with V as wide as K, which stock NIXL assumes."""
     return with_fields(fleet, v_width=fleet.k_width)
 
 
@@ -71,7 +71,7 @@ MOONCAKE = {
 
 
 def ascend(prefill=None, decode=None, **more):
-    """The NPU pools over MemFabric's calls; K and V of these pools are of one width."""
+    """Returns a fleet with the NPU pools and MemFabric; K and V of these pools have one width."""
     return Fleet(prefill or Side(), decode or Side(), backend="ascend", **more)
 
 
@@ -112,9 +112,10 @@ ASCEND = {
     ),
 }
 ONE_HEAD = tp(2, 4, heads=1)
-# What the same requests do on the stock engine, where K and V are of one width.
-# Writes beside a buffer, which MemFabric takes: others' memory changes, or its process dies of it.
+# Outcomes of writes beside a buffer: MemFabric accepts them, and other memory changes, or the
+# process crashes.
 CORRUPTED = ("wrong", "died", "raised")
+# Outcomes of the same requests on the stock engine, with K and V of one width.
 STOCK_0_5_9 = {
     "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
     "nixl-tp1_to_2": (HEADS["tp1_to_2"], "right"),
@@ -144,8 +145,8 @@ STOCK_0_5_9 = {
         }.items()
     },
 }
-# Over NIXL stages of GQA, and more ranks than heads on both sides, end prefill's registration
-# thread. A draft model on prefill alone, too.
+# Over NIXL, prefill's registration thread crashes with pipeline stages of GQA, with more ranks than
+# heads on both sides, and with a draft model on prefill only.
 STOCK_0_5_23 = {
     "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
     "nixl-tp2_to_1": (HEADS["tp2_to_1"], "right"),
@@ -180,5 +181,5 @@ STOCK_0_5_23 = {
     },
 }
 STOCK = STOCK_0_5_23 if SINCE_0_5_20 else STOCK_0_5_9
-# Where it takes V to be as wide as K, and what comes of it where memory ends behind V.
+# A fleet in which stock assumes V as wide as K, and the outcome if memory ends behind V.
 STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_20 else (HEADS["tp1_to_1"], "raised")

@@ -49,7 +49,10 @@ def test_page_out_of_bounds_fails_the_request(serve, backend, name):
     with serve(dataclasses.replace(FLEETS[name], backend=backend)) as servers:
         for rank in servers.prefill:
             rank.call("record_writes")
-        said = f"prefill sends pages 2 to 3 of {FIRST_INVALID_PAGE}, decode has set aside pages 4 to {FIRST_INVALID_PAGE}"
+        said = (
+            f"prefill sends pages 2 to 3 of {FIRST_INVALID_PAGE}, decode has set aside pages 4 to "
+            f"{FIRST_INVALID_PAGE}"
+        )
         assert_fails_without_stray_writes(
             servers, f"{said} of {FIRST_INVALID_PAGE}", [2, 3], [4, FIRST_INVALID_PAGE]
         )

@@ -158,8 +158,8 @@ def test_plan_predicts_transport_outcome(release: str, name: str, fleet: Fleet, 
 INDEXED_MLA = plain_model(4, MLADims(512, 64, 128))
 WINDOWS = model_from_config(GPT_OSS)
 MAMBA, LINEAR = model_from_config(FALCON_H1), model_from_config(QWEN3_NEXT)
-# As test/transport/test_state_transfer.py has it: (model, prefill, decode), and outcomes of `RELEASES` over
-# NIXL and over Mooncake; empty where none was tried.
+# As in test/transport/test_state_transfer.py: (model, prefill, decode), and outcomes of `RELEASES`
+# over NIXL and over Mooncake; empty where none was tried.
 STATE_CASES = {
     "draft": (
         (INDEXED_MLA, ServerSizes(draft=1), ServerSizes(draft=1)),

@@ -15,8 +15,8 @@ POLL_INTERVAL_S = 0.0005
 class FileLock:
     """A lock whose holder may be slow: after ``timeout_s`` the caller goes on without the lock.
 
-    So a slow holder, such as a write to a dead server, delays nobody for longer. The kernel
-    releases the lock of a process that exits.
+    So a slow holder, such as a write to a dead server, delays other callers no longer than that.
+    The kernel releases the lock of a process that exits.
     """
 
     def __init__(self, name: str, timeout_s: float = 1.0):

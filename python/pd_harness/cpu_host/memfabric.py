@@ -129,7 +129,8 @@ def process_copy_error() -> str | None:
         return None
     errno_text = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
     return (
-        f"process_vm_writev is refused here ({errno_text}): the stand-in for the Ascend driver copies "
+        f"process_vm_writev is refused here ({errno_text}): the stand-in for the Ascend driver "
+        "copies "
         "between processes with it; let the container call it (a seccomp profile that allows it, "
         "or the capability SYS_PTRACE)"
     )

@@ -90,5 +90,6 @@ def _check_ports(host: Host) -> Iterator[Finding]:
             yield wrong(GROUP, name, value, advice)
     first, last = (host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT))
     if first.isdecimal() and last.isdecimal() and int(first) > int(last):
-        advice = f"MemFabric takes {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]} instead: give the lower one first"
+        usual = f"{DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+        advice = f"MemFabric takes {usual} instead: give the lower one first"
         yield warning(GROUP, "MemFabric's ports", f"{first} to {last}", advice)

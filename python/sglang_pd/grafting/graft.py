@@ -207,7 +207,8 @@ class _Grafter:
             is_tuple = isinstance(elements, tuple) and len(elements) > 0
             if not (is_tuple and all(map(is_element, elements))):
                 raise GraftError(
-                    f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} is no "
+                    f"our {self.path}: `{_first_line(statement)}` in "
+                    f"{scope[:-1] or 'the module'} is no "
                     f"tuple of {'names' if name == REMOVED else 'pairs of names'}"
                 )
             found += elements
@@ -311,7 +312,8 @@ class _Grafter:
         for name, bound in bounds.items():
             if bound.kind != "guarded" or "." in name:
                 raise GraftError(
-                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, and may only import plain "
+                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, and may only "
+                    "import plain "
                     "names, each of one thing (`import a.b as c`)"
                 )
             if sum(name in bindings(s, self.module) for s in ours.body) > 1:
@@ -368,7 +370,8 @@ class _Grafter:
         name = symbol_name(statement)
         if name is None:
             raise GraftError(
-                f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} is no "
+                f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} "
+                "is no "
                 "function, class or assignment to one name"
             )
         return name
@@ -428,7 +431,8 @@ class _Grafter:
         if [*added, *theirs] != wanted or any("=" in base for base in added):
             raise GraftError(
                 f"{self.path}: `class {symbol}` has `{_format_bases(wanted)}` in ours, "
-                f"`{_format_bases(theirs)}` in the engine; an opened class repeats them, with its own "
+                f"`{_format_bases(theirs)}` in the engine; an opened class repeats them, with "
+                "its own "
                 "before them, or leaves them out"
             )
         self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))

@@ -221,7 +221,8 @@ def find_binding(
     if kind not in kinds:
         what = "a definition" if "symbol" in kinds else "an import"
         raise GraftError(
-            f"{where}: `{name}` is bound by {_BINDING_TEXTS[kind]}; only {what} of its own can be replaced"
+            f"{where}: `{name}` is bound by {_BINDING_TEXTS[kind]}; only {what} of its own can "
+            "be replaced"
         )
     return at
 

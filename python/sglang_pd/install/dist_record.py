@@ -1,4 +1,4 @@
-"""Edits a distribution's RECORD, so that uninstalling the engine removes what was added too."""
+"""Edits a distribution's RECORD, so that uninstalling the engine removes added files, too."""
 
 import base64
 import csv
@@ -8,7 +8,7 @@ import os
 
 
 def record_entry(name: str, content: bytes | None) -> str:
-    """A row of RECORD; without hash and size where the content is None."""
+    """Formats a row of RECORD; without hash and size if the content is None."""
     if content is None:
         fields = [name, "", ""]
     else:
@@ -20,12 +20,12 @@ def record_entry(name: str, content: bytes | None) -> str:
 
 
 def read(record: bytes) -> dict[str, tuple[str, str]]:
-    """{path: (hash, size)} of a RECORD."""
+    """Parses a RECORD into {path: (hash, size)}."""
     return {row[0]: (row[1], row[2]) for row in csv.reader(record.decode().splitlines()) if row}
 
 
 def with_entries(record: bytes, files: dict[str, bytes | None]) -> bytes:
-    """RECORD with the rows of `files` replaced, or added at its end; the others byte for byte."""
+    """Replaces the rows of `files`, or appends them; keeps the other rows byte for byte."""
     lines = record.decode().splitlines(keepends=True)
     newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
     left = {name: record_entry(name, content) for name, content in files.items()}
@@ -39,7 +39,7 @@ def with_entries(record: bytes, files: dict[str, bytes | None]) -> bytes:
 
 
 def has_other_hash(record: bytes, name: str, content: bytes) -> bool:
-    """Whether RECORD knows the file, and with another hash."""
+    """Whether RECORD lists the file with another hash."""
     known = read(record).get(name, ("", ""))[0]
     return (
         bool(known) and known != read((record_entry(name, content) + os.linesep).encode())[name][0]

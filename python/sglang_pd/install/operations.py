@@ -1,4 +1,4 @@
-"""The commands' work: apply, revert, status and diff of a release's patch set on an engine."""
+"""Implements apply, revert, status and diff of a release's patch set on an engine."""
 
 import os
 import re
@@ -18,10 +18,10 @@ from sglang_pd.patchset.patches import Patch, Release
 
 @dataclass(frozen=True)
 class Status:
-    """state, and each patch's state: `applied`, `absent`, `half-applied`, `drifted` or `outdated`.
+    """The state of an engine, of its patches and of its symbols.
 
-    symbols: each symbol's own state. edited: files changed by someone since they were applied.
-    drifts: why `apply` would refuse. notes: what else a person should know.
+    A state is `applied`, `absent`, `half-applied`, `drifted` or `outdated`. edited: files changed
+    by someone since `apply`. drifts: why `apply` would refuse. notes: what else a user should know.
     """
 
     state: str
@@ -35,10 +35,10 @@ class Status:
 def apply(
     engine: Engine, release: Release, dry_run: bool = False, preview: bool = False
 ) -> list[Edit]:
-    """Applies the patch set; returns the files changed, none if it was applied already.
+    """Applies the patch set; returns the edits, none if it was applied already.
 
-    A half-applied or outdated engine is first taken back to its originals. Raises Refusal;
-    PREVIEW for a release that is one, unless `preview` is given.
+    First restores the originals of a half-applied or outdated engine. With `dry_run`, writes
+    nothing. Raises Refusal; PREVIEW for a preview release, unless `preview` is set.
     """
     if release.preview and not preview:
         raise Refusal(
@@ -71,17 +71,17 @@ def revert(engine: Engine) -> bool:
 
 
 def status(engine: Engine, release: Release) -> Status:
-    """What the engine's own files say, symbol by symbol."""
+    """Determines the status from the engine's own files, symbol by symbol."""
     root, journal = engine.root, read_journal(engine.root)
     entries = journal.entries if journal else []
     files = {entry.path: transaction.file_state(root, entry) for entry in entries}
     symbols = symbol_states(release, lambda path: read_file(root / path))
     edits, drifts = plan(release, originals(root, journal))
     if not journal and set(symbols.values()) == {"applied"}:
-        drifts = []  # the patch set does not fit onto itself
+        drifts = []  # the patch set cannot be applied twice
     is_complete = journal is not None and set(files.values()) == {"new"}
     for symbol, at in symbols.items():
-        # What stands in a file exactly as some patch set wrote it was not changed by anyone else.
+        # Nobody else has changed a file that is exactly as some patch set wrote it.
         if at != "applied" and (is_complete or files.get(symbol.split("::")[0]) == "new"):
             symbols[symbol] = "outdated"
     state = _combined_state(list(symbols.values()))
@@ -101,9 +101,9 @@ def status(engine: Engine, release: Release) -> Status:
 
 
 def diff(engine: Engine, release: Release) -> Iterator[bytes]:
-    """Lines of a unified diff from the engine's originals to what stands or would stand there.
+    """Yields lines of a unified diff from the engine's originals to their patched text.
 
-    It applies with `patch -p1` in the folder that holds `sglang/`, or at a checkout's top.
+    The diff applies with `patch -p1` in the folder that holds `sglang/`, or at a checkout's top.
     """
     root, journal = engine.root, read_journal(engine.root)
     if journal and transaction.is_complete(root, journal):
@@ -117,7 +117,7 @@ def diff(engine: Engine, release: Release) -> Iterator[bytes]:
 
 
 def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
-    """All edits, RECORD's last; none if they stand without a journal. Refusal for a drift."""
+    """Returns all edits, RECORD's last; none if applied without a journal. Refuses a drift."""
     read = originals(engine.root, journal)
     edits, drifts = plan(release, read)
     if drifts and not journal and is_applied(release, read):
@@ -137,7 +137,7 @@ def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> li
 
 
 def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
-    """EDITED if RECORD shows that a drifted file was changed since installation, else DRIFTED."""
+    """Returns EDITED if by RECORD a drifted file was changed since installation, else DRIFTED."""
     rows = engine.dist_record.read_bytes() if engine.dist_record else b""
     changed = set()
     for path in {drift.path for drift in drifts}:
@@ -161,14 +161,14 @@ def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Ref
 
 
 def _is_current(journal: Journal, edits: list[Edit]) -> bool:
-    """Whether the journal's changes of the engine's files are the edits of today's patch set."""
+    """Whether the journal's changes to the engine's files are the current patch set's edits."""
     wanted = {edit.path: transaction.sha256(edit.new) for edit in edits if edit.old != edit.new}
     made = {entry.path: entry.new for entry in journal.entries}
     return all(wanted.get(path) == made.get(path) for path in {*wanted, *made} if path[0] != ".")
 
 
 def _combined_state(states: list[str]) -> str:
-    """One state for many symbols."""
+    """Combines the states of several symbols into one."""
     for state in ("drifted", "outdated"):
         if state in states:
             return state
@@ -203,5 +203,5 @@ def _file_diff(name: str, edit: Edit) -> Iterator[bytes]:
 
 
 def _lines(content: bytes) -> list[str]:
-    # Not `splitlines`, for which a form feed ends a line too.
+    # Not `splitlines`, which also splits at a form feed.
     return re.findall(r"[^\n]*\n|[^\n]+", content.decode())

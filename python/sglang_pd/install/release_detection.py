@@ -1,4 +1,4 @@
-"""Which release's patch set is for an engine: by its version, else by the symbols that it has."""
+"""Detects which release's patch set fits an engine: by its version, else by its symbols."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ from sglang_pd.patchset.patches import (
     symbol_ids,
 )
 
-MAX_SHOWN = 10  # of the drifts that a refusal names
+MAX_SHOWN = 10  # drifts that a refusal lists
 
 
 @dataclass(frozen=True)
 class ReleaseMatch:
-    """A release beside an engine. drifts: where the engine has another text than the release."""
+    """A release compared with an engine. drifts: where the engine's text differs from it."""
 
     release: Release
     drifts: list[Drift]
@@ -34,10 +34,10 @@ class ReleaseMatch:
 
 
 def detect_release(engine: Engine) -> Release:
-    """The release that the engine says it is, else the one applied to it, else the one it matches.
+    """Returns the release of the engine's version, else the applied one, else a matching one.
 
-    A version that no release of ours has is matched by fingerprints: of the symbols that the
-    patch set touches none may differ. Raises Refusal UNSUPPORTED with the nearest release.
+    An unsupported version is matched by fingerprints: none of the symbols that the patch set
+    touches may differ. Raises Refusal UNSUPPORTED, which names the nearest release.
     """
     journal = read_journal(engine.root)
     names = [public_version(engine.version or ""), journal.release if journal else ""]
@@ -50,7 +50,7 @@ def detect_release(engine: Engine) -> Release:
 
 
 def release_notes(engine: Engine, release: Release) -> list[str]:
-    """What a person should know of this release for this engine."""
+    """Returns what a user should know about this release for this engine."""
     notes = []
     if public_version(engine.version or "") != release.name:
         notes.append(
@@ -63,7 +63,7 @@ def release_notes(engine: Engine, release: Release) -> list[str]:
 
 
 def _nearest_match(engine: Engine, journal: Journal | None) -> ReleaseMatch:
-    """The release of which the smallest part differs, of several the newest."""
+    """Returns the release with the smallest share of differing symbols, of several the newest."""
     matches = [
         _match(engine, journal, load_release(name)) for name in reversed(supported_releases())
     ]
@@ -84,7 +84,8 @@ def _unsupported_refusal(engine: Engine, nearest: ReleaseMatch) -> Refusal:
     shown = "\n".join(lines)
     return Refusal(
         ExitCode.UNSUPPORTED,
-        f"{engine.root}: {name} is not supported; this patch set knows {', '.join(supported_releases())}. "
+        f"{engine.root}: {name} is not supported; this patch set knows "
+        f"{', '.join(supported_releases())}. "
         f"The nearest is {nearest.release.name}: {nearest.differing} of {nearest.symbols} symbols "
         f"that it touches differ:\n{shown}\n"
         "Nothing was written. Install a release that it knows, or a newer sglang-pd.",

@@ -1,4 +1,4 @@
-"""An engine's status, whole or of one patch, for people and for programs."""
+"""Shows an engine's status, whole or of one patch, as text or as JSON."""
 
 from itertools import groupby
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def as_json(engine: Engine, release: Release, status: Status) -> dict:
-    """Every patch with its state, and its symbols' own."""
+    """Returns the status, with the states of every patch and of its symbols."""
     return {
         "tool": __version__,
         "engine": _engine(engine, release),
@@ -48,7 +48,7 @@ def as_json(engine: Engine, release: Release, status: Status) -> dict:
 
 
 def show(engine: Engine, release: Release, status: Status, console: Console) -> None:
-    """A table in the records' order, and below it what else there is to say."""
+    """Prints a table in the records' order, then edited files, drifts and notes."""
     console.print(_heading(engine, release).append(status.state, COLOURS[status.state]))
     states = {patch.id: Text(state, COLOURS[state]) for patch, state in status.patches}
     for patch in release.carried:
@@ -73,7 +73,7 @@ def show(engine: Engine, release: Release, status: Status, console: Console) -> 
 
 
 def patch_state(record: PatchRecord, release: Release, status: Status) -> str:
-    """Of one patch here: a state in Status, `carried`, `missing` (needed, no edit) or `unknown`."""
+    """Returns a patch's state: one of Status, `carried`, `missing` (needed, no edit), `unknown`."""
     states = {patch.id: state for patch, state in status.patches}
     states |= {patch.id: "carried" for patch in release.carried}
     states |= {patch.id: "missing" for patch in release.missing}
@@ -81,7 +81,7 @@ def patch_state(record: PatchRecord, release: Release, status: Status) -> str:
 
 
 def patch_as_json(record: PatchRecord, engine: Engine, release: Release, status: Status) -> dict:
-    """The record whole, and its state and symbols in this engine."""
+    """Returns the whole record, and its state and symbols in this engine."""
     ours = [patch for patch, _ in status.patches if patch.id == record.id]
     return {
         **msgspec.to_builtins(record),
@@ -94,7 +94,7 @@ def patch_as_json(record: PatchRecord, engine: Engine, release: Release, status:
 def show_patch(
     record: PatchRecord, engine: Engine, release: Release, status: Status, console: Console
 ) -> None:
-    """The record whole: what it is for, this release's part of it, and the other releases'."""
+    """Prints the whole record: its purpose, this release's part of it, and the other releases'."""
     state = patch_state(record, release, status)
     console.print(_heading(engine, release).append(state, COLOURS.get(state, "")))
     console.print(Text(f"{record.id} ({KINDS[record.kind]}): {record.title}", "bold"))

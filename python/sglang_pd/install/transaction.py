@@ -1,9 +1,10 @@
-"""Changes many files of a folder as one: all or none, whatever happens to the process in between.
+"""Changes many files of a folder as one: all or none, even if the process is interrupted.
 
-First everything is staged in a scratch folder inside the engine: the originals, the new contents,
-and a journal of both sides' digests. One rename makes it the state folder; from then on the journal
-says how to undo. Then each staged file is renamed onto its target. Undoing renames the originals
-back, then removes the journal, then what is left. At every moment each target is whole: old or new.
+First it stages everything in a scratch folder inside the engine: the originals, the new contents,
+and a journal of both sides' digests. One rename makes that the state folder; from then on the
+journal records how to undo. Then each staged file is renamed onto its target. Undoing renames the
+originals back, then removes the journal, then the rest. Each target is complete at every moment:
+old or new.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.patchset.edits import Edit
 
 STATE_FOLDER = ".sglang_pd"
-SCRATCH_FOLDER = ".sglang_pd.new"  # being staged: holds nothing of worth
+SCRATCH_FOLDER = ".sglang_pd.new"  # for staging: may be deleted at any time
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ class JournalEntry(msgspec.Struct, frozen=True):
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What was changed, for which release. folders: those made for new files, parents first."""
+    """The changes, and their release. folders: those made for new files, parents first."""
 
     tool: str
     release: str
@@ -54,7 +55,7 @@ def read_file(path: Path) -> bytes | None:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Holds the engine for this process; leaves no file. Raises Refusal BUSY if another has it."""
+    """Locks the engine, without a lock file. Raises Refusal BUSY if another process holds it."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -70,9 +71,9 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def read_journal(root: Path) -> Journal | None:
-    """The journal of an applied or half-applied engine; None for an untouched one.
+    """Returns the journal of an applied or half-applied engine; None for an untouched one.
 
-    Raises Refusal IO where it is damaged.
+    Raises Refusal IO if the journal is damaged.
     """
     text = read_file(root / STATE_FOLDER / "journal.json")
     if text is None:
@@ -87,7 +88,7 @@ def read_journal(root: Path) -> Journal | None:
 
 
 def file_state(root: Path, entry: JournalEntry) -> str:
-    """`old`, `new`, or `edited` where the file is neither."""
+    """Returns `old`, `new`, or `edited` if the file is neither."""
     content = read_file(root / entry.path)
     digest = None if content is None else sha256(content)
     return "new" if digest == entry.new else "old" if digest == entry.old else "edited"
@@ -98,7 +99,7 @@ def is_complete(root: Path, journal: Journal) -> bool:
 
 
 def originals(root: Path, journal: Journal | None) -> Callable[[str], bytes | None]:
-    """Reads the engine's files as they were before the journal's changes."""
+    """Returns a reader of the engine's files as they were before the journal's changes."""
     entries = {entry.path: entry for entry in journal.entries} if journal else {}
 
     def read(path: str) -> bytes | None:
@@ -115,7 +116,7 @@ def staged_names(edits: list[Edit]) -> list[str]:
 
 
 def state_files(edits: list[Edit]) -> list[str]:
-    """The state folder's own files that stay while the edits are applied."""
+    """Returns the files that the state folder keeps while the edits are applied."""
     names = [
         f"old/{name}" for name, edit in zip(staged_names(edits), edits) if edit.old is not None
     ]
@@ -123,7 +124,7 @@ def state_files(edits: list[Edit]) -> list[str]:
 
 
 def check_writable(root: Path, paths: list[str]) -> None:
-    """Raises Refusal NO_PERMISSION, naming the first file or folder that could not be replaced."""
+    """Raises Refusal NO_PERMISSION, naming the first file or folder that cannot be replaced."""
     for path in [root / STATE_FOLDER, *(root / path for path in paths)]:
         folder = path.parent
         while not folder.exists():
@@ -140,7 +141,7 @@ def check_writable(root: Path, paths: list[str]) -> None:
                     ExitCode.NO_PERMISSION,
                     f"no permission to write {place}; run as its owner, or make it writable",
                 )
-        # Of folders only: files of a container's image may show the device of another layer.
+        # Compares folders only: files of a container's image may report another layer's device.
         if os.stat(folder).st_dev != os.stat(root).st_dev:
             raise Refusal(
                 ExitCode.NO_PERMISSION,
@@ -150,9 +151,10 @@ def check_writable(root: Path, paths: list[str]) -> None:
 
 
 def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
-    """Makes the edits; an earlier journal's are undone first. Hold the lock; nothing is `edited`.
+    """Makes the edits, after undoing an earlier journal's.
 
-    Raises Refusal NO_PERMISSION, the engine as before, or IO, the engine without any edits.
+    The caller holds the lock, and no file is `edited`. Raises Refusal NO_PERMISSION, leaving the
+    engine as before, or IO, leaving it without any edits.
     """
     journal = read_journal(root)
     check_writable(root, [item.path for item in (*edits, *(journal.entries if journal else ()))])
@@ -186,9 +188,10 @@ def _as_refusal(error: BaseException, what: str) -> BaseException:
 
 
 def undo(root: Path) -> bool:
-    """Restores every byte; False if there was nothing to restore. Hold the lock.
+    """Restores every byte; returns False if there was nothing to restore.
 
-    Raises Refusal as `check_undoable` and `check_writable` do, writing nothing.
+    The caller holds the lock. Raises Refusal as `check_undoable` and `check_writable`, before it
+    writes anything.
     """
     journal = read_journal(root)
     if journal is None:
@@ -224,14 +227,14 @@ def check_undoable(root: Path, journal: Journal) -> None:
 
 
 def has_leftovers(root: Path) -> bool:
-    """Whether an interrupted run left folders that nobody needs."""
+    """Whether an interrupted run left unneeded folders."""
     return (root / SCRATCH_FOLDER).exists() or (
         (root / STATE_FOLDER).exists() and not read_journal(root)
     )
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what an interrupted run left and nobody needs."""
+    """Removes the unneeded folders that an interrupted run left."""
     shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
     if not read_journal(root):
         shutil.rmtree(root / STATE_FOLDER, ignore_errors=True)
@@ -275,7 +278,7 @@ def _undo(root: Path, journal: Journal) -> None:
         _remove_if_empty(root / folder / "__pycache__")
         _remove_if_empty(root / folder)
     _sync_parents(root, journal)
-    # The state folder itself cannot be renamed where it is part of a container's image.
+    # The state folder itself cannot be renamed if it is part of a container's image.
     os.unlink(root / STATE_FOLDER / "journal.json")
     _sync(root / STATE_FOLDER)
     shutil.rmtree(root / STATE_FOLDER)
@@ -297,7 +300,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _write(path: Path, content: bytes, like: Path) -> None:
-    """Writes a new file to the disk, with another's mode and owner."""
+    """Writes a new file through to the disk, with the mode and owner of `like`."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()

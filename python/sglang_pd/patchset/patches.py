@@ -175,7 +175,8 @@ def load_release(
         raise Refusal(
             ExitCode.UNSUPPORTED,
             f"SGLang {name} is not supported; this patch set knows "
-            f"{', '.join(supported_releases(releases))}. Install one of these, or a newer sglang-pd.",
+            f"{', '.join(supported_releases(releases))}. Install one of these, or a newer "
+            "sglang-pd.",
         )
     folder = releases / name
     about = read_data(folder / "release.toml", _ReleaseManifest)

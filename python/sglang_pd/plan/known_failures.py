@@ -1,8 +1,8 @@
 """Known failures of stock engines with a pair, by release, backend and sizes.
 
-Each failure belongs to a patch record (docs/patches.md) with its cause and fix. The outcome is
-what serving showed, or the transport's tests if no server was tried. The first one that applies
-counts.
+Each failure names its patch record (docs/patches.md), if any, which has its cause and fix. The
+outcome is what serving showed, or the transport's tests if no server was tried. The first failure
+that applies counts.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class KnownFailure:
 
     Attributes:
         record: The patch record; empty if no patch concerns the failure.
-        v0_5_9, v0_5_23: Outcomes in these releases; empty where they do not fail.
+        v0_5_9, v0_5_23: Outcomes by backend in that release; empty if it does not fail.
         event: The event that the failure needs; empty if none.
     """
 

@@ -141,7 +141,7 @@ def _heads(pair, ours, theirs, page_size: int) -> tuple[int, int] | None:
 
 
 def _pages(pair: ServerPair, is_state: bool) -> int:
-    """Returns the request's number of pages; recurrent state has 1 (its slot), a window fewer."""
+    """Returns the request's number of pages: 1 slot of recurrent state, at most one window."""
     tokens = TOKENS
     if is_state and pair.model.recurrent:
         return 1

@@ -65,7 +65,7 @@ def _link(link: Link) -> dict:
 
 
 def _runs(parts: Iterable[SentPart]) -> list[tuple[tuple, list[int]]]:
-    """Returns the layers of each ((component, is draft, heads), layers)."""
+    """Groups adjacent parts as ((component, is draft, heads), layers)."""
     alike = groupby(parts, key=lambda one: (one.component, one.draft, one.heads))
     return [(key, [one.layer for one in some]) for key, some in alike]
 

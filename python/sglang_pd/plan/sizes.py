@@ -43,7 +43,8 @@ class ServerSizes:
             counts = [each + (stage >= self.pp - more) for stage in range(self.pp)]
         if len(counts) != self.pp or sum(counts) != total or min(counts) < 1:
             raise ValueError(
-                f"{total} layers cannot be split into {self.pp} stages of {_format_layers(counts)}; "
+                f"{total} layers cannot be split into {self.pp} stages of "
+                f"{_format_layers(counts)}; "
                 f"give a pp, or layers of each stage ({PARTITION_VARIABLE}), that fit the model"
             )
         starts = [sum(counts[:stage]) for stage in range(self.pp)]

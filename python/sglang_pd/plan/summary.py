@@ -36,7 +36,7 @@ class Summary:
             return []
 
     def rank_bytes(self, side: str) -> tuple[int, int]:
-        """Returns the fullest rank's bytes per token, of KV and state, and its bytes per request."""
+        """Returns the fullest rank's bytes per token (KV and state), and bytes per request."""
         most = (0, 0)
         for stage in range(self.pair.sides[side].pp):
             try:

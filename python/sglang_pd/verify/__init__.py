@@ -1,7 +1,7 @@
-"""`sglang-pd verify`: requests to running servers, and what their decode ranks compared.
+"""`sglang-pd verify`: sends requests to running servers, and shows what decode ranks compared.
 
-prompts   which requests
-fleet     the servers, over HTTP
-check     all of it: send, gather, judge
-show      as a table, or as JSON
+prompts   the prompts of the requests
+servers   the servers, over HTTP
+check     the whole check: send, gather, judge
+show      output as a table, or as JSON
 """

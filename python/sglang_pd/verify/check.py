@@ -1,4 +1,4 @@
-"""Send the requests of a check, gather what decode ranks compared meanwhile, and judge."""
+"""Sends a check's requests, gathers what decode ranks compared meanwhile, and judges."""
 
 import asyncio
 import time
@@ -18,46 +18,46 @@ from sglang_pd.verify.servers import (
     generate_body,
 )
 
-REPORT_TIMEOUT_S = 15  # in which decode ranks report what they have compared
+REPORT_TIMEOUT_S = 15  # for decode ranks to report what they compared
 LOGPROB_TOLERANCE = 0.1
 
 
 @dataclass
 class DraftStats:
-    """What servers say of the drafts of some answers."""
+    """Statistics of a draft model over several answers, as servers report them."""
 
     tokens: int = 0
     rounds: int = 0
 
     def add(self, answer: Answer) -> None:
-        """The first token is prefill's, and no draft's."""
+        """Adds an answer without its first token, which prefill computes without a draft model."""
         self.tokens += max(0, len(answer.ids) - 1)
         self.rounds += answer.rounds
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Accepted and the target's own, 1 where none is accepted; None without a draft model."""
+        """Accepted tokens plus the target's own, 1 if none is accepted; None without a draft."""
         return self.tokens / self.rounds if self.rounds else None
 
 
 @dataclass
 class Verdict:
-    """What a check has found.
+    """The results of a check.
 
     Attributes:
-        requests: Those that were sent, each prompt's two among them.
-        lengths: Of single prompts, tokens.
+        requests: Number of requests sent, two for each prompt.
+        lengths: Lengths of single prompts, in tokens.
         failures: Requests without an answer.
         unequal: Prompts whose two answers differ.
-        compared: Requests whose KV was compared, by the first rank of each decode server.
-        pairs: By prefill server, prefill rank and decode rank.
-        mismatches: What differed, in words.
-        seconds: Of the transfers, from asking prefill until all had arrived.
-        comparing: Seconds that the decode ranks took to compare, in all.
-        from_reference: Prompts whose answer is not the reference's; None without one.
-        drafted, reference_drafted: Of the same prompts, the fleet's drafts and the reference's.
-            Those that are sent at once are left out: how they are cut into chunks is chance, and
-            at the end of a chunk a draft is told what the target would have said there.
+        compared: Number of requests whose KV the first rank of each decode server compared.
+        pairs: Statistics by (prefill server, prefill rank, decode rank).
+        mismatches: Descriptions of what differed.
+        seconds: Duration of each transfer, from the request to prefill until all had arrived.
+        comparing: Total seconds that the decode ranks took to compare.
+        from_reference: Prompts whose answer differs from the reference's; None without one.
+        drafted, reference_drafted: The draft models' statistics for the same prompts, in the fleet
+            and in the reference. Prompts sent at once are left out: their cuts into chunks depend
+            on chance, and at a chunk's end a draft model receives the target's own next token.
     """
 
     requests: int = 0
@@ -79,7 +79,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Every request was answered, its KV compared, and found equal."""
+        """Whether every request was answered, and its KV compared and equal."""
         wrong = self.failures or self.mismatches or self.from_reference
         return not wrong and self.compared >= self.requests > 0
 
@@ -92,10 +92,17 @@ async def check(
     reference: str = "",
     on_progress: Callable[[str, int], None] = lambda name, count: None,
 ) -> Verdict:
-    """Send everything twice, and see what the decode ranks say of it.
+    """Sends every prompt twice, and collects what the decode ranks report.
+
+    Args:
+        lengths: Lengths of single prompts, in tokens.
+        requests: Number of prompts sent at once, at the end.
+        new_tokens: Tokens to decode for each request.
+        reference: URL of a server to compare answers with; empty for none.
+        on_progress: Receives each prompt group's name and size.
 
     Raises:
-        Refusal: The servers do not verify, or cannot be asked.
+        Refusal: The servers do not verify or do not answer.
     """
     prefills = await fleet.prefill_servers()
     page_size = max(one.page_size for one in prefills)
@@ -159,8 +166,8 @@ async def _compare_with_reference(
         if want.failure:
             verdict.from_reference.append(f"{what}: the reference does not answer: {want.failure}")
         elif got.failure:
-            continue  # it is among the failures
-        elif got.ids != want.ids:  # other tokens, of which others are foreseen
+            continue  # already in `failures`
+        elif got.ids != want.ids:  # drafting is not comparable after other tokens
             verdict.from_reference.append(f"{what}: {got.ids}, the reference has {want.ids}")
         else:
             if not group.at_once:
@@ -174,7 +181,7 @@ async def _compare_with_reference(
 async def _rank_reports(
     fleet: FleetClient, prefills: list[PrefillServer]
 ) -> dict[tuple[str, str], RankReport]:
-    """By prefill server and decode rank."""
+    """Returns the reports by (prefill server's URL, decode rank's address)."""
     reports = [await fleet.reports(one) for one in prefills]
     return {
         (prefill.url, rank.at): rank
@@ -186,7 +193,7 @@ async def _rank_reports(
 async def _collect_reports(
     verdict: Verdict, fleet: FleetClient, prefills: list[PrefillServer], before: dict
 ) -> None:
-    """What was compared since `before`; waits until all of it is reported."""
+    """Adds what was compared since `before`; waits for all reports, up to REPORT_TIMEOUT_S."""
     deadline = time.monotonic() + REPORT_TIMEOUT_S
     while True:
         after = await _rank_reports(fleet, prefills)

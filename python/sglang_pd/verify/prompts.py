@@ -1,10 +1,10 @@
-"""Which requests a check sends: every length at which something may go wrong."""
+"""The prompts that a check sends: every length at which something may go wrong."""
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Numbers of tokens that are words or bytes in every vocabulary.
+# Ids of tokens that are words or bytes in every vocabulary.
 TOKENS = range(100, 250)
 SUFFIXES = 3
 SEED = 20
@@ -12,7 +12,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts (token ids) that are sent together, or one after the other."""
+    """Prompts (token ids) that are sent at once, or one after the other."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -20,9 +20,9 @@ class PromptGroup:
 
 
 def prompt_lengths(wanted: Sequence[int], page_size: int, chunk: int | None, longest: int) -> list:
-    """In ascending order, tokens: the wanted ones, page edges, one token into another chunk.
+    """Returns lengths in tokens, ascending: the wanted ones, and edges of pages and of chunks.
 
-    Those above `longest` are left out. `chunk` is None where prefill computes prompts whole.
+    Leaves out lengths above `longest`. `chunk` is None if prefill computes whole prompts.
     """
     edges = {pages * page_size + more for pages in (1, 2, 5) for more in (-1, 0, 1)}
     chunks = {chunk - 1, chunk, 2 * chunk + 1} if chunk else set()
@@ -30,7 +30,7 @@ def prompt_lengths(wanted: Sequence[int], page_size: int, chunk: int | None, lon
 
 
 def prompt_groups(lengths: Sequence[int], page_size: int, requests: int) -> Iterator[PromptGroup]:
-    """The check's requests: single ones, some that share a prefix, and a burst of `requests`."""
+    """Yields the prompts: single ones, some that share a prefix, and a burst of `requests`."""
     rng = random.Random(SEED)
 
     def prompt(length: int) -> tuple[int, ...]:

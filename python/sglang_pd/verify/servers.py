@@ -1,4 +1,4 @@
-"""Prefill and decode servers, behind a router or without one, over HTTP."""
+"""A client of prefill and decode servers over HTTP, with or without a router."""
 
 import asyncio
 import random
@@ -12,15 +12,15 @@ import msgspec
 from sglang_pd.errors import ExitCode, Refusal
 
 NO_LIMIT = 1 << 20
-ANSWER_TOKENS = 64  # tokens of a context that are left for the answer
+ANSWER_TOKENS = 64  # tokens of a context reserved for the answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids and their logprobs, or why there are none; seconds until it was there.
+    """Token ids and their logprobs, or why there are none; `seconds` until it arrived.
 
-    `rounds` is how often the server says that it verified what a draft model had proposed; 0
-    without one.
+    `rounds` is how often the server reports that it verified a draft model's tokens; 0 without
+    a draft model.
     """
 
     ids: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Answer:
 
 
 class PairStats(msgspec.Struct):
-    """What a decode rank has compared with one prefill rank's digests."""
+    """Counts of what a decode rank compared with one prefill rank's digests."""
 
     requests: int = 0
     parts: int = 0
@@ -40,7 +40,7 @@ class PairStats(msgspec.Struct):
 
 
 class RankReport(msgspec.Struct):
-    """A decode rank's report, as the bootstrap server gives it."""
+    """A decode rank's report, as the bootstrap server returns it."""
 
     decode: str
     at: str
@@ -53,7 +53,7 @@ class RankReport(msgspec.Struct):
 
 
 class VerifyReports(msgspec.Struct):
-    """Of all decode ranks that a prefill server has sent to; `mode` is `fail` or `log`."""
+    """Reports of all decode ranks that a prefill server sent KV to; `mode` is `fail` or `log`."""
 
     mode: str
     ranks: list[RankReport]
@@ -61,11 +61,12 @@ class VerifyReports(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PrefillServer:
-    """A prefill server, and what it says of itself.
+    """A prefill server, as it describes itself.
 
     Attributes:
-        host, bootstrap_port: Where its bootstrap server is.
-        chunk: Tokens that it computes at a time; None for all.
+        host, bootstrap_port: Address of its bootstrap server.
+        page_size: Tokens per page.
+        chunk: Tokens that it computes at a time; None for whole prompts.
         longest: Tokens of the longest prompt that is sure to fit.
     """
 
@@ -78,15 +79,16 @@ class PrefillServer:
 
     @property
     def reports_url(self) -> str:
-        """Where decode ranks report what they have compared."""
+        """URL at which decode ranks report what they have compared."""
         return f"http://{self.host}:{self.bootstrap_port}/verify"
 
 
 class FleetClient:
-    """Where requests go: a router, or one prefill and one decode server.
+    """Sends requests to a router, or to one prefill and one decode server.
 
     Args:
-        client: Its timeout is how long an answer may take.
+        client: The HTTP client; its timeout is how long an answer may take.
+        router, prefill, decode: URLs: the router's, or the other two.
     """
 
     def __init__(self, client: httpx.AsyncClient, router: str = "", prefill="", decode=""):
@@ -96,10 +98,10 @@ class FleetClient:
         self.room_numbers = random.Random(time.time_ns())
 
     async def prefill_servers(self) -> list[PrefillServer]:
-        """All of them, asked for what a check must know.
+        """Requests from all prefill servers what a check needs.
 
         Raises:
-            Refusal: A server does not answer, or is no prefill server.
+            Refusal: A server does not answer, or is not a prefill server.
         """
         urls = [self.prefill]
         if self.router:
@@ -134,10 +136,10 @@ class FleetClient:
         )
 
     async def reports(self, prefill: PrefillServer) -> VerifyReports:
-        """What decode ranks have compared of this server's KV.
+        """Returns what decode ranks have compared of this server's KV.
 
         Raises:
-            Refusal: It does not verify.
+            Refusal: The server does not verify, or its bootstrap server does not answer.
         """
         url = prefill.reports_url
         try:
@@ -155,7 +157,7 @@ class FleetClient:
         return msgspec.json.decode(response.content, type=VerifyReports)
 
     async def generate(self, prompt: tuple[int, ...], new_tokens: int) -> Answer:
-        """Greedy, through the router, or both servers once `prefill_servers` was called."""
+        """Decodes greedily, through the router, or both servers once `prefill_servers` has run."""
         body = generate_body(prompt, new_tokens)
         if self.router:
             return await answer(self.client, self.router, body)
@@ -170,7 +172,7 @@ class FleetClient:
         return last if last.failure or not first.failure else first
 
     async def _get_json(self, *urls: str) -> dict:
-        """The first answer that there is."""
+        """Returns the answer of the first URL that has one. Raises Refusal without any."""
         reason = ""
         for url in urls:
             try:
@@ -183,13 +185,13 @@ class FleetClient:
 
 
 def _host(url: str) -> str:
-    """Of a URL, in brackets where it is an IPv6 address."""
+    """Returns a URL's host, in brackets if it is an IPv6 address."""
     host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host
 
 
 def generate_body(prompt: tuple[int, ...], new_tokens: int) -> dict:
-    """The body of an SGLang `/generate` that decodes greedily."""
+    """Returns the body of an SGLang `/generate` request that decodes greedily."""
     return {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
@@ -199,7 +201,7 @@ def generate_body(prompt: tuple[int, ...], new_tokens: int) -> dict:
 
 
 async def answer(client: httpx.AsyncClient, url: str, body: dict) -> Answer:
-    """What a server answers; a failure is an answer, too."""
+    """Sends a request and returns the server's answer; a failure is an answer, too."""
     begun = time.monotonic()
     try:
         response = await client.post(f"{url}/generate", json=body)

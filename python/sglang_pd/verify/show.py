@@ -1,4 +1,4 @@
-"""A verdict, for people and for programs."""
+"""Shows a verdict, as a table or as JSON."""
 
 import statistics
 
@@ -9,13 +9,13 @@ from rich.text import Text
 
 from sglang_pd.verify.check import Verdict
 
-MAX_SHOWN = 10  # of a list of things that are wrong
-# Of a reference's accepted drafts; on accelerators sums differ with what else is computed.
+MAX_SHOWN = 10  # entries of each list of problems
+# Of the reference's tokens per step; on accelerators, sums differ with what else is computed.
 MIN_DRAFT_RATIO = 0.95
 
 
 def as_json(verdict: Verdict) -> dict:
-    """Every figure; times in seconds."""
+    """Returns every figure; times are in seconds."""
     pairs = [
         {"server": server, "prefill": prefill, "decode": decode, **msgspec.structs.asdict(count)}
         for (server, prefill, decode), count in sorted(verdict.pairs.items())
@@ -41,7 +41,7 @@ def as_json(verdict: Verdict) -> dict:
 
 
 def show(verdict: Verdict, console: Console) -> None:
-    """A table of the pairs of ranks, and what is wrong below it."""
+    """Prints a table of the pairs of ranks, and the problems below it."""
     table = Table(title="KV that decode ranks compared with prefill's digests")
     for heading in ("prefill rank", "decode rank"):
         table.add_column(heading)
@@ -69,7 +69,7 @@ def show(verdict: Verdict, console: Console) -> None:
 
 
 def _drafts(verdict: Verdict) -> Text | None:
-    """How well the draft model foresees here, and in the reference; None without one."""
+    """Compares how well draft models predict in fleet and reference; None without a draft model."""
     here, there = verdict.drafted.tokens_per_round, verdict.reference_drafted.tokens_per_round
     if here is None:
         return (

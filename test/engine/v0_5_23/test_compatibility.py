@@ -1,4 +1,4 @@
-"""Decode: a prefill server that does not fit fails its requests with the reason, on both sides."""
+"""Decode: requests to an incompatible prefill server fail with the reason, on both sides."""
 
 import http.server
 import json
@@ -34,11 +34,11 @@ COMPATIBLE = {
 }
 SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
 RANK = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-HANG_TIMEOUT_SECONDS = 20  # which only a hang reaches
+HANG_TIMEOUT_SECONDS = 20  # reached only by a hang
 
 
 class BootstrapServer(http.server.ThreadingHTTPServer):
-    """Says of its server what it is told to, and for each rank where that reads messages."""
+    """Returns `server` as the server's info, and for each rank where that reads messages."""
 
     def __init__(self, port: int):
         super().__init__((HOST, port), BootstrapHandler)
@@ -78,7 +78,7 @@ class BootstrapHandler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def long_answer_wait(monkeypatch):
-    """The scheduler waits for an answer as long as it takes here."""
+    """Lets the scheduler wait until the answer has arrived."""
     monkeypatch.setattr(prefill_servers, "ANSWER_WAIT_SECONDS", 10.0)
 
 
@@ -91,7 +91,7 @@ def bootstrap():
 
 
 def decode_rank(backend, kinds=fake_managers.PATCHED, layout=None, **more):
-    """A decode rank that notes, of what it would tell prefill, the rooms."""
+    """A decode rank that only records the rooms that it would abort on prefill."""
     decode = fake_managers.make_manager(
         backend, layout or fake_managers.mla_layout(), DECODE, kinds=kinds, **more
     )
@@ -102,7 +102,7 @@ def decode_rank(backend, kinds=fake_managers.PATCHED, layout=None, **more):
 
 
 def receiver_of(decode, bootstrap, room: int = 7):
-    """A request's, as the scheduler makes it: when the prefill server is known."""
+    """A request's receiver, opened as by the scheduler once the prefill server is known."""
     made = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, room)
     assert decode.try_ensure_parallel_info(bootstrap.address)
     made._setup_bootstrap_infos = lambda: None
@@ -111,7 +111,7 @@ def receiver_of(decode, bootstrap, room: int = 7):
 
 
 def reason_of(receiver) -> str:
-    """It has failed, as the scheduler finds out."""
+    """Finishes a failed request as the scheduler does; returns the failure reason."""
     manager = receiver.kv_mgr
     assert receiver.poll() == manager.request_status[receiver.bootstrap_room] == KVPoll.Failed
     with pytest.raises(KVTransferError) as raised:
@@ -157,7 +157,7 @@ def test_stock_raises_for_an_incompatible_server(case, bootstrap):
 
 
 def test_stock_requests_no_rank_for_some_heads_of_tp_3_to_2(bootstrap):
-    """Two decode ranks, three prefill ranks: the last is not asked by either."""
+    """Two decode ranks, three prefill ranks: neither decode rank requests the last one."""
     bootstrap.server = {**COMPATIBLE, "attn_tp_size": 3}
     queries = []
     for rank in range(2):
@@ -167,7 +167,7 @@ def test_stock_requests_no_rank_for_some_heads_of_tp_3_to_2(bootstrap):
 
 
 def stock_prefill_info(bootstrap, **has):
-    """What a stock decode rank knows of the server."""
+    """A stock decode rank's info about the server."""
     decode = decode_rank("nixl", **has)
     engine = fake_managers.common.EngineCommonKVManager
 
@@ -201,7 +201,7 @@ def test_incompatible_server_is_queried_again_after_a_while(backend, bootstrap, 
     reason_of(receiver_of(decode, bootstrap))
     assert bootstrap.count_server_queries() == 1
     now[0] += 2
-    # The request that finds the time over is still answered by what was known.
+    # The first request after that time still gets the old answer.
     assert "Page size" in reason_of(receiver_of(decode, bootstrap))
     assert receiver_of(decode, bootstrap).poll() == KVPoll.WaitingForInput
     assert bootstrap.count_server_queries() == 2
@@ -219,7 +219,7 @@ def test_server_that_is_still_incompatible_stays_refused(backend, bootstrap, mon
 
 @backends
 def test_server_that_restarts_as_compatible_is_served_at_once(backend, bootstrap):
-    """Heartbeats have found that the unfit one was gone."""
+    """Heartbeats have detected that the incompatible server stopped."""
     bootstrap.server = {**COMPATIBLE, "page_size": 16}
     decode = decode_rank(backend)
     reason_of(receiver_of(decode, bootstrap))
@@ -234,7 +234,7 @@ def test_server_that_restarts_as_compatible_is_served_at_once(backend, bootstrap
 def test_server_lost_between_lookup_and_init_keeps_its_reason(
     backend, bootstrap, until, monkeypatch
 ):
-    """Its heartbeats failed after the scheduler had asked whether it is known."""
+    """Its heartbeats failed after the scheduler had looked it up."""
     monkeypatch.setattr(compatibility, "INCOMPATIBLE_SECONDS", until)
     bootstrap.server = {**COMPATIBLE, "page_size": 16}
     decode = decode_rank(backend)
@@ -250,7 +250,7 @@ def test_server_lost_between_lookup_and_init_keeps_its_reason(
     "answer", [None, [], "x", {}, {**COMPATIBLE, "attn_tp_size": "x"}], ids=repr
 )
 def test_invalid_server_info_leaves_the_server_unknown(backend, bootstrap, answer):
-    """As one that is not up yet."""
+    """A server that is not up yet is unknown, too."""
     bootstrap.server = answer
     decode = decode_rank(backend)
     assert not decode.try_ensure_parallel_info(bootstrap.address)
@@ -280,19 +280,19 @@ def test_digests_are_dropped_with_their_room(backend, bootstrap):
     assert not decode.arrived_digests
 
 
-# What a client's bootstrap server may say; the client names it
+# Answers of a bootstrap server, which a client names
 
 
 @pytest.fixture
 def bootstrap_with_ranks(bootstrap):
-    """The bootstrap server's ranks read messages, and do nothing."""
+    """A bootstrap server whose ranks read messages and do nothing."""
     with zmq.Context() as context, context.socket(zmq.PULL) as sock:
         bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
         yield bootstrap
 
 
 def scheduled_receiver(decode, bootstrap, room: int = 7):
-    """A request's receiver, as decode's scheduler takes it up, down to each prefill rank."""
+    """A request's receiver, opened as by decode's scheduler, down to each prefill rank."""
     receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, room)
     if decode.try_ensure_parallel_info(bootstrap.address):
         req = SimpleNamespace(
@@ -320,7 +320,7 @@ def test_compatible_server_is_queried_for_its_rank(backend, bootstrap_with_ranks
 @pytest.mark.parametrize("size", [0, -1])
 @pytest.mark.parametrize("name", SIZES)
 def test_parallel_size_below_1_fails_the_requests(name, size, backend, bootstrap_with_ranks):
-    """In every other way the scheduler would end, or the request wait for nobody."""
+    """Otherwise the scheduler would crash, or the request would wait for no rank at all."""
     bootstrap_with_ranks.server = {**COMPATIBLE, name: size}
     assert reason_of(scheduled_receiver(decode_rank(backend), bootstrap_with_ranks))
 
@@ -338,11 +338,11 @@ def test_invalid_rank_address_fails_the_requests(answer, backend, bootstrap_with
     assert reason_of(scheduled_receiver(decode_rank(backend), bootstrap_with_ranks))
 
 
-# What prefill is told
+# Notifications to prefill
 
 
 def recording_notifier(monkeypatch, fails=(), after=(0,)):
-    """Rooms that each rank was told."""
+    """A notifier, and the list of its notifications: rank and room of each."""
     monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", after)
     notified = []
 
@@ -362,12 +362,12 @@ def test_each_prefill_rank_is_notified_once(bootstrap, monkeypatch):
     ranks = [(dp, 0, tp, pp) for dp in range(2) for tp in range(3) for pp in range(2)]
     expected = [(rank, room) for room in (7, 8) for rank in ranks]
     assert wait_until(lambda: len(notified) >= len(expected), HANG_TIMEOUT_SECONDS, 0.01)
-    time.sleep(0.1)  # nothing more comes
+    time.sleep(0.1)  # no further notification comes
     assert notified == expected
 
 
 def test_prefill_is_notified_again(bootstrap, monkeypatch):
-    """A request may come to prefill after it was told the first time, and would wait for ever."""
+    """A request may reach prefill after the first notification, and would wait forever."""
     thread, notified = recording_notifier(monkeypatch, after=(0, 0.3, 0.6))
     thread.add(bootstrap.address, 7)
     assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
@@ -392,7 +392,7 @@ def test_late_prefill_request_is_aborted(backend, bootstrap, monkeypatch):
         sender = fake_managers.SENDERS[backend](prefill, bootstrap.address, 7)
         fake_managers.process_messages(prefill, sock.recv_multipart())
         assert sender.poll() == KVPoll.Failed
-        decode.request_status[7] = KVPoll.Bootstrapping  # another request with its number
+        decode.request_status[7] = KVPoll.Bootstrapping  # another request of the room
         sock.setsockopt(zmq.RCVTIMEO, 4000)
         with pytest.raises(zmq.Again):
             sock.recv_multipart()
@@ -409,7 +409,7 @@ def test_lost_server_does_not_stop_notifications_to_others(bootstrap, monkeypatc
 
 
 def test_server_that_does_not_answer_is_queried_at_intervals(bootstrap, monkeypatch):
-    """Each time takes seconds, in which no other server is told."""
+    """Each query takes seconds, during which no other server is notified."""
     queries = []
 
     def timed_out(address: str) -> list[dict]:
@@ -422,7 +422,7 @@ def test_server_that_does_not_answer_is_queried_at_intervals(bootstrap, monkeypa
         for room in range(5):
             thread.add(bootstrap.address, room)
         assert wait_until(lambda: queries and not any(thread.rooms), HANG_TIMEOUT_SECONDS, 0.01)
-        time.sleep(0.1)  # with the last one
+        time.sleep(0.1)  # until the last room is handled
     assert queries == [bootstrap.address] and not notified
     monkeypatch.setattr(compatibility.time, "monotonic", lambda now=time.monotonic: now() + 11)
     thread.add(bootstrap.address, 7)
@@ -447,7 +447,7 @@ def test_notification_is_delayed(bootstrap, monkeypatch):
 
 
 def test_pending_notifications_are_bounded(bootstrap, monkeypatch):
-    """The oldest are dropped; their prefill requests end by their timeout."""
+    """The oldest are dropped; their prefill requests time out."""
     monkeypatch.setattr(compatibility, "MAX_PENDING_NOTICES", 3)
     thread, notified = recording_notifier(monkeypatch)
     monkeypatch.setattr(thread.thread, "is_alive", lambda: True)
@@ -462,7 +462,7 @@ def test_pending_notifications_are_bounded(bootstrap, monkeypatch):
 
 @backends
 def test_abort_message_reaches_prefill(backend, bootstrap, monkeypatch):
-    """Prefill's rank reads what its thread takes as an abort."""
+    """The prefill rank's thread reads the message as an abort."""
     monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", (0,))
     with zmq.Context() as context, context.socket(zmq.PULL) as sock:
         sock.setsockopt(zmq.RCVTIMEO, HANG_TIMEOUT_SECONDS * 1000)

@@ -1,4 +1,4 @@
-"""Copies of what earlier pools do not have: V of another width, some index keys, shared tokens."""
+"""Host copies of later pools: V of another width, index keys of some layers, DCP ranks."""
 
 import engine_calls
 import pytest
@@ -15,7 +15,7 @@ V_WIDTHS = [
     3,
     4,
     16,
-]  # 4 is half of K's: there the engine's view of V fits, and rows are not tokens
+]  # 4 is half of K's: the engine's view of V fits, but its rows are not tokens
 
 
 def slots_of(pages: list[int], size: int = 16) -> list[int]:
@@ -50,7 +50,7 @@ def test_copy_is_loaded_into_as_many_slots_only(slots):
 @pytest.mark.parametrize("width", [3, engine_calls.WIDTH])
 @pytest.mark.parametrize("kept", [5, 2])
 def test_shrunk_window_is_loaded(width, kept):
-    """The pool of both kinds of layers cuts the copy of its window to the slots there are now."""
+    """The SWA pool truncates the copy of its window to the slots that the window has now."""
     pool = SWAKVPool(
         size=32,
         size_swa=16,
@@ -93,7 +93,7 @@ def test_round_trip_with_index_keys_of_some_layers(tiles, monkeypatch):
 
 
 def test_index_keys_are_copied_by_token(monkeypatch):
-    """Latents of a partly filled page go as a whole; index keys beside it are another's."""
+    """Latents of a partly filled page are copied whole; of index keys only the request's."""
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", "1")
     pool = some_index_keys(16)
     fill(pool)
@@ -107,7 +107,7 @@ def test_index_keys_are_copied_by_token(monkeypatch):
 
 
 def test_packed_records_are_never_in_tiles(monkeypatch):
-    """They are copied token by token, whatever is said of tiles."""
+    """Packed records are copied token by token, even with SGLANG_USE_FIA_NZ."""
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", "1")
     record = {"dtype": torch.float8_e4m3fn, "kv_lora_rank": 128, "index_head_dim": 128}
     pool = engine_calls.mla_pool(
@@ -126,7 +126,7 @@ def test_packed_records_are_never_in_tiles(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_dcp_rank_copies_only_its_own_pages(tiles, rank, monkeypatch):
-    """Every other page of latents is this rank's; of index keys every rank has all."""
+    """A rank holds every other page of latents, but all index keys."""
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", str(int(tiles)))
     ranks = {"attn_dcp_size": 2, "attn_dcp_rank": rank}
     pool = engine_calls.mla_pool(True, 16, ranks=ranks, index_size=128)

@@ -1,4 +1,4 @@
-"""The draft's KV heads are read from the draft model, even if its worker delegates to the target."""
+"""The draft's KV heads come from the draft model, even if its worker delegates to the target."""
 
 from types import SimpleNamespace
 

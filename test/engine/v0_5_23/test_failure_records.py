@@ -1,4 +1,4 @@
-"""Why a request failed is kept while its room is open: the next one may have that number."""
+"""A failure reason is kept only while its room is open: the next request may reuse the room."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -17,7 +17,7 @@ MAX_WAIT_SECONDS = 0.5
 
 
 class RacingDict(dict):
-    """Once, between a thread that finds the room open and what it does then, `meanwhile` begins."""
+    """Starts `meanwhile` once, between a thread's check that the room is open and its next step."""
 
     def __init__(self, rooms: dict, scheduler, meanwhile):
         super().__init__(rooms)
@@ -28,11 +28,11 @@ class RacingDict(dict):
         is_open = super().__contains__(room)
         if not self.began:
             self.begin()
-            wait(self.began, MAX_WAIT_SECONDS)  # it may itself wait for this thread
+            wait(self.began, MAX_WAIT_SECONDS)  # `meanwhile` may wait for this thread
         return is_open
 
     def reason(self) -> str:
-        """Which the scheduler had."""
+        """The failure reason that `meanwhile` returned."""
         (begun,) = self.began
         return begun.result()
 
@@ -40,12 +40,12 @@ class RacingDict(dict):
 @pytest.fixture
 def scheduler():
     with ThreadPoolExecutor(1) as one:
-        one.submit(int).result()  # later on no thread is started
+        one.submit(int).result()  # starts its thread before the test does anything
         yield one
 
 
 def receiver_of(decode):
-    """Of a request that decode opens."""
+    """The receiver of a request that decode opens."""
     return RECEIVERS[fake_managers.backend_of(decode)](decode, ADDRESS, ROOM)
 
 
@@ -54,7 +54,7 @@ def decode_rank(backend):
 
 
 def prefill_rank(backend):
-    """Of this rank a decode rank has asked for the room of a request."""
+    """A prefill rank with a request whose room a decode rank has requested; also its sender."""
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     sender = SENDERS[backend](prefill, ADDRESS, ROOM)
     fake_managers.process_messages(
@@ -70,7 +70,7 @@ def report_failure(decode, rank: int = 0) -> None:
 
 
 def reason_of(ended) -> str:
-    """Of a request that has failed, as the scheduler finds out."""
+    """Finishes a failed request as the scheduler does; returns the failure reason."""
     assert ended.poll() == KVPoll.Failed
     with pytest.raises(KVTransferError) as raised:
         ended.failure_exception()
@@ -83,7 +83,7 @@ def has_no_room_entries(manager) -> bool:
 
 @backends
 def test_second_prefill_failure_racing_with_the_scheduler(backend, scheduler):
-    """The scheduler is done with the first one's failure just as the second one's is read."""
+    """The scheduler finishes the request while the second prefill rank's failure is read."""
     decode = decode_rank(backend)
     receiver = receiver_of(decode)
     report_failure(decode, 0)
@@ -107,7 +107,7 @@ def test_failure_after_success_is_not_recorded(backend):
 
 @backends
 def test_aborted_request_that_is_never_polled_leaves_no_record(backend):
-    """Between stages that agree on rooms the scheduler clears it without asking why it failed."""
+    """When stages agree on rooms, the scheduler clears a request without reading its reason."""
     decode = decode_rank(backend)
     receiver = receiver_of(decode)
     receiver.abort()
@@ -134,7 +134,7 @@ def test_late_clear_does_not_affect_the_next_request_of_the_room(backend):
 @backends
 def test_failure_racing_with_a_dropped_room(backend, scheduler):
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
-    prefill.request_status[ROOM] = KVPoll.Bootstrapping  # of which no request has come
+    prefill.request_status[ROOM] = KVPoll.Bootstrapping  # a room without a request
     rooms = RacingDict(prefill.request_status, scheduler, lambda: prefill._drop_room(ROOM))
     prefill.request_status = rooms
     prefill.record_failure(ROOM, REASON)
@@ -171,7 +171,7 @@ def test_worker_failure_racing_with_scheduler_abort(backend, scheduler):
 
 @backends
 def test_abort_after_success_does_not_notify_decode(backend):
-    """Its client may be another's; of the request it would be said that it failed."""
+    """Decode may have another client, whose request would be reported as failed."""
     prefill, sender = prefill_rank(backend)
     prefill.conclude_transfer(bootstrap_room=ROOM, status=KVPoll.Success)
     assert fake_managers.sent_statuses(prefill) == [(ROOM, KVPoll.Success, None)]

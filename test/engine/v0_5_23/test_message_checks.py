@@ -1,6 +1,6 @@
-"""Messages that cannot be read are dropped; no thread ends of them, and the next one is read.
+"""Invalid messages are dropped; they crash no thread, and the next message is read.
 
-The engine's own threads read here: what leaves one of them would have ended it.
+The tests run the loops of the engine's own threads: an exception that leaves one would crash it.
 """
 
 import struct
@@ -38,7 +38,7 @@ FOREIGN_MESSAGES = [
 
 
 def prefill_rank(backend, kinds=PATCHED, model="latents", **more):
-    """One that waits for room 7, with staging buffers."""
+    """A prefill rank with staging buffers that waits for room 7."""
     staging = {"enable_staging": True, "_staging_ctx": PrefillStagingContext()}
     prefill = fake_managers.make_manager(backend, MODELS[model], kinds=kinds, **{**staging, **more})
     prefill.request_status[ROOM] = KVPoll.Bootstrapping
@@ -46,7 +46,7 @@ def prefill_rank(backend, kinds=PATCHED, model="latents", **more):
 
 
 def decode_rank(backend, kinds=PATCHED, **more):
-    """One that waits for room 7, with staging buffers."""
+    """A decode rank with staging buffers that waits for room 7."""
     handler = SimpleNamespace(_room_to_decode_req={}, handle_chunk_arrived=lambda *_: None)
     handler.is_staging_room = lambda room: False
     staging = {"enable_staging": True, "_staging_handler": handler}
@@ -60,7 +60,7 @@ def decode_rank(backend, kinds=PATCHED, **more):
 
 
 def messages_to_prefill(backend, model="latents") -> tuple[list[bytes], list[bytes]]:
-    """A registration, and a request of room 7."""
+    """A registration, and the metadata message that requests room 7."""
     decode = fake_managers.make_manager(backend, MODELS[model], DECODE)
     ask = fake_managers.metadata_message(decode, ROOM, range(4), state_indices=[[1, 2]])
     return fake_managers.registration_message(decode), ask
@@ -71,7 +71,7 @@ def is_waiting_for_input(prefill) -> bool:
 
 
 def accepted(manager, message: list[bytes]) -> list[bytes] | None:
-    """What the engine's thread is given of it; None where it is dropped."""
+    """The message as the engine's thread gets it; None if it is dropped."""
     role = "prefill" if manager.disaggregation_mode == PREFILL else "decode"
     recv = fake_managers.FakeSocket([list(message), [b"END"]]).recv_multipart
     check = getattr(manager, f"_check_{role}_message")
@@ -123,7 +123,7 @@ def test_stock_thread_dies_of_a_foreign_message(backend, message):
 @backends
 @pytest.mark.parametrize("model", MODELS)
 def test_truncated_registrations_are_dropped(backend, model):
-    """Of few frames they cannot be read. With more it is one of an older release."""
+    """With too few frames they are invalid; with more, they are those of an older release."""
     registration, ask = messages_to_prefill(backend, model)
     least = {"mooncake": 10, "nixl": 13}[backend]
     for count in range(1, len(registration)):
@@ -182,11 +182,11 @@ def garbled(draw, message: list[bytes]) -> list[bytes]:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_garbled_messages_do_not_stop_the_prefill_thread(backend, model, data):
-    """One of another decode rank may be read as such; the next good one is, in any case."""
+    """A garbled message may pass as another decode rank's; the next valid one is always read."""
     prefill = prefill_rank(backend, model=model)
     good = messages_to_prefill(backend, model)
     bad = [data.draw(garbled(message)) for message in good]
-    other = 8  # the good request is of a room that no garbled one is likely to have
+    other = 8  # a room that garbled messages are unlikely to name
     fake_managers.process_messages(prefill, *bad)
     prefill.request_status[other] = KVPoll.Bootstrapping
     prefill.transfer_infos.pop(other, None)
@@ -198,7 +198,7 @@ def test_garbled_messages_do_not_stop_the_prefill_thread(backend, model, data):
     assert PEER[backend] in prefill.decode_kv_args_table
 
 
-# Which frame has what, from the first that both backends have.
+# The frame of each field in a metadata message.
 REQUEST = {
     "mooncake": {"room": 0, "slot": 5, "ranks": 7},
     "nixl": {"room": 1, "slot": 6, "ranks": 7},
@@ -232,7 +232,7 @@ def test_metadata_messages_with_negative_pages_are_dropped(backend, pages, state
 
 @backends
 def test_metadata_message_of_a_dummy_rank_is_accepted(backend):
-    """It has neither pages nor a slot."""
+    """The message has neither pages nor a slot."""
     decode = fake_managers.make_manager(backend, MODELS["latents"], DECODE)
     message = decode.build_receiver_metadata_message(
         bootstrap_room=ROOM,
@@ -255,7 +255,7 @@ def test_metadata_message_of_a_dummy_rank_is_accepted(backend):
     + [b"host:1_", b"host:\xd9\xa1", b"x" * 300 + b":1"],
 )
 def test_invalid_mooncake_session_ids_are_dropped(session):
-    """Its port says which queue the room's chunks go to, in the scheduler."""
+    """The scheduler chooses the queue of the room's chunks by the id's port."""
     prefill = prefill_rank("mooncake")
     for message in messages_to_prefill("mooncake"):
         bad = [*message[:3], session, *message[4:]]
@@ -320,7 +320,7 @@ def test_stock_prefill_thread_dies_of_an_invalid_staging_message(backend, messag
 @backends
 @pytest.mark.parametrize("word", [b"WATERMARK", b"STAGING_RSP"])
 def test_staging_messages_without_staging_are_dropped(backend, word):
-    """Stock Mooncake's thread ends of them."""
+    """They crash stock Mooncake's thread."""
     prefill = prefill_rank(backend, enable_staging=False, _staging_ctx=None)
     good = messages_to_prefill(backend)
     fake_managers.process_messages(prefill, [word, b"7", b"1", b"0", b"0", b"0", b"peer"], *good)
@@ -331,7 +331,7 @@ def test_staging_messages_without_staging_are_dropped(backend, word):
 
 
 def status(backend, room: int = ROOM, state: int = KVPoll.Success) -> list[bytes]:
-    """Prefill's word that a room is done."""
+    """Prefill's message with the final status of a room."""
     prefill = fake_managers.make_manager(backend, MODELS["latents"])
     prefill.send_kv_status_message(
         targets=[fake_managers.ENDPOINT], bootstrap_room=room, status=state, failure_reason="why"
@@ -345,7 +345,7 @@ def is_done(decode) -> bool:
 
 
 def aux_message(number=2, slot=3, data=b"a" * 64, announced=None, room=b"7") -> list[bytes]:
-    """A metadata row over Mooncake's TCP."""
+    """A metadata row as Mooncake sends it over TCP."""
     announced = struct.pack(">I", len(data) if announced is None else announced)
     header = fake_managers.mooncake.MooncakeKVManager.AUX_DATA_HEADER
     return [header, room, b"%d" % number, b"%d" % slot, announced, data]
@@ -406,7 +406,7 @@ def test_stock_decode_thread_dies_of_an_invalid_staging_message(backend, message
 
 @backends
 def test_staging_message_before_decode_has_staging_is_dropped(backend):
-    """Its thread reads before its scheduler has made them."""
+    """Decode's thread reads before its scheduler has made the staging buffers."""
     message = [b"STAGING_REQ", b"7", b"1", b"1", b"10.0.0.1:1"]
     fake_managers.process_messages(
         decode := decode_rank(backend, _staging_handler=None), message, status(backend)
@@ -469,13 +469,13 @@ ROWS = [
     [*aux_message()[:4], b"", b"a" * 64],
     [*aux_message()[:2], b"x", *aux_message()[3:]],
     *(aux_message(room=room) for room in (b"x", b"", b"\xff")),
-    aux_message(room=b"8"),  # given up by now, and its slot is another request's
+    aux_message(room=b"8"),  # aborted by now; its slot is another request's
 ]
 
 
 @pytest.mark.parametrize("message", ROWS, ids=lambda frames: repr(frames[1:5]))
 def test_out_of_bounds_aux_messages_are_dropped(message):
-    """In 0.5.23 as it is published they are written wherever the numbers say."""
+    """The published 0.5.23 writes them wherever their numbers point."""
     decode = decode_rank("mooncake")
     assert accepted(decode, message) is None
     fake_managers.process_messages(decode, message, status("mooncake"))
@@ -515,7 +515,7 @@ def test_malformed_digests_are_dropped(backend, message):
 
 
 def test_recv_timeout_returns_none():
-    """As with role switching, where it must see that its server ends."""
+    """With role switching, the reader must notice that its server stops."""
     given_ = iter([None, [b"bad"], None, [b"good"]])
 
     def check(frames):

@@ -1,6 +1,6 @@
-"""A decode rank that registers: it is planned for, refused, or left to the engine.
+"""A decode rank that registers gets a transfer plan, is refused, or is left to the engine.
 
-The engine's own thread reads the registration; an exception in it would end that thread.
+The engine's own thread reads the registration; an exception would crash that thread.
 """
 
 import fake_managers
@@ -55,7 +55,7 @@ def is_left_to_the_engine(info) -> bool:
 @backends
 @described
 def test_dcp_decode_is_left_to_the_engine(backend, is_described):
-    """Of 8 pages it sets aside 4, for it holds every other token."""
+    """The decode rank holds every other token, so it sets aside 4 pages for prefill's 8."""
     decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE, dcp_size=2)
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     ask = fake_managers.metadata_message(decode, 7, range(4))
@@ -86,7 +86,7 @@ def test_stock_relays_out_kv_for_a_dcp_decode():
 
 @backends
 def test_unsupported_dcp_decode_is_dropped(backend):
-    """MHA has no heads for it. The engine raises, and its thread ends."""
+    """The engine supports DCP for MLA only: for MHA it raises, and its thread crashes."""
     mha = fake_managers.mha_layout(Heads(0, 2, 2), (0, 1))
     assert not prefill_with_peer(backend, mha, mha, peer_has={"dcp_size": 2}).decode_kv_args_table
     with pytest.raises(RuntimeError, match="Unsupported PD DCP topology"):
@@ -97,7 +97,7 @@ def test_unsupported_dcp_decode_is_dropped(backend):
 
 
 def prefill_with_peer_memory(kinds: list[str], manager_kinds=PATCHED, is_described=False):
-    """NIXL finds the peer's memory only by the kind that it registered."""
+    """A prefill rank whose NIXL finds the peer's memory only by the kinds that it registered."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout(), kinds=manager_kinds)
     prefill.agent.memory_of_peer = set(kinds)
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
@@ -131,14 +131,14 @@ def test_decode_with_all_layers_on_its_device_is_planned(is_described):
     assert not prefill.prep_handles
 
 
-# Numbers that no plan can be made of
+# Numbers that no transfer plan can use
 
 
 @described
 @pytest.mark.parametrize("own", [fake_managers.BASE[fake_managers.PREFILL], BIT_63], ids=hex)
 @pytest.mark.parametrize("kinds", [PATCHED, ENGINES], ids=["patched", "stock"])
 def test_nixl_addresses_above_int64_are_left_to_the_engine(kinds, own, is_described):
-    """Intel's GPUs have such, and NIXL takes them."""
+    """Intel's GPUs have such addresses, and NIXL accepts them."""
     one = fake_managers.mla_layout()
     peer = {"base": BIT_63 + (1 << 28)}
     prefill = prefill_with_peer("nixl", one, one, kinds, is_described, peer, base=own)
@@ -164,7 +164,7 @@ def test_decode_tp_size_of_0_is_not_planned(backend, is_described, model):
         else fake_managers.mha_layout(Heads(0, 2, 2), (0, 1))
     )
     prefill = prefill_with_peer(backend, layout, layout, PATCHED, is_described, {"attn_tp_size": 0})
-    info = fake_managers.registered_peer(prefill)  # rooms of a peer that is not known would wait
+    info = fake_managers.registered_peer(prefill)  # rooms of an unknown peer would wait
     assert info.plan is None
     assert not info.refusal or "could not register it: ZeroDivisionError" in info.refusal
 
@@ -177,7 +177,7 @@ def test_stock_nixl_thread_dies_of_a_decode_tp_size_of_0():
 
 @backends
 def test_refused_peer_may_register_again(backend):
-    """It registers anew when its server does."""
+    """The peer registers again when its server restarts."""
     own, other = fake_managers.mla_layout(), fake_managers.mla_layout(layers=3)
     prefill = fake_managers.make_manager(backend, own)
     fake_managers.process_messages(
@@ -205,7 +205,7 @@ def test_stock_peer_may_replace_a_patched_one(backend):
 
 @pytest.mark.parametrize("prefill, decode", [("DRAM", "DRAM"), ("VRAM", "DRAM"), ("VRAM", "VRAM")])
 def test_compatible_memory_kinds_are_planned(prefill, decode):
-    """NIXL's agent on a CPU calls its own memory as it would call a GPU's."""
+    """On a CPU, NIXL's agent names its own memory as it would name a GPU's."""
     own, peer = (fake_managers.mla_layout(memory=kind) for kind in (prefill, decode))
     assert is_planned(fake_managers.registered_peer(prefill_with_peer("nixl", own, peer)))
 
@@ -247,7 +247,7 @@ def test_missing_state_pages_of_decode_fail_the_room():
 
 
 def sent_state_layers(prefill, own_page: int, page: int) -> list[tuple[int, int]]:
-    """Which layer's buffers were written, by their addresses: ours and the peer's."""
+    """The layers whose state was written, by address: (prefill's, the peer's) of each copy."""
     info = fake_managers.registered_peer(prefill)
     fake_managers.posted_copies(prefill).clear()
     if fake_managers.backend_of(prefill) == "nixl":
@@ -276,7 +276,7 @@ def sent_state_layers(prefill, own_page: int, page: int) -> list[tuple[int, int]
     "own, peer", [(FULL, SOME), (SOME, FULL), (SOME, SOME)], ids=["here", "there", "both"]
 )
 def test_elided_index_keys_are_not_sent(backend, own, peer):
-    """HiSparse elides none, so two servers of one model may differ in it."""
+    """HiSparse elides none, so two servers of one model may elide different layers."""
     prefill = prefill_with_peer(
         backend, fake_managers.mla_layout(own), fake_managers.mla_layout(peer)
     )
@@ -310,7 +310,7 @@ def test_stock_peer_with_other_elided_layers_is_left_to_the_engine(backend):
 
 
 def second_stage(index_keys: tuple[int, ...]) -> RankLayout:
-    """Of two, with as many layers."""
+    """The second of two stages, each with one layer per entry of `index_keys`."""
     one, first = fake_managers.mla_layout(index_keys), len(index_keys)
 
     def moved(buffers):
@@ -323,7 +323,7 @@ def second_stage(index_keys: tuple[int, ...]) -> RankLayout:
 @backends
 @described
 def test_stage_that_begins_with_an_elided_layer_needs_a_patched_peer(backend, is_described):
-    """A stock peer does not say which of its layers have index keys; the engine sends by place."""
+    """A stock peer does not name its layers with index keys; the engine sends by position."""
     own, peer = (
         second_stage((0, INDEX, 0, INDEX)),
         fake_managers.mla_layout((0, INDEX) * 4, layers=8),
@@ -338,7 +338,7 @@ def test_stage_that_begins_with_an_elided_layer_needs_a_patched_peer(backend, is
 
 @backends
 def test_stock_peer_with_other_window_strides_is_left_to_the_engine(backend):
-    """Such as windows in FP8: with ours it would write beside its slots."""
+    """Such as windows in FP8: with prefill's strides, writes would miss decode's slots."""
     own, peer = (fake_managers.mha_layout(Heads(0, 2, 2), (0, 1), size) for size in (256, 128))
     prefill = prefill_with_peer(backend, own, peer, is_described=False)
     assert is_left_to_the_engine(fake_managers.registered_peer(prefill))

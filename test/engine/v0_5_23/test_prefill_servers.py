@@ -1,4 +1,4 @@
-"""Decode: the scheduler waits for no bootstrap server, and one that is started anew is found."""
+"""Decode: the scheduler does not wait for bootstrap servers, and finds restarted ones."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ SIZES = {
 
 
 class BootstrapServer:
-    """What is asked by HTTP, answered here; `open` lets answers through."""
+    """Answers HTTP queries in this process; `open` lets answers through."""
 
     def __init__(self, port: int = 1):
         self.port, self.asked = port, []
@@ -82,7 +82,7 @@ def is_resolved(decode) -> bool:
 
 
 def resolve_dp_rank(decode, room: int):
-    """Whom decode's scheduler asks for a room; None while it has to wait for that."""
+    """The DP rank from which decode's scheduler requests a room; None while it is unknown."""
     queue = object.__new__(DecodePreallocQueue)
     queue.kv_manager = decode
     host, port = ADDRESS.split(":")
@@ -99,7 +99,7 @@ def test_answering_server_is_resolved_with_all_its_ranks(backend, bootstrap):
     receiver = RECEIVERS[backend](decode, ADDRESS, 7)
     found = receiver._get_bootstrap_info_from_server(1, 0, 0, 0)
     assert (found["rank_port"], found["pp_rank"]) == (2, 0)
-    found["is_dummy"] = True  # the engine's, of this request
+    found["is_dummy"] = True  # the engine sets it for this request only
     assert "is_dummy" not in receiver._get_bootstrap_info_from_server(1, 0, 0, 0)
     assert decode.try_ensure_parallel_info(ADDRESS)
     assert bootstrap.asked == [-1, 0, 1]
@@ -114,12 +114,12 @@ def test_stopped_bootstrap_server_does_not_block_the_scheduler(backend, bootstra
     assert time.monotonic() - begun < 1
     bootstrap.open.set()
     assert is_resolved(decode)
-    assert bootstrap.asked == [-1, 0, 1]  # once
+    assert bootstrap.asked == [-1, 0, 1]  # once each
 
 
 @backends
 def test_scheduler_waits_for_a_query_only_once(backend, bootstrap, monkeypatch):
-    """Not at each look, for each of many servers that are stopped."""
+    """Otherwise it would wait at each lookup, for each of many stopped servers."""
     monkeypatch.setattr(prefill_servers, "ANSWER_WAIT_SECONDS", 0.5)
     decode = decode_rank(backend)
     bootstrap.open.clear()
@@ -134,7 +134,7 @@ def test_scheduler_waits_for_a_query_only_once(backend, bootstrap, monkeypatch):
 
 @backends
 def test_server_stopped_before_its_ranks_are_known_does_not_block(backend, bootstrap, monkeypatch):
-    """A request that is opened then would ask for them itself."""
+    """A request that is opened then would query the ranks itself."""
     decode, ask, is_open = decode_rank(backend), prefill_servers.query_route, threading.Event()
     monkeypatch.setattr(
         prefill_servers, "query_route", lambda *of: is_open.wait(PATIENCE) and ask(*of)
@@ -159,7 +159,7 @@ def test_stock_scheduler_waits_for_the_bootstrap_server(bootstrap):
 
 @backends
 def test_server_with_missing_ranks_is_queried_again(backend, bootstrap, monkeypatch):
-    """By a thread: the request would ask for what is missing, and the scheduler wait for it."""
+    """A thread queries it: the scheduler would wait if the request queried missing ranks."""
     decode = decode_rank(backend)
 
     def unknown(*_):
@@ -175,7 +175,7 @@ def test_server_with_missing_ranks_is_queried_again(backend, bootstrap, monkeypa
 
 @backends
 def test_ranks_of_a_dropped_server_are_queried_again(backend, bootstrap):
-    """Heartbeats have failed, and it is another process by now."""
+    """Heartbeats have failed, and another process has the address by now."""
     decode = decode_rank(backend)
     assert is_resolved(decode)
     decode.prefill_info_table.pop(ADDRESS)
@@ -187,7 +187,7 @@ def test_ranks_of_a_dropped_server_are_queried_again(backend, bootstrap):
 
 @backends
 def test_unclaimed_answer_of_a_dropped_server_is_discarded(backend, bootstrap):
-    """Its request was aborted; the next one would ask for the rank itself."""
+    """Its request was aborted; with that answer, the next one would query the rank itself."""
     decode = decode_rank(backend)
     bootstrap.open.clear()
     assert not decode.try_ensure_parallel_info(ADDRESS)
@@ -200,7 +200,7 @@ def test_unclaimed_answer_of_a_dropped_server_is_discarded(backend, bootstrap):
 
 @backends
 def test_replaced_server_at_the_same_address_is_detected(backend, bootstrap, monkeypatch):
-    """The one before lives on for a while, and no connection to it is lost."""
+    """The old server runs on for a while, so no connection to it is lost."""
     decode = decode_rank(backend)
     assert is_resolved(decode)
     decode._on_heartbeat_success(ADDRESS)
@@ -219,7 +219,7 @@ def test_replaced_server_at_the_same_address_is_detected(backend, bootstrap, mon
 
 @pytest.fixture
 def requesting_decode(bootstrap, monkeypatch):
-    """A decode rank that has asked a prefill rank, which is not there, for room 7."""
+    """A decode rank that has requested room 7 from an absent prefill rank, and its receiver."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.5)
     monkeypatch.setenv("SGLANG_PD_SILENT_SECONDS", "5")
     (bootstrap.port,) = free_ports(1)
@@ -258,7 +258,7 @@ def test_server_with_an_unusual_address_is_dropped(address, monkeypatch):
 
 
 def test_slow_first_connection_is_not_lost(requesting_decode):
-    """In a large fleet it takes seconds, and to ask and register again would take more."""
+    """In a large fleet connecting takes seconds; querying and registering again takes more."""
     decode, receiver = requesting_decode
     decode.silent_seconds = 60
     (rank,) = decode.requested_ranks[7]
@@ -278,7 +278,7 @@ def test_request_waiting_for_a_lost_rank_fails(requesting_decode):
 
 
 def test_is_silent_works_for_other_backends():
-    """Mori's managers do not notice decode ranks that are."""
+    """Mori's managers do not detect silent decode ranks."""
 
     class Mori(prefill_servers.PrefillServers):
         connection_lock, connection_pool = threading.Lock(), {}
@@ -289,7 +289,7 @@ def test_is_silent_works_for_other_backends():
 
 
 def test_no_message_is_queued_for_a_silent_rank(requesting_decode, bootstrap, monkeypatch):
-    """Each second another request would register with it, which may take megabytes."""
+    """Otherwise a request would register with it each second, which may take megabytes."""
     decode, receiver = requesting_decode
     assert wait_until(lambda: decode.request_status[7] == KVPoll.Failed, PATIENCE, 0.01)
     receiver.clear()
@@ -325,7 +325,7 @@ def test_finished_request_is_not_checked(requesting_decode):
 
 
 class RacingDict(dict):
-    """While a server is looked for, something else happens in another thread."""
+    """Runs `meanwhile` in another thread during each lookup of a server."""
 
     def __init__(self, known: dict, meanwhile):
         super().__init__(known)
@@ -342,7 +342,7 @@ class RacingDict(dict):
 @backends
 @pytest.mark.parametrize("forget", ["drop_server", "_handle_node_failure"])
 def test_server_lost_during_init_does_not_raise(backend, forget, bootstrap):
-    """The scheduler would end with a KeyError."""
+    """The scheduler would crash with a KeyError."""
     decode = decode_rank(backend)
     assert is_resolved(decode)
     receiver = RECEIVERS[backend](decode, ADDRESS, 7)
@@ -358,7 +358,7 @@ def test_rank_that_many_rooms_wait_for_is_checked_once(requesting_decode, monkey
     (rank,), looked = decode.requested_ranks[7], []
 
     def without_connection(*of) -> tuple[float, float]:
-        looked.append((threading.current_thread(), *of))  # sockets' own thread looks, too
+        looked.append((threading.current_thread(), *of))  # the sockets' thread checks, too
         return 0.0, 0.0
 
     monkeypatch.setattr(peer_sockets, "_seconds_disconnected", without_connection)

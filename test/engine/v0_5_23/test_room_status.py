@@ -1,4 +1,4 @@
-"""No state of a request is lost where two threads move it on at once."""
+"""No status of a room is lost when two threads update it at once."""
 
 import threading
 
@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 ROOM, ADDRESS = 7, "127.0.0.1:8998"
-PAUSE_SECONDS = 0.3  # that the first thread stands still
+PAUSE_SECONDS = 0.3  # of the first thread, at most
 
 
 class PausingDict(dict):
-    """A manager's states; who reads one first stands still until another thread has written it."""
+    """A manager's statuses; the first thread to read one pauses until another has written it."""
 
     def __init__(self, states: dict):
         super().__init__(states)
@@ -39,7 +39,7 @@ class PausingDict(dict):
 
 
 class DroppingDict(dict):
-    """A manager's states; what is asked for is dropped by another thread just then."""
+    """A manager's statuses; drops a room after each check for it, as another thread might."""
 
     def __contains__(self, room) -> bool:
         is_known = super().__contains__(room)
@@ -48,7 +48,7 @@ class DroppingDict(dict):
 
 
 def race(backend: str, before: dict, first: KVPoll, second: KVPoll, update=None) -> KVPoll:
-    """The state after two threads have moved it on, the second while the first is at it."""
+    """The status after two threads update it, the second during the first one's update."""
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     states = prefill.request_status = PausingDict(before)
     update = update or type(prefill).update_status
@@ -98,7 +98,7 @@ def test_stock_loses_a_concurrent_update(before, first, second, last):
 
 
 def test_room_dropped_during_a_node_failure_does_not_raise():
-    """Decode's thread that looks after prefill servers asks for rooms that may just be over."""
+    """Decode's thread that watches prefill servers checks rooms that may just have ended."""
     decode = fake_managers.make_manager(
         "mooncake", fake_managers.mla_layout(), fake_managers.DECODE
     )

@@ -1,6 +1,6 @@
-"""Both sides' lists of state pages pair by position: where one is shorter, the request fails.
+"""State pages of both sides pair by position: if one list is shorter, the request fails.
 
-Stock NIXL refuses it, too; stock Mooncake cuts the longer list.
+Stock NIXL refuses such lists, too; stock Mooncake truncates the longer one.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ ROOM, NEXT = 7, 9
 
 
 def requested_prefill(backend, kind, theirs, classes=PATCHED, is_planned=True, peer=None):
-    """A prefill rank that is asked for a room with `theirs` for its state, and for another one."""
+    """A prefill rank from which decode requests ROOM with state pages `theirs`, and room NEXT."""
     prefill = fake_managers.make_manager(backend, KINDS[kind], kinds=classes)
     decode = fake_managers.make_manager(backend, peer or KINDS[kind], DECODE)
     asks = [
@@ -45,7 +45,8 @@ def requested_prefill(backend, kind, theirs, classes=PATCHED, is_planned=True, p
 
 
 def run_worker(prefill, own) -> dict[int, list]:
-    """What decode is told of the rooms when Mooncake's worker has sent both."""
+    """Sends both rooms with Mooncake's worker; returns the status and reason decode gets of "
+    "each."""
     (queue,) = prefill.transfer_queues
     for room, pages in ((ROOM, own), (NEXT, [4, 5])):
         numbers = np.arange(3, dtype=np.int32)
@@ -58,7 +59,7 @@ def run_worker(prefill, own) -> dict[int, list]:
 
 
 def state_writes(prefill) -> list[tuple[int, int]]:
-    """First bytes that were written to the first buffer of state, from where and to where."""
+    """The pages written between the first state buffers: (prefill's, decode's) of each."""
     size = prefill.kv_args.state_item_lens[0][0]
     starts = (BASE[PREFILL] + STATE, BASE[DECODE] + STATE)
     written = []
@@ -87,7 +88,7 @@ def test_different_state_page_counts_fail_the_room(kind, own, theirs, is_planned
 @kinds
 @lists
 def test_stock_mooncake_truncates_the_longer_list(kind, own, theirs):
-    """Page 6 is the last one on prefill and page 3 on decode: stock pairs it only by chance."""
+    """Prefill's last page is 6 and decode's is 3, but stock does not pair them."""
     prefill = requested_prefill("mooncake", kind, theirs, ENGINES)
     sent_statuses = run_worker(prefill, own=own)
     assert sent_statuses[ROOM] == [KVPoll.Success, None]
@@ -115,7 +116,7 @@ def test_nixl_sends_nothing_of_different_state_page_counts(kind, own, theirs, cl
 
 
 def test_state_that_decode_did_not_register_is_left_to_the_engine():
-    """It says what it misses."""
+    """The engine's reason names what is missing."""
     prefill = requested_prefill(
         "mooncake", "dsa", [], is_planned=False, peer=fake_managers.mla_layout()
     )

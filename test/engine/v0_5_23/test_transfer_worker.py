@@ -1,4 +1,4 @@
-"""Mooncake's transfer worker: what goes wrong with a chunk fails its room, and no other."""
+"""Mooncake's transfer worker: an error in a chunk fails its room, and no other."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ NO_PAGE = fake_managers.PAGES + 900
 
 
 def requested_prefill(kinds=PATCHED, rooms=(BROKEN, GOOD)):
-    """A prefill rank that is asked for these rooms."""
+    """A prefill rank from which a decode rank has requested these rooms."""
     prefill = fake_managers.make_manager("mooncake", fake_managers.mla_layout(), kinds=kinds)
     decode = fake_managers.make_manager("mooncake", fake_managers.mla_layout(), DECODE)
     for room in rooms:
@@ -35,7 +35,7 @@ def add(prefill, room: int, pages=(0, 1, 2, 3), is_last=True) -> None:
 
 
 def run_worker(prefill) -> None:
-    """Until the queue says that the server ends; raises what would end the thread."""
+    """Runs the worker until its server stops; raises what would crash its thread."""
     (queue,) = prefill.transfer_queues
     queue.put(None)
     with ThreadPoolExecutor(1) as executor:
@@ -44,7 +44,7 @@ def run_worker(prefill) -> None:
 
 
 def raise_once(prefill, error: Exception, name: str = "send_kvcache") -> None:
-    """The first call raises."""
+    """Makes the method's first call raise `error`."""
     send = getattr(prefill, name)
     left = [error]
 
@@ -63,7 +63,7 @@ def sent_statuses(prefill) -> dict[int, tuple[int, str]]:
 
 
 def abort(prefill, room: int) -> bool:
-    """Decode gives up; whether it hears that nothing is written any more."""
+    """Aborts the room as decode; returns whether prefill acknowledges that no write is left."""
     prefill.notified.clear()
     prefill._handle_abort_notification([ABORT_TAG, b"%d" % room, b"127.0.0.1", b"5555", b"3"])
     return [frames for _, frames in prefill.notified] == [[b"ABORT_ACK", b"%d" % room, b"0", b"3"]]
@@ -96,7 +96,7 @@ def test_worker_continues_after_an_exception():
     prefill = requested_prefill()
     raise_once(prefill, OSError("no memory"))
     add(prefill, BROKEN, is_last=False)
-    add(prefill, BROKEN)  # of a room that has failed meanwhile: left out
+    add(prefill, BROKEN)  # skipped, as its room has failed by then
     add(prefill, GOOD)
     run_worker(prefill)
     assert {room: status for room, (status, _) in sent_statuses(prefill).items()} == {
@@ -117,7 +117,7 @@ def test_stock_worker_dies_of_an_exception():
 
 
 def test_no_abort_ack_after_an_exception():
-    """A write may have begun, and not be over."""
+    """A write may still be running."""
     prefill = requested_prefill()
     raise_once(prefill, OSError("no memory"))
     add(prefill, BROKEN)
@@ -126,7 +126,7 @@ def test_no_abort_ack_after_an_exception():
 
 
 def test_abort_ack_after_pages_out_of_range():
-    """Nothing was begun."""
+    """No write has begun."""
     prefill = requested_prefill()
     add(prefill, BROKEN, pages=(0, NO_PAGE))
     run_worker(prefill)
@@ -143,7 +143,7 @@ def test_worker_stops_with_its_server():
 
 
 def fail_transfers(prefill, tries: int) -> None:
-    """So many calls to the transfer engine fail."""
+    """Makes the next `tries` calls of the transfer engine fail."""
     write, left = prefill.engine.batch_transfer_sync, [-1] * tries
 
     def transfer(*lists):
@@ -165,7 +165,7 @@ def test_failed_session_is_retried_soon(monkeypatch):
     add(prefill, LATER)
     run_worker(prefill)
     assert sent_statuses(prefill)[LATER] == (KVPoll.Success, None)
-    assert prefill.failed_sessions._back_off.retry_in(PEER["mooncake"]) < -1000  # forgiven
+    assert prefill.failed_sessions._back_off.retry_in(PEER["mooncake"]) < -1000  # reset
 
 
 def test_stock_never_retries_a_failed_session():
@@ -180,7 +180,7 @@ def test_stock_never_retries_a_failed_session():
 
 
 def test_exception_before_any_chunk_fails_no_room():
-    """And the thread goes on."""
+    """The worker's thread continues."""
     prefill = requested_prefill()
     (queue,) = prefill.transfer_queues
     get = queue.get
@@ -216,7 +216,7 @@ def test_no_batch_is_written_before_all_pages_are_validated():
 
 
 def test_aux_messages_carry_their_buffer_numbers():
-    """Decode has no use for the row of hidden states, and the one behind it stays the ninth."""
+    """Decode has no row of hidden states, number 8; the next row keeps its number, 9."""
     widths = (64,) * 8 + (0, 64)
     prefill = requested_prefill()
     decode = fake_managers.make_manager(
@@ -231,7 +231,7 @@ def test_aux_messages_carry_their_buffer_numbers():
 
 
 def test_room_cleared_during_a_send_is_left_unchanged():
-    """Its number may be another request's by then."""
+    """Another request may use the room by then."""
     prefill = requested_prefill()
 
     def cleared(*_, **__):

@@ -1,4 +1,4 @@
-"""A decode rank that does not answer costs others little: Mooncake's real queues and workers."""
+"""A silent decode rank hardly delays others: Mooncake's real queues and workers."""
 
 import concurrent.futures
 import statistics
@@ -42,7 +42,7 @@ LAYOUT = RankLayout(
 
 
 class FailingEngine:
-    """Writes to one session fail after some seconds, to others at once."""
+    """Writes to DEAD fail after `seconds`; writes to other sessions succeed at once."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -58,7 +58,7 @@ class FailingEngine:
 
 @pytest.fixture
 def manager():
-    """A prefill rank's, with one of its queues and that queue's worker."""
+    """A prefill rank's manager, with one queue and its worker."""
     manager = mooncake.MooncakeKVManager.__new__(mooncake.MooncakeKVManager)
     manager.__dict__.update(
         disaggregation_mode=DisaggregationMode.PREFILL,
@@ -99,7 +99,7 @@ def manager():
 
 
 def send(manager, room: int, session: str) -> float:
-    """Open a room and send it; returns when."""
+    """Opens a room and queues its only chunk; returns the time."""
     manager.update_status(room, KVPoll.Bootstrapping)
     open_room(manager, room, session)
     manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
@@ -107,7 +107,7 @@ def send(manager, room: int, session: str) -> float:
 
 
 def open_room(manager, room: int, session: str, ranks: int = 1) -> None:
-    """As decode does."""
+    """Opens a room as a decode rank's metadata do."""
     manager._open_room(
         mooncake.TransferInfo(
             room=room,
@@ -138,7 +138,7 @@ def seconds_until_finished(manager, room: int, since: float, patience: float) ->
     ],
 )
 def test_dead_decode_rank_does_not_delay_a_live_one(manager, monkeypatch, timeout, shortest, load):
-    """Both get a new room ten times in a time-out, for as long as `load` seconds."""
+    """Both ranks get a new room ten times per time-out, for `load` seconds."""
     monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", shortest)
     first = 2 * timeout
     manager.engine = engine = FailingEngine(timeout)
@@ -153,14 +153,14 @@ def test_dead_decode_rank_does_not_delay_a_live_one(manager, monkeypatch, timeou
         time.sleep(timeout / 10)
     median, worst = statistics.median(waited), max(waited)
     record("back_off", timeout=timeout, rooms=len(waited), median=median, worst=worst)
-    # Two tries, and then one after each back-off, of which each is twice the one before.
+    # Two tries, then one after each back-off, each of them twice as long as the one before.
     assert engine.tries <= 2 + np.log2(load / first + 1) + 1, engine.tries
     assert median < timeout / 10, waited
     assert worst < 2.5 * timeout, waited
 
 
 def test_single_attempt_in_flight(manager, monkeypatch):
-    """While one is under way the others are refused at once."""
+    """During one attempt others are refused at once."""
     monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", 0.2)
     manager.engine = FailingEngine(0.0)
     for room in (1, 2):
@@ -186,14 +186,14 @@ def test_re_registration_resets_back_off(manager):
 
 
 def registration(session: str) -> list[bytes]:
-    """As decode's, which describes itself."""
+    """The registration of a decode rank that describes its layout."""
     numbers = (struct.pack("Q", 1 << 20), b"", b"", b"0", b"1", b"64", b"", b"")
     return [b"None", b"10.0.0.1", b"1", session.encode(), *numbers, encode_layout(LAYOUT), b""]
 
 
 @pytest.mark.parametrize("session", ["10.0.0.1:17217_10565", "[::1]:4000"])
 def test_session_ids_of_each_transfer_library(manager, session):
-    """MemFabric 1.0.5 to 1.1.2 puts the process behind the port."""
+    """MemFabric 1.0.5 to 1.1.2 appends the process id to the port."""
     manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
     manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
     manager._handle_bootstrap_message(registration(session))

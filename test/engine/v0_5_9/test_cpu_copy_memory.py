@@ -1,4 +1,4 @@
-"""Copies made for every pool: how much is indexed at a time, and whose memory they take."""
+"""Host copies of every pool: how much they index at a time, and how they reuse memory."""
 
 import contextlib
 import gc
@@ -36,7 +36,7 @@ def test_nothing_to_copy(kind):
 
 
 def test_round_trip_with_narrower_v():
-    """Later releases' pools, whose V is narrower and no longer part of one tensor with K."""
+    """Pools of later releases have a narrower V, which no longer shares a tensor with K."""
     for listed in (False, True):
         pool = engine_calls.mha_pool(False, 4)
         pool.k_buffer, narrow = pool.k_buffer.clone(), pool.v_buffer[..., :3].contiguous()
@@ -71,7 +71,7 @@ def test_mismatched_copy_writes_nothing(other, slots):
 
 
 class TorchOpRecorder(TorchDispatchMode):
-    """Sees what torch runs: elements of each tensor that is indexed, bytes made on the host."""
+    """Records the elements of each tensor that torch indexes, and the bytes of new host tensors."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def row_elements(pool) -> int:
 @pytest.mark.parametrize("layers_at_once", [1, 2, 2.5])
 @pytest.mark.parametrize("chunk", [2, 8192])
 def test_indexed_elements_stay_below_the_npu_limit(kind, layers_at_once, chunk, monkeypatch):
-    """Five layers, of which an index operator of 32 bits reaches so many at a time."""
+    """An index operator of 32 bits reaches `layers_at_once` of the five layers at a time."""
     makers = {
         "mha": lambda: engine_calls.mha_pool(False, 4, 3, layers=5),
         "mha_fia": lambda: engine_calls.mha_pool(True, 4, 3, layers=5),
@@ -123,7 +123,7 @@ def test_indexed_elements_stay_below_the_npu_limit(kind, layers_at_once, chunk, 
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_memory_of_a_dropped_copy_is_reused(kind):
-    """Also where the request is part of a cycle, or the copy was cut short by an error."""
+    """Also if the request is part of a cycle, or an error interrupted the copy."""
     pool = POOLS[kind](4, 0)
     pool.cpu_offloading_chunk_size = 3
     fill(pool)
@@ -155,7 +155,7 @@ def test_memory_of_a_dropped_copy_is_reused(kind):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_retracted_requests_do_not_share_memory(kind, data):
-    """Retracted, loaded and aborted in any order: what comes back is what went."""
+    """Requests are retracted, loaded and aborted in any order; each gets its own data back."""
     pool = POOLS[kind](1, 0)
     pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 4))
     away, number = [], itertools.count(1)
@@ -178,7 +178,7 @@ def test_retracted_requests_do_not_share_memory(kind, data):
 
 
 def test_stock_copies_only_fia_pages_correctly(stock):
-    """MLA pools have no such buffer; pages are taken for tokens; FIA, token by token, is right."""
+    """MLA pools lack the buffer, MHA's pages are taken for tokens; FIA is copied by token."""
     mla, paged, fia = stock(
         ["copy_by_token", "mla", 16], ["copy_by_token", "mha", 16], ["copy_by_token", "fia", 16]
     )

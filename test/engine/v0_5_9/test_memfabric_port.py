@@ -1,4 +1,4 @@
-"""A decode rank's session id has the port that MemFabric listens at, whenever that is chosen."""
+"""A decode rank's session id has the port of MemFabric's listener, whenever it is chosen."""
 
 from types import SimpleNamespace
 
@@ -10,9 +10,10 @@ pytestmark = pytest.mark.engine
 
 
 def session_ids(monkeypatch, before, after) -> tuple[str, str]:
-    """The session id that MemFabric is initialised with, and the one that peers are told.
+    """The session id that MemFabric is initialised with, and the one that peers get.
 
-    before, after: The port that it has by then.
+    Args:
+        before, after: MemFabric's port before and after it is initialised.
     """
 
     class FakeTransferEngine:
@@ -33,11 +34,11 @@ def session_ids(monkeypatch, before, after) -> tuple[str, str]:
 
 
 def test_port_that_is_chosen_by_initialize(monkeypatch):
-    """1.1.3 and later."""
+    """As in MemFabric 1.1.3 and later."""
     assert session_ids(monkeypatch, 0, 10322) == ("10.0.0.1:0", "10.0.0.1:10322")
 
 
 @pytest.mark.parametrize("port", [17217, "17217_10565"])
 def test_port_that_is_known_before_initialize(monkeypatch, port):
-    """Asked again an older one might give another."""
+    """An older MemFabric might return another port when it is called again."""
     assert session_ids(monkeypatch, port, 9) == (f"10.0.0.1:{port}",) * 2

@@ -32,12 +32,12 @@ from .digests import (
     sent_parts,
     summarize,
 )
-from .plan import Copies, TransferPlan, make_plan
 from .heads import heads_of_rank, heads_to_send, prefill_ranks_of, tp_size_conflict
 from .infer import StockRegistration, infer_layout, layout_from_counts
 from .layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout
 from .match import BufferPair, draft_mismatch, incompatibilities, match_buffers
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
+from .plan import Copies, TransferPlan, make_plan
 from .pools import (
     describe_pools,
     describe_unknown,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from .aux_buffers import AuxPlan, make_aux_plan
-from .plan import TransferPlan, make_plan
 from .infer import StockRegistration, infer_layout
 from .layout import Buffer, LayoutError, RankLayout
 from .match import incompatibilities, match_buffers, match_layers
+from .plan import TransferPlan, make_plan
 
 
 @dataclass(frozen=True)

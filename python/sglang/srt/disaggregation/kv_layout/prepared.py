@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from .plan import TransferPlan
 from .layout import LayoutError
+from .plan import TransferPlan
 
 Runs = list[tuple[int, int, int, int]]  # address, length and stride in bytes, blocks
 Numbers = npt.NDArray[np.int32]

@@ -15,9 +15,9 @@ In both releases, the same in each:
     peer_sockets         sends messages without waiting, and watches connections
     refused_requests     notifies decode of requests that prefill refused
     session_ids          parses session ids of Mooncake and MemFabric
-    verify               compares what decode received with what prefill has, if enabled
-    verify_mode          reads whether that is enabled
-    verify_reports       gathers the results at prefill's bootstrap server
+    verify               compares what decode received with what prefill has
+    verify_mode          reads whether to verify
+    verify_reports       gathers the results of verify at prefill's bootstrap server
     write_bounds         keeps unplanned writes within registered memory
 
 In both releases, different in each:

@@ -1,8 +1,8 @@
-"""NIXL, prefill: a decode rank is connected when it registers, not by its first large write.
+"""NIXL, prefill: connects to a decode rank when it registers, not with the first large write.
 
-told of the rank      NIXL makes an endpoint for each of its threads, and sends the first message
-                      over it; UCX needs some round trips more before it carries anything
-later                 a thread makes these while it has something to send, and not before
+rank added      NIXL makes an endpoint for each of its threads and sends the first message over it;
+                UCX needs some more round trips before the endpoint carries data
+later           a thread makes these round trips only while it has something to send
 
 So each thread is given something to send: it reads a byte of the rank's metadata, which the rank
 does not notice.
@@ -24,17 +24,17 @@ from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "SGLANG_PD_CONNECT_EARLY"  # "0": by the first request, as the engine
-# NIXL divides a transfer among its threads if each of them gets so many copies.
+VARIABLE = "SGLANG_PD_CONNECT_EARLY"  # "0": with the first request, like the engine
+# NIXL divides a transfer among its threads if each of them gets this many copies.
 COPIES_OF_A_THREAD = 1024
-# A rank that has not answered after that is left to its first request.
+# A rank that does not answer in this time is connected with its first request.
 CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.01
 
 
 @dataclass
 class PendingRead:
-    """A transfer from a decode rank, begun on the monotonic clock."""
+    """A read from a decode rank; `started_at` is on the monotonic clock."""
 
     peer: str
     handle: Any
@@ -42,10 +42,10 @@ class PendingRead:
 
 
 class EarlyConnections:
-    """A prefill rank's KV manager; it has NIXL's `agent`.
+    """Base of a prefill rank's KV manager, which has NIXL's `agent`.
 
-    One thread connects to all decode ranks, and waits for none of them. It holds `agent_lock`,
-    where NIXL's callers must take turns, only while NIXL begins a transfer or says how one is.
+    One thread connects to all decode ranks, and waits for none of them. It holds `agent_lock`, if
+    NIXL's callers must take turns, only while NIXL begins a transfer or reports its state.
     """
 
     agent_lock: Any = contextlib.nullcontext()
@@ -54,15 +54,16 @@ class EarlyConnections:
         self = super().__new__(cls)
         self.to_connect: SimpleQueue[Tuple[str, int]] = SimpleQueue()
         self.connects = False
-        # Those that are being read; NIXL must not forget one of them meanwhile.
+        # Decode ranks with a pending read; NIXL must not remove one of them meanwhile.
         self.connecting: Set[str] = set()
         return self
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
-        """Have NIXL connect to a decode rank that it has been told of; returns at once.
+        """Makes NIXL connect to a decode rank; returns at once.
 
         Args:
-            aux_pointers: Where the rank has registered its metadata, in host memory.
+            peer: The rank's name; the agent must already have its metadata.
+            aux_pointers: Addresses of the rank's metadata buffers, in host memory.
         """
         is_ucx = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() == "UCX"
         if not aux_pointers or not is_ucx or os.environ.get(VARIABLE) == "0":
@@ -76,7 +77,7 @@ class EarlyConnections:
             logger.warning(f"Decode {peer} is connected to by its first request: {error}")
 
     def handle_connect_failure(self, peer: str) -> None:
-        """NIXL may have forgotten a decode rank to which it found no connection."""
+        """Called if NIXL could not connect to a decode rank, which it may have removed."""
 
     def _connect(self) -> None:
         byte, readings = np.zeros(1, np.uint8), []
@@ -93,7 +94,7 @@ class EarlyConnections:
             readings = [one for one in readings if not self._is_over(one)]
 
     def _begin(self, peer: str, theirs: int, ours: int) -> List[PendingRead]:
-        """Begin to read; empty where that fails."""
+        """Begins to read; returns an empty list if that fails."""
         started_at = time.monotonic()
         try:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))

@@ -1,4 +1,4 @@
-"""This rank's buffers, by name, and their registration with a transfer engine."""
+"""Names this rank's buffers, and registers them with a transfer engine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from sglang.srt.disaggregation.kv_layout import Buffer
 
 logger = logging.getLogger(__name__)
 
-# MemFabric registers whole ones.
+# MemFabric registers whole pages of this size.
 PAGE_BYTES = 2 << 20
 # Name, address, bytes.
 Region = Tuple[str, int, int]
-# A transfer engine's, of addresses and bytes; 0 if all are registered.
+# A transfer engine's function of addresses and bytes; returns 0 if all are registered.
 RegisterBatch = Callable[[List[int], List[int]], int]
 
 
 def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
-    """KV and state; aux. A range that is there twice, as the engine may have it, is named once."""
+    """Returns the regions of KV and state, and those of aux.
+
+    A range of KV or state that the engine lists twice is returned once.
+    """
     layout = getattr(args, "layout", None)
     described = ((), ()) if layout is None else (layout.kv, layout.state)
     state = (flatten(args.state_data_ptrs), flatten(args.state_data_lens))
@@ -34,7 +37,7 @@ def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
 
 
 def flatten(numbers: Sequence) -> List[int]:
-    """Later releases have a list for each kind of state."""
+    """Returns one list of numbers; later releases have a list for each kind of state."""
     parts = (one if isinstance(one, (list, tuple)) else [one] for one in numbers or ())
     return [number for part in parts for number in part]
 
@@ -42,7 +45,7 @@ def flatten(numbers: Sequence) -> List[int]:
 def _name_regions(
     role: str, described: Sequence[Buffer], ptrs: List[int], lens: List[int]
 ) -> List[Region]:
-    """Each by its description, or by its number where not every one has a description."""
+    """Names each buffer by its description, or by its index unless all are described."""
     names = [buffer.name for buffer in described]
     if len(names) != len(ptrs):
         names = [str(number) for number in range(len(ptrs))]
@@ -50,16 +53,16 @@ def _name_regions(
 
 
 def try_register(register: RegisterBatch, wanted: Sequence[Region]) -> bool:
-    """Register those that are not empty in one batch; whether that succeeded."""
+    """Registers the regions that are not empty in one batch; returns whether that succeeded."""
     wanted = [region for region in wanted if region[2]]
     ptrs, lens = [ptr for _, ptr, _ in wanted], [length for *_, length in wanted]
     return not wanted or register(ptrs, lens) == 0
 
 
 def registration_error(register: RegisterBatch, role: str, wanted: Sequence[Region]) -> str:
-    """Register them in one batch, or else one by one.
+    """Registers regions in one batch or, if that fails, one by one.
 
-    Returns "" where all are registered by then, else which of them cannot be.
+    Returns "" if all are registered in the end, otherwise which of them cannot be.
     """
     if try_register(register, wanted):
         return ""
@@ -75,16 +78,16 @@ def registration_error(register: RegisterBatch, role: str, wanted: Sequence[Regi
 
 
 def _list_regions(those: Sequence[Region]) -> str:
-    """Such as `aux 0 (4,096 bytes from 0x7f00)`."""
+    """Formats regions, such as `aux 0 (4,096 bytes from 0x7f00)`."""
     return ", ".join(f"{name} ({length:,} bytes from {start:#x})" for name, start, length in those)
 
 
 @contextlib.contextmanager
 def raise_only_at_startup(manager: Any) -> Iterator[None]:
-    """Around a manager's registration of its buffers: a failure is raised when the server starts.
+    """Raises a RuntimeError of a manager's registration of buffers only while the server starts.
 
-    Where memory is registered again at run time, as after a pause, it ends no server. The manager's
-    `has_registered` says which it is.
+    If memory is registered again at run time, as after a pause, logs the failure: it must not stop
+    the server. The manager's `has_registered` tells which of the two it is.
     """
     try:
         yield
@@ -96,10 +99,13 @@ def raise_only_at_startup(manager: Any) -> Iterator[None]:
 
 
 def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
-    """Register KV, state and aux with MemFabric: in one batch, or else range by range.
+    """Registers KV, state and aux with MemFabric in one batch or, if that fails, range by range.
 
-    On prefill MemFabric 1.1.3 and later register at the first write to a decode rank: what they
-    cannot register fails that write, not the start.
+    On prefill, MemFabric 1.1.3 and later register at the first write to a decode rank: memory that
+    they cannot register fails that write, not the start.
+
+    Args:
+        aux_is_optional: Whether aux goes over TCP.
 
     Raises:
         RuntimeError: A range that is needed cannot be registered; the text names its buffers.
@@ -119,22 +125,24 @@ def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool
         logger.info(f"{said}, nor aux alone. It is not needed: aux goes over TCP")
     elif _rejects_registered_memory(register, ranges, refused):
         logger.error(
-            f"{said}; range by range it refuses: {_list_regions(buffers)}. This release refuses what it "
+            f"{said}; range by range it refuses: {_list_regions(buffers)}. This release "
+            "refuses what it "
             "has registered, too, so that some of them may be; writes to others fail"
         )
     else:
         raise RuntimeError(
-            f"{said}; range by range it refuses: {_list_regions(buffers)}. Without them no KV can be "
+            f"{said}; range by range it refuses: {_list_regions(buffers)}. Without them no KV "
+            "can be "
             "transferred; MemFabric's log (ASCEND_MF_LOG_LEVEL=1) says why"
         )
 
 
 def group_by_page(held: Sequence[Region]) -> List[List[Region]]:
-    """Regions by address, those that share a 2 MiB page together, as MemFabric merges a batch.
+    """Groups regions that share a 2 MiB page, in address order, as MemFabric merges a batch.
 
-    It looks an address up by the range that begins nearest before it. So a buffer registered apart
-    hides part of the range that it lies in, and one that begins as a shorter range does is not
-    registered at all, whatever the status says.
+    MemFabric looks an address up by the range that begins nearest before it. So a buffer that is
+    registered separately hides part of the range that it lies in, and a buffer that begins where a
+    shorter range begins is not registered at all, whatever the status says.
     """
     ranges: List[List[Region]] = []
     end = 0
@@ -148,16 +156,16 @@ def group_by_page(held: Sequence[Region]) -> List[List[Region]]:
 
 
 def _rejects_registered_memory(register: RegisterBatch, ranges: List, refused: List) -> bool:
-    """Whether it refuses a range that it has just registered, as 1.1.4 to 1.2.1 do."""
+    """Whether MemFabric rejects a range that it has just registered, as 1.1.4 to 1.2.1 do."""
     taken = [some for some in ranges if some not in refused]
     return bool(taken) and not try_register(register, taken[0])
 
 
 def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
-    """Register all with MemFabric after a pause, as the engine does.
+    """Registers all buffers with MemFabric after a pause, as the engine does.
 
-    No release can unregister: from 1.1.3 on what was registered at the start stays so, as it was.
-    They refuse to register it again, or do nothing (1.3.0).
+    No release of MemFabric can unregister. From 1.1.3 on, what was registered at the start stays
+    registered unchanged; these releases reject it the second time, or do nothing (1.3.0).
     """
     kv, aux = memory_regions(args)
     if not try_register(register, [*kv, *aux]):
@@ -168,7 +176,7 @@ def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
 
 
 def register_kv_then_aux(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
-    """Register KV and state in one batch, and aux, which some transports do not take, apart.
+    """Registers KV and state in one batch and then aux, which some transports reject.
 
     Raises:
         RuntimeError: A buffer that is needed cannot be registered; the text names it.

@@ -1,8 +1,8 @@
-"""Digests of pages, computed where they lie, on any device that torch knows.
+"""Computes digests of pages where they lie, on any device that torch supports.
 
-A page, or a slice of it, is words of 4 bytes (2, 1 where it has another length), and its digest
-their sum, modulo 2**64, with odd weights that say which word it is. So a single word that differs
-is always seen, also where it differs in its sign alone.
+A page, or a slice of it, is a row of 4-byte words (of 2 or 1 bytes if its length requires that).
+Its digest is their weighted sum modulo 2**64, with an odd weight for each word's position. So a
+single word that differs is always detected, even if only its sign differs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from sglang.srt.disaggregation.kv_layout import (
     summarize,
 )
 
-# Bytes that are gathered at a time; their products take twice as much again.
+# Bytes that are gathered at a time; their products need twice as much in addition.
 CHUNK_BYTES = 4 << 20
 MAX_ATTRIBUTE_DEPTH = 4
 WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 
 
 class PageViews:
-    """Buffers of a rank, KV or state, as bytes.
+    """A rank's KV or state buffers as bytes.
 
     Args:
-        layout: The rank's.
-        buffers: Those of `layout` that are meant.
-        owners: Pools, whose tensors the buffers are.
+        layout: The rank's layout.
+        buffers: Its `kv` or `state`.
+        owners: Pools whose tensors contain the buffers.
         ptrs, lens: Address and bytes of each buffer.
 
     Raises:
-        LayoutError: A buffer is in no tensor of the pools.
+        LayoutError: No tensor of the pools contains a buffer.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class PageViews:
         self.weights: Dict[Tuple[int, torch.device], torch.Tensor] = {}
 
     def digests(self, parts: Sequence[Part], pages: npt.ArrayLike) -> Digests:
-        """Of these parts, over these pages in the request's order.
+        """Returns digests of these parts over these pages, which are in the request's order.
 
         Raises:
-            LayoutError: This rank does not hold a part, or has no such page.
+            LayoutError: This rank does not hold a part, or does not have a page.
         """
         indices = np.asarray(pages, dtype=np.int64)
         slices = byte_ranges(parts, self.layout, self.buffers)
@@ -84,12 +84,12 @@ class PageViews:
         return summarize(tuple(parts), table)
 
     def size(self, parts: Sequence[Part], pages: npt.ArrayLike) -> int:
-        """Bytes of these parts."""
+        """Returns the bytes of these parts of these pages."""
         slices = byte_ranges(parts, self.layout, self.buffers)
         return sum(one.rows * one.length for one in slices) * np.asarray(pages).size
 
     def _digests(self, one: ByteRange, indices: torch.Tensor) -> torch.Tensor:
-        """Int64, `[pages]`."""
+        """Returns one digest per page, int64, `[pages]`."""
         whole = self.pages[one.buffer]
         rows = whole.view(len(whole), one.rows, whole.shape[1] // one.rows)
         rows = rows[:, :, one.start : one.start + one.length]
@@ -112,7 +112,7 @@ class PageViews:
 
 
 def _storages(owner: Any) -> Iterator[torch.Tensor]:
-    """The memory of each tensor that an object has, as bytes."""
+    """Yields the memory of each tensor that an object has, as bytes."""
     seen, level = set(), [owner]
     for _ in range(MAX_ATTRIBUTE_DEPTH):
         level = list(itertools.chain.from_iterable(map(_within, level)))
@@ -135,7 +135,7 @@ def _within(one: Any) -> Iterator[Any]:
 def _bytes_at(
     storages: Sequence[torch.Tensor], buffer: Buffer, ptr: int, length: int
 ) -> torch.Tensor:
-    """The buffer, `[pages, bytes a page]`; a view, no copy."""
+    """Returns a view of the buffer, uint8, `[pages, bytes per page]`."""
     for storage in storages:
         start = ptr - storage.data_ptr()
         if start >= 0 and start + length <= storage.numel():

@@ -1,10 +1,10 @@
-"""Prefill: requests of a decode rank that does not answer fail, and nothing is sent to it.
+"""Prefill: fails the requests of a decode rank that does not answer, and sends nothing to it.
 
-no connection for some seconds    its open rooms fail, and those that it asks for
-connected, or a message of it     it is served again
-no connection for ten minutes     what can be made anew is let go; it may come back as it was
-too many are so long silent       those that are it longest are forgotten, and must register
-another one has its endpoint      its process is gone: its rooms fail, and it is forgotten
+no connection for some seconds    its open rooms fail, and rooms that it requests
+connected, or it sends a message  it is served again
+no connection for ten minutes     what can be remade is released; the rank may come back as it was
+too many ranks silent that long   those silent longest are dropped, and must register again
+another rank has its endpoint     its process is gone: its rooms fail, and it is dropped
 """
 
 from __future__ import annotations
@@ -22,36 +22,41 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_PD_SILENT_SECONDS"
 DEFAULT_SECONDS = 10.0
-# After a link was cut for a moment, ZeroMQ may take as long to connect again.
+# After a link was cut for a moment, ZeroMQ may take this long to reconnect.
 MIN_SECONDS = 5.0
-# From then on a decode rank that has no room here rests.
+# A decode rank that is silent this long, and has no room here, is released.
 RELEASE_AFTER_SECONDS = 600.0
-# So many rest; a fleet may be cut off for an hour.
+# Ranks that may stay released; a fleet may be cut off for an hour.
 MAX_RELEASED_PEERS = 256
 
 
 class SilenceWatch:
-    """A prefill rank's KV manager.
+    """Base of a prefill rank's KV manager.
 
-    `transfer_infos` has the decode ranks of each room by name, `decode_kv_args_table` all that have
-    registered. It has `fail_room_of_silent_peer(room, reason)` and `handle_peer_recovered(name)`.
+    The manager has `transfer_infos`, each room's decode ranks by name; `decode_kv_args_table`, all
+    registered decode ranks by name; `fail_room_of_silent_peer(room, reason)`; and
+    `handle_peer_recovered(name)`.
     """
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
-        # Decode ranks that have registered, and that we have a socket to, or had.
+        # Registered decode ranks to which we have or had a socket.
         self.watched_peers: Dict[str, Any] = {}
-        # Why nothing is sent to these.
+        # Why nothing is sent to each silent rank.
         self.silent_peers: Dict[str, str] = {}
         self.released_peers: Set[str] = set()
-        # Those whose endpoint is another's by now.
+        # Ranks whose endpoint now belongs to another rank.
         self.replaced_peers: Set[str] = set()
         self.check_lock = threading.Lock()
         return self
 
     def watch_peer(self, name: str, info: Any) -> None:
-        """A decode rank registers: connect to it now, not when the first request ends."""
+        """Connects to a decode rank when it registers, not when its first request ends.
+
+        Args:
+            info: The rank's registration.
+        """
         try:
             PeerSocket.to(info.endpoint, info.dst_port).open()
             with self.check_lock:
@@ -71,7 +76,7 @@ class SilenceWatch:
         self.released_peers.discard(name)
 
     def note_peer_alive(self, name: str, info: Any) -> None:
-        """A message of this decode rank has come: it lives, and has as long again."""
+        """Restarts a decode rank's silence, because the rank has sent a message."""
         socket = PeerSocket.to(info.endpoint, info.dst_port)
         if socket.silent_for():
             socket.open()
@@ -80,7 +85,7 @@ class SilenceWatch:
             self.check_peers()
 
     def check_peers(self) -> None:
-        """Note who is silent, fail its rooms, and take up again with who is back."""
+        """Notes which ranks are silent, fails their rooms, and serves ranks that are back."""
         with self.check_lock:
             self._check_peers()
 
@@ -114,11 +119,15 @@ class SilenceWatch:
         self._release_silent_peers(sorted(long_silent))
 
     def peers_in_use(self) -> Set[str]:
-        """Decode ranks that have rooms here."""
+        """Returns the decode ranks that have rooms here."""
         return {name for peers in list(self.transfer_infos.values()) for name in list(peers)}
 
     def _release_silent_peers(self, long_silent: List[Tuple[float, str]]) -> None:
-        """Have these rest, or forget them, the longest silent last; not while they are in use."""
+        """Releases these ranks and drops the excess, the longest silent; none while in use.
+
+        Args:
+            long_silent: Seconds of silence and name of each rank, in ascending order.
+        """
         more = max(0, len(long_silent) - MAX_RELEASED_PEERS)
         forgotten = {
             name for _, name in long_silent[len(long_silent) - more :]
@@ -144,14 +153,14 @@ class SilenceWatch:
         self.drop_peer(name)
 
     def release_peer(self, name: str) -> bool:
-        """Let go what is made anew when this decode rank asks for a room; whether that was done."""
+        """Releases what is remade when this rank requests a room; returns whether it did so."""
         return True
 
     def drop_peer(self, name: str) -> None:
-        """Forget what else is kept of it; it must register if it comes back."""
+        """Drops what else is kept of this rank, which must register again if it comes back."""
 
     def silence_reason(self, room: int) -> str:
-        """Why nothing of this room may be sent; empty if it may."""
+        """Returns why nothing of this room may be sent; "" if it may."""
         silent = self.silent_peers
         if silent:
             for name in list(self.transfer_infos.get(room, ())):

@@ -2,7 +2,7 @@
 
 HOST:PORT        Mooncake, and most releases of MemFabric
 HOST:PORT_PID    MemFabric 1.0.5 to 1.1.2
-HOST:0           MemFabric from 1.1.3 on before it has a port; the only one 0.5.9 sends to peers
+HOST:0           MemFabric from 1.1.3 on before it has a port; stock 0.5.9 sends this to peers
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     last chunk written
     digest this request's pages, by part  ->  with the room's last message
                                               all has arrived: digest the same parts, compare
-                                              equal: the request is scheduled
-                                              else: it fails, on all ranks
+                                              equal: schedule the request
+                                              else: fail it on all ranks
 
-The two sides need no trust in each other's plan: each finds a part in its own pools, by its own
-description. With `1` a request that differs fails, with `log` it is reported and served.
+Neither side relies on the other's plan: each finds a part in its own pools, by its own description.
+With `1` a request that differs fails; with `log` it is logged and served.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from sglang.srt.disaggregation.pd.verify_reports import PairStats, ReportSender,
 
 logger = logging.getLogger(__name__)
 
-# Place among all pages of the request, and pages of this rank's pool, int32.
+# A chunk's place among all pages of its request, and its pages of this rank's pool, int32.
 Chunk = Tuple[slice, npt.NDArray[np.int32]]
 
 
 @dataclass
 class Verifier:
-    """One rank's digests. On prefill it is used by whoever sends, on decode by the scheduler.
+    """One rank's digests. On prefill the thread that sends uses it, on decode the scheduler.
 
     Attributes:
-        reports: Decode: what has been compared, by prefill server and rank.
+        kv, state: This rank's buffers.
+        mode: `fail` or `log`.
+        reports: Decode: results of comparisons, by prefill server and rank.
     """
 
     args: KVArgs
@@ -68,7 +70,7 @@ class Verifier:
 
     @property
     def name(self) -> str:
-        """This rank's, such as `DP 1 TP 0/2 PP 0/1`."""
+        """This rank's name, such as `DP 1 TP 0/2 PP 0/1`."""
         dp = self.args.system_dp_rank
         return self.layout.name if dp is None else f"DP {dp} {self.layout.name}"
 
@@ -82,13 +84,19 @@ class Verifier:
         state_pages: Optional[Sequence[int]],
         sends_state_by_plan: bool,
     ) -> bytes:
-        """Of all that the room has sent to this decode rank; empty where that fails."""
+        """Returns digests of all that the room sent to a decode rank; empty if that fails.
+
+        Args:
+            peer: The decode rank's layout.
+            state_pages: This rank's pages or slots of state; None if the room sends no state.
+            sends_state_by_plan: Whether transfer plans cover state.
+        """
         try:
             chunks = sorted(chunks, key=lambda chunk: chunk[0].start)
             pages = np.concatenate([chunk for _, chunk in chunks])
             own, state = self.layout, None
             kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
-            # Between TP sizes Mooncake cuts recurrent state along dimensions.
+            # Between different TP sizes Mooncake splits recurrent state along dimensions.
             is_alike = sends_state_by_plan or own.tp_size == peer.tp_size
             if state_pages is not None and is_alike:
                 parts = sent_parts(own, peer, own.state, peer.state)
@@ -109,10 +117,15 @@ class Verifier:
         report: VerifyReport,
         seconds: float,
     ) -> Optional[str]:
-        """Compare a room's digests, one frame from each prefill rank; what differs, in words.
+        """Compares a room's digests, one frame from each prefill rank, with this rank's pages.
 
-        With `log` that is logged, and None. It is counted in `report`, in which the transfer that
-        took so many `seconds` is noted, too.
+        Args:
+            pages, state_pages: The room's pages, and its pages or slots of state, on this rank.
+            report: Counts the result.
+            seconds: Duration of the room's transfer, for `report`.
+
+        Returns:
+            What differs, in words; None if nothing does, or with `log`, which only logs it.
         """
         started_at = time.perf_counter()
         try:
@@ -173,11 +186,11 @@ class Verifier:
 
 
 class VerifyingManager:
-    """A KV manager's part; its `verifier`, of `KVArgs`, is None where nothing is compared."""
+    """Base of a KV manager; its `verifier`, from `KVArgs`, is None if nothing is compared."""
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        # Of each room; on prefill its chunks, on decode digests, by prefill rank.
+        # By room: on prefill its chunks, on decode its digests by prefill rank.
         self.sent_pages: Dict[int, List[Chunk]] = defaultdict(list)
         self.arrived_digests: Dict[int, Dict[Hashable, bytes]] = defaultdict(dict)
         return self
@@ -187,23 +200,27 @@ class VerifyingManager:
         return getattr(getattr(self, "kv_args", None), "verifier", None)
 
     def note_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
-        """Prefill: these pages of the request are being sent."""
+        """Prefill: notes that these pages, the request's `index_slice`, are being sent."""
         if self.verifier is not None:
             with self.rooms_lock:
-                if room in self.request_status:  # else nobody would drop them
+                if room in self.request_status:  # otherwise the entry would never be dropped
                     self.sent_pages[room].append((index_slice, pages))
 
     def room_digests(
         self, room: int, info: Any, state_pages: Optional[Sequence[int]]
     ) -> Optional[bytes]:
-        """Prefill: of all that the room has sent to a decode rank; None if it awaits none."""
+        """Prefill: digests of all that the room sent to a decode rank; None if it expects none.
+
+        Args:
+            info: The decode rank's registration.
+        """
         if self.verifier is None or info.plan is None or not info.plan.layout.verifies:
             return None
         peer, chunks = info.plan.layout, self.sent_pages.get(room, [])
         return self.verifier.digests(room, chunks, peer, state_pages, self.sends_state_by_plan)
 
     def drop_digests(self, room: int) -> None:
-        """Forget a room that is over."""
+        """Drops the chunks and digests of a room that has ended."""
         self.arrived_digests.pop(room, None)
         self.sent_pages.pop(room, None)
 
@@ -215,7 +232,12 @@ class VerifyingManager:
         state_pages: Optional[Sequence[int]],
         seconds: float,
     ) -> Optional[str]:
-        """Decode: why the room fails, if its KV is not what the prefill server there has."""
+        """Decode: compares a room's KV with prefill's; returns why the room fails, or None.
+
+        Args:
+            address: The prefill server's bootstrap address.
+            seconds: Duration of the room's transfer.
+        """
         frames, reports = self.arrived_digests[room].values(), self.verifier.reports
         with reports.lock:
             report = reports.report_for(address, f"{self.local_ip}:{self.rank_port}")
@@ -235,7 +257,7 @@ def _parts(digests: Iterable[Any]) -> List[Part]:
 
 
 def make_verifier(args: KVArgs, owners: Sequence[Any]) -> Optional[Verifier]:
-    """This rank's, over its pools; None where nothing is to be compared."""
+    """Returns this rank's verifier over its pools (`owners`); None if nothing is compared."""
     mode = verify_mode()
     if not mode:
         return None

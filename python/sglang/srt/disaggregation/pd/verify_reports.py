@@ -1,6 +1,6 @@
-"""What decode ranks have compared, gathered where a client can ask: prefill's bootstrap server.
+"""Gathers what decode ranks compared where a client can query it: prefill's bootstrap server.
 
-decode rank  -- PUT /verify, once a second if there is news -->  bootstrap server
+decode rank  -- PUT /verify, once a second after changes -->     bootstrap server
 `sglang-pd verify`  -- GET /verify -->                           all ranks' reports
 """
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_SECONDS = 1.0
 HTTP_TIMEOUT_SECONDS = (2, 5)
-# What is kept of the past: mismatches in words, seconds of transfers, and ranks.
+# How many of the latest are kept: mismatches in words, durations of transfers, and ranks.
 MAX_MISMATCHES = 20
 MAX_DURATIONS = 1024
 MAX_RANKS = 4096
 
 
 class PairStats(msgspec.Struct):
-    """What a decode rank has compared with one prefill rank's digests."""
+    """Numbers of what a decode rank compared with one prefill rank's digests."""
 
     requests: int = 0
     parts: int = 0
@@ -36,15 +36,15 @@ class PairStats(msgspec.Struct):
 
 
 class VerifyReport(msgspec.Struct):
-    """A decode rank's, on what came from one prefill server.
+    """A decode rank's report on what arrived from one prefill server.
 
     Attributes:
-        decode, at: The rank, such as `TP 0/2 PP 0/1`, and where it reads messages.
-        requests, failed: Rooms that were compared, and those of them that differed.
-        pairs: By prefill rank.
+        decode, at: The rank, such as `TP 0/2 PP 0/1`, and HOST:PORT where it reads messages.
+        requests, failed: Numbers of rooms that were compared, and that differed.
+        pairs: Numbers by prefill rank.
         said: The last mismatches, in words.
-        seconds: Of the last transfers, from asking prefill until all had arrived.
-        comparing: Seconds that comparing has taken, in all.
+        seconds: Durations of the last transfers, from the request to prefill to the last arrival.
+        comparing: Seconds that all comparisons took.
     """
 
     decode: str
@@ -57,7 +57,7 @@ class VerifyReport(msgspec.Struct):
     comparing: float = 0.0
 
     def add(self, said: List[str], seconds: float, comparing: float) -> None:
-        """One request has been compared."""
+        """Adds one compared room: its mismatches, and seconds of its transfer and comparison."""
         self.requests += 1
         self.comparing += comparing
         self.seconds = [*self.seconds[1 - MAX_DURATIONS :], seconds]
@@ -77,18 +77,23 @@ class ReportSender:
         self.thread: Optional[threading.Thread] = None
 
     def report_for(self, address: str, at: str) -> VerifyReport:
-        """The report for this prefill server; hold `lock`, and call `mark_changed` after."""
+        """Returns a prefill server's report; hold `lock`, and call `mark_changed` afterwards.
+
+        Args:
+            address: The prefill server's bootstrap address.
+            at: HOST:PORT where this rank reads messages.
+        """
         return self.by_address.setdefault(address, VerifyReport(self.decode, at))
 
     def mark_changed(self, address: str) -> None:
-        """Send it soon."""
+        """Has the report for this prefill server sent within about a second."""
         self.changed.add(address)
         if self.thread is None:
             thread = threading.Thread(target=self._send_all, daemon=True)
             try:
                 thread.start()
                 self.thread = thread
-            except RuntimeError as error:  # no more threads; the scheduler goes on
+            except RuntimeError as error:  # out of threads; the scheduler must go on
                 logger.warning(f"What was compared is not reported yet: {error}")
 
     def _send_all(self) -> None:
@@ -101,16 +106,16 @@ class ReportSender:
             time.sleep(REPORT_INTERVAL_SECONDS)
 
     def _send(self, address: str, body: bytes) -> None:
-        """One that is lost is in the next one, too."""
+        """Sends a report; if it is lost, the next one includes what it said."""
         try:
             url = f"http://{address}/verify"
             requests.put(url, data=body, timeout=HTTP_TIMEOUT_SECONDS).raise_for_status()
-        except Exception as error:  # not all that `requests` raises is its own
+        except Exception as error:  # `requests` also raises other libraries' errors
             logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
 
 
 class VerifyRoutes:
-    """A bootstrap server that takes reports; it has no such route where nothing is compared."""
+    """Base of a bootstrap server: adds routes for reports, unless nothing is compared."""
 
     def _setup_routes(self) -> None:
         super()._setup_routes()

@@ -1,4 +1,4 @@
-"""Writes that are not planned: the engine's own stay within what both sides registered, too."""
+"""Keeps the engine's own writes, which are not planned, within what both sides registered."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.memory_registration import memory_regions
 
-# Source and destination addresses, and bytes.
+# Source address, destination address, bytes.
 Block = Tuple[int, int, int]
-# Addresses, and bytes.
+# Addresses on one side, and bytes.
 Copies = Tuple[Sequence[int], Sequence[int]]
 
 
 def lowest_and_highest(buffers: Iterable[Tuple[int, int]], pages: npt.NDArray[np.int32]) -> Copies:
-    """The lowest and the highest of these pages, one or more, in each buffer.
+    """Returns copies of the lowest and the highest of these pages in each buffer.
 
-    buffers: Address, and bytes a page.
+    Args:
+        buffers: Address of each buffer, and its bytes per page.
+        pages: One page or more.
     """
     ends = (int(pages.min()), int(pages.max()))
     copies = [(start + page * size, size) for start, size in buffers for page in ends]
@@ -37,13 +39,13 @@ def lowest_and_highest(buffers: Iterable[Tuple[int, int]], pages: npt.NDArray[np
 
 
 class BoundedWrites:
-    """A prefill rank's KV manager, over one that writes by `_transfer_data`.
+    """Base of a prefill rank's KV manager, over one that writes with `_transfer_data`.
 
-    `decode_kv_args_table` has each registered decode rank; its registration has `bounds` and
-    `state_slots`, see `bound`. Nothing is known of one without.
+    `decode_kv_args_table` has each decode rank's registration, in which `set_bounds` sets `bounds`
+    and `state_slots`. Writes to a rank that has not registered are checked on our side only.
     """
 
-    # Registered besides the buffers of `kv_args`: address and bytes.
+    # Address and bytes of memory that is registered besides the buffers of `kv_args`.
     extra_memory: Tuple[Tuple[int, int], ...] = ()
     _own_bounds: Tuple[int, Any] = (-1, None)
 
@@ -57,14 +59,16 @@ class BoundedWrites:
         item_bytes: Sequence[Sequence[int]],
         more: Sequence[Tuple[int, int]] = (),
     ) -> None:
-        """Note in a decode rank's registration what memory it has.
+        """Notes in a decode rank's registration what memory the rank has.
 
-        Sets `bounds`, and of each kind of state `state_slots`, None where that is not known.
+        Sets `bounds`, and `state_slots` by kind of state, None where the number is unknown.
 
         Args:
-            layout, sizes: What it says of its buffers; None where it does not.
-            state, item_bytes: Addresses of its buffers of state, and bytes a slot, by kind.
-            more: Address and bytes of what it registers besides.
+            info: The registration.
+            name: The rank's name in messages.
+            layout, sizes: The rank's description and sizes of its buffers; None if it sends none.
+            state, item_bytes: Addresses of the rank's state buffers, and bytes per slot, by kind.
+            more: Address and bytes of memory that the rank registers besides.
         """
         sizes = sizes or Sizes((), (), ())
         told = [*sizes.state, *[()] * (len(state) - len(sizes.state))]
@@ -81,7 +85,7 @@ class BoundedWrites:
         info.bounds = Bounds(f"decode {name}", [*held, *more])
 
     def check_state_slots(self, session: str, slots: Sequence[Any]) -> None:
-        """Raise LayoutError if decode asks for slots of state, by kind, that it has not."""
+        """Raises LayoutError if decode requests slots of state, by kind, that it does not have."""
         info = self.decode_kv_args_table.get(session)
         known = list(getattr(info, "state_slots", ()))
         known += [None] * (len(slots) - len(known))
@@ -91,12 +95,12 @@ class BoundedWrites:
                 raise LayoutError(f"{why}; no state is written")
 
     def _transfer_data(self, session: str, blocks: List[Block]) -> int:
-        """Write these to a decode session. Returns the transfer engine's status.
+        """Writes these blocks to a decode session. Returns the transfer engine's status.
 
         Raises:
-            RuntimeError: One is not within the memory of either side; none is written.
+            RuntimeError: A block is outside either side's memory; nothing is written.
         """
-        if any(size == 0 for _, _, size in blocks):  # for one of those MemFabric refuses all
+        if any(size == 0 for _, _, size in blocks):  # MemFabric rejects a batch with one of these
             blocks = [block for block in blocks if block[2]]
         if not blocks:
             return 0
@@ -105,7 +109,7 @@ class BoundedWrites:
         return self.engine.batch_transfer_sync(session, src, dst, sizes)
 
     def check_bounds(self, session: str, src: Copies, dst: Copies) -> None:
-        """Raise RuntimeError if what is read or written, addresses and bytes, is a side's not."""
+        """Raises RuntimeError if `src` or `dst` is outside the memory of its side."""
         peer = self.decode_kv_args_table.get(session)
         theirs = None if peer is None else peer.bounds
         why = self.own_bounds.outside_error(*src)
@@ -116,8 +120,8 @@ class BoundedWrites:
 
     @property
     def own_bounds(self) -> Bounds:
-        """Of all that this rank has registered by now."""
-        more = self.extra_memory  # another thread may register some meanwhile
+        """The bounds of all memory that this rank has registered so far."""
+        more = self.extra_memory  # another thread may register more meanwhile
         count, bounds = self._own_bounds
         if count != len(more):
             kv, aux = memory_regions(self.kv_args)

@@ -1,11 +1,11 @@
-"""Copy the KV of a retracted request to the host, and back to other slots (PR #25249).
+"""Copies the KV of a retracted request to the host, and back to other slots (PR #25249).
 
     pool, per buffer          host, per chunk and buffer
     [layers, rows, ...]  ->   [layers, rows of the chunk, ...]
 
-A row is a token, or a whole page where a page's bytes are not token after token. All layers of a
+A row is a token, or a whole page if a page's bytes are not token after token. All layers of a
 buffer move at once, or as many as an NPU can index, a chunk of rows at a time; the caller waits at
-the beginning and at the end. A chunk is as large as one that moves a single layer would be, for
+the beginning and at the end. A chunk has as many bytes as if it moved a single layer, because
 device memory is short when requests are retracted.
 """
 
@@ -23,12 +23,12 @@ MAX_INDEXED = 2**31 - 1
 class HostCopy(List[List[torch.Tensor]]):
     """[chunk][buffer], each [layers, rows of the chunk, ...] on the host.
 
-    Once it is dropped another copy takes its memory: a tensor out of it must not outlive it.
+    Once it is dropped, another copy uses its memory: none of its tensors may outlive it.
     """
 
 
 def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int) -> HostCopy:
-    """The given rows of every layer, on the host, in pinned memory where the device has it.
+    """Returns the given rows of every layer on the host, pinned unless the device is the CPU.
 
     Args:
         buffers: Each [layers, rows, ...], on one device.
@@ -49,7 +49,7 @@ def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
 def copy_from_host(
     copied: HostCopy, buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
 ) -> None:
-    """Write what `copy_to_host` returned into other rows of these buffers, or of some like them.
+    """Writes what `copy_to_host` returned into other rows of the same or similar buffers.
 
     Raises:
         ValueError: The copy does not fit; nothing has been written.
@@ -64,7 +64,7 @@ def copy_from_host(
 
 
 def _rows_at_once(buffers: Sequence[torch.Tensor], chunk: int) -> int:
-    if buffers[0].device.type == "cpu":  # where nothing is staged
+    if buffers[0].device.type == "cpu":  # which needs no staging
         return chunk
     return max(1, chunk // buffers[0].shape[0])
 
@@ -79,7 +79,7 @@ def _chunks(
 def copy_layers_to_host(
     layers: Sequence[Sequence[torch.Tensor]], rows: torch.Tensor, chunk: int
 ) -> List[List[List[torch.Tensor]]]:
-    """The given rows of every layer as [layer][chunk][buffer], which others may read and cut.
+    """Returns the given rows of every layer as [layer][chunk][buffer], for any code to slice.
 
     Args:
         layers: Buffers of each layer, each [rows, ...], all on one device.
@@ -103,7 +103,7 @@ def copy_layers_from_host(
     rows: torch.Tensor,
     chunk: int,
 ) -> None:
-    """Write [layer][chunk][buffer] into other rows of these layers, or of some like them.
+    """Writes [layer][chunk][buffer] into other rows of the same or similar layers.
 
     Raises:
         ValueError: The copy does not fit; nothing has been written.
@@ -125,10 +125,10 @@ def copy_layers_from_host(
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Pages that hold these tokens of a request, where a page can only be copied as a whole.
+    """Returns the pages that hold a request's tokens, where only whole pages can be copied.
 
     Raises:
-        ValueError: They do not fill page after page from its first slot, as a request's do.
+        ValueError: The tokens do not fill page after page from its first slot, as a request's do.
     """
     pages = tokens[::page_size] // page_size
     slots = torch.arange(page_size, device=tokens.device, dtype=tokens.dtype)
@@ -142,7 +142,7 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _host_buffer(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
-    """Host memory for so many rows of every layer, which belongs to this copy."""
+    """Returns host memory for `rows` rows of every layer, owned by this copy."""
     layers, _, *row = buffer.shape
     row_bytes = layers * buffer[0, 0].nbytes
     pinned = buffer.device.type != "cpu"
@@ -166,9 +166,9 @@ def _scatter(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> No
 
 
 def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Layers that can be indexed at a time, and their rows on the host as [layers * rows, ...].
+    """Splits into layers that can be indexed at a time, with host rows [layers * rows, ...].
 
-    At least one: a layer is not cut.
+    Each part has at least one layer: a layer is not split.
     """
     at_once = max(1, MAX_INDEXED // buffer[0].numel())
     parts = [part.view(-1, *part.shape[2:]) for part in host.split(at_once)]
@@ -176,9 +176,9 @@ def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tens
 
 
 def _flatten_rows(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The layers as [layers * rows, ...], and these rows of all of them in it.
+    """Returns the layers as [layers * rows, ...], and the indices in it of these rows of each.
 
-    An NPU copies a whole buffer, twice, to index any dimension but the first.
+    To index any dimension but the first, an NPU copies a whole buffer, twice.
     """
     layers = torch.arange(buffer.shape[0], device=rows.device)
     at = layers[:, None] * buffer.shape[1] + rows
@@ -200,13 +200,14 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> List[tuple]:
 def _require_equal_shapes(actual: list, expected: list) -> None:
     if actual != expected:
         raise ValueError(
-            f"This copy of KV holds {actual}, the pool's slots for it take {expected}; a request can "
+            f"This copy of KV holds {actual}, the pool's slots for it take {expected}; a "
+            "request can "
             "only be loaded into as many slots of a pool like the one it was copied from"
         )
 
 
 def as_tokens(buffer: torch.Tensor) -> torch.Tensor:
-    """[layers, pages, slots of a page, ...] seen as [layers, tokens, ...]; never a copy of it."""
+    """Returns [layers, pages, slots of a page, ...] as [layers, tokens, ...], a view of it."""
     return buffer.view(buffer.shape[0], -1, *buffer.shape[3:])
 
 

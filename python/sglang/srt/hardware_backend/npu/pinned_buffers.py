@@ -1,9 +1,9 @@
-"""Host memory that copies of KV take in turns: to pin a block takes longer than to fill it.
+"""Host memory that copies of KV reuse, because pinning a block takes longer than filling it.
 
-A copy is dropped when its request has been loaded or aborted (`del req.kv_cache_cpu`), and nobody
-says so; therefore a block is taken for an object, and is free when that object is gone. Free blocks
-are kept: at most what was in use at one time of the last minutes. The rest is given back by a
-thread, block by block, for the scheduler waits while the driver unpins one.
+A copy is dropped, without notice, when its request has been loaded or aborted (`del
+req.kv_cache_cpu`). So a block belongs to an owner, and is free when the owner is gone. Free blocks
+are kept, at most what was in use at one time in the last minutes. A thread releases the rest, block
+by block, because the scheduler waits while the driver unpins one.
 """
 
 import logging
@@ -18,36 +18,36 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Blocks that were free all that time are given back, one after the other with a pause between.
+# Blocks that stay free this long are released one after the other, with a pause in between.
 IDLE_SECONDS = 120.0
 PAUSE_SECONDS = 0.2
-# Of torch_npu, which has no public name for it: what torch keeps of unused pinned memory is freed.
+# torch_npu's function, which is not public, to free the unused pinned memory that torch caches.
 EMPTY_CACHE = "_npu_hostEmptyCache"
 
 Kind = Tuple[int, bool]
 
-# By bytes, and whether they are pinned. A block may come back from any thread, in the midst of any
-# statement, when garbage is collected: a list's `append` and `pop` bear that, a lock would not.
+# By bytes, and whether they are pinned. Garbage collection may return a block on any thread, in the
+# middle of any statement: a list's `append` and `pop` tolerate that, a lock would not.
 _free: DefaultDict[Kind, List[torch.Tensor]] = defaultdict(list)
-# The fewest that were free at a time since they were last counted.
+# The lowest number of free blocks since the last call of `idle_kinds`.
 _fewest: DefaultDict[Kind, int] = defaultdict(int)
 _release_threads: List[threading.Thread] = []
 
 
 def take(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Tensor:
-    """Host memory of so many bytes, as uint8, which others get once `owner` is gone.
+    """Returns `nbytes` of host memory as uint8, which is reused once `owner` is gone.
 
     Args:
-        owner: Must have weak references, and live as long as the memory is read or written.
+        owner: An object that allows weak references and lives while the memory is used.
         nbytes: From 1 to `largest`.
-        largest: Bytes of the usual block; smaller ones are powers of two, for few sizes.
-        pinned: Whether a device reads and writes it. Where no more can be pinned, it is not.
+        largest: Bytes of the usual block; smaller ones are powers of two, to have few sizes.
+        pinned: Whether a device reads and writes it. If pinning fails, it is not pinned.
     """
     size = min(largest, 1 << (nbytes - 1).bit_length())
     block = _pop_free(size, pinned)
     if block is None:
         block = _new_block(size, pinned)
-    if block is None:  # not for the next copy, for which there may be pinned memory again
+    if block is None:  # not kept: the next copy may get pinned memory again
         return torch.empty(nbytes, dtype=torch.uint8)
     weakref.finalize(owner, _free[size, pinned].append, block).atexit = False
     if not _release_threads:
@@ -59,7 +59,7 @@ def take(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Tensor
 
 
 def idle_kinds() -> List[Kind]:
-    """A kind for each block that was free ever since this was called last."""
+    """Returns the kind of each block that stayed free since the last call."""
     kinds = []
     for kind, free in list(_free.items()):
         kinds += [kind] * min(_fewest[kind], len(free))
@@ -76,7 +76,7 @@ def _release_idle_blocks() -> None:
 
 
 def release_block(kind: Kind) -> None:
-    """Give the memory of one free block back to the system, if one is free."""
+    """Releases the memory of one free block to the system, if one is free."""
     block = _pop_free(*kind)
     if block is not None:
         del block
@@ -89,7 +89,7 @@ def _pop_free(size: int, pinned: bool) -> Optional[torch.Tensor]:
     kind = (size, pinned)
     try:
         block = _free[kind].pop()
-    except IndexError:  # also where another thread was quicker
+    except IndexError:  # possibly because another thread was faster
         block = None
     _fewest[kind] = min(_fewest[kind], len(_free[kind]))
     return block

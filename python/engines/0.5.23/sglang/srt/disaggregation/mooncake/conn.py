@@ -116,7 +116,7 @@ class MooncakeKVManager(
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return drop_invalid(recv, self._check_decode_message)
-        return drop_invalid(recv, self._check_prefill_message, self.release_message_lock)
+        return drop_invalid(recv, self._check_prefill_message, self.end_message)
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.

@@ -113,7 +113,7 @@ class NixlKVManager(
     def _start_bootstrap_thread(self):
         """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.release_message_lock
+            self.server_socket, self._check_prefill_message, self.end_message
         )
         super()._start_bootstrap_thread()
 

@@ -11,10 +11,11 @@ a request is aborted before it is sent      the room stays there forever: we dro
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Deque, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
@@ -29,10 +30,6 @@ MAX_NOTIFIED_RANKS = 1024
 # How many rooms to remember that may still be written to; a rank has fewer open.
 MAX_POISONED_ROOMS = 1 << 16
 ABORT = b"ABORT"
-# How long to wait while the thread that reads messages stores a request from decode; and how long
-# if it is for the room that ends: dropped halfway, it would be kept forever or crash that thread.
-MESSAGE_LOCK_SECONDS = 0.1
-SAME_ROOM_LOCK_SECONDS = 2.0
 
 Endpoint = Tuple[str, int]
 
@@ -52,11 +49,10 @@ class RoomFailures:
         self = super().__new__(cls)
         # Shared by the scheduler, the thread that reads messages, and the transfer workers.
         self.rooms_lock = threading.RLock()
-        # Held while the engine stores a request from decode: no room is recorded as failed then.
-        self.message_lock = threading.Lock()
-        self.holds_message_lock = False
+        # The room that a decode rank requests, while the engine stores the request, and what to do
+        # once it is stored: a room dropped halfway would be kept forever, or crash that thread.
         self.message_room: Optional[int] = None
-        self.message_lock_timeout = MESSAGE_LOCK_SECONDS
+        self.postponed: List[Callable[[], None]] = []
         # Rooms of garbage-collected senders; collection may happen any time, under any lock.
         self.collected_rooms: Deque[Tuple[int, Set[Endpoint]]] = deque()
         self.senders: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -81,25 +77,40 @@ class RoomFailures:
 
     def record_failed_room(self, room: int, reason: str, notified: Set[Endpoint]) -> None:
         """Records that a request failed; `notified` decode ranks know or are being notified."""
-        with self._between_messages(room), self.rooms_lock:
-            self._record_failed_room(room, reason, notified)
+        with self.rooms_lock:
+            self.senders.pop(room, None)
+            self.failed_rooms[room] = FailedRoom(reason, notified)
+            if len(self.failed_rooms) > MAX_FAILED_ROOMS:
+                self.failed_rooms.popitem(last=False)
 
-    def _record_failed_room(self, room: int, reason: str, notified: Set[Endpoint]) -> None:
-        self.senders.pop(room, None)
-        self.failed_rooms[room] = FailedRoom(reason, notified)
-        if len(self.failed_rooms) > MAX_FAILED_ROOMS:
-            self.failed_rooms.popitem(last=False)
+    def run_when_stored(self, room: int, act: Callable[[], None]) -> None:
+        """Runs `act` under `rooms_lock`: now, or once the message being stored for `room` is."""
+        with self.rooms_lock:
+            if self.message_room == room:
+                self.postponed.append(act)
+            else:
+                act()
+
+    def end_message(self) -> None:
+        """Runs what was postponed until the engine had stored the last message."""
+        with self.rooms_lock:
+            self.message_room, (acts, self.postponed) = None, (self.postponed, [])
+            for act in acts:
+                act()
 
     def refuse(self, room: int, reason: str) -> None:
         """Fails a request without a sender; notifies decode ranks now, or when they request it."""
         self.drop_collected_rooms()
-        with self._between_messages(room), self.rooms_lock:
+
+        def fail() -> None:
             if room in self.senders:  # another request has the room
                 return
-            self._record_failed_room(room, reason, set())
+            self.record_failed_room(room, reason, set())
             self.notify_waiting_decode_ranks(room)
             self.rooms_without_sender.pop(room, None)
             self._drop_room(room)
+
+        self.run_when_stored(room, fail)
 
     def notify_waiting_decode_ranks(self, room: int) -> None:
         """Notifies decode ranks that requested a failed room and have not been notified."""
@@ -148,17 +159,17 @@ class RoomFailures:
                 room, notified = self.collected_rooms.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._drop_collected_room(room, notified)
+            drop = functools.partial(self._drop_collected_room, room, notified)
+            self.run_when_stored(room, drop)
 
     def _drop_collected_room(self, room: int, notified: Set[Endpoint]) -> None:
-        with self._between_messages(room), self.rooms_lock:
-            if room in self.senders:  # another request has the room
-                return
-            if self.request_status.get(room) == KVPoll.Failed:
-                self._record_failed_room(room, self.failure_records.get(room, ABORTED), notified)
-                self.notify_waiting_decode_ranks(room)
-            self._drop_room(room)
-            self._drop_chunk_count(room)
+        if room in self.senders:  # another request has the room
+            return
+        if self.request_status.get(room) == KVPoll.Failed:
+            self.record_failed_room(room, self.failure_records.get(room, ABORTED), notified)
+            self.notify_waiting_decode_ranks(room)
+        self._drop_room(room)
+        self._drop_chunk_count(room)
 
     def _drop_chunk_count(self, room: int) -> None:
         """Drops the chunk count of a room that has ended, once no chunk is left."""
@@ -205,45 +216,23 @@ class RoomFailures:
             targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
         )
 
-    @contextlib.contextmanager
-    def _between_messages(self, room: int) -> Iterator[None]:
-        """Waits until no message is being stored; after a time-out, other rooms do not wait."""
-        has_lock = self.message_lock.acquire(timeout=self.message_lock_timeout)
-        if not has_lock and self.message_room == room:
-            has_lock = self.message_lock.acquire(timeout=SAME_ROOM_LOCK_SECONDS)
-        self.message_lock_timeout = MESSAGE_LOCK_SECONDS if has_lock else 0
-        try:
-            yield
-        finally:
-            if has_lock:
-                self.message_lock.release()
-
-    def release_message_lock(self) -> None:
-        """Releases the message lock, once the engine has stored the last message's request."""
-        if self.holds_message_lock:
-            self.holds_message_lock = False
-            self.message_lock.release()
-
     def reject_failed_room(self, info: Any) -> bool:
         """Returns whether the room that a decode rank requests has failed; notifies it if so.
 
         A rank that requests the room again after being notified has a new request in it. On False,
-        the message lock stays held, so that the room cannot end while the engine stores the
-        request: call `release_message_lock` afterwards.
+        the engine stores the request, and what ends the room waits for that: call `end_message`
+        afterwards.
         """
         self.drop_collected_rooms()
-        self.message_room = info.room  # before waiting for the lock
-        self.holds_message_lock = self.message_lock.acquire()
-        if info.is_dummy:
-            return False
         endpoint = (info.endpoint, info.dst_port)
         with self.rooms_lock:
-            known = self.failed_rooms.get(info.room)
+            known = None if info.is_dummy else self.failed_rooms.get(info.room)
             if known is None or endpoint in known.notified:
-                self.failed_rooms.pop(info.room, None)
+                if not info.is_dummy:
+                    self.failed_rooms.pop(info.room, None)
+                self.message_room = info.room
                 return False
             _add(known.notified, endpoint)
-        self.release_message_lock()
         self._send_failed_status(info.room, [endpoint], known.reason)
         return True
 
@@ -315,7 +304,8 @@ class NotifyingSender:
     """Mixin for a prefill rank's KV sender, over the engine's: notifies decode of failures."""
 
     is_cleared = False
-    reason: Optional[str] = None  # why it was aborted
+    reason: Optional[str] = None  # why it failed
+    is_reason_raised = False  # nobody asks for the reason any more
     finalizer: Optional[weakref.finalize] = None  # runs if it is collected without being cleared
     notified: Set[Endpoint]  # decode ranks that know how it ended
 
@@ -334,9 +324,8 @@ class NotifyingSender:
         super().abort()
         self._notify_failed()
         if self._notifies_decode():
-            self.reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
             self.clear()
-            self.kv_mgr.drop_reason(self.bootstrap_room)
+            self._drop_reason()
 
     def get_max_transfer_tokens(self) -> Optional[int]:
         """Returns how many tokens a chunk may have; None without a limit.
@@ -349,11 +338,22 @@ class NotifyingSender:
             return self.kv_mgr._dcp_pack_max_tokens
 
     def failure_exception(self):
-        """Raises the failure. Extends the engine's: restores the reason that `abort` kept."""
+        """Raises the failure. Extends the engine's: with the reason that `clear` kept."""
+        self.conclude_state = KVPoll.Failed
+        self.clear()
         if self.reason is not None:
             with self.kv_mgr.failure_lock:  # not `record_failure`: the room is closed
                 self.kv_mgr.failure_records[self.bootstrap_room] = self.reason
-        super().failure_exception()
+        try:
+            super().failure_exception()
+        finally:
+            self._drop_reason()
+
+    def _drop_reason(self) -> None:
+        """Drops the room's reason, which nobody asks for any more, once the room is closed."""
+        self.is_reason_raised = True
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            self.kv_mgr.drop_reason(self.bootstrap_room)
 
     def _check_bootstrap_timeout(self) -> Optional[KVPoll]:
         """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
@@ -386,14 +386,24 @@ class NotifyingSender:
         if self.is_cleared:  # the room may be another request's
             return
         self.is_cleared = True
-        if (
-            self.finalizer is not None
-        ):  # it could run much later, when the room is another request's
+        if self.finalizer is not None:  # it could run later, when the room is another request's
             self.finalizer.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.conclude_state == KVPoll.Failed and self._notifies_decode():
-            reason = manager.failure_records.get(room, "another prefill rank failed")
-            manager.record_failed_room(room, reason, self.notified)
-            manager.notify_waiting_decode_ranks(room)
+            self.reason = manager.failure_records.get(room)
+            manager.run_when_stored(room, self._clear_failed)
+        else:
+            with manager.status_lock:
+                super().clear()
+
+    def _clear_failed(self) -> None:
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if manager.senders.get(room, self) is not self:  # another request has the room
+            return
+        reason = self.reason or "another prefill rank failed"
+        manager.record_failed_room(room, reason, self.notified)
+        manager.notify_waiting_decode_ranks(room)
         with manager.status_lock:
             super().clear()
+        if self.is_reason_raised:
+            manager.drop_reason(room)
