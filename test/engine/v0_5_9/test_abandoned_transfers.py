@@ -1,4 +1,4 @@
-"""NIXL: writes to a decode rank that is silent, and those of which the state cannot be read."""
+"""NIXL: writes to a silent decode rank, and writes whose state cannot be read."""
 
 import socket
 import threading
@@ -31,7 +31,7 @@ SILENT = {STOPPED: "decode 10.0.0.1:1 has not answered for 10 s"}
 
 
 class FakeNixlAgent:
-    """NIXL's: the state of each handle, which may be an error, and which handles it gives up."""
+    """Replaces NIXL's agent: has each handle's state or error, and cannot release some handles."""
 
     def __init__(self):
         self.states, self.released, self.keeps = {}, [], set()
@@ -55,7 +55,7 @@ class FakeTransferInfo(SimpleNamespace):
 
 @pytest.fixture
 def manager():
-    """Prefill's, with a room that two decode ranks have asked for."""
+    """A prefill rank's manager with a room that two decode ranks have requested."""
     manager = NixlKVManager.__new__(NixlKVManager)
     manager.__dict__.update(
         agent=FakeNixlAgent(),
@@ -72,7 +72,7 @@ def manager():
 
 
 def started_at(manager) -> NixlKVSender:
-    """A sender of which a write to each decode rank is under way."""
+    """A sender with a running write to each decode rank."""
     sender = NixlKVSender(manager, "", ROOM, [0], 0)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender.has_sent = True
@@ -99,7 +99,7 @@ def test_a_request_does_not_wait_for_a_silent_rank(manager):
 
 
 def test_silent_rank_is_notified_when_its_writes_have_settled(manager):
-    """It may come back, and would give its pages to others under the write."""
+    """The rank may come back, and would reuse its pages while they are written to."""
     sender = started_at(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
     manager.silent_peers = dict(SILENT)
@@ -116,7 +116,7 @@ def test_silent_rank_is_notified_when_its_writes_have_settled(manager):
 
 
 def test_write_abandoned_during_a_check_is_not_lost(manager):
-    """Else decode would be told, and would free its pages, under it."""
+    """Otherwise prefill would notify decode, which would free its pages during the write."""
     first, second = (Transfer(ROOM, STOPPED, handle) for handle in ("first", "second"))
     manager.abandoned_transfers = [first]
     leaving, looking = threading.Event(), threading.Event()
@@ -182,7 +182,7 @@ def test_an_open_room_of_a_silent_rank_fails(manager):
     manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])
     assert failure_of(sender) == SILENT[STOPPED]
     assert sorted(manager.notified) == [LIVE, STOPPED]
-    manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])  # it is over
+    manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])  # it has already failed
     assert len(manager.notified) == 2
 
 
@@ -201,7 +201,7 @@ def test_refusal_does_not_affect_an_open_request_of_that_room(manager):
 
 
 class FakeRegistration(SimpleNamespace):
-    """A registration that NIXL has taken; `name` is the decode rank's."""
+    """A registration that NIXL has accepted; `name` is the decode rank's."""
 
     refusal, plan, is_connected = "", object(), True
     can_retry, retry_at = False, 1e9
@@ -222,7 +222,7 @@ def test_rank_with_a_running_write_is_not_released(manager):
 
 
 def test_released_rank_is_registered_again_by_its_metadata(manager):
-    """It was cut off for long, has its process still, and so does not register."""
+    """The rank was cut off for long, but its process runs on, so it does not register again."""
     manager.agent.remove_remote_agent = lambda name: None
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)
     done, manager.note_peer_alive = [], lambda name, info: done.append(("note_peer_alive", name))
@@ -258,19 +258,19 @@ def test_registering_decode_rank_is_connected_once(manager, refusal):
 
 
 def test_no_reconnect_while_an_early_connection_is_pending(manager):
-    """NIXL would forget memory that it is reading."""
+    """NIXL would drop memory that it is reading."""
     dropped = []
     manager.agent.remove_remote_agent = dropped.append
     manager.decode_kv_args_table = {LIVE: FakeTransferInfo(endpoint="127.0.0.1", dst_port=1)}
     manager.connecting.add(LIVE)
     assert not manager._reconnect(LIVE) and not dropped
     manager.connecting.clear()
-    assert not manager._reconnect(LIVE) and dropped == [LIVE]  # nobody listens there
+    assert not manager._reconnect(LIVE) and dropped == [LIVE]  # nothing listens there
 
 
 @pytest.fixture
 def connected(manager):
-    """The port on which the live rank reads messages, to which there is a connection."""
+    """The socket on which the live rank reads messages, and a connected one to it."""
     manager.agent.remove_remote_agent = lambda name: None
     manager.added, manager.agent.add_remote_agent = [], lambda data: manager.added.append(data)
     reader = zmq.Context.instance().socket(zmq.PULL)
@@ -292,7 +292,7 @@ def test_live_decode_rank_is_reconnected(manager, connected):
 
 
 def test_just_lost_rank_is_reconnected_once(manager, connected):
-    """It may be the network alone, and has asked for a room."""
+    """Only the network may have failed, as the rank has requested a room."""
     connected.reader.close()
     assert wait_until(connected.peer.lost_for, 5)
     assert manager._reconnect(LIVE)
@@ -303,7 +303,7 @@ def test_just_lost_rank_is_reconnected_once(manager, connected):
 
 
 def test_rank_that_died_after_registering_is_reconnected_once(manager):
-    """There never was a connection to it, and each of its rooms would cost a socket of UCX."""
+    """The rank was never connected, and each of its rooms would cost a socket of UCX."""
     manager.agent.remove_remote_agent = lambda name: None
     added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
     (port,) = free_ports(1)
@@ -316,7 +316,7 @@ def test_rank_that_died_after_registering_is_reconnected_once(manager):
 
 
 def test_reconnect_does_not_block_the_scheduler(manager):
-    """It listens, and takes no connection: its machine is overloaded, or packets vanish."""
+    """The rank listens but accepts no connection: its host is overloaded, or packets are lost."""
     manager.agent.remove_remote_agent = lambda name: None
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
         _, port = listener.getsockname()
@@ -347,7 +347,7 @@ def test_duplicate_room_does_not_end_a_request_with_a_running_write(manager):
 
 
 def test_unreachable_rank_is_notified_later(manager):
-    """Once: the number may be another request's then. Not while nothing is sent to it."""
+    """Once, as the room may be another request's then; not while the rank is unreachable."""
     reached, lost = [], {LIVE}
 
     def notify(peer: str, notification: bytes) -> None:
@@ -388,7 +388,7 @@ def test_rank_is_not_notified_of_an_old_room(manager, what):
 
 
 def test_failed_room_does_not_succeed_on_a_rank_that_comes_back(manager):
-    """Prefill has freed the pages that were sent; NIXL tells of a write's end when it is asked."""
+    """Prefill has freed the pages; NIXL notifies decode of a write's end when prefill polls it."""
     sender = started_at(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
     manager.silent_peers = dict(SILENT)
@@ -410,7 +410,7 @@ def test_failed_room_does_not_succeed_on_a_rank_that_comes_back(manager):
 
 
 def sender_with_rejected_write(manager, error: Exception | None) -> NixlKVSender:
-    """A sender of which NIXL does not start a write to the live rank."""
+    """A sender whose write to the live rank was rejected by NIXL."""
 
     def transfer(handle) -> str:
         if error is not None:

@@ -203,7 +203,7 @@ def test_session_ids_of_each_transfer_library(manager, session):
 
 
 def test_session_id_with_port_0_is_refused_at_once(manager):
-    """MemFabric has none before 0.5.9 asks it; its ranks on one host have one session id."""
+    """MemFabric has no port yet when 0.5.9 reads it: all ranks of a host get one session id."""
     notices = []
     manager._send_status = lambda req, status, reason: notices.append((req.room, status, reason))
     manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
@@ -216,7 +216,7 @@ def test_session_id_with_port_0_is_refused_at_once(manager):
 
 
 def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
-    """It would free its pages. Prefill's request fails, and others are served, at once."""
+    """Decode would free its pages. Prefill fails the request and serves others at once."""
     notices, manager.unsettled_seconds = {}, 1.0
     manager._send_status = lambda req, *said: notices.update({req.room: (time.monotonic(), *said)})
     manager.engine = FailingEngine(0.0)
@@ -233,7 +233,7 @@ def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
 
 @pytest.mark.parametrize("takes_messages", [True, False])
 def test_worker_survives_a_dropped_decode_rank(manager, takes_messages):
-    """Between its request and the write; also when telling it raises. Others are served."""
+    """It is dropped between its request and the write; notifying it may raise."""
     del manager._send_status
     sent, known = [], manager.decode_kv_args_table[DEAD]
     if takes_messages:
@@ -256,12 +256,12 @@ def test_worker_survives_a_dropped_decode_rank(manager, takes_messages):
 
 @pytest.mark.parametrize("kind", [ascend.AscendKVManager, mooncake.MooncakeKVManager])
 def test_failed_write_settles_after_30_seconds(kind):
-    """Where a call times out, or has failed in part."""
+    """The failed call may have timed out, or have failed in part."""
     assert kind.__new__(kind).unsettled_seconds == 30.0
 
 
 def test_abort_during_the_last_write_fails_the_request(manager):
-    """Its pages are freed on prefill while they are read: decode must not take what arrives."""
+    """Prefill frees the pages while they are read, so decode must not use what arrives."""
     begun, notices, go_on = threading.Event(), [], threading.Event()
 
     def write(*_) -> int:

@@ -1,4 +1,4 @@
-"""`get_mha_kv_ptrs_with_pp`, `get_mla_kv_ptrs_with_pp`: our pointers and decode's, by layer."""
+"""`get_mha_kv_ptrs_with_pp` and `get_mla_kv_ptrs_with_pp` pair both sides' pointers by layer."""
 
 import itertools
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def test_mori_pointers_with_a_draft_on_decode_only(stock):
 
 
 def test_unknown_pool_is_taken_for_mha():
-    """It is taken to begin with K, as stock takes all; else nothing of it would be sent."""
+    """Stock assumes of every pool that K comes first; otherwise no buffer would be sent."""
     kv = describe_unknown([8] * 4, [64] * 4)
     own = RankLayout(0, 1, 0, 1, 1, "int64", "DRAM", 2, kv)
     manager = engine_calls._manager(MooncakeKVManager, 0, layout=own)
@@ -65,14 +65,14 @@ def test_mla_pointers_pair_by_layer(sizes, groups):
 
 
 def test_stock_mispairs_mla_pointers(stock):
-    """k of a stage finds its k; v and index keys, which follow, go to other layers' k."""
+    """k of a stage goes to the right k; v and index keys go to the k of other layers."""
     right, wrong = stock(["mla_pairs", [2, 2], 1, 1, [0, 0]], ["mla_pairs", [2, 2], 0, 2, [0, 0]])
     assert_layers_match(right, 2)
     assert [100, 1002] in wrong
 
 
 def test_pointers_follow_the_layouts_of_both_ranks():
-    """As on a running rank: it describes itself, its state too, and a peer whose plan is known."""
+    """As on a running rank, which knows its own layout, with state, and that of a planned peer."""
     kv = [Buffer("kv", False, n, 8) for n in (2, 3)]
     own = RankLayout(
         0, 1, 1, 2, 1, "int64", "DRAM", 4, tuple(kv), (Buffer("index_k", False, 2, 8),)

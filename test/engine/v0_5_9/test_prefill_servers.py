@@ -1,4 +1,4 @@
-"""Decode: the scheduler waits for no bootstrap server, and one that is started anew is found."""
+"""Decode: the scheduler does not wait for bootstrap servers, and finds restarted ones."""
 
 import socket
 import threading
@@ -28,7 +28,7 @@ backends = pytest.mark.parametrize("backend", KINDS)
 
 
 class PrefillRank:
-    """Where a prefill rank reads; `port` changes when it is started anew."""
+    """The socket on which a prefill rank reads; `port` changes when the rank restarts."""
 
     def __init__(self):
         self.listen()
@@ -46,7 +46,7 @@ class PrefillRank:
 
 
 class BootstrapServer:
-    """What is asked by HTTP, answered here; `open` lets answers through."""
+    """Answers HTTP queries in this process; `open` lets answers through."""
 
     def __init__(self, rank: PrefillRank):
         self.rank, self.queried_ranks, self.tp_size = rank, [], 1
@@ -146,7 +146,7 @@ def test_stopped_bootstrap_server_does_not_block_the_scheduler(backend, bootstra
     assert bootstrap.queried_ranks == [-1]
     bootstrap.open.set()
     assert all(map(becomes_known, made))
-    assert bootstrap.queried_ranks == [-1, 0]  # once
+    assert bootstrap.queried_ranks == [-1, 0]  # once each
     assert not decode.asking
 
 
@@ -212,7 +212,7 @@ def test_scheduler_survives_when_no_thread_can_start(backend, bootstrap, monkeyp
 
 @backends
 def test_restarted_server_is_queried_again(backend, bootstrap, monkeypatch):
-    """Sooner than heartbeats tell, and with other sizes."""
+    """Decode notices the restart before heartbeats fail; the new server has other sizes."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.3)
     decode = decode_rank(backend)
     assert becomes_known(receiver_of(backend, decode, 7))
@@ -229,7 +229,7 @@ def test_restarted_server_is_queried_again(backend, bootstrap, monkeypatch):
 
 @backends
 def test_request_waiting_for_a_lost_rank_fails(backend, bootstrap):
-    """When nothing of it can be written any more, as far as anybody knows."""
+    """The request fails once, as far as is known, no write to its pages can be running."""
     decode = decode_rank(backend)
     decode.release_seconds, decode.unsettled_seconds = 1.0, 0.0
     made = receiver_of(backend, decode, 7)
@@ -246,7 +246,7 @@ def test_request_waiting_for_a_lost_rank_fails(backend, bootstrap):
 
 @backends
 def test_replaced_server_at_the_same_address_is_detected(backend, bootstrap, monkeypatch):
-    """The one before lives on for a while, and no connection to it is lost."""
+    """The old server runs on for a while, so no connection to it is lost."""
     monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: True)
     decode = decode_rank(backend)
     decode.heartbeat_interval = 0.05
@@ -264,7 +264,7 @@ def test_replaced_server_at_the_same_address_is_detected(backend, bootstrap, mon
 
 @backends
 def test_failed_heartbeats_fail_rooms_of_a_stopped_server(backend, bootstrap, monkeypatch):
-    """Its ranks' connections were lost before, and it is not known any more."""
+    """Its ranks' connections were lost before, so decode has already dropped the server."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.1)
     monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: False)
     decode = decode_rank(backend)
@@ -283,7 +283,7 @@ def test_failed_heartbeats_fail_rooms_of_a_stopped_server(backend, bootstrap, mo
 
 
 def fail_heartbeats(decode, monkeypatch) -> None:
-    """From now on, until the server is taken for lost."""
+    """Makes all further heartbeats fail, so that the server counts as lost."""
     monkeypatch.setattr(prefill_servers, "_is_healthy", lambda address: False)
     decode.silent_seconds, decode.heartbeat_interval = 60, 0.05
     decode.start_heartbeat()
@@ -294,7 +294,7 @@ def fail_heartbeats(decode, monkeypatch) -> None:
 def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
     backend, bootstrap, monkeypatch, rank_state
 ):
-    """Its bootstrap server alone is cut off, or it is stopped: it takes connections, reads none."""
+    """Only the bootstrap server is cut off, or the rank is suspended: it accepts but never reads."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.1)
     decode = decode_rank(backend)
     decode.release_seconds, decode.unsettled_seconds = 2.0, 0.0
@@ -307,7 +307,7 @@ def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
         assert wait_until(lambda: not decode.prefill_servers, PATIENCE, 0.01)
         stopped = socket.create_server(("127.0.0.1", bootstrap.rank.port))
     fail_heartbeats(decode, monkeypatch)
-    assert wait_until(lambda: waiting.poll() == KVPoll.Failed, PATIENCE, 0.01)  # nobody was asked
+    assert wait_until(lambda: waiting.poll() == KVPoll.Failed, PATIENCE, 0.01)  # it sent no request
     begun = time.monotonic()
     assert wait_until(lambda: made.poll() == KVPoll.Failed, PATIENCE, 0.01)
     assert time.monotonic() - begun > 1.5

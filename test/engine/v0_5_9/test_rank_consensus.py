@@ -1,4 +1,4 @@
-"""Stages take and drop the same requests, whatever one of them learns at whatever moment."""
+"""Stages take and drop the same requests, whatever any of them learns at any moment."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 RIDS = ["1", "2", "3"]
 ROUNDS, STAGES = 3, 3
 STEPS = ROUNDS * STAGES * 2
-# What a stage may learn of a request in its queue.
+# What a stage may learn about a request in its queue.
 OUTCOMES = {"bootstrap": ["ready", "failed"], "transfer": ["done", "failed"]}
 
 
@@ -33,7 +33,7 @@ def test_stages_always_take_the_same_requests(kind):
     @settings(max_examples=300, deadline=None)
     @given(events=histories(kind), slots=st.sampled_from([1, 8]), lag=st.integers(0, 2))
     def check(events, slots, lag):
-        # More rounds without news: what one stage knows, all have acted upon by then.
+        # More rounds without events, so that all stages act on what one of them knows.
         first, *others = pp_stages.run_stages(kind, STAGES, RIDS, events, ROUNDS + 4, slots, lag)
         assert all(other == first for other in others), (first, others)
 
@@ -42,7 +42,7 @@ def test_stages_always_take_the_same_requests(kind):
 
 @pytest.mark.parametrize("kind, news", [("bootstrap", "ready"), ("transfer", "done")])
 def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
-    """Once the others are done with it, where that is asked for: pages may still be written to."""
+    """A stage drops it at the latest when no other stage may still write to its pages."""
     for failing in range(STAGES):
         events = [[1, failing, "1", "failed"]]
         events += [[2, stage, "1", news] for stage in range(STAGES) if stage != failing]
@@ -51,10 +51,10 @@ def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
 
 
 def test_many_failed_rooms_end_over_several_polls():
-    """On decode, once they are open: elsewhere the queues know no other end."""
+    """Only open rooms on decode: other queues conclude a failed request at once."""
 
     def turns(pollers) -> list[int]:
-        """How many have failed, turn by turn."""
+        """The number of failed requests in each poll."""
         ended = []
         while pollers:
             polls = pp_stages.poll(pollers)
@@ -83,14 +83,14 @@ def test_agreed_requests_end_in_one_poll():
 
 
 def test_abort_after_consensus_is_honoured():
-    """It is aborted on all stages; what they have agreed on is done, and ends."""
+    """All stages abort a request that they agreed is done, and it ends as aborted."""
     events = [[step, step, "1", "done"] for step in range(STAGES)]
     events += [[STAGES, stage, "1", "aborted"] for stage in range(STAGES)]
     for taken, _ in pp_stages.run_stages("transfer", STAGES, RIDS, events, ROUNDS):
         assert taken == ["1 aborted"]
 
 
-# It fails on one of two stages after both proposed it: before the first decides, or the second.
+# A request fails on one of two stages around their proposals, before either has decided.
 RACES = [
     ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [3, 1, "1", "failed"]]),
     ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [2, 0, "1", "failed"]]),

@@ -34,7 +34,7 @@ _fewest: DefaultDict[Kind, int] = defaultdict(int)
 _release_threads: List[threading.Thread] = []
 
 
-def take(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Tensor:
+def allocate(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Tensor:
     """Returns `nbytes` of host memory as uint8, which is reused once `owner` is gone.
 
     Args:
