@@ -1,4 +1,4 @@
-"""The stand-ins for Ascend: operators, and attention over the real NPU pools."""
+"""The CPU host's stand-ins for Ascend: operators, and attention over the real NPU pools."""
 
 import importlib
 import importlib.util
@@ -90,7 +90,7 @@ def test_mla_attention_is_absorbed():
 
 
 def pools(kind: str, monkeypatch):
-    """An NPU pool, and the pool of the same content that the torch-native backend knows."""
+    """Returns an NPU pool, and a pool of the same sizes for the torch-native backend."""
     monkeypatch.setenv("ASCEND_USE_FIA", str(int(kind == "fia")))
     common = {
         "size": 8 * PAGE,
@@ -128,7 +128,7 @@ def layer_of(kind: str) -> SimpleNamespace:
 
 
 def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
-    """Random (q, k, v) and keywords as the engine gives ``ascend``, and as it gives others."""
+    """Returns random (q, k, v) and keywords for the ``ascend`` backend, and (q, k, v) for others."""
     if kind != "mla":
         kv = torch.randn(2, tokens, KV_HEADS, WIDTH)
         plain = (torch.randn(tokens, Q_HEADS * WIDTH), kv[0], kv[1])
@@ -140,8 +140,8 @@ def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
 
 
 def batches(table: SimpleNamespace):
-    """Four steps of two requests: a prefill, its next chunk, and two tokens decoded."""
-    slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere but in page 0
+    """Yields four batches of two requests: two prefill chunks, and two decode steps."""
+    slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere except in page 0
     rows = torch.tensor([1, 3])
     table.req_to_token[rows, :40] = slots.int()
     before = torch.tensor([0, 0])

@@ -1,4 +1,4 @@
-"""Starting and stopping child processes: nothing survives, failures show at once."""
+"""Child processes start and stop: none survives, and failures are reported at once."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from pd_harness import cluster
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_port_range, free_ports
 
-# A server with a child: answers on a port, or ends at once.
+# A server with a child process, which answers on a port.
 WITH_CHILD = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -44,7 +44,7 @@ def test_all_processes_end_with_context_manager(tmp_path):
 
 
 def test_servers_share_the_session_of_the_test(tmp_path):
-    """Linux would weigh their sessions against each other, and let some wait for seconds."""
+    """With separate sessions, Linux would schedule by session and delay some for seconds."""
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
@@ -123,7 +123,7 @@ def test_port_range_is_reserved_completely():
 
 
 def test_short_port_ranges_are_released():
-    """Each start would take what is free after it, and a night's runs all ports."""
+    """Otherwise each failed attempt would keep ports, and a night's runs would use up all."""
     ports = range(19_500, 20_000)
     (middle,) = free_ports(1, ports[10:490])
     around = range(middle - 3, middle + 4)
@@ -133,7 +133,7 @@ def test_short_port_ranges_are_released():
 
 
 def test_oldest_reserved_ports_are_released():
-    """In a process of its own: this one's are of servers that run."""
+    """Runs in another process, because running servers use this one's ports."""
     script = f"""
 import sys
 sys.path[:0] = {sys.path!r}
@@ -158,14 +158,14 @@ def test_all_ports_of_dp_attention_are_reserved(tmp_path, monkeypatch):
 
 
 def choose_ports_in_other_process(*ports: int) -> subprocess.CompletedProcess:
-    """Another process, which prints one of these ports that it has chosen."""
+    """Runs another process that chooses one of these ports and prints it."""
     script = f"import sys; sys.path[:0] = {sys.path!r}; from pd_harness.ports import free_ports; "
     script += f"print(free_ports(1, {list(ports)}))"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
 def test_port_reserved_by_one_process_is_not_chosen_by_another():
-    """Nothing listens there yet."""
+    """No process listens on the reserved port yet."""
     mine, other = free_ports(2)
     with socket.socket() as listener:
         listener.bind((cluster.HOST, other))
@@ -175,7 +175,7 @@ def test_port_reserved_by_one_process_is_not_chosen_by_another():
 
 
 def test_port_in_use_is_not_reserved():
-    """Another process may have it when nothing listens there any more."""
+    """Another process may reserve the port once no process listens on it."""
     with socket.socket() as listener:
         listener.bind((cluster.HOST, 0))
         listener.listen()

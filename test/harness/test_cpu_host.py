@@ -1,4 +1,4 @@
-"""The CPU host: off unless asked for, never beside a real NPU, replacing only what is missing."""
+"""The CPU host is off by default, refuses a real torch_npu, and replaces missing parts only."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
 
 def python(code: str, *arguments: str, path: Path | None = None, **environment: str):
-    """Run ``code`` after `activate` in a fresh interpreter with ``environment`` alone."""
+    """Runs ``code`` after `activate` in a new interpreter with ``environment`` only."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     folders = [str(folder) for folder in (path, PACKAGE) if folder]
     return subprocess.run(
@@ -116,7 +116,7 @@ def test_given_thread_binding_is_preserved():
 
 
 def fake_packages(folder: Path, patched: bool) -> None:
-    """An engine and a NIXL with just enough in them to see which memory kinds are changed."""
+    """Writes an engine and a NIXL just large enough to test which memory kinds are changed."""
     disaggregation = folder / "sglang" / "srt" / "disaggregation"
     if patched:
         (disaggregation / "kv_layout").mkdir(parents=True)
@@ -227,7 +227,8 @@ def test_import_hook_on_loaded_module_is_refused():
         after_import("json", print)
 
 
-# Several callers of one engine write to another, each its own bytes; status and bytes of each.
+# Several callers of one transfer engine write to another one, each its own bytes. Prints each call's
+# status, and whether all bytes arrived.
 WRITE = """
 import ctypes, json, os, sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What decides where servers run, and how they would be started there; none is, and no NPU."""
+"""The choice of device for servers and their options there; no server and no NPU is needed."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ ASCEND = [scenario for scenario in SCENARIOS if scenario.topology.backend == "as
 
 @pytest.fixture
 def four_npus(monkeypatch):
-    """As on a runner with four NPUs."""
+    """Simulates a runner with four NPUs."""
     monkeypatch.setattr(device, "npus", lambda: 4)
     monkeypatch.setattr(cluster, "npus", lambda: 4)
     monkeypatch.delenv(device.DEVICE_VARIABLE, raising=False)
@@ -59,7 +59,7 @@ def test_device_variable_overrides_detection(four_npus, monkeypatch):
 
 
 def test_requested_npu_must_exist(no_npu, monkeypatch):
-    """Else a runner whose NPUs are lost would skip every test, and be green."""
+    """Otherwise a runner that lost its NPUs would skip every test and report success."""
     monkeypatch.setenv(device.DEVICE_VARIABLE, "npu")
     with pytest.raises(RuntimeError, match="is npu, but torch_npu is not installed"):
         device.npu_skip_reason()
@@ -153,7 +153,7 @@ def test_cpu_host_runs_all_fleets(no_npu):
 
 @pytest.mark.parametrize("page_size", [16, cluster.NPU_PAGE_SIZE])
 def test_full_pool_fits_prompts_but_not_all_answers(page_size):
-    """Whatever the device's page is; each prompt alone comes to its end beside those that wait."""
+    """With any page size, each request can finish alone while the other prompts wait."""
     answer = long_answer(page_size)
     pool = pool_tokens(page_size, answer) // page_size
     prompts = page_count(PROMPT_LENGTHS, page_size)
@@ -165,7 +165,7 @@ def test_full_pool_fits_prompts_but_not_all_answers(page_size):
 
 @pytest.mark.parametrize("environment", ["stock", "patched"])
 def test_engine_folder_is_that_of_its_python(no_npu, environment, tmp_path):
-    """An image's may be installed editable, and have another Python than 3.11."""
+    """An image's engine may be an editable install, and its Python may not be 3.11."""
     try:
         folder = cluster.engine_folder(environment)
     except FileNotFoundError as error:
@@ -176,7 +176,7 @@ def test_engine_folder_is_that_of_its_python(no_npu, environment, tmp_path):
 
 
 class RecordingForkServer:
-    """In the place of a fork server and of its ranks: what was done in which order."""
+    """Stands in for a fork server and its ranks; records their calls in order."""
 
     def __init__(self):
         self.done = []
@@ -197,7 +197,7 @@ class RecordingForkServer:
 
 @pytest.mark.parametrize("where, early", [("npu", 5), ("cpu", 1)])
 def test_ranks_on_npus_import_engine_concurrently(monkeypatch, where, early):
-    """Else each fleet takes three imports, one after the other."""
+    """Otherwise each fleet would need three imports, one after the other."""
     monkeypatch.setattr(fleets, "device", lambda: where)
     monkeypatch.setattr(fleets, "answers", lambda port: True)
     monkeypatch.setattr(fleets.Rank, "start", RecordingForkServer.start)

@@ -1,4 +1,4 @@
-"""Tiny drafts: made of their target, once, with what the engine asks of such a checkpoint."""
+"""Tiny draft models are made once from their target, as checkpoints that the engine accepts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `scripts/evidence.sh` reports of: this machine's measurements before what others kept."""
+"""The rows of `scripts/evidence.sh`: this machine's measurements replace saved ones."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
-    """The module, with folders of its own."""
+    """The module `evidence_rows` with temporary folders."""
     monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module("evidence_rows")
     monkeypatch.setattr(module, "NEW", tmp_path / "new")
@@ -34,7 +34,7 @@ def test_last_row_of_a_key_wins(rows):
     found = {key: row["wrong"] for key, row in rows.latest_rows("soak").items()}
     assert found == {("a",): 4, ("b",): 2}
     rows.save_rows()
-    (rows.NEW / "soak.jsonl").unlink()  # the next machine has none
+    (rows.NEW / "soak.jsonl").unlink()  # the next machine has no new rows
     assert {key: row["wrong"] for key, row in rows.latest_rows("soak").items()} == found
 
 
@@ -62,5 +62,5 @@ def test_empty_report_says_not_measured(rows):
     assert "| demo, patched | not measured |" in said
     kinds = {*rows.KEYS, *rows.BENCHES} - {"verify"}  # both have it
     if SINCE_0_5_20:
-        kinds.remove("back_off")  # of 0.5.9's own queues
+        kinds.remove("back_off")  # measured with 0.5.9's queues only
     assert said.count(": not measured.") == len(kinds) + 2

@@ -1,4 +1,4 @@
-"""A turn is one process's at a time, and nobody waits for it longer than agreed."""
+"""One process at a time holds a file lock, and no process waits longer than the time-out."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_timeout_proceeds_without_lock(name, holder):
     with FileLock(name, timeout_s=0.2).acquired() as held:
         assert not held
     assert time.monotonic() - begun >= 0.2
-    # What it does not hold it does not give back either.
+    # A lock that timed out does not release the holder's lock.
     with FileLock(name, timeout_s=0.1).acquired() as held:
         assert not held
 

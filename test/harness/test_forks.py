@@ -1,4 +1,4 @@
-"""Servers that are forks of a process which has imported the engine: as those of ``python -m``."""
+"""Servers as forks of a process that has imported the engine behave like ``python -m`` ones."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PYTHON_PATH = str(cluster.CHECKOUT / "python")
 PYTHON = str(cluster.interpreter("stock"))
-# A child by way of "spawn", as the engine makes them; it says what it is.
+# Starts a child with "spawn", as the engine does; the child prints what it is.
 CHILD = """
 import multiprocessing, os, sys, time, threading
 def child():
@@ -35,22 +35,22 @@ process.join()
 
 
 def run(code: str, log: Path, **environment: str) -> forks.Fork:
-    """Run the statements in a fork."""
+    """Runs the statements in a fork, with its output in the log."""
     with log.open("wb") as file:
-        # It runs what it is given, and is in every Python.
+        # `timeit` runs given statements, and is part of every Python.
         return forks.fork(
             PYTHON, "timeit", ["-n1", "-r1", code], {**ENVIRONMENT, **environment}, file
         )
 
 
 def lines(log: Path, count: int, seconds: float = 60) -> list[str]:
-    """The first lines of a log, when they are there."""
+    """Waits until a log has ``count`` lines, and returns its lines."""
     assert wait_until(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
     return log.read_text().splitlines()
 
 
 def has_exited(pid: int, seconds: float = 20) -> bool:
-    """A container's first process may not bury the dead."""
+    """Returns whether a process exits in time; a zombie, which init may not reap, has exited."""
 
     def is_dead() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -96,16 +96,16 @@ def test_spawned_processes_are_forked_children(tmp_path):
 
 
 def test_process_with_threads_does_not_fork(tmp_path):
-    """It would hold a lock that nobody ever releases."""
+    """A fork of it could hold a lock that no thread ever releases."""
     log = tmp_path / "log"
-    # A spawned process takes its target by name, from a module that it can import.
+    # A spawned process needs a target from a module that it can import.
     target = "exec, args=('import sys; print(\\'sglang\\' in sys.modules)',)"
     run(CHILD.format(seconds=0, threads=True, target=target), log).wait()
     assert lines(log, 2)[1] == "False"
 
 
 def test_variable_read_at_import_needs_another_fork_server(tmp_path):
-    """One that nobody reads then does not."""
+    """A variable that the import does not read may differ."""
     given = {**os.environ, **ENVIRONMENT}
     del given["PYTEST_CURRENT_TEST"]
     command = [PYTHON, "-m", forks.MODULE]
@@ -129,7 +129,7 @@ sys.stdin.read()
 
 def test_workers_share_fork_servers_of_living_workers(tmp_path):
     def worker(value: str) -> tuple[subprocess.Popen, int]:
-        """A worker that asks for one with this value, and its process id."""
+        """Starts a worker that needs this value; returns it and its fork server's process id."""
         process = subprocess.Popen(
             [sys.executable, "-c", WORKER, value],
             env={
@@ -159,7 +159,7 @@ def test_fork_ends_when_its_handle_is_dropped(tmp_path):
     assert all(has_exited(pid) for pid in keepers)
 
 
-@pytest.mark.nightly  # the engine is imported for it
+@pytest.mark.nightly  # it imports the engine once more
 def test_forks_end_with_killed_parent(tmp_path, monkeypatch):
     monkeypatch.delenv(forks.SHARED_FOLDER_VARIABLE, raising=False)
     log = tmp_path / "log"
@@ -194,7 +194,7 @@ def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
 
 
 def test_nixl_plugin_is_loaded_before_fork(tmp_path):
-    """Without it each rank would load it anew."""
+    """Otherwise each rank would load the plug-in again."""
     log = tmp_path / "log"
     run("print('libplugin_UCX' in open('/proc/self/maps').read())", log).wait()
     assert lines(log, 1)[0] == "True"

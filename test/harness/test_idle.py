@@ -1,4 +1,4 @@
-"""How long idle schedulers sleep: shortly with a request, longer and longer without."""
+"""Idle schedulers sleep longer and longer without a request, and shortly with one."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,11 @@ from pd_harness.cpu_host import idle
 
 
 class Scheduler:
-    """As much of the engine's as is changed; the milliseconds that it polls for clients."""
+    """Stands in for the parts of the engine's scheduler that the harness changes.
+
+    Attributes:
+        polled: Milliseconds of each poll for clients, and negative, of each sleep.
+    """
 
     def __init__(self, dp: bool = False, sleeps: bool = True):
         self.polled: list[float] = []
@@ -31,7 +35,7 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Function: a scheduler; `slept` has its sleeps of both kinds, in milliseconds."""
+    """A function that makes a throttled `Scheduler`."""
     changed = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
     idle.throttle_schedulers(SimpleNamespace(Scheduler=changed))
 
@@ -74,7 +78,7 @@ def test_scheduler_without_idle_sleeper_does_not_sleep(scheduler):
 
 
 class Controller:
-    """As much of the engine's: it never waits, but looks again and again at what has come."""
+    """Stands in for the engine's controller, which checks for messages without ever waiting."""
 
     def __init__(self, sleeps: bool, came: list[str]):
         self.server_args = SimpleNamespace(sleep_on_idle=sleeps)

@@ -1,6 +1,6 @@
-"""What the real MemFabric does here, by release: our patches and docs rely on it.
+"""The real MemFabric's behaviour on this machine, by release; our patches and docs rely on it.
 
-Where one of these fails with a newer release, what relies on it must be looked at.
+If a test fails with a newer release, check the code and docs that rely on the behaviour.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pd_harness.ports import HOST, free_ports
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 END = Path(__file__).resolve().parents[1] / "support" / "memfabric_end.py"
-JOIN_SECONDS = 30  # seconds, after which 1.0 knows a peer and what it has registered
+JOIN_SECONDS = 30  # after which 1.0 knows a peer and its registered memory
 BUFFER, OTHER = [100, MIB], [8 * MIB + 4096, 3 * MIB]  # offset and size
 DATA = 7
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(device() != "cpu", reason="NPUs have a driver: t
 
 
 class EndProcess:
-    """A process of `memfabric_end`, and calls to it."""
+    """A process of `memfabric_end`; calling the object calls the process."""
 
     def __init__(self, role: str, device: int, release: str, folder: Path):
         self.log, self.fault = folder / f"{role}.driver", folder / f"{role}.fault"
@@ -59,7 +59,11 @@ class EndProcess:
         self.process.stdin.flush()
 
     def end(self, seconds: float = 60):
-        """The result of the call. Raises TimeoutError if there is none."""
+        """Returns the result of the call that `begin` started.
+
+        Raises:
+            TimeoutError: There is no result within `seconds`.
+        """
         if not select.select([self.process.stdout], [], [], seconds)[0]:
             raise TimeoutError(f"no answer within {seconds} s")
         value, self.seconds = json.loads(self.process.stdout.readline())
@@ -74,14 +78,20 @@ class EndProcess:
         self.process.wait()
 
     def exports(self) -> int:
-        """How often MemFabric has asked its driver to let peers reach memory."""
+        """Counts MemFabric's requests to its driver to export memory to peers."""
         return self.log.read_text().count(" export ") if self.log.exists() else 0
 
 
 @dataclass
 class EndPair:
-    """A prefill and a decode end. `ports` are decode's before and after its start, `early` is how
-    often prefill had asked its driver to let peers reach memory before it first wrote."""
+    """A prefill and a decode end.
+
+    Attributes:
+        session: Decode's session id.
+        remote_address: Address of decode's memory.
+        ports: Decode's ports before and after the start of its engine.
+        early_exports: Prefill's exports (see `EndProcess.exports`) before its first write.
+    """
 
     release: str
     prefill: EndProcess
@@ -99,10 +109,10 @@ class EndPair:
         return self.prefill("write", self.session, self.remote_address, *copies)
 
     def arrives(self, copy: list[int]) -> bool:
-        """Whether it is taken and found there; 1.0 may need a while."""
+        """Returns whether a copy is accepted and arrives."""
         _, offset, size = copy
         self.decode("fill", 0, offset, size)
-        # From 1.1.3 on at once.
+        # Releases before 1.1.3 may need a while.
         if self.version < (1, 1, 3):
             wait_until(lambda: self.write(copy) == 0, JOIN_SECONDS, pause=1)
         return self.write(copy) == 0 and self.decode("count", DATA, offset, size) == size
@@ -114,7 +124,7 @@ ATTEMPTS = 5
 
 @contextlib.contextmanager
 def running_pair(release: str, folder: Path, protocol: str = "SDMA"):
-    """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
+    """Runs a connected pair; both ends have registered BUFFER and OTHER."""
     install_library("memfabric", release)
     for attempt in range(ATTEMPTS):
         place = folder / str(attempt)
@@ -138,21 +148,21 @@ def running_pair(release: str, folder: Path, protocol: str = "SDMA"):
 
 
 def connect(pair: EndPair, protocol: str) -> None:
-    """Start both ends, register, and write for the first time.
+    """Starts both ends, registers their memory, and writes for the first time.
 
     Raises:
-        TimeoutError: that does not end.
+        TimeoutError: The write hangs.
     """
     (port,) = free_ports(1)
     url = f"tcp://{HOST}:{port}"
     ends = (pair.prefill, pair.decode)
     assert pair.prefill("create_store", url) == 0
-    for end in ends:  # at once: in 1.0 one waits for the other
+    for end in ends:  # concurrently, because in 1.0 one end waits for the other
         end.begin("start_engine", url, HOST, protocol)
     _, found = (end.end() for end in ends)
     assert found["status"] == 0, found
     pair.ports = (found["before"], found["after"])
-    # Before 1.1.3 it is a name, and the one that was said to the store counts.
+    # Before 1.1.3 the session id is only a name, and the name sent to the store is the valid one.
     pair.session = f"{HOST}:{found['before'] or found['after']}"
     pair.remote_address = pair.decode("where")
     pair.prefill("fill", DATA, 0, 32 * MIB)
@@ -177,7 +187,7 @@ def pair(request, tmp_path_factory):
 
 def test_session_port_depends_on_release(pair):
     before, after = pair.ports
-    if pair.version < (1, 1, 3):  # a name, which int() reads
+    if pair.version < (1, 1, 3):  # a name that int() accepts
         port, pid = before.split("_")
         assert (port.isdecimal(), int(pid)) == (True, pair.decode.process.pid)
     else:
@@ -238,7 +248,7 @@ def test_registering_a_page_twice_fails_in_some_releases(pair):
 
 
 def test_copy_across_adjacent_registrations(pair):
-    """From 1.1.3 on they stay two ranges; before, they become one."""
+    """Adjacent registrations stay two ranges from 1.1.3 on; in older releases they become one."""
     assert pair.decode("register", [20 * MIB, 4 * MIB], [24 * MIB, 4 * MIB]) == 0
     assert pair.arrives([20 * MIB, 20 * MIB, 4 * MIB])
     assert pair.arrives([20 * MIB, 24 * MIB, 4 * MIB])
@@ -278,7 +288,7 @@ def test_batch_of_many_copies_arrives(pair):
 
 
 def test_driver_failure_fails_batch_but_next_succeeds(pair):
-    """What was written before it stays; the next batch is right."""
+    """Copies before the failure stay written; the next batch is right."""
     assert pair.arrives([100, *BUFFER])
     pair.decode("fill", 0, *BUFFER)
     copies = [[at, at, 16] for at in range(1000, 1000 + 10 * 64, 64)]
@@ -293,7 +303,7 @@ def test_driver_failure_fails_batch_but_next_succeeds(pair):
 def run_check(
     *, driver: Path | None = None, release: str = DEFAULT_MEMFABRIC, before: str = ""
 ) -> str:
-    """What `scripts/setup.sh` is told of MemFabric, after a process has run the code `before`."""
+    """Runs the MemFabric check of `scripts/setup.sh` after the code `before`; returns its error."""
     code = ["import sys", "from pathlib import Path", "from pd_harness.cpu_host import memfabric"]
     if driver:
         code += [f"memfabric.LIBRARY = Path({str(driver)!r})"]
@@ -320,7 +330,7 @@ def test_missing_driver_is_named(tmp_path):
 
 
 def test_a_driver_of_another_architecture_is_named(tmp_path):
-    """The number of the machine is in bytes 18 and 19 of an ELF file; 243 is RISC-V's."""
+    """Bytes 18 and 19 of an ELF file are the machine's number; 243 is RISC-V."""
     library = bytearray(memfabric.LIBRARY.read_bytes())
     library[18:20] = (243).to_bytes(2, "little")
     (tmp_path / "driver.so").write_bytes(library)
@@ -340,7 +350,7 @@ def test_a_wheel_that_does_not_load_is_named(tmp_path):
     assert f"MemFabric {DEFAULT_MEMFABRIC} cannot be imported" in said and "libmf_smem.so" in said
 
 
-# A process that may not write into another, as in a container whose seccomp profile says so.
+# Forbids this process to write into another, as a container's seccomp profile may do.
 FORBID_PROCESS_WRITES = """
 import ctypes, errno, os, struct
 number = {"x86_64": 311, "aarch64": 271}[os.uname().machine]
@@ -361,7 +371,7 @@ def test_container_that_forbids_process_vm_writev_is_named():
 
 @pytest.mark.nightly
 def test_missing_compiler_is_installed_from_wheel(tmp_path):
-    """100 MB, and fetched once."""
+    """The wheel has 100 MB and is fetched once."""
     for tool in ("bash", "dirname", "awk", "env", "python3.11"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     sys.path.insert(0, str(SCRIPTS))
@@ -383,7 +393,7 @@ def test_missing_compiler_is_installed_from_wheel(tmp_path):
 
 @pytest.mark.parametrize("release", [nightly_unless_default(release) for release in RELEASES])
 def test_peer_death_during_batch_fails_the_call(release, tmp_path):
-    """The call ends, with an error; so does the next one."""
+    """The call returns an error, and so does the next one."""
     copies = [[at, at, 16] for at in range(1000, 1000 + 200 * 64, 64)]
     with running_pair(release, tmp_path) as pair:
         assert pair.arrives([100, *BUFFER])
@@ -397,10 +407,10 @@ def test_peer_death_during_batch_fails_the_call(release, tmp_path):
         assert pair.prefill.seconds < 5
 
 
-# DEVICE_RDMA: with it, 1.1.6 registers addresses of an NPU's memory only.
+# With DEVICE_RDMA, 1.1.6 registers NPU memory only.
 RDMA_RELEASES = [nightly_unless_default(release) for release in RELEASES if release != "1.1.6"]
 SEND_QUEUE = 1024
-FITS = SEND_QUEUE - 3  # two entries stay empty, and one is the notify's
+FITS = SEND_QUEUE - 3  # two entries stay empty, and one is for the notification
 
 
 @pytest.fixture(scope="module", params=RDMA_RELEASES)
@@ -414,7 +424,7 @@ def rdma(request, tmp_path_factory):
 
 
 def blocks(count: int) -> list[list[int]]:
-    """Copies that MemFabric cannot join."""
+    """Returns `count` copies that MemFabric cannot merge."""
     return [[at, at, 16] for at in range(OTHER[0], OTHER[0] + count * 64, 64)]
 
 
@@ -425,26 +435,26 @@ def test_rdma_writes_through_the_nic(rdma):
 
 
 def test_rdma_requires_registered_sources(rdma):
-    """1.0 copies what is not registered by a buffer of its own; later ones have none by default."""
+    """1.0 copies unregistered memory through its own buffer, which later releases lack by default."""
     taken = rdma.write([30 * MIB, 100, 16]) == 0
     assert taken == (rdma.version < (1, 1, 3))
 
 
 def test_rdma_batch_is_limited_by_send_queue(rdma):
-    """Of one that is longer, all that fits is written, and the call fails."""
+    """MemFabric writes the part of a longer batch that fits, and the call fails."""
     rdma.decode("fill", 0, *OTHER)
     assert rdma.write(*blocks(FITS)) == 0
     assert rdma.decode("count", DATA, *OTHER) == FITS * 16
     rdma.decode("fill", 0, *OTHER)
     assert rdma.write(*blocks(4 * FITS)) < 0
     assert rdma.decode("count", DATA, *OTHER) == (SEND_QUEUE - 2) * 16
-    assert rdma.write(*blocks(1)) < 0  # it is still full
+    assert rdma.write(*blocks(1)) < 0  # the queue is still full
     time.sleep(1.5)
     assert rdma.write(*blocks(FITS)) == 0
 
 
 def test_rdma_does_not_recover_from_failed_copy(rdma):
-    """The last test of this pair: its session takes no more."""
+    """Must be this pair's last test, because its session accepts no further writes."""
     rdma.decode("fill", 0, *OTHER)
     rdma.prefill.fault.write_text("fail 3\n")
     assert rdma.write(*blocks(10)) < 0

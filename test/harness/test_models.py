@@ -1,4 +1,4 @@
-"""Tiny models: made once, whole, the same every time."""
+"""Tiny models are made once, completely, and with the same weights every time."""
 
 import json
 import threading
@@ -46,7 +46,10 @@ def test_mla_config_has_fields_that_the_engine_reads(tmp_path):
 
 
 def logprobs_after(network, tokens, damage) -> list[float]:
-    """Of all tokens after ``tokens``, the KV of all but the last of which is damaged before use."""
+    """Returns the logprobs of all candidates for the token after ``tokens``.
+
+    ``damage`` changes the KV cache of all tokens but the last before it is used.
+    """
     import torch
 
     with torch.no_grad():
@@ -62,7 +65,7 @@ def logprobs_after(network, tokens, damage) -> list[float]:
     ids=["gqa", "mla", "drafted_llama", "drafted_mla"],
 )
 def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
-    """A page of 16 tokens in one layer that is not what it must be can be seen in one token."""
+    """One wrong page of 16 tokens in one layer changes a single token's logprobs."""
     import torch
 
     network = load_checkpoint(model.make(tmp_path))

@@ -1,4 +1,4 @@
-"""The clock by which a loop's pauses are measured on a machine that others use, too."""
+"""The clock that measures a loop's pauses on a machine with other load."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ RIVALS = 3
 
 @pytest.fixture
 def one_core():
-    """This thread and some others that compute without end have one core between them."""
+    """Makes this thread share one core with some processes that compute all the time."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(RIVALS)]

@@ -1,4 +1,4 @@
-"""The scripts' own behaviour: usage, incompatibilities, and a second run that does nothing."""
+"""The scripts' own behaviour: usage, refused arguments, and a second run that does nothing."""
 
 import importlib.metadata
 import shutil
@@ -116,7 +116,7 @@ def test_release_is_that_of_installed_engine(monkeypatch):
     ],
 )
 def test_version_between_releases_maps_to_supported_one(version, taken, monkeypatch):
-    """Images are built of commits, too; tables of the tests have our releases alone."""
+    """Images may be built from commits, but the tests' tables have supported releases only."""
     monkeypatch.delenv(releases.RELEASE_VARIABLE, raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert releases.release() == taken

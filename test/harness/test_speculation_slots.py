@@ -1,4 +1,4 @@
-"""Slots of drafted tokens beside the kernels' descriptions: two requests, in rows 2 and 0."""
+"""Slots of drafted tokens as the kernels are documented; two requests, in rows 2 and 0."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ WIDTH = 6
 
 
 def table() -> torch.Tensor:
-    """Row r has the slots 10 r, 10 r + 1 and so on."""
+    """Returns a table whose row r has the slots 10 r, 10 r + 1 and so on."""
     return 10 * torch.arange(3, dtype=torch.int32)[:, None] + torch.arange(WIDTH, dtype=torch.int32)
 
 

@@ -1,6 +1,6 @@
-"""What our code and the pools that it changes call of torch_npu is in the wheel of each image.
+"""Each image's torch_npu wheel has all functions that our code and the patched pools call.
 
-The wheels are read and not imported, which takes an NPU's driver.
+The tests read the wheels without importing them, because an import needs an NPU's driver.
 """
 
 import ast
@@ -20,7 +20,7 @@ from sglang_pd.patchset.patches import supported_releases
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-# Of each release's image, as upstream's name them: 0.5.9 with CANN 8.5.0, later ones with CANN 9.
+# (version, SHA-256) in each release's upstream image: 0.5.9 with CANN 8.5.0, later with CANN 9.
 WHEELS = {
     "0.5.9": ("2.8.0.post2", "684ec25bb0f40ce316ce15dc342cd2e3812437f0111abf7b247a3d733e1b1b99"),
     "0.5.23": ("2.10.0", "4e14fa849000189c26b006be1d1700e2f46edda48c84a7de05efd9ce6786a215"),
@@ -33,7 +33,7 @@ OPERATORS = "python/pd_harness/cpu_host/npu_operators.py"
 
 @functools.cache
 def wheel(release: str) -> zipfile.ZipFile:
-    """The release's torch_npu, which is fetched once (36 MB at most) and checked each time."""
+    """Returns the release's torch_npu wheel; fetches it once (36 MB at most), checks it always."""
     version, digest = WHEELS[release]
     folder = PD_ENV / "wheels"
     name = f"torch_npu-{version}-cp311-cp311-manylinux_2_28_x86_64.whl"
@@ -51,7 +51,7 @@ def wheel(release: str) -> zipfile.ZipFile:
 
 
 def sources(release: str) -> Iterator[Path]:
-    """Ours of this release, and the pools as it has them with our changes."""
+    """Yields our source files of this release, and its patched pools."""
     for name in PATCH_SOURCES:
         path = CHECKOUT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
@@ -64,7 +64,7 @@ def sources(release: str) -> Iterator[Path]:
 
 
 def npu_calls(source: str) -> Iterator[str]:
-    """`torch_npu.NAME`, `torch.npu.NAME` and `Tensor.npu` for each attribute that is read."""
+    """Yields `torch_npu.NAME`, `torch.npu.NAME` or `Tensor.npu` per attribute that is read."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
             continue
@@ -78,7 +78,7 @@ def npu_calls(source: str) -> Iterator[str]:
 
 
 def bound_names(source: bytes) -> set[str]:
-    """Names that a module binds at its top level, and those that it says it has."""
+    """Returns the names that a module imports, defines or assigns."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -92,7 +92,7 @@ def bound_names(source: bytes) -> set[str]:
 
 @functools.cache
 def libraries(release: str) -> list[bytes]:
-    """Those that register operators."""
+    """Returns the wheel's libraries that register operators."""
     return [
         wheel(release).read(name)
         for name in wheel(release).namelist()
@@ -101,7 +101,7 @@ def libraries(release: str) -> list[bytes]:
 
 
 def is_native(release: str, name: str) -> bool:
-    """By its schema, `NAME(...) -> ...`, which may follow other text at once."""
+    """Returns whether a library has the operator's schema, `NAME(...) -> ...`, in any text."""
     schema = re.compile(re.escape(name.encode()) + rb"\([A-Z][^\0]*?\) -> [A-Z(]")
     return any(schema.search(library) for library in libraries(release))
 

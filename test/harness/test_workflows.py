@@ -1,4 +1,4 @@
-"""What CI would do: GitHub reads the workflows, and nobody sees before what it makes of them."""
+"""Checks of GitHub's workflows, whose errors would otherwise show only on GitHub."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ spec.loader.exec_module(npu_runs)
 
 def read(name: str) -> dict:
     found = yaml.safe_load(WORKFLOWS[name].read_text())
-    found["on"] = found.pop(True, found.get("on"))  # YAML 1.1 takes `on` for a truth value
+    found["on"] = found.pop(True, found.get("on"))  # YAML 1.1 reads `on` as a boolean
     return found
 
 
@@ -115,7 +115,7 @@ def test_each_job_has_a_timeout(workflow, name):
     assert read(workflow)["jobs"][name]["timeout-minutes"]
 
 
-# What runs on NPUs
+# Runs on NPUs
 
 
 def test_every_release_runs_on_two_and_on_four_npus():
@@ -178,7 +178,10 @@ def test_manual_run_uses_given_inputs():
 
 
 def run_script(event: str, variables: dict, labels=(), is_fork=False, asked=None) -> dict[str, str]:
-    """As the step `runs` gives what it has read; null is what GitHub writes for nothing."""
+    """Runs the script with the variables of the step `runs`, and returns its outputs.
+
+    GitHub passes null for a missing value.
+    """
     environment = {
         "EVENT": event,
         "VARIABLES": json.dumps(variables),

@@ -1,4 +1,4 @@
-"""Workers of one run: tests that are a group are one worker's."""
+"""Tests of one xdist group run on one worker."""
 
 import re
 import subprocess

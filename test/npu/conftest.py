@@ -1,4 +1,4 @@
-"""What only an NPU can show; elsewhere every test is collected, and skipped with the reason."""
+"""Tests that need an NPU; elsewhere they are collected, and skipped with a reason."""
 
 import importlib
 
@@ -15,5 +15,5 @@ def require_npu():
 
 @pytest.fixture
 def engine_calls(require_npu):
-    """`test/support/engine_calls.py`; it imports the engine."""
+    """The module `test/support/engine_calls.py`, which imports the engine."""
     return importlib.import_module("engine_calls")

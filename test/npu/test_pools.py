@@ -1,4 +1,4 @@
-"""The NPU pools on an NPU: what they say of their pages, and the operators that write them."""
+"""The NPU pools on an NPU: the addresses of their pages, and the operators that write them."""
 
 import ctypes
 import importlib
@@ -17,22 +17,22 @@ POOLS = {
     "mla": lambda engine_calls: engine_calls.mla_pool(False, PAGE, start_layer=3),
     "mla_index_keys": lambda engine_calls: engine_calls.mla_pool(True, PAGE, start_layer=3),
 }
-# Pools whose copy to the host takes the patch set's own memory: of later releases' those alone
-# whose pages are tiles. All others have the engine's copy there, which is not pinned.
+# Pools whose host copies use the patch set's memory. In later releases these are only pools whose
+# pages are tiles; the others use the engine's host copy, which is not pinned.
 OWN_MEMORY = [(kind, "1") for kind in ("mla", "mla_index_keys")]
 OWN_MEMORY += [] if SINCE_0_5_20 else [(kind, "0") for kind in POOLS]
 DEVICE_TO_HOST = 2  # ACL's number for that direction of a copy
 
 
 def tensors(copied) -> list:
-    """Of a copy on the host, however its releases nests them."""
+    """Returns the tensors of a host copy, however the release nests them."""
     import cpu_copy_checks
 
     return cpu_copy_checks.tensors(copied)
 
 
 def device_memory(address: int, size: int) -> bytes:
-    """What the NPU holds at one of its addresses, by its runtime and without torch."""
+    """Reads `size` bytes at an NPU address with the NPU's runtime, without torch."""
     host = ctypes.create_string_buffer(size)
     status = ctypes.CDLL("libascendcl.so").aclrtMemcpy(
         host,
@@ -68,7 +68,7 @@ def test_reported_addresses_hold_the_pages(engine_calls, kind):
 
 @pytest.mark.parametrize("kind, in_tiles", OWN_MEMORY)
 def test_host_copy_is_pinned(engine_calls, monkeypatch, kind, in_tiles):
-    """Else the device copies through a buffer of the driver, and the caller waits for it."""
+    """Otherwise the device would copy through a driver buffer, and the caller would wait."""
     import torch
 
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", in_tiles)
@@ -91,12 +91,12 @@ def test_host_copy_memory_is_reused(engine_calls, monkeypatch, kind, in_tiles):
 
 
 LARGE_PAGE, LARGE_LAYERS = 128, 4
-INT32_ELEMENTS = 2**31  # elements: more than 32 bits count; of float16, 4 GiB
+INT32_ELEMENTS = 2**31  # one more than an int32 counts; 4 GiB of float16
 HEADS, WIDTH, LATENT, ROPE = 8, 128, 512, 64
 
 
 def large_pool(engine_calls, kind: str):
-    """A pool of more elements of K, over its layers, than `INT32_ELEMENTS`."""
+    """Returns a pool whose layers together have more than `INT32_ELEMENTS` elements of K."""
     import torch
 
     def size(elements: int) -> int:
@@ -113,9 +113,9 @@ def large_pool(engine_calls, kind: str):
 
 @pytest.mark.parametrize("kind, in_tiles", [("mha", "0"), ("mla", "0"), ("mla", "1")])
 def test_copy_of_a_pool_larger_than_int32(engine_calls, monkeypatch, kind, in_tiles):
-    """First and last page of every layer, to pages in between and at both ends, and back.
+    """Copies pages at both ends and in the middle of every layer to the host and to other pages.
 
-    Pages are written and read whole, without the index operators that are looked at.
+    The test reads and writes whole pages, without the index operators under test.
     """
     import torch
 
@@ -153,7 +153,7 @@ def test_torch_npu_is_bound(engine_calls):
 
 @pytest.mark.parametrize("fia", ["0", "1"])
 def test_set_kv_buffer_writes_to_reported_pages(engine_calls, monkeypatch, fia):
-    """`set_kv_buffer` calls torch_npu; the bytes that it writes are those that are sent."""
+    """`set_kv_buffer` uses torch_npu to write the bytes at the addresses that are sent."""
     import torch
 
     monkeypatch.setenv("ASCEND_USE_FIA", fia)

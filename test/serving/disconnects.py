@@ -1,4 +1,4 @@
-"""Clients that hang up at any moment, and the fleets that they do it to."""
+"""Clients that disconnect at random moments, and the fleets that they use."""
 
 import asyncio
 import dataclasses
@@ -11,34 +11,35 @@ from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyModel
 
 CLIENTS = 200
-MAX_CLIENT_GAP = 0.1  # seconds between two clients, at most
-MAX_CLIENT_PATIENCE = 1.5  # seconds, at most, of a client
+MAX_CLIENT_GAP = 0.1  # seconds between two clients
+MAX_CLIENT_PATIENCE = 1.5  # seconds until a client disconnects
 LENGTHS = (3, 1500)  # tokens of a prompt
-CHUNK = 128  # tokens, so that most prompts are prefilled, and sent, in many pieces
-RESPONSE_TIMEOUT_S = 60  # for the server on which a client does not hang up
+CHUNK = 128  # tokens, so that most prompts are prefilled and sent in many pieces
+RESPONSE_TIMEOUT_S = 60  # for the server to which a client stays connected
 
 
 @dataclasses.dataclass(frozen=True)
 class DisconnectCase:
-    """``way`` is whom the clients ask and hang up on.
+    """A fleet, and the ``way`` in which its clients disconnect.
 
-    - "both": both servers, and both connections are closed at once
-    - "either": both servers, and one connection is closed; the other server must end it, too
-    - "router": the router
+    - "both": clients ask both servers, and close both connections at once
+    - "either": clients ask both servers, and close one connection; the other server must end the
+      request, too
+    - "router": clients ask the router, and close that connection
     """
 
     topology: cluster.Topology
     model: TinyModel
     way: str = "both"
     overlap: bool = False
-    verify: bool = False  # all KV is compared
+    verify: bool = False  # whether the servers compare all KV
 
     @property
     def pace(self) -> float:
-        """How much longer than elsewhere clients take for all that they do.
+        """Factor by which clients of this fleet are slower.
 
-        With DP attention decode's ranks work in step, also those that have nothing to decode, and
-        leave prefill, on two cores, half of what it has elsewhere.
+        With DP attention, decode's ranks run in lockstep, even those without requests. On two
+        cores, prefill then gets half of its usual processor time.
         """
         return 2.0 if self.topology.decode_dp > 1 else 1.0
 
@@ -59,7 +60,7 @@ def _groups(dp: int) -> str:
 def fleet(
     backend: str, way: str = "both", overlap: bool = False, verify: bool = False, **sizes: int
 ) -> DisconnectCase:
-    """Stages of unequal length; with ``ascend`` an MLA model and pages."""
+    """Returns a case whose stages have unequal lengths; ``ascend`` has an MLA model and pages."""
     is_ascend = backend == "ascend"
     topology = cluster.Topology(backend, page_size=16 if is_ascend else 1, **sizes)
     return DisconnectCase(
@@ -68,10 +69,13 @@ def fleet(
 
 
 def disconnect_clients(servers: tuple, way: str, seed: int, pace: float = 1.0) -> int:
-    """Let all clients come and go; returns how many were never told how their request ended.
+    """Runs all clients; returns how many requests a server never ended.
 
-    ``servers`` are prefill, decode and the router. Clients take ``pace`` times as long for all
-    that they do: on a busy machine they would else do what servers there cannot keep up with.
+    Args:
+        servers: Prefill, decode and the router.
+        way: See `DisconnectCase`.
+        pace: Factor by which clients are slower. On a busy machine, servers could not keep up with
+            clients at full pace.
     """
     return asyncio.run(_run_clients(servers, way, random.Random(seed), pace))
 
@@ -92,7 +96,7 @@ async def _run_clients(servers, way: str, source: random.Random, pace: float) ->
 
 
 def _request(servers, way: str, source: random.Random) -> tuple[list[str], dict]:
-    """Whom a client asks, and what."""
+    """Returns the URLs that a client asks, and its request's body."""
     prefill, decode, router = servers
     body = {
         "input_ids": [source.randrange(256) for _ in range(source.randint(*LENGTHS))],
@@ -109,7 +113,10 @@ def _request(servers, way: str, source: random.Random) -> tuple[list[str], dict]
 
 
 async def _run_client(client, urls, body, patience: float, leave: int | None) -> bool:
-    """Ask, and hang up on all, or on ``leave`` of ``urls``. Whether another never ended it."""
+    """Asks all ``urls``, and after ``patience`` s disconnects from all, or from number ``leave``.
+
+    Returns whether a server to which the client stayed connected never ended the request.
+    """
     posts = [asyncio.create_task(client.post(f"{url}/generate", json=body)) for url in urls]
     await asyncio.wait(posts, timeout=patience)
     for post in posts if leave is None else [posts[leave]]:

@@ -1,6 +1,6 @@
-"""One address that leads to one server after the other, as a service of Kubernetes does.
+"""An address that forwards to one server after the other, as a Kubernetes service does.
 
-Connections that there are stay where they are.
+Existing connections stay with their server.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pd_harness.ports import HOST
 
 
 class TcpForwarder(socketserver.ThreadingTCPServer):
-    """Listens on a port of its own; `target_port` is the port of new connections."""
+    """Listens on its own port, and forwards new connections to `target_port`."""
 
     daemon_threads = True
 
@@ -28,7 +28,7 @@ class TcpForwarder(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def forwarding(port: int) -> Iterator[TcpForwarder]:
-    """That leads to a port of this machine, at first."""
+    """Runs a forwarder whose first target is this local port."""
     with TcpForwarder(port) as forwarder:
         threading.Thread(target=forwarder.serve_forever, daemon=True).start()
         try:

@@ -1,6 +1,6 @@
-"""Accuracy as upstream's pull requests report it: the engine's own few-shot script, 200 questions.
+"""Accuracy as upstream's pull requests report it: the engine's few-shot script, 200 questions.
 
-The model is a tiny one that was trained on sums, written as GSM8K's questions are.
+The model is a tiny one that is trained on sums in the format of GSM8K's questions.
 """
 
 import re
@@ -31,9 +31,9 @@ pytestmark = [
 ]
 
 QUESTIONS = 200
-NEAR_ONE = 0.95  # what a single server must score, for the figure to say something
+NEAR_ONE = 0.95  # minimum score of a single server; with less, the figures prove nothing
 SECONDS = 240
-STOCK_SECONDS = 60  # several times what the patched engine takes
+STOCK_SECONDS = 60  # several times the patched engine's time
 
 FLEETS = {
     "nixl TP 2 to 1": (Topology("nixl", prefill_tp=2, page_size=16), ArithmeticGQA()),
@@ -51,7 +51,7 @@ def questions(tmp_path_factory):
 
 
 def accuracy(server: cluster.Server, questions, folder, seconds=SECONDS) -> float | None:
-    """What the engine's script says; None if it has no answer in time."""
+    """Returns the accuracy that the engine's script reports; None if it fails or times out."""
     command = [str(cluster.interpreter("stock")), "-m", "sglang.test.few_shot_gsm8k"]
     command += ["--data-path", str(questions), "--num-questions", str(QUESTIONS + 1)]
     command += ["--num-shots", str(SHOTS), "--max-new-tokens", "8", "--parallel", "16"]

@@ -1,4 +1,4 @@
-"""After clients that hang up at any moment both servers live, and answer the next ones at once."""
+"""After clients disconnect at random moments, both servers live and answer new ones at once."""
 
 import os
 import time
@@ -17,35 +17,35 @@ from pd_harness.releases import release
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.xdist_group("hang-ups"),  # two beside each other take more than twice as long
+    pytest.mark.xdist_group("hang-ups"),  # two at once take more than twice as long
     pytest.mark.timeout(900),
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
-# Where each rank has a core of its own; ranks that share cores, among themselves or with others,
-# take as much longer.
+# If each rank has its own core; the limit grows by as much as ranks share cores, among themselves
+# or with other processes.
 AT_ONCE = 5  # seconds, for the next prompts
-PATIENCE = 60  # seconds, for them, to tell late from never
-# Where 0.5.9 answers, it may take minutes; what 0.5.23 cannot serve, it never serves.
+PATIENCE = 60  # seconds, for the next prompts, to distinguish late answers from none
+# 0.5.9 may take minutes to answer; 0.5.23 never serves what it has not served by then.
 STOCK_PATIENCE = {"0.5.9": 400, "0.5.23": 60}
-# For a request that its client withdrew from one of the servers before that had read it.
+# For a request whose client disconnects from one server before that server reads it.
 ENGINE_TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15",
-    # How often the engine looks whether a client has hung up; of itself every 4 s, and what waits
-    # for that is not ours.
+    # Interval at which the engine checks whether a client has disconnected; 4 s by default, which
+    # the patches do not change.
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
 }
 FREE_SECONDS = 10
-MAX_LOAD_FACTOR = 8.0  # for what clients do; a moment of more would have them come for half an hour
+MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
 SEEDS = 5
 PUSH_CASES = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
-# All sizes with each backend, and each pair of backend, size, way and overlap once; pipeline stages
-# know no overlap in this release.
+# All sizes with each backend, and each pair of backend, size, way and overlap once. This release
+# does not support overlap with pipeline stages.
 FLEETS = [
     fleet("nixl", **PP_2),
     fleet("nixl", "either", **PP_3),
@@ -55,7 +55,7 @@ FLEETS = [
     fleet("mooncake", "router", **PP_2),
     fleet("mooncake", **PP_3),
     fleet("mooncake", "either", **TP_2),
-    # To TP 1 it would be a TCP message for each token, layer and head: 15 s for six prompts.
+    # To TP 1, one TCP message per token, layer and head would take 15 s for six prompts.
     fleet("mooncake", "either", **PP_2_TP_2, decode_tp=2),
     fleet("mooncake", overlap=True, **TP_2_TO_2),
     fleet("ascend", **PP_2),
@@ -69,8 +69,8 @@ FLEETS = [
     fleet("mooncake", verify=True, **PP_2_TP_2, decode_tp=2),
 ]
 
-# And what stock answers then. Tokens are wrong with stages of unequal length: the question is how
-# soon they come.
+# (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
+# test is about how soon they come.
 STOCK = {
     "0.5.9": [(fleet(backend, **PP_2), "wrong") for backend in ("nixl", "mooncake", "ascend")],
     "0.5.23": [
@@ -91,9 +91,9 @@ def push_cases() -> list:
 
 
 def nightly_cases() -> list:
-    """For two stages over each backend all seeds, for each other fleet one, in turn.
+    """Returns all seeds for two stages over each backend, and one seed, in turn, for others.
 
-    In releases other than the default two instead of all.
+    On non-default releases, two seeds instead of all.
     """
     many = SEEDS if IS_DEFAULT else 2
     found = []
@@ -129,9 +129,9 @@ def test_stock_after_disconnects(fleet, next_prompts, reference):
 def state_after_disconnects(
     fleet: DisconnectCase, engine: str, seeds, reference, patience: float
 ) -> dict:
-    """What two hundred clients for each seed leave behind; recorded.
+    """Runs two hundred clients per seed; records and returns what they leave behind.
 
-    Fails with the log of a server that has ended.
+    Fails with the log of a server that has exited.
     """
     expected = reference(fleet.model, NEW_TOKENS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
@@ -169,7 +169,7 @@ def state_after_disconnects(
 
 
 def _ask(servers, expected, patience: float, row: dict) -> None:
-    """Ask the next six prompts; notes the outcome, and the longest time until all are answered."""
+    """Sends the next six prompts; notes their outcome, and the longest time for all answers."""
     start = time.monotonic()
     answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, patience)
     row["seconds"] = max(row["seconds"], round(time.monotonic() - start, 1))
@@ -181,7 +181,7 @@ def _ask(servers, expected, patience: float, row: dict) -> None:
 
 
 def _is_free(servers, row: dict) -> bool:
-    """Whether soon no token, request or room is held; notes what is held otherwise."""
+    """Returns whether the servers soon free all tokens, requests and rooms; notes the rest."""
 
     def is_free() -> bool:
         row["held"] = _pending(servers)
@@ -191,7 +191,7 @@ def _is_free(servers, row: dict) -> bool:
 
 
 def _pending(servers) -> dict[str, dict]:
-    """By server and rank: what its own count says, then what is in its queues and tables."""
+    """Returns each server's own counts, and each rank's queues and tables; without zeros."""
     found = {}
     for server in servers[:2]:
         counted = {name: count for name, count in server_load(server).items() if count}

@@ -1,4 +1,4 @@
-"""A server killed in the middle of a transfer: what the client sees, and how the others go on."""
+"""A server is killed in mid-transfer: the client's error, and the recovery of other servers."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ from pd_harness.polling import busy
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 CHUNK = 64
-# The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
+# By default the CPU host waits half a minute for a silent prefill server, for busy machines.
 HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
@@ -31,8 +31,9 @@ HEARTBEAT = {
 PATIENCE = 180  # seconds, for an answer
 ERROR_PATIENCE = 60  # for an error
 REFUSED_SECONDS = 3  # for a refusal
-# NIXL's eight workers close theirs to a dead peer when they next work, which such small requests
-# do not make them, and some are the router's; a leak for each of 14 requests would be more.
+# NIXL's eight workers close their sockets to a dead peer when they next have work, which these
+# small requests do not give them, and some sockets are the router's. A leak in each of 14 requests
+# would exceed this.
 MORE_FILES = 20
 
 
@@ -80,7 +81,7 @@ def test_server_killed_in_mid_transfer(backend, victim, reference):
     ],
 )
 def test_incompatible_pair_is_refused_at_once(backend):
-    """Six heads on three ranks and on two: a head would have to be cut."""
+    """Prefill has three ranks and decode two, so six KV heads do not map to whole ranks."""
     if reason := cluster.skip_reason(backend, 5, ("patched", "patched")):
         pytest.skip(reason)
     servers = cluster.pd_servers(
@@ -94,7 +95,7 @@ def test_incompatible_pair_is_refused_at_once(backend):
     row = {"case": "TP 3 asked by TP 2, six KV heads", "backend": backend}
     with cluster.running(servers):
         answers = []
-        for prompt in prompts()[:3]:  # the first brings the two sides together
+        for prompt in prompts()[:3]:  # the first one connects the two sides
             answers += cluster.ask(router.url, [prompt], NEW_TOKENS, ERROR_PATIENCE)
         row["pace"] = busy()
         row["freed"] = round(seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE), 1)
@@ -109,7 +110,7 @@ def test_incompatible_pair_is_refused_at_once(backend):
 
 
 def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cluster.Server]:
-    """One prefill and one decode server, with many chunks and quick heartbeats."""
+    """Returns a prefill server, a decode server and a router; small chunks, fast heartbeats."""
     servers = cluster.pd_servers(
         cluster.Topology(backend, page_size=16),
         model_folder(FOUR_HEADS),
@@ -125,7 +126,7 @@ def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cl
 
 
 def _check_answers(router, servers, expected) -> str:
-    """Ask the prompts; returns the outcome, which must be that they are right."""
+    """Sends the prompts, asserts that the answers are right, and returns the outcome."""
     answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
     ended = [server.name for server in servers if server.has_ended()]
     result, detail = outcome(answers, ended, expected)
@@ -134,7 +135,7 @@ def _check_answers(router, servers, expected) -> str:
 
 
 def _disconnect_client(backend, servers, expected) -> None:
-    """A client that is gone in mid-transfer: both servers are free again, and answer others."""
+    """Disconnects a client in mid-transfer; asserts that both servers free it and serve others."""
     prefill, decode, router = servers
 
     async def ask_and_hang_up() -> None:
@@ -161,9 +162,9 @@ def _disconnect_client(backend, servers, expected) -> None:
 
 
 def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
-    """How the client's request fails, and how long after the kill."""
+    """Kills a server in mid-transfer; returns the client's failure and its seconds after that."""
     with ThreadPoolExecutor() as pool:
-        # What is prefilled of a prompt is sent while its next chunk is computed.
+        # Prefill sends a chunk's KV while it computes the next chunk.
         with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = pool.submit(cluster.ask, router.url, [long_prompt(2)], NEW_TOKENS, PATIENCE)
             reached()
@@ -174,7 +175,7 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
 
 
 def _restart(server: cluster.Server) -> None:
-    """In its place, at the same address, as a supervisor would."""
+    """Restarts a server at the same address, as a supervisor would."""
     server.log = server.log.with_stem(f"{server.name}-again")
     server.start()
     cluster.wait_ready([server], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)

@@ -1,4 +1,4 @@
-"""Whole servers over each MemFabric that is tried, at night; the other tests use the newest."""
+"""Servers over each MemFabric release, nightly; the other tests use the newest one."""
 
 import httpx
 import pytest
@@ -27,7 +27,7 @@ FLEETS = {
 }
 PATIENCE = 120
 ATTEMPTS = 3
-# What releases of MemFabric do now and then, after which servers are started anew.
+# Occasional failures of MemFabric releases, after which the servers are restarted.
 FLAKY_RESULTS = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
 
 
@@ -57,7 +57,7 @@ def test_tokens_over_each_memfabric(memfabric, name, reference):
 
 
 def ask(servers, memfabric: str, expected) -> tuple[str, str]:
-    """What became of the prompts."""
+    """Sends the prompts; returns their outcome and its details."""
     wait_for_memfabric_peers(memfabric)
     *engines, router = servers
     lost = HangDetector(*engines)
@@ -66,14 +66,14 @@ def ask(servers, memfabric: str, expected) -> tuple[str, str]:
     return outcome(answers, [server.name for server in servers if server.has_ended()], expected)
 
 
-# Of these the former refuses what it has registered, the latter does nothing.
+# 1.1.6 refuses to register the same memory again; 1.3.0 accepts it without effect.
 REFUSALS_PER_RESUME = {"1.1.6": 1, "1.3.0": 0}
 
 
 @pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 registers nothing again after a pause")
 @pytest.mark.parametrize("memfabric", REFUSALS_PER_RESUME)
 def test_memory_release_and_resume(memfabric, reference):
-    """KV memory is released and resumed, which MemFabric cannot unregister: it serves as before."""
+    """After release and resume of KV memory, which MemFabric cannot unregister, all is right."""
     install_library("memfabric", memfabric)
     topology, model = FLEETS["mla_pp2"]
     expected = reference(model, NEW_TOKENS)

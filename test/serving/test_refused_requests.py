@@ -1,4 +1,4 @@
-"""A request that prefill refuses fails on decode, too: at once, and with prefill's reason."""
+"""A request that prefill refuses also fails on decode, at once and with prefill's reason."""
 
 import random
 import time
@@ -20,19 +20,19 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 PREFILL_TOKENS = 256
 AT_ONCE = 2  # seconds
 BACKENDS = [pytest.param("nixl"), pytest.param("mooncake", marks=pytest.mark.nightly)]
-# What is refused, and what decode says of it.
+# Refused requests, and texts in decode's error.
 REFUSED = {
     "too long for prefill's pool": ({"input_ids": list(range(1, 400))}, "maximum"),
     "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not take priorities"),
 }
-if not SINCE_0_5_20:  # which takes priorities on prefill, whatever its options say
+if not SINCE_0_5_20:  # 0.5.9's prefill accepts priorities, whatever its options say
     del REFUSED["with a priority"]
 FITS = {"input_ids": [5, 6, 7, 8]}
 
 
 @pytest.fixture(params=BACKENDS)
 def servers(request):
-    """A prefill server with a small pool that takes no priorities, and a decode server."""
+    """A prefill server with a small pool that refuses priorities, and a decode server."""
     topology, model = Topology(backend=request.param), model_folder(SEVEN_LAYERS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"refused-{request.param}"
     (store_port,) = free_ports(1)
@@ -49,7 +49,10 @@ def servers(request):
 
 
 def ask(prefill, decode, body: dict, prefill_first: float) -> tuple[httpx.Response, float]:
-    """Decode's answer to a request that both servers get, and how long it took."""
+    """Sends a request to both servers; returns decode's answer and its seconds.
+
+    Prefill gets the request ``prefill_first`` seconds before decode, or after it if negative.
+    """
     body = {
         **body,
         "sampling_params": {"max_new_tokens": 2, "temperature": 0},

@@ -1,7 +1,7 @@
-"""Real prefill and decode servers behind the real router, against one server's answers.
+"""Real prefill and decode servers behind the real router, compared with one server's answers.
 
-Each scenario runs on the stock engine and on the patched one, and both must do what the table
-says: on the patched one token ids and logprobs are right, or what cannot be is refused.
+Each scenario runs on the stock and on the patched engine, with the outcomes that the table says.
+On the patched engine, token ids and logprobs are right, or an unservable request is refused.
 """
 
 import time
@@ -26,18 +26,23 @@ from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import wait_for_memfabric_peers
 from pd_harness.releases import release
 
-# Starting servers may take START_TIMEOUT_S, for the reference once more.
+# Starting servers may take START_TIMEOUT_S, and again for the reference.
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-PATIENCE = 180  # seconds; a right answer takes a few, on a busy machine half a minute
-RETRACTION_ROUNDS = 4  # times more that prompts are sent until decode has retracted any
-STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
+PATIENCE = 180  # seconds; a right answer takes a few, or half a minute on a busy machine
+RETRACTION_ROUNDS = 4  # how often prompts may be sent again until decode retracts a request
+STOCK_PATIENCE = 60  # seconds; the patched engine needs a tenth for the same prompts
 
 
 def serve(
     scenario: Scenario, prefill_engine: str, decode_engine: str, seconds: float, lost_after: float
 ) -> tuple[list[cluster.Answer], list[str]]:
-    """Answers of a fleet made for the scenario and stopped again; names of servers that ended."""
+    """Runs the scenario's fleet; returns its answers, and names of servers that exited.
+
+    Args:
+        seconds: Limit for each answer.
+        lost_after: Seconds without work until the answers count as lost.
+    """
     label = f"{scenario.name}-{prefill_engine}-{decode_engine}"
     servers = cluster.pd_servers(
         scenario.topology,
@@ -59,10 +64,10 @@ def serve(
 def ask_until_done(
     scenario: Scenario, servers, seconds: float, lost: HangDetector
 ) -> list[cluster.Answer]:
-    """The answers of the last time, or of the first that failed."""
+    """Sends the prompts as often as needed; returns the last answers, or the first failed ones."""
     *engines, router = servers
     topology = scenario.topology
-    # Decode takes KV from all requests but one, and on a busy machine they may come one by one.
+    # Decode retracts all requests but one; on a busy machine, requests may arrive one by one.
     more = RETRACTION_ROUNDS if topology.expects_retractions else 0
     for turn in range(1, scenario.times + more + 1):
         lost.begin()
@@ -78,7 +83,7 @@ def ask_until_done(
 
 
 def missing_behaviour(topology: cluster.Topology, decode: cluster.Server, answers) -> str:
-    """What the scenario is about, and decode has not done."""
+    """Returns what the scenario is meant to test but decode has not done; empty if nothing."""
     log = decode.log.read_text(errors="replace")
     if topology.expects_retractions and not retractions(log):
         return "decode retracted none"
@@ -90,16 +95,16 @@ def missing_behaviour(topology: cluster.Topology, decode: cluster.Server, answer
 
 
 def scenario_params(test: str, scenarios: list[Scenario]) -> list:
-    """Parameters for the scenarios; what not every run has in ``test`` is marked nightly."""
+    """Returns the scenarios as parameters, nightly unless they are ``test``'s push cases."""
     always = PUSH_CASES[release()][test]
     return [pytest.param(one, id=one.name, marks=marks(one, always)) for one in scenarios]
 
 
 @pytest.fixture
 def serves(reference):
-    """Function: serve a scenario, record its outcome, and return it.
+    """A function that serves a scenario, records its outcome, and returns (outcome, detail).
 
-    It skips the test where this device cannot serve it.
+    The function skips the test if this device cannot serve the scenario.
     """
 
     def served(
@@ -134,14 +139,14 @@ def test_patched(scenario, serves):
 
 @pytest.mark.parametrize("scenario", scenario_params("stock", TABLE))
 def test_stock(scenario, serves):
-    """Keeps the table honest: were the stock engine right, the patch would not be needed."""
+    """Checks the table's stock outcomes, which show where the patches are needed."""
     lost_after = LOST_SECONDS if "hang" in scenario.stock else SLOW_SECONDS
     result, detail = serves(scenario, "stock", "stock", STOCK_PATIENCE, lost_after)
     assert result == scenario.stock, detail
 
 
 def mixed_params() -> list:
-    """Scenarios, with either side patched; at night by turns in releases other than the default."""
+    """Returns scenarios with either side patched; other releases alternate the nightly ones."""
     ways, found = [("stock", "patched"), ("patched", "stock")], []
     always = PUSH_CASES[release()]["mixed"]
     for at, one in enumerate(MIXED):
@@ -154,6 +159,6 @@ def mixed_params() -> list:
 
 @pytest.mark.parametrize("scenario, engines", mixed_params())
 def test_mixed(scenario, engines, serves):
-    """A rollout goes server by server: each half may be patched before the other."""
+    """A rollout goes server by server, so each side may be patched before the other."""
     result, detail = serves(scenario, *engines, PATIENCE)
     assert result == "right", detail

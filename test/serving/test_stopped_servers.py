@@ -1,6 +1,7 @@
-"""One server of two is stopped, or killed: the other one's requests are answered.
+"""One of two servers is stopped or killed; the other one's requests are answered.
 
-A prefill server, while a decode server has requests of both; then a decode server, in mid-prompt.
+The tests stop a prefill server while a decode server has requests of both prefill servers, and a
+decode server in mid-prompt.
 """
 
 import contextlib
@@ -30,16 +31,16 @@ from pd_harness.polling import is_in_time, wait_until
 
 pytestmark = MARKS
 
-AT_ONCE = 3  # seconds, for an answer of the server that lives
-# For one in many chunks over Mooncake, whose writes take turns here, of a second at most.
+AT_ONCE = 3  # seconds, for an answer of the surviving server
+# For an answer in many chunks over Mooncake, whose writes here wait up to a second for a lock.
 LOCKED_WRITE_SECONDS = 10
-# Milliseconds that the attack may add to a pause of the loop, in which forward passes are, too, and
-# with two stages the other's. Whoever waits for a peer does so for longer.
+# Milliseconds that the attack may add to a pause of the event loop. A pause also includes forward
+# passes, and with two stages the other stage's. A loop that waits for a peer pauses longer.
 ADDED_MS = 50
 ADDED_TO_STAGES_MS = 150
 BOOTSTRAP_QUERY_SECONDS = 5  # for which stock's scheduler waits for a bootstrap server
-# Seconds, for requests to the one that is stopped. On 0.5.9 they fail after 40: 5 until ZeroMQ
-# tells, 5 of silence, and 30 in which their pages may be written to; Mooncake's 30 s later.
+# Seconds, for requests to the stopped server. On 0.5.9 they fail after 40: 5 until ZeroMQ notices,
+# 5 of silence, and 30 in which their pages may be written to; with Mooncake 30 s later.
 FAILURE_SECONDS = 40 if SINCE_0_5_20 else 80
 ROUNDS = 12  # of one request to each server, a second apart
 
@@ -87,15 +88,17 @@ def test_stock_decode_blocks_on_a_stopped_prefill_server(backend):
             dump_schedulers(decode)
             _, seconds = request_both(pool, servers, to_first=False)
             pause_ms = longest_pause_ms(dump_schedulers(decode))
-            decode.stop()  # of the others it would answer none for minutes
+            decode.stop()  # it would answer no other request for minutes
     record_attack("prefill server stopped", backend, "stock", pause_ms, seconds, None)
     assert pause_ms > 1000 * (BOOTSTRAP_QUERY_SECONDS - 1), (pause_ms, seconds)
 
 
 def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], list[float]]:
-    """Requests of the first server, which are not waited for, and seconds of the second's.
+    """Sends requests for both prefill servers.
 
-    Without ``to_first`` the first server is not sent its own: it would not take them.
+    Returns futures of the first server's answers, and the seconds of the second server's. Without
+    ``to_first``, only decode gets the first server's requests, because a stopped server would not
+    accept them.
     """
     first, second, decode = servers
     of_first, answered = [], []
@@ -115,7 +118,7 @@ def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], li
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
 def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
-    """The first decode server stops in mid-prompt, twice, and is served again each time."""
+    """The first decode server is stopped in mid-prompt twice, and is served again each time."""
     long_prompts = [long_prompt(seed) for seed in range(3)]
     answers = reference(SEVEN_LAYERS, NEW_TOKENS, [*prompts(), *long_prompts])
     *right, at_first, once, again = [list(answer.ids) for answer in answers]
@@ -137,12 +140,12 @@ def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
                     lost = pool.submit(ask, prefill, first, prompt)
                     reached()
                     while_it_stands.enter_context(stopped(first))
-                time.sleep(0.1)  # prefill goes on
+                time.sleep(0.1)  # prefill resumes
                 dump_schedulers(prefill)
                 found, seconds = tokens_of(prefill, second)
                 assert found == right
                 slowest = max(slowest, seconds)
-                # By now writes to it have failed, or its memory has taken them.
+                # Writes to the stopped server fail, or its memory accepts them.
                 assert wait_until(lambda: holds_nothing(prefill), FAILURE_SECONDS, 1)
                 pause_ms = max(pause_ms, longest_pause_ms(dump_schedulers(prefill)))
             answer, _ = lost.result()

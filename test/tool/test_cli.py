@@ -1,4 +1,4 @@
-"""The command line: exit codes, JSON, and what people read."""
+"""The command line: exit codes, JSON and text."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs a command on the toy: exit code, stdout, stderr."""
+    """A function that runs a command on the toy; returns exit code, stdout and stderr."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
 
@@ -233,12 +233,12 @@ def test_help_lists_all_commands(toy):
         assert command in ran.stdout
 
 
-# Pinning
+# Fingerprints
 
 
 @pytest.fixture
 def run_fingerprints(toy, call):
-    """Runs the developers' command on the toy's patch set: exit code, stderr."""
+    """A function that runs the developers' command on the toy; returns exit code and stderr."""
     developers = typer.Typer()
     developers.command()(main)
 

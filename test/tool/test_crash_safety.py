@@ -1,7 +1,8 @@
-"""Killed or failing at every single write: status tells the truth, revert restores every byte.
+"""Killed or failing at any write: status is correct, and revert restores every byte.
 
-By night also on what the patch set changes of each published engine, of releases other than the
-default at every fifth. Three changes make a file: every third would always be the same of them.
+At night also on the files that the patch set changes in each published engine; in releases other
+than the default, at every fifth write. A file takes three writes: every third would always be the
+same one of them.
 """
 
 import errno
@@ -33,7 +34,7 @@ PUBLISHED = [
 def toy(request, toy, published_at, tmp_path, monkeypatch):
     """An engine and its patch set.
 
-    Of a published one what takes long and never differs is done here, not in every process.
+    For a published engine, slow work whose result is constant is done here, not in each process.
     """
     if request.param == "toy":
         return toy
@@ -56,7 +57,7 @@ only_toy = pytest.mark.parametrize("toy", ["toy"], indirect=True)
 def act_at_change(n: int, act) -> None:
     """Calls `act` in place of this process's n-th change to the file system (counted from 0).
 
-    A sync counts too; a file that was never synced is cut in half first, as a crash may leave it.
+    An fsync counts, too; it first cuts its file in half, as a crash may leave an unsynced file.
     """
     seen = 0
 
@@ -83,7 +84,7 @@ def act_at_change(n: int, act) -> None:
 
 
 def was_killed_at(n: int, work) -> bool:
-    """Whether a child that does `work` was killed at its n-th change; False: it needed fewer."""
+    """Whether a child that does `work` was killed at its n-th change; False if it made fewer."""
 
     def child() -> int:
         act_at_change(n, kill_self)
@@ -104,7 +105,7 @@ def revert(toy) -> None:
 
 
 def contents(toy) -> dict[str, bytes]:
-    """The engine's files and RECORD, the tool's own folders apart."""
+    """The engine's files and RECORD, without the tool's own folders."""
     return {
         path: content
         for path, (_, content, _) in toy.snapshot().items()
@@ -113,13 +114,13 @@ def contents(toy) -> dict[str, bytes]:
 
 
 def files_of(release: patches.Release, patch: patches.Patch) -> set[str]:
-    """The files that a patch's symbols are in."""
+    """The files that contain a patch's symbols."""
     symbols = patches.symbol_ids(changed_symbols(release.tree, release.fingerprints))
     return {f"sglang/{symbol.split('::')[0]}" for symbol in symbols if patch.owns(symbol)}
 
 
 def actual_state(now: dict, before: dict, after: dict, owned: set[str] | None = None) -> str:
-    """The state by comparing bytes: of all files, or of those of a patch."""
+    """The state of all files, or only of `owned` ones, by comparing bytes."""
     changed = [path for path in before | after if before.get(path) != after.get(path)]
     if owned is not None:
         changed = [path for path in changed if path in owned]
@@ -140,7 +141,7 @@ def check_status(toy, before: dict, after: dict) -> str:
     now = contents(toy)
     expected = actual_state(now, before, after)
     if expected == "absent" and (toy.root / STATE_FOLDER / "journal.json").exists():
-        expected = "half-applied"  # nothing is changed, but the journal still stands
+        expected = "half-applied"  # no file is changed, but the journal still exists
     assert told.state == expected
     for patch, state in told.patches:
         assert state == actual_state(now, before, after, files_of(toy.release(), patch)), patch.id
@@ -151,26 +152,26 @@ def check_status(toy, before: dict, after: dict) -> str:
 
 @pytest.fixture
 def bytes_before_and_after(toy, tmp_path):
-    """Bytes of the engine before and after apply."""
+    """The engine's contents before and after `apply`."""
     applied = toy.branch(tmp_path / "applied")
     apply(applied)
     return contents(toy), contents(applied)
 
 
 def change_numbers(toy) -> range:
-    """The numbers of those that are tried, and more."""
+    """The numbers of the changes to try; goes on beyond the last change."""
     return range(0, 1000, 1 if toy.version in (VERSION, default_release()) else 5)
 
 
 def killed_copies(toy, tmp_path, work):
-    """A fresh copy of the toy for each change of `work`, killed there."""
+    """A fresh copy of the toy for each change of `work`, which was killed at that change."""
     for n in change_numbers(toy):
         copy = toy.branch(tmp_path / f"kill-{n}")
         if not was_killed_at(n, lambda copy=copy: work(copy)):
             assert n > 10
             return
         yield copy
-        shutil.rmtree(copy.site)  # some hundred of a published engine take much room
+        shutil.rmtree(copy.site)  # hundreds of published engines take much space
         shutil.rmtree(copy.site.with_suffix(".other"))
     raise AssertionError("never ended")
 
@@ -215,7 +216,7 @@ def test_revert_killed_at_every_write(toy, tmp_path, bytes_before_and_after):
 
 
 def without_compiled(toy) -> dict:
-    """The snapshot less compiled files of the engine's own sources, which it may have anew."""
+    """The snapshot without compiled files; those of the engine's own sources may remain."""
     return {path: entry for path, entry in toy.snapshot().items() if "__pycache__" not in path}
 
 

@@ -1,4 +1,4 @@
-"""What the docs say: commands that exist and do as told, links that lead somewhere, log lines."""
+"""The docs are correct: commands work, links resolve, and log lines exist."""
 
 import re
 
@@ -22,7 +22,7 @@ ROUTER_COMMANDS = commands("python", "-m", "sglang_router.launch_router")
 
 @pytest.mark.parametrize("command", TOOL_COMMANDS, ids=str)
 def test_tool_accepts_documented_commands(command):
-    """Parsed as if it were run; `...` stands for more of the same."""
+    """Only parses the command; `...` stands for further options."""
     words = [word for word in command.words[1:] if word != "..."]
     if words[-1:] == ["--url"]:
         words.append("http://host")
@@ -51,7 +51,7 @@ def test_docs_contain_commands():
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs a documented command on the toy, with what NIXL and Ascend need; exit code, stdout."""
+    """A function that runs a command on the toy with NIXL and Ascend; exit code and output."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))
@@ -69,7 +69,7 @@ def call(toy, monkeypatch):
 
 
 def runs_on_toy(command) -> bool:
-    """Whether it needs neither servers nor a host of its own."""
+    """Whether the command needs neither servers nor a certain host."""
     words = command.words
     return (
         words[0] == "sglang-pd"
@@ -93,7 +93,7 @@ def test_install_page_commands_work(call, toy):
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_image_build_fails_without_apply(call, file):
-    """Its steps end well; without `apply` the last one would not."""
+    """All steps of the build succeed; without `apply` the last one fails."""
     steps = [one for one in dockerfile_commands(file) if one.words[0] == "sglang-pd"]
     assert [one.words[1] for one in steps] == ["apply", "doctor"]
     assert call(steps[1].words[1:])[0] == ExitCode.HOST_PROBLEM
@@ -101,7 +101,7 @@ def test_image_build_fails_without_apply(call, file):
 
 
 def test_dockerfiles_copy_all_wheel_sources():
-    """And a builder is sent no more: the environments here have gigabytes."""
+    """No other files are sent to a builder: the checkout's environments have gigabytes."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line[1:] for line in ignored if line.startswith("!")}
     assert [line for line in ignored if line[0] not in "#!"][0] == "*"
@@ -131,7 +131,7 @@ def test_rollback_of_upgrade_page_works(call, toy):
     assert toy.snapshot() == before
 
 
-# What else can be wrong
+# Links, log lines, outputs and exit codes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -143,7 +143,7 @@ def test_relative_links_resolve(page):
 
 
 def test_documented_log_lines_exist_in_sources():
-    """Strings of one message may be cut anywhere in a source."""
+    """A source may split a message into strings anywhere."""
     table = (ROOT / "docs/trouble.md").read_text().split("## Log lines that are ours")[1]
     lines = re.findall(r"(?m)^\| `([^`]+)` \|", table.split("## ")[0])
     assert len(lines) > 15
@@ -157,7 +157,7 @@ def test_documented_log_lines_exist_in_sources():
 
 
 def test_doctor_output_matches_install_page(tmp_path):
-    """Lines that a page shows are those of a decode host with MemFabric 1.1.6 and stock 0.5.9."""
+    """The page shows the findings on a decode host with MemFabric 1.1.6 and stock 0.5.9."""
     (shown,) = re.findall(r"(?ms)^```text\n(.*?)^```$", (ROOT / "docs/install.md").read_text())
     advice = re.findall(r"(?m)^(?:wrong|warning): .+$", shown)
     write(tmp_path / "site/m.dist-info/METADATA", "Name: memfabric_hybrid\nVersion: 1.1.6\n")

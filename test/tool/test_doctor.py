@@ -1,4 +1,4 @@
-"""What `sglang-pd doctor` says of hosts, images and servers; all of them made up here."""
+"""What `sglang-pd doctor` finds on fake hosts, images and servers."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def launch(
 
 @pytest.fixture
 def fake(tmp_path):
-    """A host of which nothing is known but what a test writes."""
+    """A host that has only what a test writes."""
 
     class Fake:
         root = tmp_path / "root"
@@ -108,7 +108,7 @@ def test_preview_release_is_a_warning(toy):
 
 @pytest.fixture
 def release(toy):
-    """One that was tested with NIXL 1.5.1."""
+    """A release that was tested with NIXL 1.5.1."""
     write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\ntested.nixl = ["1.5.1"]\n')
     return toy.release()
 
@@ -156,7 +156,7 @@ def test_library_import_error_is_reported(fake):
     found = single(packages.check_library(host, launch("mooncake")))
     assert (found.level, found.found) == ("wrong", missing)
     assert single(packages.check_library(fake.host(), launch("mooncake"))).level == "ok"
-    assert not list(packages.check_library(host, launch("nixl")))  # it is not installed
+    assert not list(packages.check_library(host, launch("nixl")))  # NIXL is not installed
 
 
 def test_missing_npu_driver_in_image_is_a_warning(fake):
@@ -198,7 +198,7 @@ def test_low_memlock_limit_is_wrong_only_with_rdma(fake):
 
 
 def test_low_open_files_limit_is_a_warning(fake):
-    assert not list(system.check_open_files(fake.host()))  # nothing is known
+    assert not list(system.check_open_files(fake.host()))  # the limit is unknown
     for files, level in (("1048576", "ok"), ("1024", "warning")):
         fake.limits(files=files)
         found = single(system.check_open_files(fake.host()))
@@ -250,7 +250,7 @@ def test_npu_devices_and_driver_are_checked(fake):
 
 @contextmanager
 def listening_port():
-    """A port that someone has, on all addresses."""
+    """A port that is in use on all addresses."""
     with socket.create_server(("0.0.0.0", 0)) as one:
         yield one.getsockname()[1]
 
@@ -310,7 +310,7 @@ def test_later_memfabric_uses_own_ports_instead_of_store(fake):
 
 @pytest.fixture
 def engine(tmp_path) -> Path:
-    """One that reads three variables."""
+    """An engine that reads four variables."""
     write(
         tmp_path / "engine/srt/environ.py",
         "class Envs:\n"
@@ -528,7 +528,7 @@ DECODE = {**PREFILL, "disaggregation_mode": "decode", "tp_size": 2}
 
 @contextmanager
 def http_server(answers, api_key=""):
-    """An HTTP server that answers paths (with their query) as told; its URL."""
+    """An HTTP server with these answers, by path and query; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -560,7 +560,7 @@ BOOTSTRAPS = {
 
 
 def examine_servers(release, backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
-    """What is said of a prefill and a decode server that differ from PREFILL and DECODE so."""
+    """The findings on servers that differ from PREFILL and DECODE in these values."""
     with http_server(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
         port = int(bootstrap_url.split(":")[-1])
         first = {**PREFILL, "disaggregation_bootstrap_port": port, **(prefill or {})}
@@ -617,7 +617,7 @@ def test_different_but_compatible_sizes_are_ok(toy):
     assert "attention TP 4" in found[0].found
 
 
-# Of TP 8 with DP attention of 2, as each release says it at /server_info.
+# TP 8 with DP attention of 2, as each release reports it at /server_info.
 OLD_GROUPS = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
 NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}
 
@@ -664,7 +664,7 @@ def test_non_sglang_server_is_wrong(toy, answer):
             )
 
 
-# All of it
+# The whole command
 
 
 def test_image_skips_host_checks(toy, fake):
@@ -676,7 +676,7 @@ def test_image_skips_host_checks(toy, fake):
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs `doctor --image` on the toy, whose folder has what NIXL needs: exit code, stdout."""
+    """A function that runs `doctor --image` on the toy with NIXL; returns exit code and stdout."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
     for name, version in (("torch", "2.13.0"), ("nixl", "1.5.1")):

@@ -1,4 +1,4 @@
-"""Which engine is found, and which release it is; nothing of it is imported."""
+"""The engine and its release are found without importing the engine."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ def unimportable(toy):
 
 
 def find_engine_in(python_path, *arguments) -> str:
-    """What a fresh interpreter with the given path finds."""
+    """Searches in a fresh interpreter with the given path; returns the completed process."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1].split(':'); "
         "from sglang_pd.install.engine import find_engine; print(find_engine().root)"
@@ -91,12 +91,12 @@ def test_engine_version_is_read_without_import(toy, files, expected):
     assert find_engine(toy.site).version == expected
 
 
-# Which release it is
+# The engine's release
 
 
 @pytest.fixture
 def patch_set(toy, monkeypatch):
-    """The toy's is the tool's: a release 5.0, too, of which the engine lacks one symbol's text."""
+    """Gives the tool the toy's patch set, and a release 5.0 that differs in one symbol."""
     shutil.copytree(toy.releases / VERSION, toy.releases / "5.0")
     toy.pin(toy.releases / "5.0", "srt/net/conn.py", "send", "0" * 64)
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
@@ -104,7 +104,7 @@ def patch_set(toy, monkeypatch):
 
 
 def set_version(toy, version: str | None) -> None:
-    """The engine says that it is of this version; None: nothing says it."""
+    """Makes the engine report this version; with None it does not report any."""
     if version is None:
         (toy.root / "version.py").unlink()
         toy.dist_record.unlink()

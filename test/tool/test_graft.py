@@ -1,4 +1,4 @@
-"""The rules of docs/graft.md, one by one, and what holds for any pair of files."""
+"""The rules of docs/graft.md, one by one, and properties of any pair of files."""
 
 from dataclasses import replace
 from hashlib import sha256
@@ -423,7 +423,7 @@ def test_emptied_class_gets_pass():
 
 
 def check_apply_and_revert(toy, release, symbol: str, untouched, theirs: str) -> None:
-    """The state of a symbol of pool.py on the way, whose text of the engine then stands no more."""
+    """Checks a symbol's state in pool.py, and that `apply` removes the engine's text, `theirs`."""
     engine, pool = toy.engine(), toy.root / "srt/pool.py"
 
     def state() -> str:
@@ -575,7 +575,7 @@ def test_renamed_class_becomes_base_class():
         """
     got, before = graft(*(dedent(text).lstrip().encode() for text in (engine, ours)), "srt/a.py")
     assert got.decode() == dedent(want).lstrip()
-    # What an unlike vendor's engine may not have changed: what ours overrides, or adds.
+    # What a vendor's engine must not have changed: the members that ours overrides or adds.
     assert {name: bool(known) for name, known in before.items()} == {
         "A.f": True,
         "A.h": False,
@@ -975,7 +975,7 @@ def members(draw, indent: str = ""):
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=6)):
         number = draw(st.integers(0, 3))
         above = draw(st.sampled_from(["", "\n", "\n\n", "# why\n", "\n# section\n\n# why\n"]))
-        # A name is of one kind everywhere, so that any two files fit each other.
+        # A name has one kind everywhere, so that any two files are compatible.
         if name in "abc":
             body = draw(
                 st.sampled_from([f"return {number}", f"# note\n    return  {number}\n\n    # end"])
@@ -992,7 +992,7 @@ def members(draw, indent: str = ""):
 
 
 def symbols(source: str) -> dict[str, str]:
-    """{dotted name: text of it} of a file's functions, constants and members."""
+    """The text of each of a file's functions, constants and members, by dotted name."""
     import ast
 
     found = {}

@@ -1,4 +1,4 @@
-"""Which MemFabric serves with which engine: what doctor says of it, and the page."""
+"""Which MemFabric works with which engine: doctor's findings, and the page."""
 
 import json
 
@@ -77,12 +77,12 @@ def test_apply_is_not_advised_where_it_does_not_help():
     found = release_finding(table, "1.1.6", "0.5.9", True)
     assert (found.level, "lets requests hang" in found.found) == ("wrong", True)
     assert found.advice.startswith("take another release")
-    # Nor is a stock one, where patches do not help.
+    # Nor on a stock engine, if patches do not help there.
     table = CompatibilityTable(KINDS, [*table.runs, run("1.1.6", "hangs")])
     assert "apply" not in release_finding(table, "1.1.6", "0.5.9", False).advice
 
 
-# The table that is shipped
+# The shipped table
 
 
 def test_listed_releases_are_unique_and_sorted():

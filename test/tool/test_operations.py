@@ -1,4 +1,4 @@
-"""Apply, revert, status and diff on a toy engine; every refusal writes nothing."""
+"""Apply, revert, status and diff on a toy engine; a refusal writes nothing."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def status(toy) -> operations.Status:
 
 
 def assert_refused(toy, work, code: ExitCode, *words: str) -> None:
-    """`work` is refused for the right reason, and nothing at all has changed."""
+    """Checks that `work` is refused with this code and these words, and changes nothing."""
     before = toy.snapshot()
     with pytest.raises(Refusal) as error:
         work(toy)
@@ -251,7 +251,7 @@ def test_symbol_without_fingerprint_is_refused(toy):
 
 
 def run_unprivileged(work) -> int:
-    """Exit code of `work` in a process that may not write what it does not own."""
+    """Runs `work` in a process that may write only its own files; returns the exit code."""
 
     def child() -> int:
         if os.geteuid() == 0:
@@ -270,7 +270,7 @@ def run_unprivileged(work) -> int:
 
 @pytest.fixture
 def read_only_toy(toy):
-    """The toy where every user can read it, and nobody write."""
+    """A copy of the toy that all users can read and none can write."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         branch = toy.branch(Path(folder) / "site")
@@ -348,7 +348,7 @@ def test_apply_and_revert_on_overlay_file_system(toy, tmp_path, applied_in_image
 
 
 def test_concurrent_apply_is_refused(toy):
-    """The first, a process of its own, is stopped in the middle; the second is refused at once."""
+    """The first apply, in another process, pauses halfway; the second is refused at once."""
     go, stop = os.pipe(), os.pipe()
 
     def first() -> int:
@@ -385,7 +385,7 @@ def test_concurrent_apply_is_refused(toy):
 
 def test_diff_makes_the_same_changes_as_apply(toy, tmp_path):
     pool = toy.root / "srt/pool.py"
-    pool.write_bytes(pool.read_bytes().rstrip(b"\n"))  # and a form feed ends no line
+    pool.write_bytes(pool.read_bytes().rstrip(b"\n"))  # no final newline; below, a form feed
     conn = toy.root / "srt/net/conn.py"
     conn.write_bytes(conn.read_bytes().replace(b"\n\n\n", b"\n\n\x0c\n"))
     other = toy.branch(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Wheels: ours carries the patch set and leaves the engine alone; the engine's uninstalls whole."""
+"""Our wheel has the patch set and no engine; pip uninstalls a patched engine completely."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
 
 @pytest.fixture
 def run_installed(environment, tmp_path):
-    """Function: run our wheel's tool, in a virtual environment of its own, with an exit status."""
+    """A function that runs the wheel's tool in its own environment and checks the exit code."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "python"):
@@ -122,7 +122,7 @@ def test_wheel_applies_and_reverts_patch_set(run_installed, engine_copy):
 
 @pytest.mark.nightly
 def test_editable_install_has_harness_of_checkout(environment):
-    """As npu.yml installs it; `sglang` here must hide no engine."""
+    """As npu.yml installs it; the checkout's `sglang` must not hide an engine."""
     python, site = environment
     pip("--python", python, "install", "--no-deps", "--quiet", "--editable", ROOT)
     pip("--python", python, "install", "--quiet", "editables")
@@ -138,7 +138,7 @@ def test_editable_install_has_harness_of_checkout(environment):
 
 @pytest.mark.nightly
 def test_npu_tests_are_collected_without_pythonpath():
-    """They are started so there, for `python/` on the path would hide an editable engine."""
+    """On NPUs they start so, as `python/` on the path would hide an editable engine."""
     command = [sys.executable, "-m", "pytest", "-o", "pythonpath=", "--collect-only", "-q"]
     paths = [ROOT / "test" / ring for ring in ("engine", "transport", "serving", "npu")]
     ran = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`sglang-pd plan`: what people and programs read, pictures, and what it refuses."""
+"""`sglang-pd plan`: text, JSON and pictures, and what it refuses."""
 
 import importlib.util
 import json
@@ -24,14 +24,14 @@ needs_matplotlib = pytest.mark.skipif(
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Runs the command on a model's configuration: exit code, stdout, stderr."""
+    """A function that runs the command on a model; returns exit code, stdout and stderr."""
 
     def run(name: str, prefill: str, decode: str, *words: str, columns: int = 80):
         file = tmp_path / name / "config.json"
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(ALL_CONFIGS[name]))
         sizes = ("--model", str(file), "--prefill", prefill, "--decode", decode)
-        for console in (cli.out, cli.err):  # a test's worker is told a width when it begins
+        for console in (cli.out, cli.err):  # a pytest worker fixes the width when it starts
             monkeypatch.setattr(console, "width", columns)
         environment = {"COLUMNS": str(columns), "TERM": "dumb"}
         got = runner.invoke(app, ["plan", *sizes, *words], env=environment)
@@ -41,7 +41,7 @@ def plan(tmp_path, monkeypatch):
 
 
 def unwrap(text: str) -> str:
-    """Wrapped lines as one."""
+    """Joins wrapped lines."""
     return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
 
 
@@ -164,7 +164,7 @@ def test_missing_matplotlib_names_package_to_install(plan, tmp_path, monkeypatch
 
 
 def texts(figure) -> list:
-    """All that is written in a figure."""
+    """All texts in a figure."""
     return [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
 
 
@@ -172,7 +172,7 @@ def texts(figure) -> list:
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss"])
 @pytest.mark.parametrize("prefill, decode", [("tp=16,pp=4", "tp=16"), ("tp=8", "tp=4,dp=4")])
 def test_text_in_pictures_does_not_overlap(tmp_path, name, prefill, decode, monkeypatch):
-    """What is written lies inside of the picture, and nothing on something else."""
+    """All text lies inside the picture, too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,7 +206,7 @@ def test_text_in_pictures_does_not_overlap(tmp_path, name, prefill, decode, monk
 
 @needs_matplotlib
 def test_pictures_are_reproducible_and_name_all_ranks(plan, tmp_path):
-    """Every prefill rank is named on both sides, in characters; the same picture each time."""
+    """Each prefill rank is named on both sides, as text; two runs draw the same bytes."""
     for suffix, begins in (("svg", b"<?xml"), ("png", b"\x89PNG")):
         files = [tmp_path / f"{number}.{suffix}" for number in (0, 1)]
         for file in files:
@@ -221,7 +221,7 @@ def test_pictures_are_reproducible_and_name_all_ranks(plan, tmp_path):
 
 
 def test_the_tool_starts_without_numpy():
-    """Plans need it; who applies or reverts a patch set does not."""
+    """Only `plan` needs numpy; applying and reverting a patch set do not."""
     code = "import sys; sys.modules['numpy'] = None; import sglang_pd.cli"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "python", capture_output=True)
     assert ran.returncode == 0, ran.stderr.decode()

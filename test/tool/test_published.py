@@ -24,7 +24,7 @@ def release(version):
 
 
 def undefined_names(site, paths) -> set[str]:
-    """What ruff says of undefined and redefined names, without line numbers."""
+    """Ruff's findings on undefined and redefined names, without line numbers."""
     ruff = [
         sys.executable,
         "-m",
@@ -95,7 +95,7 @@ def test_patches_page_is_generated_from_records():
     )
 
 
-# An engine whose version is none that the tool knows
+# An engine whose version the tool does not know
 
 
 def _text(file) -> str:
@@ -104,7 +104,7 @@ def _text(file) -> str:
 
 @pytest.fixture
 def patch_level(engine_copy, version):
-    """The published engine as a later patch level: by its version file, and by its metadata."""
+    """The published engine as a later patch level, by its version file and its metadata."""
     names = ("_version.py", "version.py")
     (said,) = [path for name in names if version in _text(path := engine_copy / "sglang" / name)]
     metadata = next(engine_copy.glob("sglang-*.dist-info")) / "METADATA"

@@ -1,4 +1,4 @@
-"""The tool and the engine-free core on other Pythons than 3.11, where such are found."""
+"""The tool and the engine-free core on Pythons other than 3.11, if they are installed."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.10", "3.12", "3.13")
-# The tool's own dependencies, and what the tests of the two rings need.
+# The tool's own dependencies, and those of the two test suites.
 PACKAGES = ("libcst>=1.5", "msgspec>=0.18", "rich>=13", "tomli>=2", "typer>=0.16", "httpx")
 TEST_PACKAGES = (
     "hypothesis",
@@ -31,7 +31,7 @@ def run(*command, **options) -> subprocess.CompletedProcess:
 
 
 def path_with_pyenv() -> str:
-    """PATH with what pyenv has made, and without its shims, which fail for what is not chosen."""
+    """PATH with pyenv's Pythons, but not its shims, which fail for versions not selected."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     kept = [folder for folder in os.environ["PATH"].split(":") if Path(folder) != pyenv / "shims"]
     return ":".join([*kept, *map(str, sorted(pyenv.glob("versions/*/bin")))])

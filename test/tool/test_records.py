@@ -1,4 +1,4 @@
-"""The page of patches: a table of patch by release, then what there is to say of each."""
+"""The page of patches: a table of patches by release, then a section about each patch."""
 
 from sglang_pd.patchset.patches import PatchRecord, ReleaseStatus, version_key
 from sglang_pd.patchset.records import markdown

@@ -1,4 +1,4 @@
-"""`sglang-pd verify`: which requests it sends, and what it makes of what servers say."""
+"""`sglang-pd verify`: the requests that it sends, and its verdict on the servers' answers."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ BYTES = 100
 
 @dataclass
 class FakeServers:
-    """A router, a prefill server whose bootstrap server has reports, and a server alone."""
+    """A router, a prefill server whose bootstrap server has reports, and a single server."""
 
     mode: str = "prefill"
     verifies: bool = True
@@ -34,7 +34,7 @@ class FakeServers:
     uncompared: int = 0
     sent_lengths: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    rounds: dict[str, int] = field(default_factory=dict)  # of three tokens, by host
+    rounds: dict[str, int] = field(default_factory=dict)  # verify steps for three tokens, by host
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -108,7 +108,7 @@ def tokens(first: int, rounds: int | None = None) -> httpx.Response:
 
 @pytest.fixture
 def run_check(monkeypatch):
-    """Function: what a check of these servers finds."""
+    """A function that checks servers; returns the verdict."""
     monkeypatch.setattr(checking, "REPORT_TIMEOUT_S", 0.2)
 
     def checked(servers: FakeServers, reference: str = "", lengths=(1, 40, 5000)):
@@ -198,7 +198,7 @@ def test_answers_are_compared_with_reference(run_check):
     ],
 )
 def test_draft_acceptance_is_reported(run_check, rounds, reference, here, there, said):
-    """Fewer accepted ones are told, and no failure: on accelerators sums are not always alike."""
+    """Fewer accepted tokens are reported, but not a failure: on accelerators sums may differ."""
     verdict = run_check(FakeServers(rounds=rounds), reference)
     assert verdict.passed
     assert as_json(verdict)["tokens_a_verify_step"] == {"fleet": here, "reference": there}

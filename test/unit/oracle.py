@@ -1,7 +1,7 @@
-"""Two PD servers in simulated memory, and what decode must hold afterwards, told head by head.
+"""Two PD servers in simulated memory, and what decode must hold after a transfer, head by head.
 
-Nothing here computes an interval or an offset: heads are dealt out like cards, layers are listed,
-and each (component, model, layer, head, token) is a number that is looked for where it belongs.
+Nothing here computes an interval or an offset: heads and layers are listed one by one, and each
+(component, model, layer, head, token) is a number that must be where it belongs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNTOUCHED = -1
 
 
 def deal_heads(total: int, ranks: int) -> list[list[int]]:
-    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+    """The heads of each rank: equal shares, or each head on several consecutive ranks."""
     if total >= ranks:
         return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
     return [[head] for head in range(total) for _ in range(ranks // total)]
@@ -41,7 +41,7 @@ def can_split(total: int, ranks: int) -> bool:
     return total % ranks == 0 or ranks % total == 0
 
 
-# Every (prefill TP, decode TP, total of KV heads) up to 16 that an engine serves.
+# Every (prefill TP, decode TP, number of KV heads) up to 16 that the engine can serve.
 TOPOLOGIES = [
     (prefill, decode, total)
     for prefill, decode, total in product(range(1, 17), repeat=3)
@@ -51,7 +51,7 @@ TOPOLOGIES = [
 
 @dataclass(frozen=True)
 class Model:
-    """Widths are int64 elements a head (of an opaque component: a token)."""
+    """A model; `widths` are int64 elements per head, or per token for opaque components."""
 
     layers: int
     kv_heads: int | None = None  # None: MLA, components are opaque
@@ -68,7 +68,7 @@ class SimulatedRank:
 
 
 class SimulatedMemory:
-    """Hands out addresses and performs copies between them."""
+    """Assigns addresses and performs copies between them."""
 
     def __init__(self, page_size: int, pages: int):
         self.page_size, self.pages = page_size, pages
@@ -120,7 +120,7 @@ class SimulatedMemory:
 
 
 def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> int:
-    """The number that this element of this head of this token of the request must hold."""
+    """The number that an element must hold, by the request's token and the head."""
     component = list(model.widths).index(buffer.component)
     number = component
     for digit in (int(buffer.draft), buffer.layer, head, token, element):
@@ -129,7 +129,7 @@ def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> 
 
 
 def fill(model: Model, rank: SimulatedRank, pages: list[int], page_size: int) -> None:
-    """Write the request's tokens, which lie in `pages`, into a prefill rank."""
+    """Writes the request's tokens into these pages of a prefill rank."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
         for i, page in enumerate(pages):
@@ -144,7 +144,7 @@ def fill(model: Model, rank: SimulatedRank, pages: list[int], page_size: int) ->
 def check_received(
     model: Model, rank: SimulatedRank, pages: list[int], page_size: int, sent: set
 ) -> None:
-    """Every element of a decode rank: the request's where it was sent, untouched elsewhere."""
+    """Checks all elements of a decode rank: the request's where sent, untouched elsewhere."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
         expected = np.full_like(array, UNTOUCHED)
@@ -160,7 +160,7 @@ def check_received(
 
 
 def digests(rank: SimulatedRank, parts, pages: list[int]):
-    """Of these parts of a rank's memory; a page's is a sum over its bytes."""
+    """Digests of these parts of a rank's memory; a page's is a weighted sum of its bytes."""
     table = np.empty((len(parts), len(pages)), np.uint64)
     for number, where in enumerate(byte_ranges(parts, rank.layout, rank.layout.kv)):
         whole = rank.memory[rank.pointers[where.buffer]].view(np.uint8)
@@ -174,7 +174,7 @@ def digests(rank: SimulatedRank, parts, pages: list[int]):
 def check_digests(
     senders: list[SimulatedRank], receiver: SimulatedRank, src_pages, dst_pages
 ) -> None:
-    """What these ranks sent is what the receiver has, and is all of it."""
+    """Checks that the receiver has what these ranks sent, and that they sent all of it."""
     own, sent = receiver.layout, []
     for sender in senders:
         parts = sent_parts(sender.layout, own, sender.layout.kv, own.kv)
@@ -199,10 +199,17 @@ def run_transfer(
     dst_pages: list[int] = (3, 4, 0),
     stock_decode: bool = False,
 ) -> int:
-    """One request from all prefill ranks to all decode ranks, read back; returns the copies made.
+    """Sends one request to all decode ranks and checks it; returns the number of copies.
 
-    `stages` lists each prefill stage's layers; the drafts are on the last. `decode_stages` is None
-    for a decode server without pipeline stages.
+    Args:
+        model: The model of both servers.
+        prefill_tp, decode_tp: TP sizes.
+        stages: The layers of each prefill stage; the last one has the draft's layers, too.
+        decode_stages: The same for decode; None without pipeline stages.
+        prefill_drafts, decode_drafts: Numbers of draft layers.
+        page_size: Tokens per page.
+        src_pages, dst_pages: The request's pages on prefill and on decode.
+        stock_decode: Whether decode ranks do not describe their layouts.
     """
     world = SimulatedMemory(page_size, pages=8)
     wanted = decode_stages or [list(range(model.layers))]

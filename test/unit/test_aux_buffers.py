@@ -1,4 +1,4 @@
-"""Which metadata rows go where, in simulated memory of two sides whose rows differ in width."""
+"""Where metadata rows are sent between two sides whose rows may differ in width."""
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ def test_rows_of_equal_width_are_sent(src, dst, rows):
     ],
 )
 def test_rows_for_peer_without_widths_depend_on_draft(src, draft, rows):
-    """A stock one, by its pointers; or the version before, which describes its draft's buffers."""
+    """A stock peer's pointers show the draft; the previous version describes its buffers."""
     assert sent_rows(src, rank(draft=draft)) == rows
     pointers = [Pointers(range(len(src.kv))), Pointers(range(1 + draft))]
     plan = plan_for_peer(src, pointers[0], StockRegistration(0, 1, 1 + draft), pointers[1])
@@ -79,7 +79,7 @@ def test_rows_for_peer_without_widths_depend_on_draft(src, draft, rows):
     slot=st.tuples(st.integers(-1, 7), st.integers(-1, 7)),
 )
 def test_aux_copies_stay_in_slot(src, dst, slots, slot):
-    """The whole slot of each row that is sent, by either side's own width; no other byte."""
+    """The whole slot of each sent row is copied, by each side's own width, and no other byte."""
     plan = make_aux_plan(rank(src, slots[0]), rank(dst, slots[1]))
     if not all(0 <= one < count for one, count in zip(slot, slots)):
         with pytest.raises(LayoutError, match=f"slot {slot[0]} of {slots[0]}, decode has .* slot"):
@@ -94,7 +94,7 @@ def test_aux_copies_stay_in_slot(src, dst, slots, slot):
 
 
 def test_stock_peer_slots_end_at_next_buffer():
-    """Of rows of 512 bytes, which are those with the fewest slots, a million bytes apart."""
+    """Buffers are a million bytes apart; the rows of 512 bytes have the fewest slots."""
     plan = make_aux_plan(rank(NARROW, 4), rank())
     plan.copies(SRC, 3, DST, 1952)
     for slots in ((4, 1000), (3, -1), (3, 1953)):

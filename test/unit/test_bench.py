@@ -1,4 +1,4 @@
-"""The benchmark compares equal work, and says so when a side is slower than it has to be."""
+"""The benchmark compares equal work, and reports a speedup below its target."""
 
 import importlib.util
 import subprocess
@@ -46,7 +46,7 @@ def test_copies_of_other_bytes_compare_unequal(bench, wrong):
 
 
 class PlanSender:
-    """Sends as the benchmark's kinds do, by our plan, buffers in reverse."""
+    """Sends by transfer plan, as in the benchmark's cases, but with copies in reverse order."""
 
     offset = 0
 
@@ -61,7 +61,7 @@ class OffByOneByteSender(PlanSender):
 
 
 class BlockSender:
-    """The same as a later release's NIXL: by numbers of blocks that the agent knows."""
+    """Sends like NIXL in later releases: by numbers of blocks that the agent knows."""
 
     offset = 0
 
@@ -143,7 +143,7 @@ def test_bench_help():
 
 @pytest.mark.engine
 def test_stock_and_patched_copy_the_same_bytes():
-    """The real stock managers and ours, in the stock environment."""
+    """Runs the real stock managers and the patched ones in the stock environment."""
     if not (ROOT / ".pd-env" / release() / "stock" / ".ready").exists():
         pytest.skip("no stock engine in .pd-env: scripts/setup.sh makes it")
     found = subprocess.run([BENCH, "plan", "--check"], capture_output=True, text=True)

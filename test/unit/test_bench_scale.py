@@ -1,4 +1,4 @@
-"""What the benchmark of many ranks makes of its figures."""
+"""How the benchmark of many ranks evaluates its figures."""
 
 import importlib.util
 import sys
@@ -25,7 +25,7 @@ def bench():
 
 
 def rows(bench, power: dict[str, float], **more):
-    """Of two rounds, in which every figure grows so."""
+    """Rows of two rounds; every figure grows with the ranks to the engine's `power`."""
     return [
         {"engine": engine, "backend": "nixl", "ranks": size, "round": number, **more}
         | dict.fromkeys(bench.GROWTHS, 3 * size ** power[engine])

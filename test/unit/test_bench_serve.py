@@ -1,4 +1,4 @@
-"""What the benchmark of whole servers makes of its figures."""
+"""How the benchmark of whole servers evaluates its figures."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What memory a peer has, and copies that leave it."""
+"""The memory of a peer, and copies that leave it."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def rank(**more) -> RankLayout:
     st.sampled_from([0, HIGH_ADDRESS]),
 )
 def test_copy_is_accepted_only_within_joined_buffers(held, copies, base):
-    """Those that lie within one another are one; a copy does not go from one to its neighbour."""
+    """Overlapping buffers count as one; a copy may not cross into an adjacent buffer."""
     joined: list[set[int]] = []
     for start, size in held:
         here = set(range(start, start + size))

@@ -1,4 +1,4 @@
-"""Channels of convolutions that share a buffer, where every rank has all of some of them."""
+"""Channels of convolutions that share a buffer; every rank holds all channels of some of them."""
 
 from itertools import product
 

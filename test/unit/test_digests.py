@@ -1,4 +1,4 @@
-"""Digests: whatever differs is seen, and said with its place; what cannot be read is refused."""
+"""Digests: any difference is reported with its place; invalid frames are refused."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_changed_page_and_part_are_reported(pages, change, data):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_swapped_parts_or_pages_are_detected(axis):
-    """Two parts, or two pages: all that arrived is there, in another order."""
+    """All parts and pages have arrived, but two of them in the wrong order."""
     before = table(5)
     after = before.copy()
     if axis == 0:
@@ -131,7 +131,7 @@ def test_unsent_parts_are_reported():
 
 @pytest.mark.parametrize("elides", ["decode", "both"])
 def test_index_keys_elided_by_decode_are_not_missing(elides):
-    """Only those: of a layer that has some, decode misses them."""
+    """Index keys of a layer that has some are missing if they are not sent."""
 
     def keys(side: str) -> RankLayout:
         sizes = (40, 0) if elides in (side, "both") else (40, 40)

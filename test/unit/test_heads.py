@@ -1,4 +1,4 @@
-"""Head mapping against heads dealt out like cards; the stock engine's failing inputs by name."""
+"""Compares the mapping of heads with heads listed one by one, also where stock fails."""
 
 import pytest
 from kv_layout import (
@@ -23,7 +23,7 @@ def test_heads_of_rank_match_dealt_heads(total):
 
 
 def test_model_without_kv_heads_sends_none():
-    """One with recurrent layers alone: each rank holds none, and none is sent."""
+    """A model with only recurrent layers: no rank holds heads, and none are sent."""
     assert all(heads_of_rank(rank, 4, 0).count == 0 for rank in range(4))
     none = heads_of_rank(0, 4, 0)
     assert heads_to_send(none, heads_of_rank(0, 2, 0), (0, 4), (0, 2)).count == 0

@@ -1,4 +1,4 @@
-"""Who may import whom; `docs/architecture.md` draws it."""
+"""Which modules may import which; `docs/architecture.md` has a drawing."""
 
 import ast
 import sys
@@ -66,7 +66,7 @@ def test_grafting_does_not_import_rest_of_tool(file):
 
 
 def test_patch_packages_cannot_shadow_engine_packages():
-    """Where the engine has an `__init__.py`, ours has none."""
+    """The patch tree has an `__init__.py` only in packages that the engine lacks."""
     ours = {path.parent.relative_to(PYTHON) for path in PYTHON.glob("sglang/**/__init__.py")}
     assert {str(folder) for folder in ours} == {
         "sglang/srt/disaggregation/kv_layout",

@@ -1,4 +1,4 @@
-"""A peer that describes nothing, of a model whose components have different layers."""
+"""Infers the layout of a stock peer, for models whose components have different layers."""
 
 import pytest
 from kv_layout import Buffer, Heads, LayoutError, RankLayout, StockRegistration, infer_layout
@@ -48,11 +48,11 @@ def test_index_layers_of_other_stages_are_unknown(pointers):
         infer_layout(own, StockRegistration(0, 1, pointers))
 
 
-# Index keys, and a stage of a decode server without stages
+# Index keys of a prefill stage and of a decode server without stages
 
 
 def indexed(layers, drafts=0, elided=(), pp=(1, 2), total=8) -> RankLayout:
-    """Latents and index keys, of which some layers have none of their own."""
+    """A rank with latents and index keys; `elided` layers have no index keys of their own."""
     numbers = [*((False, n) for n in layers), *((True, n) for n in range(drafts))]
     kv = [Buffer("kv", draft, n, 64, None, 9) for draft, n in numbers]
     state = [
@@ -63,7 +63,7 @@ def indexed(layers, drafts=0, elided=(), pp=(1, 2), total=8) -> RankLayout:
 
 
 def test_elided_index_keys_of_other_stages_are_unknown():
-    """Its first layer has none; were all of decode's taken to be alike, none would be sent."""
+    """The stage's first layer has none; if all of decode's seemed alike, none would be sent."""
     own = indexed(range(4, 8), elided=(4, 6))
     with pytest.raises(LayoutError, match="does not say which of its layers have index keys"):
         infer_layout(own, StockRegistration(0, 1, 8, 8, 64))
@@ -94,7 +94,7 @@ def hybrid(layers, state=(), pp=(1, 2)) -> RankLayout:
 
 
 def test_same_stage_of_recurrent_hybrid_is_inferred():
-    """Were it taken for a server without stages, its state would be refused."""
+    """If decode were taken for a server without stages, its state would be refused."""
     state = [Buffer(f"mamba_{i}", False, n, 32, None, 9) for i in range(2) for n in range(3)]
     own = hybrid([15], state)
     for counted in (6, None):
@@ -105,7 +105,7 @@ def test_same_stage_of_recurrent_hybrid_is_inferred():
 
 
 def test_layer_gaps_imply_hybrid_without_state():
-    """As of windows in MXFP8, which the engine sends itself; stock sends K of 15 to V of 5."""
+    """As with windows in MXFP8, which the engine itself sends; stock sends K 15 to V 5."""
     own = hybrid([10, 15])
     with pytest.raises(LayoutError, match="does not say for which layers"):
         infer_layout(own, StockRegistration(0, 1, 8, None, 64))

@@ -1,7 +1,7 @@
-"""Layers paired between two pointer lists, in every split and with drafts, against a list of names.
+"""Pairs the layers of two pointer lists, for any stages and drafts.
 
-Pointers are the names of what they point to, dealt out in the engine's order; so a pair is right if
-its two names are equal.
+Pointers are the names of what they point to, in the engine's order: a pair is right if its two
+names are equal.
 """
 
 import pytest
@@ -53,7 +53,7 @@ def test_stage_is_paired_with_decode_of_all_layers(sizes, groups, prefill_drafts
 )
 def test_stage_is_paired_with_decode_of_same_stages(sizes, groups, drafts):
     stages = stages_of_sizes(sizes)
-    # A stage's layers plus drafts may be as many as the model's: the count does not tell which.
+    # A stage may have as many layers, with the draft's, as the model: the count is ambiguous.
     assume(drafts < stages[-1][0])
     for stage in stages:
         own = names(groups, stage, drafts if stage is stages[-1] else 0)
@@ -75,7 +75,7 @@ def test_uneven_stages_that_stock_mispairs(sizes, groups):
 
 
 def test_short_stage_with_draft_keeps_buffer_groups():
-    """One layer and one draft layer of two groups: four pointers, which are not four groups."""
+    """One layer and one draft layer in two groups: four pointers, but not four groups."""
     decode = names(2, range(7), 0)
     pairs = pair_names(2, [6], 7, 1, decode)
     assert pairs == [(("k", False, 6),) * 2, (("v", False, 6),) * 2]

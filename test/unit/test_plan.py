@@ -1,4 +1,4 @@
-"""The forms of a plan's copies agree with one another, and with loops that know no arrays."""
+"""All representations of a transfer plan's copies agree with each other, and with plain loops."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kv_layout import Buffer, BufferPair, LayoutError, make_plan, prepare
 
 PAGE_SIZE = 3
-# Buffers on either side, by the bytes of a page; a slice is 10 bytes of a row.
+# Bytes per page of each buffer on either side; a slice is 10 bytes of a row.
 PAGE_BYTES = {"src": [60, 90, 120], "dst": [120, 90, 60]}
 POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000_000, 60_000_000, 90_000_000]}
 WHOLE_PAGE = BufferPair(1, 1, True, 0, 0, 90)
@@ -25,7 +25,7 @@ def plan_for(pairs):
 
 @st.composite
 def buffer_pairs(draw):
-    """Whole pages and slices, of buffers alike and not, mixed."""
+    """A mix of whole pages and slices, the latter of buffers with equal or different pages."""
     pairs = []
     for _ in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):
@@ -43,7 +43,7 @@ def pages(most=8):
 
 
 def copies_by_loops(pairs, pages):
-    """Source, destination, bytes of each copy: buffer after buffer."""
+    """Source, destination and bytes of each copy, buffer after buffer."""
     found = []
     for pair in pairs:
         size = {side: PAGE_BYTES[side][getattr(pair, side)] for side in PAGE_BYTES}
@@ -80,14 +80,14 @@ def test_all_representations_of_copies_agree(pairs, pages):
 
 
 def byte_mapping(copies):
-    """Where each byte comes from and goes to."""
+    """The source and the destination of each byte."""
     return sorted((src + i, dst + i) for src, dst, size in copies for i in range(size))
 
 
 @settings(max_examples=100, deadline=None)
 @given(pairs=buffer_pairs(), pages=pages(), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
 def test_prepared_blocks_match_copies(pairs, pages, more):
-    """The two sides have other numbers of pages, and buffers without a slice in them."""
+    """The sides have different numbers of pages, and some buffers have no slice."""
     prepared = prepare(plan_for(pairs), *(10 + count for count in more))
     src, dst = prepared.blocks([src for src, _ in pages], [dst for _, dst in pages])
     assert src.dtype == dst.dtype == np.int32 and src.shape == dst.shape
@@ -104,7 +104,7 @@ def test_prepared_blocks_match_copies(pairs, pages, more):
 def test_prepare_prefers_described_page_counts():
     buffers = [[Buffer("k", False, 0, 90, None, count)] for count in (5, 4)]
     plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
-    prepared = prepare(plan, 8, 8)  # which those who describe themselves know better
+    prepared = prepare(plan, 8, 8)  # the described counts take precedence
     assert (prepared.src, prepared.dst) == ([(1000, 90, 90, 5)], [(9000, 90, 90, 4)])
     with pytest.raises(LayoutError, match="prefill sends pages 1 to 3 of 5"):
         prepared.blocks([1, 3], [4, 2])
@@ -123,7 +123,7 @@ def test_prepared_blocks_refuse_pages_outside_stock_peer():
 
 
 def test_copies_keep_buffer_and_page_order():
-    """Buffer after buffer, pages in order: whole ones first."""
+    """Copies are in order of buffers, then of pages; whole pages come first."""
     pairs = [BufferPair(0, 0, False, 5, 0, 10), WHOLE_PAGE, BufferPair(0, 0, False, 0, 3, 10)]
     pages = [(4, 0), (5, 1), (2, 2)]
     found = list(zip(*plan_for(pairs).copies([4, 5, 2], [0, 1, 2]).lists()))
@@ -143,7 +143,7 @@ def test_split_copies_add_up_to_all(pairs, pages, at_most):
 
 
 def test_lists_equal_arrays_beyond_one_chunk():
-    """`lists` works in steps: of buffers, and of one buffer that alone is larger than a step."""
+    """`lists` works in chunks of several buffers, or of one buffer larger than a chunk."""
     for count, buffers in ((3000, 5), (9000, 2)):
         pages = np.arange(count)[::-1]
         copies = plan_for([WHOLE_PAGE] * buffers).copies(pages, pages)
@@ -152,7 +152,7 @@ def test_lists_equal_arrays_beyond_one_chunk():
 
 
 def test_descriptors_have_shape_nixl_expects():
-    """C-contiguous `[n, 3]` of 64 bits: anything else it would copy or refuse."""
+    """C-contiguous int64 `[n, 3]`: NIXL would copy or refuse anything else."""
     for side in plan_for([WHOLE_PAGE] * 2).copies([1, 2, 5], [0, 1, 2]).descriptors(0, 0):
         assert side.shape == (4, 3) and side.dtype == np.int64 and side.flags.c_contiguous
 
@@ -164,7 +164,7 @@ def test_descriptors_have_shape_nixl_expects():
     kind=st.sampled_from([np.int32, np.int64]),
 )
 def test_copies_outside_buffers_are_refused(held, pages, kind):
-    """`held` pages on either side, 0: not said, where only negative pages are surely wrong."""
+    """`held` is each side's number of pages; if 0, it is unknown, and only negatives are wrong."""
     buffers = [[Buffer("k", False, 0, 90, None, count)] for count in held]
     src, dst = (np.array([one[side] for one in pages], dtype=kind) for side in (0, 1))
     plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
@@ -187,7 +187,7 @@ def test_refusal_names_pages_of_both_sides():
 
 @pytest.mark.parametrize("page_count", [0, 9])
 def test_peer_pages_end_at_its_next_buffer(page_count):
-    """Also if it says that they do not: the third would be the other buffer's first."""
+    """Also if the peer describes more: its third page would be the next buffer's first."""
     buffers = [Buffer(part, False, 0, 90, None, page_count) for part in "kv"]
     pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
     plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9180])
@@ -206,7 +206,7 @@ def test_overlapping_peer_buffers_imply_no_page_limit(pointers):
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_slice_outside_row_is_refused(side):
-    """A row of 20 bytes on prefill, of 40 on decode."""
+    """A row has 20 bytes on prefill, and 40 on decode."""
     plan_for([BufferPair(0, 0, False, 10, 30, 10)])
     offsets = (11, 30) if side == "src" else (10, 31)
     with pytest.raises(LayoutError, match="bytes behind the beginning of a row of"):

@@ -1,4 +1,4 @@
-"""Describing pools by what they have; the stand-ins carry the engine pools' attributes."""
+"""Describes pools by their attributes; the fakes have those of the engine's pools."""
 
 from types import SimpleNamespace
 
@@ -78,7 +78,7 @@ def test_npu_fp8_pool_has_no_v_but_index_key_scales():
 
 
 def test_index_keys_of_hybrid_use_model_layer_ids():
-    """The pool inside numbers its layers from 0."""
+    """The inner pool numbers its layers from 0."""
     inner = npu(3, indexer_layer_ids=(0, 2))
     pool = SimpleNamespace(full_kv_pool=inner, full_attention_layer_id_mapping={3: 0, 7: 1, 11: 2})
     what, _ = describe(pool, count=8)
@@ -96,7 +96,7 @@ def test_sliding_window_pool_of_mla():
 
 
 def test_recurrent_state_uses_layer_ids_of_pool():
-    """A stage registers its own; a state that some layers have beside theirs comes last."""
+    """A stage registers its own layers; an additional state of some layers comes last."""
     mamba = SimpleNamespace(get_state_layer_ids=lambda: [4, 6, 4, 6, 6])
     what, _ = describe(SimpleNamespace(mamba_pool=mamba), count=5, state=True)
     parts = [("mamba_0", 4), ("mamba_0", 6), ("mamba_1", 4), ("mamba_1", 6), ("mamba_2", 6)]
@@ -142,7 +142,7 @@ def test_sliding_window_hybrid_splits_layers():
 
 
 def test_sliding_window_layers_have_own_head_count():
-    """As in MiMo-V2: over eight ranks each has one head of either kind."""
+    """As in MiMo-V2: each of eight ranks has one head of either kind."""
     config = SimpleNamespace(
         get_total_num_kv_heads=lambda: 4, get_swa_num_kv_heads=lambda ranks: 8 // ranks
     )
@@ -157,7 +157,7 @@ def test_sliding_window_layers_have_own_head_count():
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_layer_of_next_stage_is_marked_unused(draft):
-    """The engine's pools of a stage have the next stage's first layer, too."""
+    """The engine's pools of a stage include the next stage's first layer."""
     pool = SimpleNamespace(
         full_kv_pool=mha(2),
         swa_kv_pool=mha(1),
@@ -183,7 +183,7 @@ def test_recurrent_hybrid_has_attention_and_state():
 
 
 def test_empty_state_buffer_has_no_pages():
-    """A short convolution keeps nothing but its window (LFM2), linear attention has no window."""
+    """A short convolution stores only its window (LFM2); linear attention has no window."""
     mamba = SimpleNamespace(
         num_mamba_layers=1, get_contiguous_buf_infos=lambda: (range(2), range(2), range(2))
     )
@@ -214,7 +214,7 @@ def test_memory_kind(device, kind):
 
 
 def test_draft_has_separate_state_unless_pool_is_shared():
-    """A hybrid's recurrent state is one pool for target and draft, to be registered once."""
+    """A hybrid's target and draft share one pool of recurrent state, to be registered once."""
     shared = SimpleNamespace(num_mamba_layers=2, get_contiguous_buf_infos=lambda: ([1] * 4,))
     target, draft = (SimpleNamespace(mamba_pool=shared) for _ in range(2))
     assert not has_separate_state(target, draft)

@@ -1,4 +1,4 @@
-"""Who sends what: for any sizes, by the planner and by dealing heads and layers like cards."""
+"""What each rank sends, for any sizes: by the planner, and by listing heads and layers."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def pairs(draw):
 
 
 def can_serve(pair) -> bool:
-    """By the rules of thumb that a person would use."""
+    """Whether the pair can be served, by rules of thumb."""
     (p, d), (prefill_pp, decode_pp) = pair.tp, pair.pp
     heads = pair.model.kv_heads
     if heads and not (can_split(heads, p) and can_split(heads, d)):
@@ -73,7 +73,7 @@ def can_serve(pair) -> bool:
 
 
 def expected_parts(pair, tp: int, stage: int) -> set:
-    """(kind of layer, is draft, layer, head) of all that a decode rank must be sent."""
+    """(kind of layer, is draft, layer, head) of all that a decode rank must receive."""
     model, windows = pair.model, pair.model.window_heads
     totals = {"full": model.kv_heads, "window": windows and windows.total, RECURRENT: None}
 
@@ -108,14 +108,14 @@ def check_pair(pair) -> None:
     for rank, arrived in sent.items():
         assert set(arrived.values()) <= {1}, "something is sent twice"
         held = expected_parts(pair, *rank)
-        if pair.splits_recurrent_state:  # sent the engine's own way
+        if pair.splits_recurrent_state:  # sent by the engine itself
             held = {one for one in held if one[0] != RECURRENT}
         assert {what for _, *rest in arrived for what in [tuple(rest)]} == held
     assert len(sent) == pair.tp[1] * pair.decode.pp
 
 
 def check_bytes(pair, link, layouts) -> None:
-    """Those of the planner's copies, and as many of these; no page is cut by its end."""
+    """Checks a link's bytes and number of copies against those of a transfer plan."""
     if not link.parts:
         assert (link.bytes, link.min_copies, link.most) == (0, 0, 0)
         return
@@ -150,7 +150,7 @@ def test_any_topology_is_planned_completely(count):
 
 @pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_each_model_is_sent_completely(name):
-    """Each configuration, all of it sent, once."""
+    """Everything in each configuration is sent once."""
     model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
     for prefill, decode in (("tp=2", "tp=2"), ("tp=4,dp=2", "tp=4"), ("tp=2,pp=2", "tp=1")):
         check_pair(
@@ -166,7 +166,7 @@ def test_each_model_is_sent_completely(name):
 
 
 def test_mla_latent_is_sent_by_one_of_four_ranks():
-    """Of four ranks with the same latent one sends; all are asked, and one answers."""
+    """Decode requests the latent from all four ranks that hold it; only the first sends it."""
     model = config_to_model(DEEPSEEK_V3, "", "0.5.23")
     pair = make_pair(model, ServerSizes(tp=4), ServerSizes(), "nixl", "0.5.23", False)
     first, *others = links(pair)

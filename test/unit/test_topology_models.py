@@ -1,4 +1,4 @@
-"""What a model keeps of each token, by its configuration, and how a server splits it."""
+"""What a model stores per token, by its configuration, and how a server splits it."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_bytes_per_token():
     assert bytes_per_token(DEEPSEEK_V32) == 61 * ((512 + 64) * 2 + 128 + 4)
     assert bytes_per_token(DEEPSEEK_V32, "ascend") == 61 * (512 + 64 + 128) * 2
     assert bytes_per_token(GPT_OSS) == 36 * 2 * 8 * 64 * 2
-    assert bytes_per_token(ALL_CONFIGS["gemma3"]) == 12 * 2 * 4 * 256 * 2  # windows are kept whole
+    assert bytes_per_token(ALL_CONFIGS["gemma3"]) == 12 * 2 * 4 * 256 * 2  # windows keep all tokens
     assert bytes_per_token(ALL_CONFIGS["mimo"]) == (2 * 4 + 4 * 8) * (192 + 128) * 2
 
 
@@ -71,7 +71,7 @@ def test_kinds_of_layers():
 
 @pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_planned_layouts_match_described_pools(name):
-    """Its own names and order of a pool's buffers, from pools that have what the engine's have."""
+    """The planner names and orders buffers like `describe_pools` does for the engine's pools."""
     model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
     for backend in BACKENDS:
         sizes = ServerSizes(tp=2, draft=0 if model.recurrent else 1)
@@ -92,12 +92,12 @@ def test_planned_layouts_match_described_pools(name):
                 total,
             )
             assert [one.key for one in described] == [one.key for one in held]
-            if not model.window_heads:  # a pool of windows does not say how many heads there are
+            if not model.window_heads:  # a pool of windows does not state its total of heads
                 assert [one.heads for one in described] == [one.heads for one in held]
 
 
 class FakePool:
-    """With the attributes by which `kv_layout.pools` tells one from another."""
+    """A pool with the attributes by which `kv_layout.pools` distinguishes pools."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)

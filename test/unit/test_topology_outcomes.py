@@ -1,4 +1,4 @@
-"""What `plan` says of stock and patched engines is what serving, and the transport, showed."""
+"""`plan` predicts the outcomes that serving and transport tests showed, stock and patched."""
 
 import pytest
 from fleet import Fleet
@@ -38,7 +38,7 @@ PLAN_OUTCOMES = {
     CORRUPTED: WRONG,
     "http 500": FAILS,
 }
-# Of no size that a plan is made of: the engine lacks the feature as a whole.
+# No size that `plan` takes expresses these: the engine lacks the feature as a whole.
 UNPLANNED_FEATURES = ("staging", "decode_prefixes")
 
 
@@ -73,7 +73,7 @@ def pair_for_topology(
 
 
 def events(scenario: Scenario) -> list[str]:
-    """What happens in a scenario's test; its clients always ask for logprobs."""
+    """The events in a scenario's test; its clients always request logprobs."""
     happens = {RETRACTS: scenario.topology.expects_retractions, STRAY: scenario.stray is not None}
     return [LOGPROBS, *(event for event, does in happens.items() if does)]
 
@@ -121,7 +121,7 @@ def test_every_scenario_is_planned():
 
 def pair_for_fleet(fleet: Fleet, release: str):
     latent = MLADims(fleet.k_width, fleet.v_width, 128 * fleet.index_keys)
-    heads = KVHeads(fleet.kv_heads, fleet.k_width, fleet.k_width)  # of one width, as stock is tried
+    heads = KVHeads(fleet.kv_heads, fleet.k_width, fleet.k_width)  # equal, as in stock's tests
     sides = [
         ServerSizes(
             side.tp,
@@ -136,9 +136,9 @@ def pair_for_fleet(fleet: Fleet, release: str):
     return make_pair(model, *sides, fleet.backend, release, fleet.fia)
 
 
-# Where no server can be tried, or a server ends otherwise than its transport alone.
+# Where no server can run, or its outcome differs from that of its transport alone.
 OUTCOME_OVERRIDES = {
-    ("0.5.9", "ascend-mla_draft_on_both"): NO_START,  # none speculates in stages
+    ("0.5.9", "ascend-mla_draft_on_both"): NO_START,  # no speculation with PP
 }
 
 
@@ -206,7 +206,7 @@ def test_plan_predicts_state_outcome(name: str, release: str):
 
 @pytest.mark.parametrize("release, shown", list(zip(RELEASES, (DIES, HANGS))))
 def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
-    """As `STOCK_NARROWER_V` of topologies.py has it."""
+    """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
     pair = make_pair(
         plain_model(2, KVHeads(4, 8, 4)), ServerSizes(tp=2), ServerSizes(), "nixl", release, False
     )
@@ -220,7 +220,7 @@ def test_recurrent_state_between_unequal_pp_sizes_is_not_predicted():
 
 
 def test_indivisible_kv_heads_prevent_startup():
-    """No rank can have 4 of 6 heads."""
+    """4 ranks cannot share 6 heads."""
     pair = make_pair(
         plain_model(2, KVHeads(6, 8, 8)), ServerSizes(tp=4), ServerSizes(), "nixl", "0.5.23", False
     )

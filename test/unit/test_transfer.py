@@ -1,4 +1,4 @@
-"""Describe, match, plan and copy in simulated memory; every byte of decode is read back."""
+"""Describes, matches, plans and copies in simulated memory, and checks every byte of decode."""
 
 import msgspec
 import pytest
@@ -54,7 +54,7 @@ def test_every_byte_arrives_for_any_stages_and_drafts(
 ):
     stages = stages_of_sizes(sizes)
     if stock_decode and same_stages and len(sizes) > 1:
-        # A stage's layers plus drafts may be as many as the model's: stock does not tell which.
+        # A stage may have as many layers, with the draft's, as the model: a count is ambiguous.
         decode_drafts = 0
     run_transfer(
         Model(sum(sizes), widths=widths),
@@ -92,7 +92,7 @@ def test_every_byte_arrives_for_stages_and_tp_sizes(
     tp, total, stages, drafts, widths, stock_decode, draft_heads
 ):
     if stock_decode and not drafts[0]:
-        draft_heads = None  # nothing on prefill's side tells what a stock peer's draft is like
+        draft_heads = None  # without a draft, prefill cannot know that of a stock peer
     model = Model(5, total, widths, draft_heads)
     run_transfer(model, *tp, equal_stages(5, stages), None, *drafts, stock_decode=stock_decode)
 
@@ -115,7 +115,7 @@ def test_contiguous_pages_are_merged_into_runs(pages):
 
 
 def test_partial_heads_are_copied_token_by_token():
-    """Page size 1, neighbouring pages, half of the heads: one copy a token."""
+    """Page size 1, adjacent pages, half of the heads: one copy per token."""
     copies = run_transfer(
         Model(1, 2), 2, 1, [[0]], page_size=1, src_pages=[1, 2, 3], dst_pages=[4, 5, 6]
     )
@@ -205,7 +205,7 @@ ATTENTION = [Buffer(c, False, 1, 64, Heads(0, 1, 1)) for c in "kv"]
 
 
 def test_refuses_recurrent_state_between_unequal_pp_sizes():
-    """Each stage has slots for all recurrent layers; only its own hold anything."""
+    """Each stage has slots for all recurrent layers, but uses only those of its own."""
     src, dst = layout(ATTENTION, MAMBA, pp=(1, 2)), layout(ATTENTION, MAMBA)
     with pytest.raises(LayoutError, match="recurrent state: prefill PP size 2, decode PP size 1"):
         plan_for_peer(src, pointers(2, 2), dst, pointers(2, 2))
@@ -218,7 +218,7 @@ def test_refuses_to_guess_the_layers_of_a_hybrid():
 
 
 def test_unused_layer_is_neither_sent_nor_received():
-    """Stages of layers 0 and 1, each with room for the next one, which another stage fills."""
+    """The stage of layer 0 also has buffers for layer 1, which the next stage computes."""
     layers = [Buffer(c, False, n, 64) for c in ("k", "v") for n in range(2)]
     idle = [msgspec.structs.replace(b, unused=b.layer == 1) for b in layers]
     src, dst = layout(idle, idle, pp=(0, 2), layers=2), layout(layers, layers, layers=2)
@@ -235,7 +235,7 @@ def test_unused_layer_is_neither_sent_nor_received():
 
 
 def test_unused_layer_is_not_sent_to_stock_decode():
-    """The same stage holds the same buffers, the idle one's among them."""
+    """The same stage of decode has the same buffers, with those of the unused layer."""
     kv = [Buffer(c, False, n, 64, Heads(0, 1, 1), 4, n == 3) for c in "kv" for n in (1, 3)]
     src = layout(kv, MAMBA[:0], pp=(0, 2))
     plan = plan_for_peer(src, pointers(4), StockRegistration(0, 1, 4), pointers(4))
@@ -249,7 +249,7 @@ def test_refuses_to_split_recurrent_state_by_tp():
 
 
 def test_refuses_to_split_fused_convolution_state():
-    """Mooncake cuts recurrent state by itself, and would cut x, B and C as if they were one."""
+    """Mooncake itself slices recurrent state, and would slice x, B and C as if they were one."""
     state = [Buffer(f"mamba_{i}", False, 0, 64) for i in range(2)]
     facts, theirs = StockRegistration(0, 2, 2, None), pointers(2)
     with pytest.raises(LayoutError, match="TP size 1, decode TP size 2; its convolutions"):
@@ -260,11 +260,11 @@ def test_refuses_to_split_fused_convolution_state():
 
 
 def test_state_sent_by_engine_is_not_planned():
-    """Mooncake slices recurrent state by itself."""
+    """Mooncake itself slices recurrent state."""
     src = layout(ATTENTION, MAMBA)
     plan = plan_for_peer(src, pointers(2, 2), StockRegistration(0, 2, 2, None), pointers(2))
     assert plan.state is None
-    assert len(plan.kv.copies([0], [0])) == 2  # k and v, the one head that all ranks hold
+    assert len(plan.kv.copies([0], [0])) == 2  # k and v of the one head, which all ranks hold
 
 
 def test_stock_peer_with_mha_draft_of_mla_target():
@@ -284,7 +284,7 @@ def test_refuses_a_stage_without_layers_for_a_stock_peer():
 
 @pytest.mark.parametrize("pp", [(0, 1), (1, 2)])
 def test_draft_state_is_not_sent_to_stock_peer(pp):
-    """The target's state goes to the target's, whole model or the same stage; the draft's stays."""
+    """Only the target's state is sent, to decode's whole model or to the same stage."""
     kv = [Buffer("kv", draft, n, 64) for draft, n in ((False, 2), (False, 3), (True, 0))]
     state = [Buffer("index_k", b.draft, b.layer, 8) for b in kv]
     src = layout(kv, state, pp=pp)

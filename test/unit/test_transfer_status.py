@@ -28,7 +28,7 @@ def test_notification_wire_format(notification, wire):
     "wire, notification",
     [
         (b"7_kv_2_1_0", Notification(7, "kv", chunk=2, is_last=True)),
-        (b"7_kv_2_1", Notification(7, "kv", chunk=2, is_last=True)),  # releases before senders
+        (b"7_kv_2_1", Notification(7, "kv", chunk=2, is_last=True)),  # without a sender
         (b"7_aux", Notification(7, "aux")),
         (b"7_state_0", Notification(7, "state")),
     ],
@@ -38,7 +38,7 @@ def test_notifications_of_stock_prefill_are_parsed(wire, notification):
 
 
 def parse_as_stock(message):
-    """How a stock decode splits a notification: at most four underscores, the sender an int."""
+    """Parses a notification as stock decode does: up to four underscores, an integer sender."""
     parts = message.decode("ascii").split("_", 4)
     sender = int(parts[4]) if parts[1] == "kv" else None
     return int(parts[0]), parts[1], sender
@@ -78,7 +78,7 @@ def complete_notifications(senders, chunks, state):
     order=st.randoms(use_true_random=False),
 )
 def test_room_is_done_only_with_last_part(senders, chunks, state, order):
-    """Whatever the order, each part is waited for; stock calls a room done with the first aux."""
+    """In any order, a room waits for each part; on stock it is done with the first aux."""
     parts = list(complete_notifications([f"agent-{i}" for i in range(senders)], chunks, state))
     order.shuffle(parts)
     status = TransferStatus(senders=senders, expects_state=state)
@@ -108,7 +108,7 @@ def test_failed_room_is_done_when_all_senders_stopped():
 
 
 def test_failed_room_does_not_wait_for_finished_sender():
-    """One of two failed; the other's KV and metadata are written."""
+    """One of two senders failed; the other's KV and metadata are written."""
     status = TransferStatus(senders=2)
     status.add("a", Notification(1, "failed", reason="why"))
     for who, notification in complete_notifications(["b"], 2, False):

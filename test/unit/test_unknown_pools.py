@@ -1,4 +1,4 @@
-"""A pool that is not known goes, page by page, to one of the same sizes, and to no other."""
+"""An unknown pool is sent page by page to a pool of the same sizes, and to no other."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,4 @@
-"""The trailing frames: what is written is read, and what is not ours is left alone."""
+"""Layout frames: what is written can be read back, and foreign frames are ignored."""
 
 import msgspec
 import pytest
@@ -43,7 +43,7 @@ layouts = st.builds(
     aux=st.lists(st.integers(0, 1 << 15), max_size=10).map(tuple),
     aux_slots=st.integers(0, 4096),
 )
-# What the version before wrote: buffers of five fields.
+# A frame of the previous version, whose buffers have five fields.
 PREVIOUS_FRAME = (
     b"KVL1\x8a\xa7tp_rank\x01\xa7tp_size\x02\xa7pp_rank\x00\xa7pp_size\x01\xa9page_size\x10"
     b"\xa5dtype\xa8bfloat16\xa6memory\xa4VRAM\xactotal_layers=\xa2kv\x92"
@@ -72,7 +72,7 @@ def test_layout_round_trip(layout):
 
 @pytest.mark.parametrize("frame", [b"", b"KVL9\x80", b"junk", b"KVL", b"\0" * (2 << 20)])
 def test_frame_of_stock_peer_is_not_a_layout(frame):
-    """A stock one, or a fork whose frame in our place is another thing."""
+    """A stock peer, or a fork that sends another frame in its place."""
     assert decode_layout(frame) is None
 
 
@@ -137,7 +137,7 @@ class PreviousRankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @given(layout=layouts)
 def test_previous_version_reads_current_layout(layout):
-    """These two are what it reads into: of what BEFORE says, the same is written again."""
+    """The two classes above are its format: with them PREVIOUS_FRAME is rewritten unchanged."""
     read = msgspec.msgpack.Decoder(PreviousRankLayout).decode
     assert b"KVL1" + msgspec.msgpack.encode(read(PREVIOUS_FRAME[4:])) == PREVIOUS_FRAME
     theirs = read(encode_layout(layout)[4:])

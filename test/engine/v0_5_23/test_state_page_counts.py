@@ -45,8 +45,7 @@ def requested_prefill(backend, kind, theirs, classes=PATCHED, is_planned=True, p
 
 
 def run_worker(prefill, own) -> dict[int, list]:
-    """Sends both rooms with Mooncake's worker; returns the status and reason decode gets of "
-    "each."""
+    """Sends both rooms with Mooncake's worker; returns each room's status and reason for decode."""
     (queue,) = prefill.transfer_queues
     for room, pages in ((ROOM, own), (NEXT, [4, 5])):
         numbers = np.arange(3, dtype=np.int32)

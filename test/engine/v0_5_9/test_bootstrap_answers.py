@@ -1,4 +1,4 @@
-"""What a client or a peer may say or do, and no scheduler may die of: real managers, no network."""
+"""Whatever a client or a peer sends, no scheduler crashes: real managers, without a network."""
 
 import contextlib
 import threading
@@ -40,7 +40,7 @@ PAGES = np.array([3], np.int32)
 
 
 class FakeBootstrapServer:
-    """A bootstrap server: what it says of itself, and of each rank."""
+    """A bootstrap server that answers with `sizes` for the server and `rank` for each rank."""
 
     def __init__(self, sizes=SIZES, rank=RANK):
         self.sizes, self.rank = sizes, rank
@@ -56,7 +56,7 @@ class FakeBootstrapServer:
 
 @pytest.fixture(params=BACKENDS)
 def decode(request, monkeypatch):
-    """A decode rank: a function that makes a receiver after this server's answers."""
+    """A function that makes a decode rank's receiver from a bootstrap server's answers."""
     manager_class, receiver_class = BACKENDS[request.param]
     manager = manager_class.__new__(manager_class)
     manager.__dict__.update(
@@ -94,13 +94,13 @@ def decode(request, monkeypatch):
 
 
 def room_table_sizes(manager) -> dict[str, int]:
-    """What is kept of rooms."""
+    """The number of entries in each table of rooms."""
     kept = ("request_status", "failure_records", "transfer_statuses", "requested_rooms")
     return {name: len(getattr(manager, name)) for name in kept}
 
 
 def failure_of(receiver) -> str:
-    """It has failed, for this reason."""
+    """Checks that the request has failed; returns the reason."""
     assert receiver.poll() == KVPoll.Failed
     with pytest.raises(FAILURES) as raised:
         receiver.failure_exception()
@@ -131,14 +131,14 @@ def failure_of(receiver) -> str:
     ids=lambda answers: f"{answers.sizes} {answers.rank}"[:80],
 )
 def test_invalid_bootstrap_answer_fails_the_request(decode, answers):
-    """A client names it; the answer is read in decode's scheduler."""
+    """A client names the server; decode's scheduler reads its answer."""
     receiver = decode(7, answers)
     assert "10.9.9.9" in failure_of(receiver)
     assert not any(room_table_sizes(decode.manager).values())
 
 
 def test_unreachable_bootstrap_server_is_not_retried_immediately(decode, monkeypatch):
-    """The scheduler waits for its answer."""
+    """The scheduler waits for each answer."""
     silent = FakeBootstrapServer(sizes=requests.Timeout("no answer"))
     for room in range(5):
         failure_of(decode(room, silent))
@@ -148,7 +148,7 @@ def test_unreachable_bootstrap_server_is_not_retried_immediately(decode, monkeyp
 
 
 def test_second_request_of_a_room_fails(decode):
-    """The second fails, and touches nothing of the first."""
+    """The second request fails without affecting the first."""
     first = decode(7)
     first.init(PAGES, 0)
     second = decode(7)
@@ -166,7 +166,7 @@ def test_second_request_of_a_room_fails(decode):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_duplicate_room_on_two_servers_leaves_no_tracked_rooms(decode, order):
-    """No server is asked for its health for ever, whichever request ends first."""
+    """No server gets heartbeats forever, whichever request ends first."""
     made = [decode(7), decode(7, address="10.9.9.8:8998")]
     made[0].abort()
     for n in order:
@@ -178,7 +178,7 @@ def test_duplicate_room_on_two_servers_leaves_no_tracked_rooms(decode, order):
 
 
 def test_aux_data_of_a_finished_room_is_dropped():
-    """Their slot is another request's by then."""
+    """The slot is another request's by then."""
     row = np.zeros((2, 4), np.uint8)
     manager = MooncakeKVManager.__new__(MooncakeKVManager)
     sizes = {"aux_item_lens": [4], "aux_data_lens": [8]}
@@ -192,7 +192,7 @@ def test_aux_data_of_a_finished_room_is_dropped():
 
 
 def report_success(manager, room: int) -> None:
-    """Prefill's word that the room is written."""
+    """Notifies decode, as prefill does, that the room is written."""
     if isinstance(manager, MooncakeKVManager):
         manager._handle_status([b"%d" % room, b"%d" % KVPoll.Success, b"0"])
     else:
@@ -201,7 +201,7 @@ def report_success(manager, room: int) -> None:
 
 
 def test_stale_status_does_not_affect_a_reused_room(decode):
-    """Decode has asked nobody yet: else it would decode what has not come."""
+    """Decode has sent no metadata yet; otherwise it would decode KV that has not arrived."""
     receiver = decode(7)
     report_success(decode.manager, 7)
     assert receiver.poll() == KVPoll.WaitingForInput
@@ -226,7 +226,7 @@ def prefill() -> MooncakeKVManager:
 
 
 def test_two_prefill_requests_of_one_room_fail():
-    """Also when the first is over, and a third comes: none that is computed is Bootstrapping."""
+    """Also if a third comes after the first has ended: no computed request is Bootstrapping."""
     manager = prefill()
     first, second = (MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0) for _ in range(2))
     assert first.poll() == second.poll() == KVPoll.Failed
@@ -243,7 +243,7 @@ def test_two_prefill_requests_of_one_room_fail():
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_three_prefill_requests_of_one_room_fail(is_kept):
-    """The first is computed all the while, and looked at last; the second may be forgotten."""
+    """The first is still computed, and is polled last; the second may have been collected."""
     manager = prefill()
     first, second = (MooncakeKVSender(manager, ADDRESS, 7_000_004, [0], 0) for _ in range(2))
     assert second.poll() == KVPoll.Failed
@@ -263,7 +263,7 @@ def test_late_failure_does_not_reopen_a_room():
 
 @pytest.mark.parametrize("unsettled, states", [(0.0, [True, False]), (30.0, [True, True])])
 def test_failed_room_waits_a_limited_time_for_other_senders(decode, monkeypatch, unsettled, states):
-    """Of a room that failed, 29 and 31 s later; longer where a failed write may go on."""
+    """Polls a failed room after 29 and 31 s; it waits longer if a failed write may be running."""
     monkeypatch.setattr(type(decode.manager), "unsettled_seconds", unsettled)
     receiver, now = decode(7), time.monotonic()
     receiver.init(PAGES, 0)
@@ -278,7 +278,7 @@ def test_failed_room_waits_a_limited_time_for_other_senders(decode, monkeypatch,
 
 
 def test_wall_clock_jump_frees_no_pages(decode, monkeypatch):
-    """Those of a room that is waited for, and of one whose senders are."""
+    """Neither those of an open room, nor those of a failed one that waits for its senders."""
     made = [decode(room) for room in (7, 8)]
     for receiver in made:
         receiver.init(PAGES, 0)

@@ -1,4 +1,4 @@
-"""Both queues' `_init_kv_manager` with the engine's pools: what `KVArgs` then says."""
+"""The `KVArgs` that both queues' `_init_kv_manager` makes from the engine's pools."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ LAYERS = 7  # of the whole model; a pool holds two of them
 
 @pytest.fixture(params=QUEUES)
 def init_kv_args(request, monkeypatch):
-    """A function from pools to the `KVArgs` that the manager is made with."""
+    """A function from pools to the `KVArgs` of the manager."""
     module = {"prefill": prefill, "decode": decode}[request.param]
     classes = {
         KVClassType.KVARGS: KVArgs,
@@ -106,7 +106,7 @@ def test_npu_mla_is_described(init_kv_args, index_keys, groups):
 
 
 def test_npu_mla_groups_do_not_depend_on_the_draft(init_kv_args):
-    """Counted after the draft's pointers are appended, a short stage seems to have more groups."""
+    """Counted with the draft's pointers, a short stage would seem to have more groups."""
     args = init_kv_args(
         engine_calls.mla_pool(False, 16, layers=1), engine_calls.mla_pool(False, 16, layers=1)
     )
@@ -135,7 +135,7 @@ def test_nsa_state_has_target_then_draft(init_kv_args):
 
 
 def test_swa_pool_marks_the_next_stages_layer_as_unused(init_kv_args):
-    """The engine gives a stage of layers 0 to 2 the next one, too, which it never computes."""
+    """The engine's pool of layers 0 to 2 has layer 3, too, which this stage never computes."""
     pool = SWAKVPool(
         size=32,
         size_swa=32,
@@ -171,7 +171,7 @@ def test_draft_without_separate_state(init_kv_args):
 
 
 class UnknownPool(MLATokenToKVPool):
-    """One that nobody knows here, with two buffers more than an MLA pool has."""
+    """A pool unknown to the patch set, with two buffers more than an MLA pool."""
 
     def get_contiguous_buf_infos(self):
         ptrs, lens, items = super().get_contiguous_buf_infos()

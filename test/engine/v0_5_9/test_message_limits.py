@@ -1,4 +1,4 @@
-"""The sockets on which ranks read: too large a message ends its connection."""
+"""The sockets on which ranks read: an oversized message closes its connection."""
 
 import pytest
 import zmq

@@ -1,4 +1,4 @@
-"""What the NPU pools of these releases are, and what the patch set makes of them."""
+"""The NPU pools of releases before 0.5.20, in stock and with the patch set."""
 
 import inspect
 import itertools
@@ -13,14 +13,14 @@ CASES = list(itertools.product([False, True], [1, 16, 128], [0, 3]))
 
 
 def test_stock_takes_tokens_for_pages_with_fia(stock):
-    """PR #15852: only with FIA, and only where a page is more than a token."""
+    """PR #15852: only with FIA, and only if a page has more than one token."""
     answers = stock(*(["fia_pages", *case] for case in CASES))
     assert answers == [not fia or page_size == 1 for fia, page_size, _ in CASES]
 
 
 @pytest.mark.parametrize("fia", [False, True])
 def test_buffer_infos_with_narrower_v(fia):
-    """Later releases' pools have a narrower V, which has its own bytes a page."""
+    """Pools of later releases have a narrower V, with fewer bytes per page than K."""
     pool = engine_calls.mha_pool(fia, page_size=4)
     narrow = [layer[..., : engine_calls.WIDTH // 2].contiguous() for layer in pool.v_buffer]
     pool.v_buffer = narrow
@@ -34,9 +34,9 @@ def test_torch_npu_is_imported_only_on_an_npu(stock):
 
 
 def test_inherited_users_of_the_missing_kv_buffer_are_known():
-    """On an NPU latents and RoPE parts lie apart, and there is no `kv_buffer` for MLA.
+    """NPU pools of MLA keep latents and RoPE parts apart, without a `kv_buffer`.
 
-    Those that remain are called by attention backends of CUDA and XPU, or by nobody.
+    Only attention backends of CUDA and XPU call its remaining users, if anything does.
     """
     own = vars(NPUMLATokenToKVPool)
     inherited = {

@@ -147,7 +147,7 @@ def test_stopped_bootstrap_server_does_not_block_the_scheduler(backend, bootstra
     bootstrap.open.set()
     assert all(map(becomes_known, made))
     assert bootstrap.queried_ranks == [-1, 0]  # once each
-    assert not decode.asking
+    assert not decode.pending_queries
 
 
 @backends
@@ -160,7 +160,7 @@ def test_server_that_returns_no_sizes_fails_the_request(backend, bootstrap, monk
     made = receiver_of(backend, decode, 7)
     assert wait_until(lambda: made.poll() == KVPoll.Failed, PATIENCE, 0.01)
     assert "does not tell prefill's sizes" in decode.failure_records[7]
-    assert made.asking is None
+    assert made.pending_query is None
 
 
 @backends
@@ -294,7 +294,7 @@ def fail_heartbeats(decode, monkeypatch) -> None:
 def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
     backend, bootstrap, monkeypatch, rank_state
 ):
-    """Only the bootstrap server is cut off, or the rank is suspended: it accepts but never reads."""
+    """Only the bootstrap server is cut off, or the rank is suspended: accepts but never reads."""
     monkeypatch.setattr(peer_sockets, "LOST_SECONDS", 0.1)
     decode = decode_rank(backend)
     decode.release_seconds, decode.unsettled_seconds = 2.0, 0.0
@@ -322,7 +322,7 @@ def test_pages_are_kept_while_a_rank_of_a_lost_server_may_write(
 
 @backends
 def test_invalid_address_does_not_stop_the_heartbeats(backend):
-    """Clients name bootstrap servers; `requests` raises for some names what is not its own."""
+    """Clients name bootstrap servers; `requests` raises more than its own exceptions for some."""
     decode = decode_rank(backend)
     bad, lost = "prefill..svc:8998", "127.0.0.1:1"
     for room, address in ((7, bad), (8, lost)):
@@ -334,5 +334,5 @@ def test_invalid_address_does_not_stop_the_heartbeats(backend):
 
 
 def test_unresolvable_rank_is_not_taken_for_closed():
-    """Its bootstrap server says where it is."""
+    """The rank's address comes from its bootstrap server."""
     assert not prefill_servers._is_port_closed(("a" * 64, 1))

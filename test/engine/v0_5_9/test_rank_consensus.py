@@ -90,7 +90,7 @@ def test_abort_after_consensus_is_honoured():
         assert taken == ["1 aborted"]
 
 
-# A request fails on one of two stages around their proposals, before either has decided.
+# A request fails on one of two stages before that stage decides; in the last, before it proposes.
 RACES = [
     ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [3, 1, "1", "failed"]]),
     ("bootstrap", [[0, 0, "1", "ready"], [1, 1, "1", "ready"], [2, 0, "1", "failed"]]),

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, List, Set, Tuple
 
 import numpy as np
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,10 @@ class EarlyConnections:
     """
 
     agent_lock: Any = contextlib.nullcontext()
-
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.to_connect: SimpleQueue[Tuple[str, int]] = SimpleQueue()
-        self.connects = False
-        # Decode ranks with a pending read; NIXL must not remove one of them meanwhile.
-        self.connecting: Set[str] = set()
-        return self
+    to_connect: SimpleQueue[Tuple[str, int]] = PerInstance(SimpleQueue)
+    connects = False
+    # Decode ranks with a pending read; NIXL must not remove one of them meanwhile.
+    connecting: Set[str] = PerInstance(set)
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
         """Makes NIXL connect to a decode rank; returns at once.

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Set, Tuple
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.environment import seconds_of
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,15 @@ class SilenceWatch:
     `handle_peer_recovered(name)`.
     """
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
-        # Registered decode ranks to which we have or had a socket.
-        self.watched_peers: Dict[str, Any] = {}
-        # Why nothing is sent to each silent rank.
-        self.silent_peers: Dict[str, str] = {}
-        self.released_peers: Set[str] = set()
-        # Ranks whose endpoint now belongs to another rank.
-        self.replaced_peers: Set[str] = set()
-        self.check_lock = threading.Lock()
-        return self
+    silent_seconds = PerInstance(lambda: seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS))
+    # Registered decode ranks to which we have or had a socket.
+    watched_peers: Dict[str, Any] = PerInstance(dict)
+    # Why nothing is sent to each silent rank.
+    silent_peers: Dict[str, str] = PerInstance(dict)
+    released_peers: Set[str] = PerInstance(set)
+    # Ranks whose endpoint now belongs to another rank.
+    replaced_peers: Set[str] = PerInstance(set)
+    check_lock = PerInstance(threading.Lock)
 
     def watch_peer(self, name: str, info: Any) -> None:
         """Connects to a decode rank when it registers, not when its first request ends.

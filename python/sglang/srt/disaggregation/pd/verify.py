@@ -37,6 +37,7 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.memory_registration import flatten
 from sglang.srt.disaggregation.pd.page_digests import PageViews
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE, verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import PairStats, ReportSender, VerifyReport
 
@@ -188,12 +189,9 @@ class Verifier:
 class VerifyingManager:
     """Base of a KV manager; its `verifier`, from `KVArgs`, is None if nothing is compared."""
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By room: on prefill its chunks, on decode its digests by prefill rank.
-        self.sent_pages: Dict[int, List[Chunk]] = defaultdict(list)
-        self.arrived_digests: Dict[int, Dict[Hashable, bytes]] = defaultdict(dict)
-        return self
+    # By room: on prefill its chunks, on decode its digests by prefill rank.
+    sent_pages: Dict[int, List[Chunk]] = PerInstance(lambda: defaultdict(list))
+    arrived_digests: Dict[int, Dict[Hashable, bytes]] = PerInstance(lambda: defaultdict(dict))
 
     @property
     def verifier(self) -> Optional[Verifier]:

@@ -12,6 +12,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import encode_layout, is_extension_frame
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier, CompatibilityCheck
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import NotifyingSender
 from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, VerifyingReceiver
@@ -40,10 +41,7 @@ RENAMED = (
 
 
 class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCommonKVManager):
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.status_lock = threading.RLock()
-        return self
+    status_lock = PerInstance(threading.RLock)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Updates a room's status, one thread at a time. Extends the engine's: takes a lock.

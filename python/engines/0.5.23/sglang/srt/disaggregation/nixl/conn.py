@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_staging_message,
 )
 from sglang.srt.disaggregation.pd.peers import PlannedTransfers
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
@@ -94,13 +95,10 @@ class NixlKVManager(
     connection = ConnectionState()
     queuing = QueueingState()
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
-        # rank's; None if each transfer lists its own copies.
-        self.prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = {}
-        self.own_dlists: Dict[tuple, Any] = {}
-        return self
+    # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
+    # rank's; None if each transfer lists its own copies.
+    prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = PerInstance(dict)
+    own_dlists: Dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's: they may be in host memory."""

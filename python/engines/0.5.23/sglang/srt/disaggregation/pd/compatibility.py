@@ -12,6 +12,7 @@ from typing import Any, Deque, Dict, List, Optional, Tuple
 
 import requests
 from sglang.srt.disaggregation.kv_layout import tp_size_conflict
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,8 @@ class CompatibilityCheck:
 
     placeholder_prefill_info: Callable[[], Any]
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By bootstrap address: why its prefill server is incompatible, and until when that holds.
-        self.incompatible: Dict[str, Tuple[str, float]] = {}
-        return self
+    # By bootstrap address: why its prefill server is incompatible, and until when that holds.
+    incompatible: Dict[str, Tuple[str, float]] = PerInstance(dict)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Returns whether a server's sizes are known, querying it if they are not.

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.pd.compatibility import query_route
 from sglang.srt.disaggregation.pd.environment import seconds_of
 from sglang.srt.disaggregation.pd.peer_silence import DEFAULT_SECONDS, MIN_SECONDS, VARIABLE
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,14 @@ class PrefillServers:
     Only the scheduler may call `try_ensure_parallel_info`.
     """
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.silent_seconds = seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
-        self.pending_queries: Dict[str, Future] = {}
-        # Held while a request starts, which looks a server up twice, and while one is dropped.
-        self.servers_lock = threading.RLock()
-        # By bootstrap address: the server's record when it was queried, and its ranks.
-        self.routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = {}
-        # By room: the prefill ranks from which it was requested.
-        self.requested_ranks: Dict[int, List[dict]] = {}
-        return self
+    silent_seconds = PerInstance(lambda: seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS))
+    pending_queries: Dict[str, Future] = PerInstance(dict)
+    # Held while a request starts, which looks a server up twice, and while one is dropped.
+    servers_lock = PerInstance(threading.RLock)
+    # By bootstrap address: the server's record when it was queried, and its ranks.
+    routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = PerInstance(dict)
+    # By room: the prefill ranks from which it was requested.
+    requested_ranks: Dict[int, List[dict]] = PerInstance(dict)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Returns whether a server's sizes and ranks are known; False also during a query.

@@ -21,6 +21,7 @@ from typing import Any, Deque, List, Optional, Set, Tuple
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
@@ -45,22 +46,19 @@ class FailedRoom:
 class RoomFailures:
     """Mixin for a prefill rank's KV manager, over the engine's. On decode it stays empty."""
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # Shared by the scheduler, the thread that reads messages, and the transfer workers.
-        self.rooms_lock = threading.RLock()
-        # The room that a decode rank requests, while the engine stores the request, and what to do
-        # once it is stored: a room dropped halfway would be kept forever, or crash that thread.
-        self.message_room: Optional[int] = None
-        self.postponed: List[Callable[[], None]] = []
-        # Rooms of garbage-collected senders; collection may happen any time, under any lock.
-        self.collected_rooms: Deque[Tuple[int, Set[Endpoint]]] = deque()
-        self.senders: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.failed_rooms: OrderedDict[int, FailedRoom] = OrderedDict()
-        # Rooms without a request, and the decode ranks that aborted each of them.
-        self.rooms_without_sender: OrderedDict[int, Set[Endpoint]] = OrderedDict()
-        self.poisoned_rooms: OrderedDict[int, None] = OrderedDict()
-        return self
+    # Shared by the scheduler, the thread that reads messages, and the transfer workers.
+    rooms_lock = PerInstance(threading.RLock)
+    # The room that a decode rank requests, while the engine stores the request, and what to do
+    # once it is stored: a room dropped halfway would be kept forever, or crash that thread.
+    message_room: Optional[int] = None
+    postponed: List[Callable[[], None]] = PerInstance(list)
+    # Rooms of garbage-collected senders; collection may happen any time, under any lock.
+    collected_rooms: Deque[Tuple[int, Set[Endpoint]]] = PerInstance(deque)
+    senders: WeakValueDictionary[int, Any] = PerInstance(WeakValueDictionary)
+    failed_rooms: OrderedDict[int, FailedRoom] = PerInstance(OrderedDict)
+    # Rooms without a request, and the decode ranks that aborted each of them.
+    rooms_without_sender: OrderedDict[int, Set[Endpoint]] = PerInstance(OrderedDict)
+    poisoned_rooms: OrderedDict[int, None] = PerInstance(OrderedDict)
 
     def register_sender(self, room: int, sender: Any) -> None:
         """Registers a request's sender, and forgets the failure of an earlier one in its room."""

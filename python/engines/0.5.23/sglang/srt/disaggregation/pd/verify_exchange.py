@@ -16,6 +16,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.verify import Verifier
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.environ import envs
@@ -92,11 +93,8 @@ class DigestSender:
 class DigestInbox:
     """Mixin for a decode rank's KV manager: stores the digests that arrive."""
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By open room, then by prefill rank.
-        self.arrived_digests: Dict[int, Dict[int, bytes]] = {}
-        return self
+    # By open room, then by prefill rank.
+    arrived_digests: Dict[int, Dict[int, bytes]] = PerInstance(dict)
 
     def handle_digests_message(self, frames: List[bytes]) -> bool:
         """Stores the digests in a message; returns whether it has any."""

@@ -93,6 +93,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
+    agent_lock = NixlTransfers.agent_lock  # not that of `EarlyConnections`, which excludes nobody
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import parse_notification
 from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
@@ -88,18 +89,15 @@ class NixlTransfers:
     `_notification`, which formats one, and in `connecting` the peers it is connecting to.
     """
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
-        # locks of its own, and a connection must not be replaced while a write starts to use it.
-        self.agent_lock = threading.RLock()
-        self.unreachable_peers: Set[str] = set()
-        # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
-        self.transfers: WeakSet[Transfer] = WeakSet()
-        # Transfers that no sender waits for, and failure notices to send once transfers finish.
-        self.abandoned_transfers: List[Transfer] = []
-        self.pending_notices: List[Tuple[int, str, Any, str]] = []
-        return self
+    # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
+    # locks of its own, and a connection must not be replaced while a write starts to use it.
+    agent_lock = PerInstance(threading.RLock)
+    unreachable_peers: Set[str] = PerInstance(set)
+    # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
+    transfers: WeakSet[Transfer] = PerInstance(WeakSet)
+    # Transfers that no sender waits for, and failure notices to send once transfers finish.
+    abandoned_transfers: List[Transfer] = PerInstance(list)
+    pending_notices: List[Tuple[int, str, Any, str]] = PerInstance(list)
 
     def _start(self, peer: str, src, dst, notif: bytes) -> Transfer:
         room = parse_notification(notif).room

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
@@ -84,38 +85,35 @@ class PrefillServers:
     The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row).
     """
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By bootstrap address: servers in use, and when to query those again that timed out.
-        self.prefill_servers: Dict[str, PrefillServer] = {}
-        self.retry_bootstrap_at: Dict[str, float] = {}
-        # By bootstrap address: one rank's numbers (TP, DP, PP), and its last known endpoint.
-        self.seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = {}
-        self.asking: Dict[str, Future] = {}
-        # By room: the prefill ranks that it was requested from, and why it waits no longer.
-        self.requested_ranks: Dict[int, List[dict]] = {}
-        self.silent_rooms: Dict[int, str] = {}
-        self.lost_rooms: Dict[int, str] = {}
-        return self
+    # By bootstrap address: servers in use, and when to query those again that timed out.
+    prefill_servers: Dict[str, PrefillServer] = PerInstance(dict)
+    retry_bootstrap_at: Dict[str, float] = PerInstance(dict)
+    # By bootstrap address: one rank's numbers (TP, DP, PP), and its last known endpoint.
+    seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = PerInstance(dict)
+    pending_queries: Dict[str, Future] = PerInstance(dict)
+    # By room: the prefill ranks that it was requested from, and why it waits no longer.
+    requested_ranks: Dict[int, List[dict]] = PerInstance(dict)
+    silent_rooms: Dict[int, str] = PerInstance(dict)
+    lost_rooms: Dict[int, str] = PerInstance(dict)
 
     def query_in_thread(self, address: str, ask: Callable[[], None]) -> Future:
         """Has a thread query a bootstrap server with `ask`, which must not raise; one at a time.
 
         Returns a future that is done when this query, or one already under way, has finished.
         """
-        asking = self.asking.get(address)
-        if asking is None:
-            asking = self.asking[address] = Future()
+        query = self.pending_queries.get(address)
+        if query is None:
+            query = self.pending_queries[address] = Future()
 
             def serve() -> None:
                 ask()
-                del self.asking[address]
-                asking.set_result(None)
+                del self.pending_queries[address]
+                query.set_result(None)
 
             if not start_thread(serve):  # the next poll queries again
-                del self.asking[address]
-                asking.set_result(None)
-        return asking
+                del self.pending_queries[address]
+                query.set_result(None)
+        return query
 
     def prefill_server(self, address: str) -> Optional[PrefillServer]:
         """Returns a server's sizes, queried the first time; None if the query fails."""

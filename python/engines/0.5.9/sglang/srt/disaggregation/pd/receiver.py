@@ -52,7 +52,7 @@ class Receiver:
     aborted_by_engine = False
     prefill: Optional[PrefillServer] = None
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
-    asking: Optional[Future] = None
+    pending_query: Optional[Future] = None
     found_ranks: Optional[List[dict]] = None
     # Another request has the room.
     is_duplicate_room = False
@@ -76,27 +76,27 @@ class Receiver:
             return
         mgr.update_status(bootstrap_room, KVPoll.Bootstrapping)
         self.prefill_dp_rank = prefill_dp_rank
-        is_first = bootstrap_addr not in mgr.asking
+        is_first = bootstrap_addr not in mgr.pending_queries
         self._locate_prefill()
-        if self.asking is not None and is_first:
-            wait([self.asking], ANSWER_WAIT_SECONDS)
+        if self.pending_query is not None and is_first:
+            wait([self.pending_query], ANSWER_WAIT_SECONDS)
             self.is_querying()
 
     def is_querying(self) -> bool:
         """Whether the query for prefill's ranks still runs; uses its answer once it arrives."""
-        if self.asking is None:
+        if self.pending_query is None:
             return False
         has_failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
-        if not self.asking.done():
+        if not self.pending_query.done():
             return not has_failed
-        self.asking = None
+        self.pending_query = None
         if has_failed:
             return False
         if self.found_ranks is None:  # another request's query, maybe for another DP rank
             self._locate_prefill()
         else:
             self._use_ranks(self.found_ranks)
-        return self.asking is not None
+        return self.pending_query is not None
 
     def _locate_prefill(self) -> None:
         """Uses prefill's known ranks, or has a thread query their bootstrap server."""
@@ -108,7 +108,7 @@ class Receiver:
             if ranks:
                 self._use_ranks(ranks)
                 return
-        self.asking = self.kv_mgr.query_in_thread(self.bootstrap_addr, self._query_prefill)
+        self.pending_query = self.kv_mgr.query_in_thread(self.bootstrap_addr, self._query_prefill)
 
     def _query_prefill(self) -> None:
         """Queries prefill's sizes and ranks, in a thread; an error fails the room."""
@@ -309,7 +309,7 @@ class Receiver:
     def _await_senders(self, reason: str) -> None:
         """Aborts the room on our senders; from now on it waits for them to conclude."""
         self.failing_since = self.failing_since or time.monotonic()
-        if self.asking is None:
+        if self.pending_query is None:
             self._send_abort(reason, self.bootstrap_infos or ())
         else:
             scheduler = threading.get_ident()
@@ -321,7 +321,7 @@ class Receiver:
                 else:
                     self._abort_when_known(reason)
 
-            self.asking.add_done_callback(tell)
+            self.pending_query.add_done_callback(tell)
 
     def _abort_when_known(self, reason: str) -> None:
         if self.found_ranks is None:  # the query was another request's

@@ -18,6 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.environment import seconds_of
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.pd.sender import Sender
@@ -57,19 +58,16 @@ class RoomTable:
     # How long a write may go on after its failure was reported.
     unsettled_seconds = 0.0
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # The scheduler and the threads that read messages share the rooms.
-        self.rooms_lock = threading.RLock()
-        self.release_seconds = seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
-        self.failure_records: Dict[int, str] = {}
-        # Prefill's senders by room, and those whose room a later request has taken.
-        self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
-        self.replaced_senders: WeakSet[Sender] = WeakSet()
-        # Why prefill failed a room; why decode aborted one before its request reached prefill.
-        self.failed_rooms: OrderedDict[int, FailedRoom] = OrderedDict()
-        self.aborted_before_request: OrderedDict[int, str] = OrderedDict()
-        return self
+    # The scheduler and the threads that read messages share the rooms.
+    rooms_lock = PerInstance(threading.RLock)
+    release_seconds = PerInstance(lambda: seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0))
+    failure_records: Dict[int, str] = PerInstance(dict)
+    # Prefill's senders by room, and those whose room a later request has taken.
+    senders: WeakValueDictionary[int, Sender] = PerInstance(WeakValueDictionary)
+    replaced_senders: WeakSet[Sender] = PerInstance(WeakSet)
+    # Why prefill failed a room; why decode aborted one before its request reached prefill.
+    failed_rooms: OrderedDict[int, FailedRoom] = PerInstance(OrderedDict)
+    aborted_before_request: OrderedDict[int, str] = PerInstance(OrderedDict)
 
     @property
     def sender_rank(self) -> int:
