@@ -51,7 +51,7 @@ class FailureReporter:
 
 
 def pytest_configure(config):
-    """Workers share what imports the engine for their servers and ranks."""
+    """Lets workers share fork servers, which import the engine for servers and ranks."""
     if getattr(config.option, "numprocesses", None):
         folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
         os.environ[SHARED_FOLDER_VARIABLE] = folder.name

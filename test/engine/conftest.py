@@ -33,7 +33,7 @@ if not PATCHED:
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory):
-    """A function that runs probes, each [name, arguments...], in the stock engine: the results."""
+    """A function that runs probes [name, arguments...] in the stock engine; returns results."""
     try:
         python = cluster.interpreter("stock")
     except FileNotFoundError as error:

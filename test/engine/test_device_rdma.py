@@ -112,7 +112,7 @@ def test_concurrent_calls_can_be_enabled(rdma, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", [None, "", "sdma", "device_urma"])
-def test_other_protocols_are_unchanged(monkeypatch, protocol):
+def test_other_protocols_are_not_batched(monkeypatch, protocol):
     monkeypatch.delenv("ASCEND_MF_TRANSFER_PROTOCOL", raising=False)
     if protocol is not None:
         monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)

@@ -19,7 +19,7 @@ class FakeNixlAgent:
     """Replaces NIXL's agent: records calling threads, and returns a peer's `states` in turn."""
 
     def __init__(self):
-        self.started_at, self.states, self.unknown, self.threads = {}, {}, set(), set()
+        self.started, self.states, self.unknown, self.threads = {}, {}, set(), set()
         self.registered = []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
@@ -35,7 +35,7 @@ class FakeNixlAgent:
         self.threads.add(threading.get_ident())
         if peer in self.unknown:
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
-        self.started_at[peer] = operation, ours, theirs
+        self.started[peer] = operation, ours, theirs
         return peer
 
     def transfer(self, peer: str) -> str:
@@ -62,15 +62,15 @@ def manager() -> Manager:
     return Manager()
 
 
-def said(caplog, text: str) -> bool:
+def is_logged(caplog, text: str) -> bool:
     return wait_until(lambda: text in caplog.text, 10)
 
 
 def test_each_nixl_thread_reads_one_byte_of_metadata(manager, caplog):
     caplog.set_level("INFO")
     manager.connect_early("decode", AUX)
-    assert said(caplog, "Connected to decode decode in ")
-    operation, (ours, own_memory), (theirs, memory) = manager.agent.started_at["decode"]
+    assert is_logged(caplog, "Connected to decode decode in ")
+    operation, (ours, own_memory), (theirs, memory) = manager.agent.started["decode"]
     assert (operation, own_memory, memory) == ("READ", "DRAM", "DRAM")
     # NIXL splits a transfer into parts of at least 1,024 copies, one for each thread.
     assert theirs == [[AUX[0], 1, 0]] * THREADS * 1024
@@ -88,10 +88,10 @@ def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monke
     for peer in ("silent", *map(str, range(20))):
         manager.connect_early(peer, AUX)
     assert time.monotonic() - started_at < 0.5
-    assert said(caplog, "Connected to decode 19 in ") and "silent" not in caplog.text
+    assert is_logged(caplog, "Connected to decode 19 in ") and "silent" not in caplog.text
     assert len(manager.agent.threads) == 1 and threading.active_count() <= before + 1
     monkeypatch.setattr(early_connections, "CONNECT_SECONDS", 0.0)
-    assert said(caplog, "Decode silent has not answered NIXL for ")
+    assert is_logged(caplog, "Decode silent has not answered NIXL for ")
     assert not manager.failed
 
 
@@ -103,8 +103,8 @@ def test_failed_early_connection_is_left_to_the_first_request(manager, caplog, h
         manager.agent.unknown.add("lost")
     for peer in ("lost", "other"):
         manager.connect_early(peer, AUX)
-    assert said(caplog, "NIXL could not connect to decode lost, a request will: ")
-    assert said(caplog, "Connected to decode other in ")
+    assert is_logged(caplog, "NIXL could not connect to decode lost, a request will: ")
+    assert is_logged(caplog, "Connected to decode other in ")
     assert manager.failed == ["lost"] and not manager.connecting
 
 
@@ -112,7 +112,7 @@ def test_agent_lock_is_free_while_a_connection_is_pending(manager):
     manager.agent_lock = threading.Lock()
     manager.agent.states["silent"] = ["PROC"]
     manager.connect_early("silent", AUX)
-    assert wait_until(lambda: "silent" in manager.agent.started_at, 10)
+    assert wait_until(lambda: "silent" in manager.agent.started, 10)
     assert wait_until(lambda: manager.connecting == {"silent"}, 10)
     for _ in range(20):
         assert manager.agent_lock.acquire(timeout=1)
@@ -135,8 +135,10 @@ def test_memory_registration_failure_disables_early_connections(manager, caplog)
 
     manager.agent.register_memory = refuse
     manager.connect_early("decode", AUX)
-    assert said(caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND")
-    assert not manager.agent.started_at
+    assert is_logged(
+        caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND"
+    )
+    assert not manager.agent.started
 
 
 @pytest.mark.parametrize("said, connects", [("0", False), ("", True)])

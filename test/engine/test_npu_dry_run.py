@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SUPPORT = Path(__file__).parents[1] / "support"
-COPY_TESTS_0_5_9 = ("memory_of_a_dropped_copy_is_reused", "nothing_to_copy")
+COPY_TESTS_0_5_9 = ("memory_of_a_dropped_copy_is_reused", "copy_of_no_slots")
 SYNC_TESTS = "test/engine/host_copy_sync.py"
 COPY_TESTS = (
     ["test/engine/v0_5_23/test_cpu_copy_layouts.py"]

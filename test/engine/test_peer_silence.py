@@ -21,7 +21,7 @@ PATIENCE = 10.0
 class Manager(SilenceWatch):
     def __init__(self):
         self.transfer_infos, self.decode_kv_args_table = {}, {}
-        self.failed, self.back, self.rested, self.dropped = [], [], [], []
+        self.failed, self.recovered, self.released, self.dropped = [], [], [], []
         self.is_writing = False
 
     def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
@@ -29,7 +29,7 @@ class Manager(SilenceWatch):
         self.transfer_infos.pop(room)
 
     def handle_peer_recovered(self, name: str) -> None:
-        self.back.append(name)
+        self.recovered.append(name)
 
     def register(self, name: str, port: int) -> SimpleNamespace:
         info = SimpleNamespace(endpoint="127.0.0.1", dst_port=port)
@@ -39,7 +39,7 @@ class Manager(SilenceWatch):
 
     def release_peer(self, name: str) -> bool:
         if not self.is_writing:
-            self.rested.append(name)
+            self.released.append(name)
         return not self.is_writing
 
     def drop_peer(self, name: str) -> None:
@@ -96,10 +96,10 @@ def test_silent_rank_that_answers_again_is_served(manager, open_listener):
     time.sleep(0.2)
     gone.close(linger=0)
     assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
-    assert manager.back == []
+    assert manager.recovered == []
     open_listener(port)
     assert wait_until(lambda: not manager.silent_peers, PATIENCE, 0.01)
-    assert manager.back == ["a"]
+    assert manager.recovered == ["a"]
     manager.transfer_infos[1] = {"a": None}
     time.sleep(1.2)
     assert manager.silence_reason(1) == "" and not manager.failed
@@ -116,9 +116,7 @@ def test_silent_rank_that_registers_elsewhere_is_served_at_once(manager, open_li
     assert "a" not in manager.silent_peers
 
 
-def test_silent_rank_is_alive_on_a_message_before_it_is_connected(
-    manager, open_listener, monkeypatch
-):
+def test_message_ends_silence_before_the_rank_is_connected(manager, open_listener, monkeypatch):
     """The message gives the rank another second, even if its socket has been closed by then."""
     gone, port = open_listener()
     info = manager.register("a", port)
@@ -132,7 +130,7 @@ def test_silent_rank_is_alive_on_a_message_before_it_is_connected(
     assert "a" in manager.silent_peers  # no message has come
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 60.0)
     manager.note_peer_alive("a", info)
-    assert not manager.silent_peers and manager.back == ["a"]
+    assert not manager.silent_peers and manager.recovered == ["a"]
     assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
 
 
@@ -165,14 +163,14 @@ def test_long_silent_rank_is_released_once_and_may_come_back(manager, monkeypatc
     for name, port in (("a", 1), ("b", 2)):
         manager.register(name, port)
     set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS - 1})
-    assert set(manager.silent_peers) == {"a"} and not manager.rested
+    assert set(manager.silent_peers) == {"a"} and not manager.released
     for _ in range(2):
         set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
-        assert manager.rested == ["a"] and set(manager.decode_kv_args_table) == {"a", "b"}
+        assert manager.released == ["a"] and set(manager.decode_kv_args_table) == {"a", "b"}
     set_silent_seconds(manager, monkeypatch, {})
-    assert manager.back == ["a"] and not manager.released_peers
+    assert manager.recovered == ["a"] and not manager.released_peers
     set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
-    assert manager.rested == ["a", "a"] and not manager.dropped
+    assert manager.released == ["a", "a"] and not manager.dropped
     with monkeypatch.context() as heard:
         heard.setattr(peer_sockets.PeerSocket, "silent_for", lambda self: 0.0)
         manager.register("a", 1)
@@ -184,7 +182,7 @@ def test_rank_with_a_room_or_a_running_write_is_not_released(manager, monkeypatc
     manager.fail_room_of_silent_peer = lambda room, reason: None
     manager.transfer_infos = {5: {"b": None, "a": None}}
     set_silent_seconds(manager, monkeypatch, {1: 9e9})
-    assert not manager.rested
+    assert not manager.released
     manager.transfer_infos, manager.is_writing = {}, True
     manager.check_peers()
     assert not manager.released_peers
@@ -241,7 +239,7 @@ def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, open_listener)
 
 
 @pytest.mark.parametrize("value", ["soon", "4.9", "-1", "inf", "nan"])
-def test_invalid_silence_seconds_stop_the_start(monkeypatch, value):
+def test_invalid_silence_seconds_are_refused_at_startup(monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'; it takes seconds, 5 or more"):
         Manager()

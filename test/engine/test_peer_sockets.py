@@ -139,7 +139,7 @@ def test_sockets_of_lost_peers_are_closed(make_peer, monkeypatch):
         assert again.recv() == b"after"
 
 
-def test_peer_without_a_socket_is_silent_for_ever():
+def test_peer_without_a_socket_counts_as_always_silent():
     assert PeerSocket("tcp://127.0.0.1:1").silent_for() == math.inf
 
 
@@ -186,12 +186,12 @@ def test_suspension_of_this_process_does_not_count_as_silence(make_peer, monkeyp
     seen, noted = [], threading.Event()
 
     class Watcher:
-        def look(self) -> None:
+        def check(self) -> None:
             if noted.is_set():
                 seen.append(PeerSocket(endpoint).silent_for())
 
     watcher = Watcher()
-    peer_sockets.call_periodically(watcher.look)
+    peer_sockets.call_periodically(watcher.check)
     with peer_sockets._sockets.lock:  # blocks the periodic check
         noted.set()
         time.sleep(3)

@@ -48,7 +48,7 @@ def end_idle_window() -> int:
     return len(kinds)
 
 
-def test_as_many_blocks_are_kept_as_were_in_use_at_peak():
+def test_free_blocks_beyond_recent_peak_are_released():
     made = allocate_blocks(10)
     end_idle_window()
     del made[:]

@@ -128,7 +128,7 @@ def layer_of(kind: str) -> SimpleNamespace:
 
 
 def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
-    """Returns random (q, k, v) and keywords for the ``ascend`` backend, and (q, k, v) for others."""
+    """Returns random (q, k, v) and keywords for ``ascend``, and (q, k, v) for other backends."""
     if kind != "mla":
         kv = torch.randn(2, tokens, KV_HEADS, WIDTH)
         plain = (torch.randn(tokens, Q_HEADS * WIDTH), kv[0], kv[1])

@@ -35,7 +35,7 @@ def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
 
-def test_all_processes_end_with_context_manager(tmp_path):
+def test_context_manager_stops_all_processes(tmp_path):
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
@@ -52,7 +52,7 @@ def test_servers_share_the_session_of_the_test(tmp_path):
         assert os.getpgid(pid) != os.getpgid(0)
 
 
-def test_servers_end_with_killed_parent(tmp_path):
+def test_servers_exit_with_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"""
@@ -94,7 +94,7 @@ def test_server_that_exits_early_is_reported_with_log(tmp_path):
     assert time.monotonic() - start < 30
 
 
-def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
+def test_server_not_ready_in_time_is_stopped(tmp_path):
     (port,) = free_ports(1)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     server = cluster.Server("slow", command, port, tmp_path / "log")
@@ -138,7 +138,7 @@ def test_oldest_reserved_ports_are_released():
 import sys
 sys.path[:0] = {sys.path!r}
 from pd_harness import ports
-ports.MOST = 2
+ports.MAX_RESERVED = 2
 oldest, other, newest = ports.free_ports(3)
 print("oldest", ports.free_ports(1, [oldest]) == [oldest])
 print("newest", ports.free_ports(1, [newest]))

@@ -39,7 +39,7 @@ def test_cpu_host_is_disabled_by_default():
     assert found.stdout == "None\n"
 
 
-def test_a_misspelt_switch_is_refused():
+def test_misspelt_switch_is_refused():
     found = python("print('ran')", **{SWITCH: "yes"})
     assert found.returncode != 0
     assert f"{SWITCH} is 'yes'" in found.stderr
@@ -227,8 +227,8 @@ def test_import_hook_on_loaded_module_is_refused():
         after_import("json", print)
 
 
-# Several callers of one transfer engine write to another one, each its own bytes. Prints each call's
-# status, and whether all bytes arrived.
+# Several callers of one transfer engine write to another one, each its own bytes. Prints the calls'
+# statuses, and whether all bytes arrived.
 WRITE = """
 import ctypes, json, os, sys
 from concurrent.futures import ThreadPoolExecutor

@@ -114,7 +114,7 @@ def test_server_options_on_cpu_host(no_npu, monkeypatch, tmp_path):
         assert server.environment["SGLANG_PD_CPU_HOST"] == "1"
 
 
-def test_scenarios_that_fit_on_four_npus(four_npus):
+def test_four_npus_run_all_but_largest_scenarios(four_npus):
     served = [
         scenario.name
         for scenario in SCENARIOS
@@ -199,7 +199,7 @@ class RecordingForkServer:
 def test_ranks_on_npus_import_engine_concurrently(monkeypatch, where, early):
     """Otherwise each fleet would need three imports, one after the other."""
     monkeypatch.setattr(fleets, "device", lambda: where)
-    monkeypatch.setattr(fleets, "answers", lambda port: True)
+    monkeypatch.setattr(fleets, "is_listening", lambda port: True)
     monkeypatch.setattr(fleets.Rank, "start", RecordingForkServer.start)
     spawning, fleet = (
         RecordingForkServer(),

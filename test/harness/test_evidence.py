@@ -60,7 +60,7 @@ def test_new_measure_preserves_other_measures(rows):
 def test_empty_report_says_not_measured(rows):
     said = "\n".join(importlib.import_module("evidence_tables").tables())
     assert "| demo, patched | not measured |" in said
-    kinds = {*rows.KEYS, *rows.BENCHES} - {"verify"}  # both have it
+    kinds = {*rows.KEYS, *rows.BENCHES} - {"verify"}  # in both, so it counts twice
     if SINCE_0_5_20:
         kinds.remove("back_off")  # measured with 0.5.9's queues only
     assert said.count(": not measured.") == len(kinds) + 2

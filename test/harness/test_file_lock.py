@@ -11,9 +11,9 @@ from pd_harness.cpu_host.file_lock import FileLock
 
 HOLDER = """
 import sys, time
-from pd_harness.cpu_host.file_lock import Turn
-turn = Turn(sys.argv[1])
-with turn.taken() as held:
+from pd_harness.cpu_host.file_lock import FileLock
+turn = FileLock(sys.argv[1])
+with turn.acquired() as held:
     print(held, flush=True)
     sys.stdin.readline()
 print("given back", flush=True)
@@ -49,7 +49,7 @@ def test_lock_is_released(name, holder):
     assert (first, second) == (True, True)
 
 
-def test_lock_is_released_when_process_ends(name, holder):
+def test_lock_is_released_when_process_exits(name, holder):
     holder.kill()
     with FileLock(name, timeout_s=30).acquired() as held:
         assert held

@@ -153,14 +153,14 @@ def test_workers_share_fork_servers_of_living_workers(tmp_path):
         assert worker("1")[1] != made
 
 
-def test_fork_ends_when_its_handle_is_dropped(tmp_path):
+def test_fork_exits_when_its_handle_is_dropped(tmp_path):
     log = tmp_path / "log"
     keepers = [run(CHILD.format(seconds=600, threads=False, target="child"), log).pid]
     assert all(has_exited(pid) for pid in keepers)
 
 
 @pytest.mark.nightly  # it imports the engine once more
-def test_forks_end_with_killed_parent(tmp_path, monkeypatch):
+def test_forks_exit_with_killed_parent(tmp_path, monkeypatch):
     monkeypatch.delenv(forks.SHARED_FOLDER_VARIABLE, raising=False)
     log = tmp_path / "log"
     code = CHILD.format(seconds=600, threads=False, target="child")
@@ -186,7 +186,7 @@ time.sleep(600)
     assert all(has_exited(pid) for pid in (server, child.pid, keeper, fork_server))
 
 
-def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
+def test_unimportable_engine_is_reported(tmp_path):
     with pytest.raises(forks.ForkServerFailed, match="No module named"):
         forks.fork_server(
             [sys.executable, "-m", forks.MODULE], {"PYTHONPATH": PYTHON_PATH}, lambda _: {}

@@ -222,7 +222,7 @@ def test_other_pages_are_not_writable(pair):
         assert pair.decode("count", DATA, PAGE, PAGE) == 0
 
 
-def test_a_source_need_not_be_registered(pair):
+def test_source_need_not_be_registered(pair):
     assert pair.arrives([30 * MIB, 100, 16])
 
 
@@ -262,7 +262,7 @@ def test_unregistering_has_no_effect(pair):
     assert pair.arrives([100, *BUFFER])
 
 
-def test_functions_that_no_release_has(pair):
+def test_functions_missing_in_all_releases(pair):
     for name in ("send_probe", "batch_unregister_memory", "get_engine"):
         assert pair.decode("has", name) is False
 
@@ -329,7 +329,7 @@ def test_missing_driver_is_named(tmp_path):
     assert ".pd-env/memfabric/none/1.3.0 is missing; run `scripts/setup.sh --memfabric" in said
 
 
-def test_a_driver_of_another_architecture_is_named(tmp_path):
+def test_driver_of_another_architecture_is_named(tmp_path):
     """Bytes 18 and 19 of an ELF file are the machine's number; 243 is RISC-V."""
     library = bytearray(memfabric.LIBRARY.read_bytes())
     library[18:20] = (243).to_bytes(2, "little")
@@ -339,7 +339,7 @@ def test_a_driver_of_another_architecture_is_named(tmp_path):
     assert f"here it must be built for {os.uname().machine}" in said
 
 
-def test_a_wheel_that_does_not_load_is_named(tmp_path):
+def test_unloadable_wheel_is_named(tmp_path):
     package = tmp_path / DEFAULT_MEMFABRIC / "memfabric_hybrid"
     package.mkdir(parents=True)
     (package / "libmf_smem.so").write_bytes(b"no library")
@@ -435,7 +435,7 @@ def test_rdma_writes_through_the_nic(rdma):
 
 
 def test_rdma_requires_registered_sources(rdma):
-    """1.0 copies unregistered memory through its own buffer, which later releases lack by default."""
+    """1.0 copies unregistered sources through its own buffer; later ones have none by default."""
     taken = rdma.write([30 * MIB, 100, 16]) == 0
     assert taken == (rdma.version < (1, 1, 3))
 

@@ -34,7 +34,7 @@ def test_gqa_config_matches_parameters(tmp_path):
     assert config["dtype"] == "float32"
 
 
-def test_mla_config_has_fields_that_the_engine_reads(tmp_path):
+def test_mla_config_has_fields_read_by_engine(tmp_path):
     config = json.loads((SMALL_MLA.make(tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["DeepseekV2ForCausalLM"]
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (16, 8)

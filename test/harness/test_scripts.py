@@ -47,7 +47,7 @@ def test_demo_refuses_unknown_arguments(words):
     assert f"'{words[-1]}' is not nixl, ascend or --stock" in found.stderr
 
 
-def test_setup_refuses_an_unknown_engine():
+def test_setup_refuses_unknown_engine():
     found = run(SCRIPTS / "setup.sh", "newest")
     assert found.returncode == 2
     assert "newest" in found.stderr
@@ -68,7 +68,7 @@ def test_cpu_host_script_returns_status_of_command():
     assert found.stdout == "1\n"
 
 
-def test_a_second_setup_does_nothing():
+def test_second_setup_does_nothing():
     assert run(SCRIPTS / "setup.sh", "stock").returncode == 0
     assert run(SCRIPTS / "setup.sh", "stock").stderr == ""
 
@@ -89,7 +89,7 @@ def test_setup_refuses_unsupported_release():
     assert "0.5.8" in found.stderr
 
 
-def test_release_is_that_of_installed_engine(monkeypatch):
+def test_release_follows_installed_engine(monkeypatch):
     def nothing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -15,7 +15,7 @@ from pd_harness import cluster
 from pd_harness.cpu_host.scheduler_dump import FOLDER_VARIABLE, PAUSE_FILE
 
 # A manager's bounded tables of ended rooms whose requests may still arrive.
-REMEMBERED = ("failed_rooms", "aborted_before_request", "failed_rooms", "rooms_without_sender")
+REMEMBERED = ("failed_rooms", "aborted_before_request", "rooms_without_sender")
 PATIENCE = 30  # seconds; a process handles the signal between two steps
 
 

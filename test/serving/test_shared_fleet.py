@@ -218,7 +218,7 @@ def posted(url: str, asked: dict) -> httpx.Response:
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
-def test_logprobs_of_the_prompt(pair, nixl):
+def test_prompt_logprobs_come_from_prefill(pair, nixl):
     """Prefill computes them, and the router merges them into decode's answer."""
     prompt = prompts()[3]
     asked = body(prompt, return_logprob=True, logprob_start_len=0)

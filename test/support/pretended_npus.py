@@ -64,7 +64,7 @@ def pytest_collection_finish(session):
         fleet.is_listening = lambda port: True
         fleet.running = _pretended_ranks(fleet.running)
     for module in {item.module for item in session.items}:
-        if hasattr(module, "INT32_ELEMENTS"):  # elements of a pool
+        if hasattr(module, "INT32_ELEMENTS"):  # the size of the large pools
             module.INT32_ELEMENTS = 1 << 20
 
 

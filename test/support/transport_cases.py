@@ -112,7 +112,7 @@ ASCEND = {
     ),
 }
 ONE_HEAD = tp(2, 4, heads=1)
-# Outcomes of writes beside a buffer: MemFabric accepts them, and other memory changes, or the
+# Outcomes of writes outside of a buffer: MemFabric accepts them, and other memory changes, or the
 # process crashes.
 CORRUPTED = ("wrong", "died", "raised")
 # Outcomes of the same requests on the stock engine, with K and V of one width.

@@ -57,7 +57,7 @@ only_toy = pytest.mark.parametrize("toy", ["toy"], indirect=True)
 def act_at_change(n: int, act) -> None:
     """Calls `act` in place of this process's n-th change to the file system (counted from 0).
 
-    An fsync counts, too; it first cuts its file in half, as a crash may leave an unsynced file.
+    An fsync counts, too; before `act`, its file is cut in half, as a crash may leave it unsynced.
     """
     seen = 0
 

@@ -51,7 +51,7 @@ def test_docs_contain_commands():
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """A function that runs a command on the toy with NIXL and Ascend; exit code and output."""
+    """A function that runs a command on a toy with NIXL and Ascend; returns code and output."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))

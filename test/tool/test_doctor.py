@@ -641,7 +641,7 @@ def test_incompatible_dp_attention_sizes_on_later_release(toy):
     assert "attention TP: 3 and 2" in [one.found for one in found]
 
 
-def test_server_that_differs_from_this_host(toy):
+def test_server_unlike_this_host_is_reported(toy):
     found = examine_servers(toy.release(), backend="mooncake", prefill={"version": "1.0"})
     assert [one.level for one in found if one.name.startswith("prefill")] == [
         "ok",

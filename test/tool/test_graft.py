@@ -207,7 +207,7 @@ def test_new_method_is_separated_by_blank_line():
     )
 
 
-def test_a_new_class_is_added_whole():
+def test_new_class_is_added_completely():
     assert_graft(
         "A = 1\n",
         "class B(A):\n    '''Doc.'''\n\n    x: int = 1\n",
@@ -276,7 +276,7 @@ def test_only_missing_imports_are_added_after_the_last_one():
     )
 
 
-def test_a_long_import_is_wrapped():
+def test_long_import_is_wrapped():
     names = [f"a_rather_long_name_{k}" for k in range(5)]
     got = graft_text("A = 1\n", f"from somewhere import {', '.join(names)}\n")
     assert got == "from somewhere import (\n" + "".join(f"    {n},\n" for n in names) + ")\nA = 1\n"
@@ -441,7 +441,7 @@ def check_apply_and_revert(toy, release, symbol: str, untouched, theirs: str) ->
     assert toy.snapshot() == untouched
 
 
-def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
+def test_removal_is_pinned_owned_reported_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(ours.read_text().replace("\n\n\nclass", "\n\nREMOVED = ('os',)\n\n\nclass"))
@@ -582,7 +582,7 @@ def test_renamed_class_becomes_base_class():
     }
 
 
-def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
+def test_rename_is_fingerprinted_reported_and_reverted(toy):
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(
         "RENAMED = (('grow', 'engine_grow'),)\n\n\ndef grow(pool):\n    return engine_grow(pool)\n"
@@ -683,7 +683,7 @@ def test_added_bases_precede_engine_bases(engine, ours, expected):
     assert graft(got, f"{ours}\n    y = 2\n".encode(), PATH)[0] == got
 
 
-def test_bases_are_pinned_owned_and_reverted(toy):
+def test_bases_are_fingerprinted_owned_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
     of_ours = "class Of:\n    pass\n\n\nclass Pool(Of, object):"
@@ -811,7 +811,7 @@ def test_existing_equal_guard_is_unchanged():
     assert before == {"npu": sha256(GUARD.encode()).hexdigest()}
 
 
-def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
+def test_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     """The toy's pool imports `os`; ours guards it."""
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"

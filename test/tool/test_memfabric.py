@@ -45,13 +45,13 @@ def test_worst_outcome_of_fleets_counts():
     assert table.expected("1.0.6", "0.5.9", False) == ("1.0.8", "hangs")
 
 
-def test_release_that_served_is_ok():
+def test_serving_release_is_ok():
     found = release_finding(TABLE, "1.0.8+vendor", "0.5.9", False)
     assert (found.level, found.found) == ("ok", "1.0.8+vendor, with which stock 0.5.9 serves")
 
 
 @pytest.mark.parametrize(("release", "named"), [("1.1.6", "with it"), ("1.3.0", "with 1.1.6")])
-def test_failing_releases_and_those_of_equal_sessions_are_wrong(release, named):
+def test_failing_releases_and_those_with_equal_session_ids_are_wrong(release, named):
     found = release_finding(TABLE, release, "0.5.9", False)
     assert found.level == "wrong" and named in found.found
     assert "fails every request" in found.found

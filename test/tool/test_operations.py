@@ -202,7 +202,7 @@ def test_file_edited_after_apply_is_refused(toy, path):
     assert toy.snapshot() == start
 
 
-def test_a_deleted_file_counts_as_edited(toy):
+def test_deleted_file_counts_as_edited(toy):
     apply(toy)
     (toy.root / "srt/pool.py").unlink()
     assert_refused(toy, revert, ExitCode.EDITED, "srt/pool.py")

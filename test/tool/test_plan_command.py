@@ -45,7 +45,7 @@ def unwrap(text: str) -> str:
     return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
 
 
-def test_a_pair_that_stock_cannot_serve(plan):
+def test_plan_of_pair_unservable_by_stock(plan):
     code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
     assert code == 0
     assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
@@ -220,7 +220,7 @@ def test_pictures_are_reproducible_and_name_all_ranks(plan, tmp_path):
             assert words.count(f"<!-- P{tp}.{stage} -->") == 1 + 2  # and in decode's two groups
 
 
-def test_the_tool_starts_without_numpy():
+def test_tool_starts_without_numpy():
     """Only `plan` needs numpy; applying and reverting a patch set do not."""
     code = "import sys; sys.modules['numpy'] = None; import sglang_pd.cli"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "python", capture_output=True)

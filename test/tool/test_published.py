@@ -83,7 +83,7 @@ def test_every_patch_record_is_complete():
 
 
 @pytest.mark.parametrize("name", patches.supported_releases())
-def test_patches_that_are_not_needed_are_explained(name):
+def test_unneeded_patches_are_explained(name):
     release = patches.load_release(name, with_fingerprints=False)
     for patch in [*release.patches, *release.carried, *release.missing]:
         assert patch.need == "needed" or patch.what.strip(), patch.id

@@ -33,7 +33,7 @@ SERVED_SECONDS = 4  # two Mooncake writes, each of which waits up to a second fo
 PAUSE_SECONDS = 1.0  # a scheduler that waits for a peer waits five seconds or more
 LONG_SECONDS = 60
 STOCK_SECONDS = 30  # for all requests
-DELAYED_SECONDS = 12.0  # a slower request waited for the attacked rank, maybe until TCP gave up
+DELAYED_SECONDS = 12.0  # a slower request waited for the attacked rank, maybe until TCP timed out
 # By default stock assigns decode ranks to four queues by their ports, and only every fourth rank
 # would wait for the attacked one.
 STOCK_QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "1"}

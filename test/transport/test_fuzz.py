@@ -358,7 +358,7 @@ def test_large_frame_is_neither_stored_nor_logged(connected_fleet, fork_server, 
         assert log.stat().st_size - before < 1 << 20
 
 
-def test_agent_metadata_under_another_name(connected_fleet):
+def test_agent_metadata_of_another_name_is_harmless(connected_fleet):
     """NIXL drops the agent that the metadata name if it cannot load the metadata."""
     with connected_fleet("nixl", "prefill") as (servers, sock), unharmed(servers, sock):
         metadata = recorded_messages(servers.decode[0], FIRST_MARKER_ROOM)[0][5]
@@ -370,7 +370,7 @@ def test_agent_metadata_under_another_name(connected_fleet):
         await_read(sock, servers.decode[0], 1, NOT_OPENED)
 
 
-def test_invalid_session_address(connected_fleet):
+def test_invalid_session_address_is_harmless(connected_fleet):
     """The scheduler's thread parses the session's port when it sends the room."""
     with connected_fleet("mooncake", "prefill") as (servers, sock), unharmed(servers, sock):
         sock.send(stock_request_messages(servers, RIGHT_ROOM + 1, session=b"nowhere"))

@@ -331,7 +331,7 @@ STOCK_ENDS_0_5_23 = {
 
 
 @alternate_backends(STOCK_ENDS_0_5_9)
-def test_stock_prefill_fails(serve, backend, name):
+def test_stock_with_draft_or_window_split(serve, backend, name):
     """On 0.5.9, the scheduler raises over NIXL, and the transfer thread crashes over Mooncake."""
     fleet, ends = (STOCK_ENDS_0_5_23 if SINCE_0_5_20 else STOCK_ENDS_0_5_9)[name]
     seconds = HANG_SECONDS if ends[backend] == "hang" else 8

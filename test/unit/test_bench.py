@@ -134,7 +134,7 @@ def test_speedup_below_target_is_reported(bench):
     assert "1 pages" in bench.regressions([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
 
 
-def test_bench_help():
+def test_bench_prints_help():
     found = subprocess.run([BENCH, "--help"], capture_output=True, text=True)
     assert (
         found.returncode == 0 and "usage: scripts/bench.sh [--release RELEASE] plan" in found.stdout

@@ -92,7 +92,7 @@ def test_replicated_heads_are_on_consecutive_ranks(total, ranks, dealt):
     ]
 
 
-def test_a_replicated_head_is_written_once():
+def test_replicated_head_is_written_once():
     shares = [
         heads_to_send(heads_of_rank(p, 4, 2), heads_of_rank(0, 1, 2), (p, 4), (0, 1))
         for p in range(4)

@@ -66,7 +66,7 @@ def test_stage_is_paired_with_decode_of_same_stages(sizes, groups, drafts):
     [([23, 23, 24, 24], 2), ([30, 31], 2), ([30, 31], 3), ([2, 2, 3], 2), ([31, 30], 1)],
     ids=str,
 )
-def test_uneven_stages_that_stock_mispairs(sizes, groups):
+def test_uneven_stages_are_paired_by_layer(sizes, groups):
     """94 layers over PP 4: stock sends V 0 to K 92; 61 over PP 2: V 30 to V 0."""
     decode = names(groups, range(sum(sizes)), 0)
     for stage in stages_of_sizes(sizes):

@@ -85,7 +85,7 @@ def test_index_keys_of_hybrid_use_model_layer_ids():
     assert what[6:] == [("index_k", False, 3), ("index_k", False, 11)]
 
 
-def test_sliding_window_pool_of_mla():
+def test_sliding_window_pool_of_mla_is_described():
     pool = SimpleNamespace(
         full_kv_pool=mla(1, kv_buffer=[]),
         swa_kv_pool=mla(2, kv_buffer=[]),
@@ -209,7 +209,7 @@ def test_unexpected_buffer_count_is_refused():
 @pytest.mark.parametrize(
     "device, kind", [("cpu", "DRAM"), ("cuda:1", "VRAM"), ("npu", "VRAM"), ("cpu:0", "DRAM")]
 )
-def test_memory_kind(device, kind):
+def test_memory_kind_of_device(device, kind):
     assert memory_kind(SimpleNamespace(device=device)) == kind
 
 

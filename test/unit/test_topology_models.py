@@ -60,7 +60,7 @@ def kinds(name: str) -> str:
     return "".join(initials.get(kind) or next(iter(kind))[0].upper() for kind in model.kinds)
 
 
-def test_kinds_of_layers():
+def test_layer_kinds_from_config():
     assert kinds("mimo") == "FWWWWF"
     assert kinds("gpt_oss") == "WF" * 18
     assert kinds("gemma3") == "F" * 12

@@ -159,7 +159,7 @@ def test_finished_room_is_left_to_the_engine(backend, is_cleared):
 
 @backends
 def test_dummy_rank_needs_no_pages(backend):
-    """Another prefill rank sends the heads; dummy metadata only let this one count its peers."""
+    """Another prefill rank sends the heads; dummy metadata only lets this one count its peers."""
     prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
     prefill.request_status[ROOM] = KVPoll.Bootstrapping

@@ -38,7 +38,7 @@ HANG_TIMEOUT_SECONDS = 20  # reached only by a hang
 
 
 class BootstrapServer(http.server.ThreadingHTTPServer):
-    """Returns `server` as the server's info, and for each rank where that reads messages."""
+    """Returns `server` as the server's info, and for each rank the address that it reads at."""
 
     def __init__(self, port: int):
         super().__init__((HOST, port), BootstrapHandler)

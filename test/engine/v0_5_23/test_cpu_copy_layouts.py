@@ -37,7 +37,7 @@ def test_round_trip_with_other_v_width(fia, width, data):
 
 
 @pytest.mark.parametrize("slots", [[4, 5, 6], [4], []], ids=str)
-def test_copy_is_loaded_into_as_many_slots_only(slots):
+def test_copy_is_loaded_only_into_an_equal_number_of_slots(slots):
     pool = engine_calls.mha_pool(False, 4, v_head_dim=3)
     fill(pool)
     before = snapshot(pool)

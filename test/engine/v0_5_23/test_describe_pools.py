@@ -184,7 +184,7 @@ def test_windows_are_described_as_state():
         assert read.data_ptr() == pointer
 
 
-def test_windows_of_mla_latents():
+def test_windows_of_mla_latents_are_described_as_state():
     sizes = {**TOKENS, **LATENTS}
     sizes.pop("dtype")
     pool = window(

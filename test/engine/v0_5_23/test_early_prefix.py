@@ -80,7 +80,8 @@ def test_failed_room_does_not_wait_for_its_event(prefill):
     add(prefill, 0, 4, wait_event=Event())
     assert wait_until(lambda: not fake_managers.queued_chunks(prefill), PATIENCE, 0.01)
     with ThreadPoolExecutor(1) as executor:  # until the worker waits for another chunk
-        assert executor.submit(lambda: wait_until(lambda: not writes_or_busy(prefill), 1, 0.01))
+        idle = executor.submit(lambda: wait_until(lambda: not writes_or_busy(prefill), 1, 0.01))
+        assert idle.result()
     assert not fake_managers.posted_copies(prefill)
 
 

@@ -152,7 +152,7 @@ def test_unsupported_state_types_are_left_to_the_engine(kinds, layout):
     assert layout(pool, state_types=kinds, **each).state == ()
 
 
-def test_aux_slots_are_those_that_every_buffer_has(layout):
+def test_aux_slots_are_the_fewest_of_any_buffer(layout):
     lengths = [64 * SLOTS] * ROWS
     lengths[3] *= 2
     assert layout(mha(), aux_data_lens=lengths).aux_slots == SLOTS

@@ -54,7 +54,7 @@ def test_registration_error_is_logged_at_runtime(caplog):
     assert "ERROR" not in log_levels(caplog)
 
 
-def test_memory_that_memfabric_still_has_is_a_warning_only(caplog):
+def test_memory_still_registered_with_memfabric_is_only_a_warning(caplog):
     """MemFabric cannot unregister; 1.1.4 to 1.2.1 refuse registered memory, 1.3.0 does not."""
     running = make_manager(AscendKVManager, [])
     running.register_buffer_to_engine()

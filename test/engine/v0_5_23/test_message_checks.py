@@ -115,7 +115,7 @@ def test_foreign_messages_to_prefill_are_dropped(backend, message):
 
 @backends
 @pytest.mark.parametrize("message", FOREIGN_MESSAGES[:2], ids=repr)
-def test_stock_thread_dies_of_a_foreign_message(backend, message):
+def test_stock_thread_crashes_on_a_foreign_message(backend, message):
     with pytest.raises((IndexError, AssertionError)):
         fake_managers.process_messages(prefill_rank(backend, ENGINES), message)
 
@@ -312,7 +312,7 @@ def test_invalid_staging_messages_to_prefill_are_dropped(backend, message):
 
 @backends
 @pytest.mark.parametrize("message", STAGING_TO_PREFILL[:5], ids=repr)
-def test_stock_prefill_thread_dies_of_an_invalid_staging_message(backend, message):
+def test_stock_prefill_thread_crashes_on_an_invalid_staging_message(backend, message):
     with pytest.raises((IndexError, ValueError)):
         fake_managers.process_messages(prefill_rank(backend, ENGINES), message)
 
@@ -399,7 +399,7 @@ def test_invalid_staging_messages_to_decode_are_dropped(backend, message):
 
 @backends
 @pytest.mark.parametrize("message", STAGING_TO_DECODE[:3], ids=repr)
-def test_stock_decode_thread_dies_of_an_invalid_staging_message(backend, message):
+def test_stock_decode_thread_crashes_on_an_invalid_staging_message(backend, message):
     with pytest.raises((IndexError, ValueError)):
         fake_managers.process_messages(decode_rank(backend, ENGINES), message)
 

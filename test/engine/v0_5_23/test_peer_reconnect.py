@@ -142,7 +142,7 @@ def test_released_peer_may_register_again():
     assert send(prefill) == ALL and not fake_managers.registered_peer(prefill).refusal
 
 
-def test_nothing_is_kept_of_a_dropped_peer():
+def test_dropped_peer_leaves_no_entries():
     prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
     prefill.watched_peers[NAME] = fake_managers.registered_peer(prefill)
     lose_and_reload_peer(prefill)
@@ -286,7 +286,7 @@ def test_state_is_sent_with_prepared_descriptor_lists(is_described):
 
 
 def test_failing_registration_is_retried_every_ten_seconds(monkeypatch):
-    """The rank's first metadata retry it at once; other ranks wait during each attempt."""
+    """The rank's first request retries it at once; other ranks wait during each attempt."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout())
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
     tried = []
@@ -308,8 +308,8 @@ def test_failing_registration_is_retried_every_ten_seconds(monkeypatch):
     assert send(prefill) == ALL
 
 
-def test_agent_metadata_without_a_name_are_not_checked(caplog):
-    """Another release of NIXL may encode them differently, which must not drop decode ranks."""
+def test_agent_metadata_without_a_name_is_not_checked(caplog):
+    """Another release of NIXL may encode it differently; decode ranks must not be dropped then."""
     prefill = fake_managers.make_manager("nixl", fake_managers.mla_layout())
     decode = fake_managers.make_manager("nixl", fake_managers.mla_layout(), DECODE)
     for agent in (prefill.agent, decode.agent):

@@ -70,7 +70,7 @@ def test_dcp_decode_is_left_to_the_engine(backend, is_described):
     assert prefill.transfer_queues[0].get().room == 7
 
 
-def test_stock_relays_out_kv_for_a_dcp_decode():
+def test_stock_requires_a_relayout_for_a_dcp_decode():
     prefill = prefill_with_peer(
         "nixl",
         fake_managers.mla_layout(),
@@ -169,7 +169,7 @@ def test_decode_tp_size_of_0_is_not_planned(backend, is_described, model):
     assert not info.refusal or "could not register it: ZeroDivisionError" in info.refusal
 
 
-def test_stock_nixl_thread_dies_of_a_decode_tp_size_of_0():
+def test_stock_nixl_thread_crashes_on_a_decode_tp_size_of_0():
     mha = fake_managers.mha_layout(Heads(0, 2, 2), (0, 1))
     with pytest.raises(ZeroDivisionError):
         prefill_with_peer("nixl", mha, mha, ENGINES, False, {"attn_tp_size": 0})
@@ -273,7 +273,7 @@ def sent_state_layers(prefill, own_page: int, page: int) -> list[tuple[int, int]
 
 @backends
 @pytest.mark.parametrize(
-    "own, peer", [(FULL, SOME), (SOME, FULL), (SOME, SOME)], ids=["here", "there", "both"]
+    "own, peer", [(FULL, SOME), (SOME, FULL), (SOME, SOME)], ids=["prefill", "decode", "both"]
 )
 def test_elided_index_keys_are_not_sent(backend, own, peer):
     """HiSparse elides none, so two servers of one model may elide different layers."""
@@ -293,7 +293,7 @@ def test_index_keys_of_both_sides_are_all_sent(backend):
 
 
 @backends
-def test_a_stock_peer_with_the_same_index_keys_is_planned(backend):
+def test_stock_peer_with_same_index_keys_is_planned(backend):
     prefill = prefill_with_peer(
         backend, fake_managers.mla_layout(SOME), fake_managers.mla_layout(SOME), is_described=False
     )

@@ -166,12 +166,12 @@ def test_blocked_reader_does_not_block_the_scheduler(backend):
 
 
 @backends
-@pytest.mark.parametrize("is_over", [False, True])
-def test_at_most_max_aborting_ranks_are_remembered(backend, is_over, monkeypatch):
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_at_most_max_aborting_ranks_are_remembered(backend, has_failed, monkeypatch):
     monkeypatch.setattr(room_failures, "MAX_NOTIFIED_RANKS", 3)
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
-    if is_over:
+    if has_failed:
         sender.abort()
     for port in range(5555, 5565):
         fake_managers.process_messages(prefill, [*ABORT_MESSAGE[:3], b"%d" % port])
@@ -345,7 +345,7 @@ def test_metadata_after_a_failure_is_answered_once(backend):
     send_metadata(prefill, decode)
     assert sent_statuses(prefill) == [FAILED]
     assert ROOM not in prefill.transfer_infos
-    # The second metadata belong to a new request, which has not reached prefill yet.
+    # The second metadata message is for a new request, which has not reached prefill yet.
     send_metadata(prefill, decode)
     assert sent_statuses(prefill) == []
     assert list(prefill.transfer_infos[ROOM]) == [fake_managers.PEER[backend]]
@@ -482,7 +482,7 @@ def test_rooms_aborted_before_their_request_are_kept_up_to_a_maximum(backend, mo
 
 
 @backends
-def test_aborted_room_whose_request_came_is_kept(backend, monkeypatch):
+def test_aborted_room_with_a_request_is_remembered(backend, monkeypatch):
     monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 2)
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     for room in range(2):
@@ -537,7 +537,7 @@ def test_collected_failed_sender_notifies_decode(backend):
 
 
 @backends
-@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "in part"])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["all ranks", "one of two ranks"])
 def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(backend, ranks, monkeypatch):
     """A lost decode rank cannot abort them."""
     monkeypatch.setattr(peer_silence, "MAX_RELEASED_PEERS", 0)
@@ -583,7 +583,7 @@ def test_aborts_of_unknown_rooms_are_not_kept(backend):
 
 @backends
 def test_aborting_decode_rank_is_not_notified(backend):
-    """Not even if it aborts before it sends metadata: its next metadata are another request's."""
+    """Not even if it aborts before it sends metadata: its next metadata is another request's."""
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     sender = new_sender(prefill)
     fake_managers.process_messages(prefill, ABORT_MESSAGE)
@@ -608,14 +608,14 @@ REFUSED = ("5555", ROOM, KVPoll.Failed, "too long")
 
 
 @backends
-@pytest.mark.parametrize("asks_first", [True, False])
-def test_request_refused_before_it_has_a_sender_notifies_decode(backend, asks_first):
+@pytest.mark.parametrize("metadata_first", [True, False])
+def test_request_refused_before_it_has_a_sender_notifies_decode(backend, metadata_first):
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     fake_managers.process_messages(prefill, fake_managers.registration_message(decode))
-    if asks_first:
+    if metadata_first:
         send_metadata(prefill, decode)
     prefill.refuse(ROOM, "too long")
-    if not asks_first:
+    if not metadata_first:
         send_metadata(prefill, decode)
     assert sent_statuses(prefill) == [REFUSED]
     assert not prefill.request_status and not prefill.transfer_infos

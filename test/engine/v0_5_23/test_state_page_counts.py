@@ -105,9 +105,9 @@ def send_over_nixl(prefill, own, theirs) -> None:
 @kinds
 @lists
 @pytest.mark.parametrize(
-    "classes, error", [(PATCHED, LayoutError), (ENGINES, RuntimeError)], ids=["ours", "stock"]
+    "classes, error", [(PATCHED, LayoutError), (ENGINES, RuntimeError)], ids=["patched", "stock"]
 )
-def test_nixl_sends_nothing_of_different_state_page_counts(kind, own, theirs, classes, error):
+def test_nixl_sends_no_state_with_different_page_counts(kind, own, theirs, classes, error):
     prefill = requested_prefill("nixl", kind, theirs, classes)
     with pytest.raises(error, match=rf"(?s){len(own)}.*{len(theirs)}"):
         send_over_nixl(prefill, own, theirs)

@@ -106,7 +106,7 @@ def test_worker_continues_after_an_exception():
     assert not prefill._staging_outstanding
 
 
-def test_stock_worker_dies_of_an_exception():
+def test_stock_worker_crashes_on_an_exception():
     prefill = requested_prefill(ENGINES)
     raise_once(prefill, OSError("no memory"))
     add(prefill, BROKEN)

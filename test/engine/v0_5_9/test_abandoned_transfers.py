@@ -71,7 +71,7 @@ def manager():
     return manager
 
 
-def started_at(manager) -> NixlKVSender:
+def sender_with_running_writes(manager) -> NixlKVSender:
     """A sender with a running write to each decode rank."""
     sender = NixlKVSender(manager, "", ROOM, [0], 0)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
@@ -88,8 +88,8 @@ def failure_of(sender) -> str:
     return str(raised.value)
 
 
-def test_a_request_does_not_wait_for_a_silent_rank(manager):
-    sender = started_at(manager)
+def test_request_does_not_wait_for_silent_rank(manager):
+    sender = sender_with_running_writes(manager)
     assert sender.poll() == KVPoll.Transferring
     manager.agent.states[f"to {LIVE}"] = "DONE"
     assert sender.poll() == KVPoll.Transferring
@@ -100,7 +100,7 @@ def test_a_request_does_not_wait_for_a_silent_rank(manager):
 
 def test_silent_rank_is_notified_when_its_writes_have_settled(manager):
     """The rank may come back, and would reuse its pages while they are written to."""
-    sender = started_at(manager)
+    sender = sender_with_running_writes(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
     manager.silent_peers = dict(SILENT)
     failure_of(sender)
@@ -143,8 +143,8 @@ def test_write_abandoned_during_a_check_is_not_lost(manager):
     assert {write.handle for write in manager.abandoned_transfers} == {"first", "second"}
 
 
-def test_request_waits_for_its_ranks_that_are_not_silent(manager):
-    sender = started_at(manager)
+def test_request_waits_for_its_other_ranks_if_one_is_silent(manager):
+    sender = sender_with_running_writes(manager)
     manager.silent_peers = dict(SILENT)
     assert sender.poll() == KVPoll.Transferring
     manager.agent.states[f"to {LIVE}"] = "DONE"
@@ -176,7 +176,7 @@ def test_write_that_is_readable_again_keeps_its_outcome(manager):
     assert manager.has_finished(write) and write.outcome == ""
 
 
-def test_an_open_room_of_a_silent_rank_fails(manager):
+def test_open_room_of_silent_rank_fails(manager):
     manager.senders.clear()
     sender = NixlKVSender(manager, "", ROOM, [0], 0)
     manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])
@@ -208,7 +208,7 @@ class FakeRegistration(SimpleNamespace):
 
 
 def test_rank_with_a_running_write_is_not_released(manager):
-    sender = started_at(manager)
+    sender = sender_with_running_writes(manager)
     manager.agent.peers = {STOPPED, LIVE}
     manager.agent.remove_remote_agent = manager.agent.peers.remove
     info = manager.decode_kv_args_table[STOPPED] = FakeRegistration(name=STOPPED)
@@ -236,7 +236,7 @@ def test_released_rank_is_registered_again_by_its_metadata(manager):
     assert done[1:] == [("note_peer_alive", LIVE), ("registered", LIVE)] and info.retry_at > 0
 
 
-def test_a_refused_rank_is_not_registered_again(manager):
+def test_refused_rank_is_not_registered_again(manager):
     manager.agent.remove_remote_agent = lambda name: None
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(
         name=LIVE, refusal="page sizes differ"
@@ -302,7 +302,7 @@ def test_just_lost_rank_is_reconnected_once(manager, connected):
     assert len(manager.added) == 2
 
 
-def test_rank_that_died_after_registering_is_reconnected_once(manager):
+def test_rank_that_crashed_after_registering_is_reconnected_once(manager):
     """The rank was never connected, and each of its rooms would cost a socket of UCX."""
     manager.agent.remove_remote_agent = lambda name: None
     added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
@@ -332,7 +332,7 @@ def test_reconnect_does_not_block_the_scheduler(manager):
 
 def test_duplicate_room_does_not_end_a_request_with_a_running_write(manager):
     """Decode would free pages that are being written to."""
-    first = started_at(manager)
+    first = sender_with_running_writes(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
     second = NixlKVSender(manager, "", ROOM, [0], 0)
     failure_of(second)
@@ -371,14 +371,14 @@ def test_unreachable_rank_is_notified_later(manager):
         assert reached == [STOPPED, LIVE] and not manager.pending_notices
 
 
-@pytest.mark.parametrize("what", ["forgotten", "asks again"])
+@pytest.mark.parametrize("what", ["dropped", "sends metadata"])
 def test_rank_is_not_notified_of_an_old_room(manager, what):
     manager.agent.remove_remote_agent = lambda name: None
     manager.pending_notices = [
         (ROOM, LIVE, FakeTransferInfo(), "it failed"),
         (8, STOPPED, FakeTransferInfo(), "it failed"),
     ]
-    if what == "forgotten":
+    if what == "dropped":
         manager.drop_peer(LIVE)
     else:
         with pytest.raises(LayoutError, match="is not registered"):
@@ -389,7 +389,7 @@ def test_rank_is_not_notified_of_an_old_room(manager, what):
 
 def test_failed_room_does_not_succeed_on_a_rank_that_comes_back(manager):
     """Prefill has freed the pages; NIXL notifies decode of a write's end when prefill polls it."""
-    sender = started_at(manager)
+    sender = sender_with_running_writes(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
     manager.silent_peers = dict(SILENT)
     failure_of(sender)

@@ -107,7 +107,7 @@ def send(manager, room: int, session: str) -> float:
 
 
 def open_room(manager, room: int, session: str, ranks: int = 1) -> None:
-    """Opens a room as a decode rank's metadata do."""
+    """Opens a room as a decode rank's metadata does."""
     manager._open_room(
         mooncake.TransferInfo(
             room=room,

@@ -29,7 +29,7 @@ def test_arguments_of_later_releases_are_ignored(kind):
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_nothing_to_copy(kind):
+def test_copy_of_no_slots(kind):
     pool = POOLS[kind](4, 0)
     assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == []
     round_trip(pool, [], [])

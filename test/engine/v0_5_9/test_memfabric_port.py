@@ -33,12 +33,12 @@ def session_ids(monkeypatch, before, after) -> tuple[str, str]:
     return engine.engine.initialised_with, engine.get_session_id()
 
 
-def test_port_that_is_chosen_by_initialize(monkeypatch):
+def test_session_id_has_the_port_chosen_by_initialize(monkeypatch):
     """As in MemFabric 1.1.3 and later."""
     assert session_ids(monkeypatch, 0, 10322) == ("10.0.0.1:0", "10.0.0.1:10322")
 
 
 @pytest.mark.parametrize("port", [17217, "17217_10565"])
-def test_port_that_is_known_before_initialize(monkeypatch, port):
+def test_session_id_keeps_the_port_known_before_initialize(monkeypatch, port):
     """An older MemFabric might return another port when it is called again."""
     assert session_ids(monkeypatch, port, 9) == (f"10.0.0.1:{port}",) * 2

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 CASES = list(itertools.product([False, True], [1, 16, 128], [0, 3]))
 
 
-def test_stock_takes_tokens_for_pages_with_fia(stock):
+def test_stock_confuses_tokens_with_pages_under_fia(stock):
     """PR #15852: only with FIA, and only if a page has more than one token."""
     answers = stock(*(["fia_pages", *case] for case in CASES))
     assert answers == [not fia or page_size == 1 for fia, page_size, _ in CASES]

@@ -45,7 +45,7 @@ def test_mori_pointers_with_a_draft_on_decode_only(stock):
     assert ["v 0", "v 1"] in wrong
 
 
-def test_unknown_pool_is_taken_for_mha():
+def test_unknown_pool_is_treated_as_mha():
     """Stock assumes of every pool that K comes first; otherwise no buffer would be sent."""
     kv = describe_unknown([8] * 4, [64] * 4)
     own = RankLayout(0, 1, 0, 1, 1, "int64", "DRAM", 2, kv)

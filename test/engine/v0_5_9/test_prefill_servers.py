@@ -333,6 +333,6 @@ def test_invalid_address_does_not_stop_the_heartbeats(backend):
     assert wait_until(lambda: decode.failure_records.keys() == {7, 8}, PATIENCE, 0.01)
 
 
-def test_unresolvable_rank_is_not_taken_for_closed():
+def test_unresolvable_rank_does_not_count_as_closed():
     """The rank's address comes from its bootstrap server."""
     assert not prefill_servers._is_port_closed(("a" * 64, 1))
