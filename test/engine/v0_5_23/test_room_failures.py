@@ -1,7 +1,6 @@
 """Prefill notifies decode of requests that failed, even if decode requests them only later."""
 
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
@@ -150,19 +149,28 @@ def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(backend, monke
 
 @backends
 def test_blocked_reader_does_not_block_the_scheduler(backend):
-    """The scheduler does not wait again for each of many rooms."""
+    """It postpones the end of the room whose message is being stored, and of no other."""
     prefill = prefill_rank(backend)
-    senders = [new_sender(prefill, room) for room in range(100)]
-    prefill.message_lock.acquire()
-    start = time.monotonic()
-    for sender in senders:
+    senders = {room: new_sender(prefill, room) for room in (ROOM, ROOM + 1)}
+    prefill.message_room = ROOM
+    for sender in senders.values():
         sender.abort()
         assert finish_request(sender) == ABORTED
-    assert time.monotonic() - start < 10 * room_failures.MESSAGE_LOCK_SECONDS
-    new_sender(prefill)
-    prefill.message_lock.release()
-    new_sender(prefill).abort()
-    assert prefill.message_lock_timeout == room_failures.MESSAGE_LOCK_SECONDS
+    assert prefill.request_status == {ROOM: KVPoll.Failed}
+    prefill.end_message()
+    assert not prefill.request_status and not prefill.failure_records
+    assert set(prefill.failed_rooms) == set(senders)
+
+
+@backends
+def test_postponed_end_of_a_room_spares_a_new_request_in_it(backend):
+    prefill = prefill_rank(backend)
+    sender = new_sender(prefill)
+    prefill.message_room = ROOM
+    sender.abort()
+    new = new_sender(prefill)
+    prefill.end_message()
+    assert prefill.senders[ROOM] is new and ROOM in prefill.request_status
 
 
 @backends
