@@ -15,6 +15,7 @@ GROUP_GAP = 0.5  # pieces of a rank's heads
 UPRIGHT_BELOW = 0.6  # column width in inches below which its name is written vertically
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 LABEL_STEPS = (1, 2, 4, 8, 16, 32, 64)  # layers per label
+MAX_ROW_LABELS = 16
 KIND_STYLES = {
     FULL: ("full attention", "white", ""),
     WINDOW: ("sliding window", "0.6", ""),
@@ -132,9 +133,8 @@ class ServerGrid:
         )
 
     def _label_rows(self, rows: int, height: float) -> None:
-        step = next(
-            (one for one in LABEL_STEPS if self.layers / one * 0.16 < height), LABEL_STEPS[-1]
-        )
+        labels = min(MAX_ROW_LABELS, height / 0.16)
+        step = next((one for one in LABEL_STEPS if self.layers / one <= labels), LABEL_STEPS[-1])
         marks = list(range(0, self.layers, step))
         if rows > self.layers:
             marks = [mark for mark in marks if self.layers - mark >= step / 2]
@@ -160,7 +160,7 @@ class ServerGrid:
             self.axes.annotate(f"group {group}", (at, 0), fontsize=8, va="bottom", **above)
         pad = 22 if self.sizes.dp > 1 else 6
         self.axes.set_title(f"{self.name}: {self.sizes}", fontsize=9, pad=pad)
-        self.axes.tick_params(length=0)
+        self.axes.tick_params(left=False, bottom=False)
         for spine in self.axes.spines.values():
             spine.set_visible(False)
 

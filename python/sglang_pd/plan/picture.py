@@ -7,8 +7,10 @@
 The labels suffice; colours (for TP ranks) and hatches (for stages) only help.
 """
 
+import re
 import textwrap
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
 
 FORMATS = (".svg", ".png")
+# Text in an SVG stays text; its ids are the same each time.
+RC_PARAMS = {"svg.fonttype": "none", "svg.hashsalt": "sglang-pd", "hatch.linewidth": 0.4}
 # In inches.
 NARROW, WIDE, MIN_SIDE = 0.32, 0.62, 2.4
 MARGIN, GAP, LINE = 0.7, 0.9, 0.17
@@ -47,13 +51,18 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     panels = [Panel(summary) for summary in summaries]
     width = max(panel.width for panel in panels)
     height = sum(panel.height(width) for panel in panels)
-    with matplotlib.rc_context({"svg.hashsalt": "sglang-pd", "hatch.linewidth": 0.4}):
+    with matplotlib.rc_context(RC_PARAMS):
         figure = Figure(figsize=(width, height))
         top = height
         for panel in panels:
             panel.draw(figure, top, width, height)
             top -= panel.height(width)
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        if path.suffix == ".svg":
+            text = StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+            path.write_text(_compact(text.getvalue()), encoding="utf-8")
+        else:
+            figure.savefig(path, dpi=110)
 
 
 class Panel:
@@ -140,6 +149,12 @@ class Panel:
 
 def _verdict(name: str, verdict: Verdict) -> str:
     return f"{name}: {verdict.outcome}" + "".join(f"; {reason}" for reason in verdict.reasons)
+
+
+def _compact(svg: str) -> str:
+    """Returns the picture with a line per shape or text; Matplotlib writes a line per point."""
+    svg = re.sub(r' d="[^"]*"', lambda path: path[0].replace("\n", ""), svg)
+    return re.sub(r">\n\s*(?=<(?:/g|text|path|use)\b)", ">", svg)
 
 
 def _wrapped(line: str, width: float) -> list[str]:
