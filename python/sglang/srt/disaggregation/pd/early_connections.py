@@ -67,7 +67,9 @@ class EarlyConnections:
             return
         try:
             if not self.connects:
-                threading.Thread(target=self._connect, name="nixl-connect", daemon=True).start()
+                threading.Thread(
+                    target=self._connect_ranks, name="nixl-connect", daemon=True
+                ).start()
                 self.connects = True
             self.to_connect.put((peer, aux_pointers[0]))
         except Exception as error:
@@ -76,7 +78,7 @@ class EarlyConnections:
     def handle_connect_failure(self, peer: str) -> None:
         """Called if NIXL could not connect to a decode rank, which it may have removed."""
 
-    def _connect(self) -> None:
+    def _connect_ranks(self) -> None:
         byte, readings = np.zeros(1, np.uint8), []
         try:
             with self.agent_lock:

@@ -94,19 +94,19 @@ class BoundedWrites:
             if why:
                 raise LayoutError(f"{why}; no state is written")
 
-    def _transfer_data(self, session: str, blocks: List[Block]) -> int:
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: List[Block]) -> int:
         """Writes these blocks to a decode session. Returns the transfer engine's status.
 
         Raises:
             RuntimeError: A block is outside either side's memory; nothing is written.
         """
-        if any(size == 0 for _, _, size in blocks):  # MemFabric rejects a batch with one of these
-            blocks = [block for block in blocks if block[2]]
+        # MemFabric rejects a batch with an empty block.
+        blocks = [block for block in transfer_blocks if block[2]]
         if not blocks:
             return 0
         src, dst, sizes = (list(column) for column in zip(*blocks))
-        self.check_bounds(session, (src, sizes), (dst, sizes))
-        return self.engine.batch_transfer_sync(session, src, dst, sizes)
+        self.check_bounds(mooncake_session_id, (src, sizes), (dst, sizes))
+        return self.engine.batch_transfer_sync(mooncake_session_id, src, dst, sizes)
 
     def check_bounds(self, session: str, src: Copies, dst: Copies) -> None:
         """Raises RuntimeError if `src` or `dst` is outside the memory of its side."""

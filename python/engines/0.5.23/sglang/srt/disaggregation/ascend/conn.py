@@ -28,8 +28,9 @@ class AscendKVManager(EngineAscendKVManager):
         """Returns 0 if the peer answers a probe; -1 also if MemFabric has no probe."""
         return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
 
-    def send_kvcache(self, session: str, *sent, **more) -> int:
+    def send_kvcache(self, mooncake_session_id: str, *sent, **more) -> int:
         """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
+        session = mooncake_session_id
         if self.plan_for(session) is None:
             return super().send_kvcache(session, *sent, **more)
         return super(EngineAscendKVManager, self).send_kvcache(session, *sent, **more)

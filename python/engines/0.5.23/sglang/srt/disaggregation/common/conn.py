@@ -170,11 +170,14 @@ class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
         if not self.takes_reason:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
-    def _get_bootstrap_info_from_server(self, *rank):
-        """Returns the address of a rank (DP, CP, TP, PP); None also if the answer lacks it.
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
+    ):
+        """Returns the address of a prefill rank; None also if the server's answer lacks it.
 
         Extends the engine's: queries the bootstrap server only for ranks that are not cached.
         """
+        rank = (prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
         info = self.kv_mgr.cached_rank(self.bootstrap_addr, rank)
         info = info or super()._get_bootstrap_info_from_server(*rank)
         if (

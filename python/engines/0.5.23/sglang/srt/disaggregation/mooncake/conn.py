@@ -236,22 +236,49 @@ class MooncakeKVManager(
 
     # Transfers
 
-    def send_kvcache(self, session: str, src_pages, dst_ptrs, dst_pages, executor, **more) -> int:
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        executor: concurrent.futures.ThreadPoolExecutor,
+        dst_layer_ids: Optional[List[int]] = None,
+        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
+        *more,
+        **options,
+    ) -> int:
         """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
-        plan = self.plan_for(session)
-        if plan is None or more.get("dst_device_kv_indices") is not None:
-            sent = (session, src_pages, dst_ptrs, dst_pages, executor)
-            return super().send_kvcache(*sent, **more)
-        return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
+        session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
+        if plan is not None and dst_device_kv_indices is None:
+            pages = (prefill_kv_indices, dst_kv_indices)
+            return self.transfer_by_plan(session, plan.kv, *pages, executor)
+        sent = (session, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor)
+        more = (dst_layer_ids, dst_device_kv_indices, *more)
+        return super().send_kvcache(*sent, *more, **options)
 
-    def send_kvcache_slice(self, session: str, src_pages, dst_ptrs, dst_pages, *more) -> int:
+    def send_kvcache_slice(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        dst_tp_rank: int,
+        dst_attn_tp_size: int,
+        dst_kv_item_len: int,
+        executor: concurrent.futures.ThreadPoolExecutor,
+        *more,
+        **options,
+    ) -> int:
         """Writes the KV heads that both sides hold, if their TP sizes differ."""
-        plan = self.plan_for(session)
-        if plan is None:
-            self._check_pages(session, src_pages, dst_ptrs, dst_pages, more[2])
-            return super().send_kvcache_slice(session, src_pages, dst_ptrs, dst_pages, *more)
-        _, _, _, executor, *_ = more  # after the peer's TP rank, TP size and bytes per page
-        return self.transfer_by_plan(session, plan.kv, src_pages, dst_pages, executor)
+        session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
+        if plan is not None:
+            pages = (prefill_kv_indices, dst_kv_indices)
+            return self.transfer_by_plan(session, plan.kv, *pages, executor)
+        pages = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices)
+        peer = (dst_tp_rank, dst_attn_tp_size, dst_kv_item_len)
+        self._check_pages(session, *pages, dst_kv_item_len)
+        return super().send_kvcache_slice(session, *pages, *peer, executor, *more, **options)
 
     def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
         """Raises RuntimeError if the engine would send KV heads of a page that a side lacks.
@@ -359,12 +386,12 @@ class MooncakeKVManager(
             for kind, slots in zip(kinds, req.dst_state_indices)
         ]
 
-    def transfer_worker(self, *own):
+    def transfer_worker(self, *own, **options):
         """Sends chunk after chunk. Extends the engine's: an error only fails its room."""
         while True:
             self.unsettled.room = None
             try:
-                return super().transfer_worker(*own)
+                return super().transfer_worker(*own, **options)
             except Exception as error:
                 self._fail_unsettled(error.__context__ or error)
 

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Set, Tuple
 
 import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
@@ -306,19 +307,33 @@ class NixlKVManager(
         rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
         return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
 
-    def send_kvcache(self, peer: str, src_pages, dst_ptrs, dst_pages, *more, **options):
+    def send_kvcache(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: List[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        *more,
+        **options,
+    ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
-        self.connection.peer = peer
-        if self.plan_for(peer) is None:
-            return super().send_kvcache(peer, src_pages, dst_ptrs, dst_pages, *more, **options)
-        return self._post_planned(peer, "kv", src_pages, dst_pages)
+        self.connection.peer = peer_name
+        if self.plan_for(peer_name) is None:
+            sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, *more)
+            return super().send_kvcache(*sent, **options)
+        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def send_kvcache_slice(self, peer: str, src_pages, dst_pages):
+    def send_kvcache_slice(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_indices: npt.NDArray[np.int32],
+    ):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
-        self.connection.peer = peer
-        if self.plan_for(peer) is None:
-            return super().send_kvcache_slice(peer, src_pages, dst_pages)
-        return self._post_planned(peer, "kv", src_pages, dst_pages)
+        self.connection.peer = peer_name
+        if self.plan_for(peer_name) is None:
+            return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
     def _post_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
         """Starts to write these pages of "kv" or "state"."""
@@ -338,30 +353,38 @@ class NixlKVManager(
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def send_aux(self, peer: str, own_slot: int, dst_ptrs: List[int], dst_slot: int):
+    def send_aux(
+        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: List[int], dst_aux_index: int
+    ):
         """Starts to write the request's metadata. Returns NIXL's handle."""
-        self.connection.peer = peer
-        plan = self.aux_plan_for(peer)
+        self.connection.peer = peer_name
+        plan = self.aux_plan_for(peer_name)
         if plan is None:
-            return super().send_aux(peer, own_slot, dst_ptrs, dst_slot)
+            return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         own = self.kv_args.aux_data_ptrs
-        src, dst, length = plan.copies(own, own_slot, dst_ptrs, dst_slot)
+        src, dst, length = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         device = np.zeros_like(length)
         sides = [np.stack((side, length, device), axis=1) for side in (src, dst)]
-        return self._post(peer, *sides, "DRAM", "DRAM")
+        return self._post(peer_name, *sides, "DRAM", "DRAM")
 
     def maybe_send_extra(
-        self, peer: str, src_state: list, dst_ptrs: list, dst_state: list, gpu_id: int, *more, **by
+        self,
+        peer_name: str,
+        prefill_state_indices: List[List[int]],
+        dst_state_data_ptrs: List[List[int]],
+        dst_state_indices: List[List[int]],
+        *more,
+        **options,
     ):
         """Starts to write state. Yields NIXL's handles."""
-        self.connection.peer = peer
-        plan = self.plan_for(peer)
+        self.connection.peer = peer_name
+        plan = self.plan_for(peer_name)
         if plan is None or plan.state is None:
-            sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
-            yield from super().maybe_send_extra(peer, *sent, **by)
+            state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
+            yield from super().maybe_send_extra(peer_name, *state, *more, **options)
             return
-        pages = self.pair_state_pages(src_state, dst_state)
-        handle = self._post_planned(peer, "state", *pages)
+        pages = self.pair_state_pages(prefill_state_indices, dst_state_indices)
+        handle = self._post_planned(peer_name, "state", *pages)
         if handle is not None:
             yield handle
 
