@@ -348,7 +348,7 @@ def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
         kind.make_call(side, transport)(src, dst)
         kept[side] = transport.copies
     if not np.array_equal(canonical_copies(kept[kind.stock]), canonical_copies(kept[kind.ours])):
-        raise ValueError(f"{kind.name}, {src.size} pages: stock and ours copy different bytes")
+        raise ValueError(f"{kind.name}, {src.size} pages: stock and patched copy different bytes")
     return sum(part.shape[1] for part in kept[kind.ours])
 
 
@@ -413,16 +413,16 @@ def regressions(rows: list[dict]) -> list[str]:
             if faster < wanted:
                 found.append(
                     f"{case[0]}, {case[1]} pages, {case[2]}: {figure} {faster:.2f} times "
-                    f"as fast as stock, {wanted:g} wanted"
+                    f"as fast as stock, target {wanted:g}"
                 )
     return found
 
 
 def table(rows: list[dict]) -> Table:
-    shown = Table(title="One transfer planned: medians, stock and ours in turns")
+    shown = Table(title="Planning one transfer: medians, stock and patched in turns")
     for heading in ("kind", "pages", "fragmented"):
         shown.add_column(heading)
-    for heading in ("copies", "stock ms", "ours ms", "faster", "arrays ms", "faster", "peak MB"):
+    for heading in ("copies", "stock ms", "patched ms", "faster", "arrays ms", "faster", "peak MB"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
@@ -455,7 +455,7 @@ def plan(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     only_check: Annotated[
-        bool, typer.Option("--check", help="Only compare what both sides copy, at small sizes.")
+        bool, typer.Option("--check", help="Only compare what both engines copy, at small sizes.")
     ] = False,
 ) -> None:
     """Time both sides; status 1 if ours is a tenth slower anywhere or misses a target."""
@@ -464,7 +464,7 @@ def plan(
     if only_check:
         for kind, count, fragments in itertools.product(every, CHECKED_PAGES, FRAGMENTS):
             check(kind, *(make_pages(count, fragments, seed) for seed in (1, 2)))
-        console.print(f"{len(every)} kinds of transfer: stock and ours copy the same bytes")
+        console.print(f"{len(every)} kinds of transfer: stock and patched copy the same bytes")
         return
     gc.disable()  # it would slow stock most, since it scans stock's tuples
     rows = []

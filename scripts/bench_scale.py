@@ -102,7 +102,7 @@ class RunningRanks:
         answers = [one.result() for one in self.start_serving(lanes, HANG_TIMEOUT_S)]
         for answer in answers:
             if "ends" not in answer:
-                raise RuntimeError(f"a rank does not serve: {answer}")
+                raise RuntimeError(f"a rank does not serve requests: {answer}")
         last = max(end for answer in answers for *_, end in answer["ends"])
         for why in sorted({str(lost) for answer in answers for lost in answer["lost"]})[:5]:
             print(f"lost, or open after all others: room, why: {why}", file=sys.stderr)
@@ -241,7 +241,7 @@ def faster_growing(found: list[dict]) -> list[str]:
     """A sentence for each figure that grows faster than in stock."""
     return [
         f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
-        f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
+        f"on stock {one['stock']:.2f}, noise {one['noise']:.2f}"
         for one in found
         if one["patched"] > one["stock"] + max(one["noise"], MIN_NOISE)
     ]
@@ -250,14 +250,14 @@ def faster_growing(found: list[dict]) -> list[str]:
 def lost_requests(rows: list[dict]) -> list[str]:
     """A sentence for each row in which patched lost requests."""
     return [
-        f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests of patched were lost"
+        f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests were lost on patched"
         for row in rows
         if row["engine"] == "patched" and (row["lost"] or row["attempt"] > 1)
     ]
 
 
 def table(rows: list[dict]) -> Table:
-    shown = Table(title="Ranks of each side, and what they cost; see docs/evidence")
+    shown = Table(title="Ranks per side, and their costs; see docs/evidence")
     names = [name for name in rows[0] if name != "round"]
     for name in names:
         shown.add_column(name.replace("_", " "), justify="right")
@@ -272,11 +272,18 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     ranks: Annotated[
-        list[int] | None, typer.Option(show_default=False, help="Of each side, multiples of 4.")
+        list[int] | None,
+        typer.Option(show_default=False, help="Ranks per side, a multiple of 4; may be repeated."),
     ] = None,
-    only: Annotated[str, typer.Option("--only", metavar="WORD", help="This backend.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Of stock and patched in turns.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Under load while a rank is killed.")] = SECONDS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORD", help="Only backends with WORD in their name.")
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds, each of stock and patched in turns.")
+    ] = 2,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds under load while a rank is killed.")
+    ] = SECONDS,
 ) -> None:
     """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
     console, rows = Console(width=200), []

@@ -137,7 +137,7 @@ async def time_request(
     await prefilling
     ids = json.loads(last).get("output_ids", ())
     if len(ids) != NEW_TOKENS:
-        raise RuntimeError(f"no {NEW_TOKENS} tokens, but: {last[:500]}")
+        raise RuntimeError(f"expected {NEW_TOKENS} tokens, got: {last[:500]}")
     return RequestTimes(times[0], times[-1], tuple(ids))
 
 
@@ -188,7 +188,7 @@ def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
                     if number >= 0:
                         blocks[engine].append(figures)
                 if tokens[0] != tokens[1]:
-                    raise RuntimeError(f"{name}: stock and patched give other tokens")
+                    raise RuntimeError(f"{name}: stock and patched give different tokens")
     return [
         row(name, figure, {engine: [one[at] for one in blocks[engine]] for engine in ENGINES})
         for at, figure in enumerate(FIGURES)
@@ -254,9 +254,9 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     only: Annotated[
-        str, typer.Option("--only", metavar="WORD", help="Fleets with this in their name.")
+        str, typer.Option("--only", metavar="WORD", help="Only fleets with WORD in their name.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
     """Time requests to both pairs; status 1 if patched is slower by more than the noise."""
     console = Console() if sys.stdout.isatty() else Console(width=120)

@@ -178,13 +178,13 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
     """Measure digests, and the time to the first token."""
     console = Console(width=120)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # with the engine it logs every request
     digests = digest_rows()
-    console.print(table("Digests, and copying the same pages", digests))
+    console.print(table("Digests, compared with copying the same pages", digests))
     serving = serving_rows(rounds)
     console.print(table("Milliseconds to the first token, without and with", serving))
     if json_file:

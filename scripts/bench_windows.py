@@ -113,6 +113,6 @@ def make_state_call(manager, info: SimpleNamespace, peer: str, notice: str, late
     if not hasattr(manager, "prepared"):  # stock prepares its own lists
         manager._prepare_state_xfer(info)
         if peer not in manager._prepared_state_plans:
-            raise RuntimeError("the engine prepares no lists of this state")
+            raise RuntimeError("the engine prepares no lists for this state")
     more = {"dst_state_item_lens": info.dst_state_item_lens, "dst_state_layer_ids": [[]]}
     return lambda src, dst: list(send(peer, [src], pointers, [dst], 0, 1, **more))

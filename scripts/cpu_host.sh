@@ -31,7 +31,7 @@ while [[ $# -gt 0 ]]; do
     esac
 done
 if [[ $engine != stock && $engine != patched ]]; then
-    echo "cpu_host: --engine is '$engine', it must be stock or patched" >&2
+    echo "cpu_host: --engine is '$engine', expected stock or patched" >&2
     exit 2
 fi
 choose_release "${given[@]}"

@@ -130,7 +130,7 @@ Step = enum.StrEnum("Step", {name: name for name in STEPS})
 
 def main(
     steps: Annotated[
-        list[Step] | None, typer.Argument(show_default=False, help="All of them without one.")
+        list[Step] | None, typer.Argument(show_default=False, help="Default: all steps.")
     ] = None,
 ) -> None:
     """Run these steps, one after the other."""

@@ -83,7 +83,8 @@ def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
     whole = text = file.read_text()
     for old, new in fault.change:
         if text.count(old) != 1:
-            sys.exit(f"mutants: {fault.name}: {old!r} is {text.count(old)} times in {fault.file}")
+            count = text.count(old)
+            sys.exit(f"mutants: {fault.name}: {old!r} occurs {count} times in {fault.file}")
         text = text.replace(old, new)
     file.write_text(text)
     yield
@@ -124,15 +125,15 @@ def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
         tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in SUITES)]
         found = next(filter(None, (first_failure(checkout, release, one) for one in tests)), None)
     if found and first_failure(checkout, release, found):
-        sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
+        sys.exit(f"mutants: {found} fails without the fault, too, so it proves nothing")
     return found
 
 
 def main(
-    releases: Annotated[list[str], typer.Argument(help="Of the engine.")],
-    only: Annotated[str, typer.Option(help="Of these the faults with WORD in their name.")] = "",
+    releases: Annotated[list[str], typer.Argument(help="Releases of the engine.")],
+    only: Annotated[str, typer.Option(help="Only the faults with WORD in their name.")] = "",
     check: Annotated[
-        bool, typer.Option("--check", help="Only see that each fault can be made.")
+        bool, typer.Option("--check", help="Only check that each fault can be applied.")
     ] = False,
 ) -> None:
     """Run the tests with each fault; exit status 0 if all faults are found."""
@@ -156,7 +157,7 @@ def main(
             seconds = f"{time.monotonic() - start:.0f}"
             console.print(f"{release}: {fault.name}: {found or 'NOT FOUND'}, {seconds} s")
             table.add_row(release, fault.name, found or "NOT FOUND", seconds)
-    console.print(f"{len(chosen)} faults can be made" if check else table)
+    console.print(f"{len(chosen)} faults can be applied" if check else table)
     sys.exit(1 if missed else 0)
 
 

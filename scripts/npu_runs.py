@@ -39,9 +39,9 @@ def skip_reason(event: str, labels: list[str], is_fork: bool) -> str:
         return ""
     if is_fork:
         return (
-            "GitHub gives no variables to a pull request of a fork, so no image and no runner is "
-            "known here. A maintainer runs it by hand: Actions, npu, Run workflow, with "
-            "`refs/pull/NUMBER/head` for its ref."
+            "GitHub gives no variables to pull requests from forks, so no image and no runner is "
+            "known here. A maintainer can run it by hand: Actions, npu, Run workflow, with "
+            "`refs/pull/NUMBER/head` as its ref."
         )
     if LABEL not in labels:
         return (
@@ -100,8 +100,8 @@ def plan_jobs(
         return found, ""
     image, runner = variable_name("A3", "IMAGE", releases()[0]), variable_name("A3", "RUNNER", 2)
     return [], (
-        "No release has both an image and a runner for what was asked. Set the repository's "
-        f"variables, as {image} and {runner}: docs/npu.md."
+        "No release has both an image and a runner for this request. Set the repository's "
+        f"variables, such as {image} and {runner}: docs/npu.md."
     )
 
 

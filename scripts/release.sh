@@ -20,7 +20,7 @@ choose_release() {
     for release in "${releases[@]}" "$SGLANG_PD_RELEASE"; do
         if [[ $release != [0-9]* || ! -f $root/scripts/requirements/$release.txt ]]; then
             known=$(cd "$root/scripts/requirements" && ls -- [0-9]*.txt | sed 's/\.txt$//' | paste -sd ' ')
-            echo "${0##*/}: --release is '$release', it must be of: $known" >&2
+            echo "${0##*/}: --release is '$release', expected one of: $known" >&2
             exit 2
         fi
     done

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 PANELS = {
-    "meet_s": "seconds until all know each other",
-    "kib_a_peer": "memory of a prefill rank a peer, KiB",
-    "messages": "messages a request",
-    "cpu_ms": "processor time a request, ms",
+    "meet_s": "seconds until all ranks are connected",
+    "kib_a_peer": "memory of a prefill rank per peer, KiB",
+    "messages": "messages per request",
+    "cpu_ms": "processor time per request, ms",
 }
 COLOURS = {"stock": "#999999", "patched": "#1f6fb4"}
 STYLES = {"mooncake": "-", "nixl": "--"}
@@ -33,7 +33,7 @@ def draw(rows: list[dict], path: Path) -> None:
             panel.xaxis.set_minor_locator(NullLocator())
             panel.set_ylim(bottom=0)
             panel.locator_params(axis="y", nbins=4)
-            panel.set_title(f"{title}; ranks of each side", fontsize=8)
+            panel.set_title(f"{title}; by ranks per side", fontsize=8)
         panel.legend()
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     # Join lines: two of three only separate a line's points or attributes, or delimit groups.

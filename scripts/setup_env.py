@@ -93,7 +93,7 @@ def system_libraries(title: str) -> None:
         missing = missing_libraries()
     if missing:
         log(
-            f"Mooncake will not load: these system packages are missing: {' '.join(missing)}. "
+            f"Mooncake will not load: system packages are missing: {' '.join(missing)}. "
             f"Install them, e.g. `sudo apt-get install {' '.join(missing)}`. NIXL works without."
         )
 
@@ -109,7 +109,7 @@ def base(title: str) -> None:
     if BASE.is_symlink():
         sys.exit(
             f"setup: .pd-env/base is a link to {BASE.resolve()}, which is not what this checkout "
-            "needs; remove the link, or run scripts/setup.sh where it leads"
+            "needs; remove the link, or run scripts/setup.sh in the checkout that it leads to"
         )
     python = BASE / "bin" / "python"
     with step(f"{title} in .pd-env/base"):
@@ -229,7 +229,7 @@ def needs_cuda(nixl: Path) -> bool:
 def main() -> None:
     chosen = chosen_release()
     if chosen not in RELEASES:
-        sys.exit(f"setup: {RELEASE_VARIABLE} is {chosen!r}, it must be of {', '.join(RELEASES)}")
+        sys.exit(f"setup: {RELEASE_VARIABLE} is {chosen!r}, expected one of {', '.join(RELEASES)}")
     ask = argparse.ArgumentParser(
         prog="scripts/setup.sh",
         description=__doc__,
@@ -240,25 +240,25 @@ SGLANG_PD_TORCH chooses torch: arguments of `pip install` (default: {DEFAULT_TOR
 packages, or a wheel's path; or "existing" for the torch that this Python already has.""",
     )
     ask.add_argument(
-        "engines", nargs="*", metavar="stock|patched", help="which to prepare (default: both)"
+        "engines", nargs="*", metavar="stock|patched", help="engines to prepare (default: both)"
     )
     ask.add_argument(
         "--release",
         action="append",
         choices=RELEASES,
-        help=f"of the engine; may be given again (default: {chosen})",
+        help=f"release of the engine; may be repeated (default: {chosen})",
     )
     ask.add_argument(
         "--nixl",
         metavar="VERSION",
-        help="prepare this release of NIXL as well, and no engine that is not named",
+        help="also prepare this release of NIXL, and only the named engines",
     )
     ask.add_argument(
         "--memfabric",
         action="append",
         choices=MEMFABRICS,
-        help="prepare this release of MemFabric as well, and no engine that is not named; may be "
-        f"given again (default: {chosen_memfabric()}, with each engine)",
+        help="also prepare this release of MemFabric, and only the named engines; may be repeated "
+        f"(default: {chosen_memfabric()}, with each engine)",
     )
     asked = ask.parse_args()
     alone = asked.nixl or asked.memfabric

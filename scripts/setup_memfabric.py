@@ -66,7 +66,7 @@ def compiler() -> list[str | Path]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    log(f"no C compiler (cc, gcc or clang) on PATH: {COMPILER} brings one (100 MB)")
+    log(f"no C compiler (cc, gcc or clang) on PATH: installing {COMPILER} (100 MB)")
     uv_install(BASE / "bin" / "python", "--target", TOOLS, COMPILER)
     return ["env", f"PYTHONPATH={TOOLS}", BASE / "bin" / "python", "-m", "ziglang", "cc"]
 
@@ -91,7 +91,7 @@ def wheel(title: str, version: str) -> None:
             run(patchelf, "--rename-dynamic-symbols", renamed, core)
             run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
     if reason := unsupported_reason(version):
-        log(f"{reason}. Servers with `ascend` will not serve; NIXL and Mooncake work without")
+        log(f"{reason}. Servers with `ascend` will not work; NIXL and Mooncake do not need it")
     else:
         stamp.write_text(key)
 

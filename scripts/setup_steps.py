@@ -42,8 +42,8 @@ def run(*command: str | Path, quiet: bool = False) -> None:
     if done.returncode != 0:
         sys.stderr.write((done.stdout or b"").decode(errors="replace"))
         sys.exit(
-            f"setup: this failed (status {done.returncode}): {shlex.join(words)}\n"
-            "setup: its output above says why; run again to resume"
+            f"setup: this command failed (status {done.returncode}): {shlex.join(words)}\n"
+            "setup: see its output above; run this script again to resume"
         )
 
 

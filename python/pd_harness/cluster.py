@@ -50,7 +50,7 @@ STAGING_VARIABLES = {
     "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64",
 }
 RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: how many ranks the smallest fleet to run has
-NO_STOCK_ON_NPU = "on an NPU there is one engine, that of this Python, and it is patched"
+NO_STOCK_ON_NPU = "on an NPU the only engine is this Python's, and it is patched"
 
 
 class ServerFailed(RuntimeError):
@@ -153,7 +153,7 @@ def interpreter(environment: str) -> Path:
     python = folder / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(
-            f"{python} is not there: run scripts/setup.sh --release {release()} first"
+            f"{python} does not exist: run scripts/setup.sh --release {release()} first"
         )
     return python
 
@@ -179,14 +179,14 @@ def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | Non
     if device() == "cpu":
         return None
     if backend != "ascend":
-        return f"on an NPU KV travels by ascend, not by {backend}"
+        return f"on an NPU the backend is ascend, not {backend}"
     if "stock" in engines:
         return NO_STOCK_ON_NPU
     least = int(os.environ.get(RANKS_FROM, "1"))
     if ranks < least:
         return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"
     if ranks > npus():
-        return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
+        return f"it needs {ranks} NPUs, one for each rank; this machine has {npus()}"
     return None
 
 
@@ -248,7 +248,7 @@ class Server:
         """Raise `ServerFailed` if the process has exited."""
         if self.has_ended():
             status = self.process.returncode
-            raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
+            raise ServerFailed(f"{self.name} exited with status {status}\n{self.log_tail()}")
 
     def is_ready(self, client: httpx.Client) -> bool:
         """Whether the server answers ``client`` with status 200 at ``ready_path``."""

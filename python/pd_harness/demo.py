@@ -180,13 +180,13 @@ def run(case: DemoCase, stock: bool) -> int:
     )
     single = cluster.engine_server("single", "stock", model, LOGS)
     console.print(
-        f"{engine} engine: router, {case.fleet}; and one single server (stock). Starting ..."
+        f"{engine} engine: router, {case.fleet}; and a single server (stock). Starting ..."
     )
     try:
         with running([prefill, decode, router, single], console):
             if case.topology.backend == "ascend":
                 wait_for_memfabric_peers(memfabric_for(engine))
-            console.print(f"{len(PROMPTS)} prompts, sent together to each")
+            console.print(f"sending {len(PROMPTS)} prompts to each, all at once")
             expected = complete_prompts(single.url, ANSWER_TIMEOUT_S)
             start = time.monotonic()
             served = complete_prompts(router.url, ANSWER_TIMEOUT_S)
@@ -203,7 +203,7 @@ def run(case: DemoCase, stock: bool) -> int:
 
 def main(
     backend: Annotated[
-        Backend, typer.Argument(help="What carries the KV; which fleet is by release.")
+        Backend, typer.Argument(help="Transfer backend; the fleet depends on the release.")
     ] = Backend.nixl,
     stock: Annotated[
         bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")

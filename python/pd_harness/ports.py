@@ -33,7 +33,7 @@ def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
         if _reserve(port):
             found.append(port)
     if len(found) < count:
-        raise OSError(f"no {count} free ports between {ports[0]} and {ports[-1]}")
+        raise OSError(f"fewer than {count} free ports between {ports[0]} and {ports[-1]}")
     return found
 
 
@@ -50,7 +50,7 @@ def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
             return start
         for port in taken:
             _release(port)
-    raise OSError(f"no {length} free ports in a row between {ports[0]} and {ports[-1]}")
+    raise OSError(f"no {length} consecutive free ports between {ports[0]} and {ports[-1]}")
 
 
 def _reserve(port: int) -> bool:

@@ -35,7 +35,7 @@ from sglang_pd.verify.show import show as show_verdict
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Applies the prefill/decode patch set to an SGLang engine, and undoes it.",
+    help="Applies the prefill/decode patch set to an SGLang engine, and reverts it.",
 )
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -44,22 +44,22 @@ EnginePath = Annotated[
     Path | None,
     typer.Option(
         "--engine",
-        help="The engine: its folder `sglang/`, the site-packages folder that holds it, or a "
-        "source checkout. Default: the one that this Python imports.",
+        help="The engine: its `sglang/` folder, the site-packages folder that contains it, or a "
+        "source checkout. Default: the engine that this Python imports.",
     ),
 ]
 ReleaseName = Annotated[
     str | None,
     typer.Option(
         "--release",
-        help="Take the engine for this release. Default: the one that it says it is, or, of a "
-        "version that is not known, the one whose symbols it has.",
+        help="Treat the engine as this release. Default: detected from its version, or, if that "
+        "is unknown, from its symbols.",
     ),
 ]
 
 ApiKey = Annotated[
     str,
-    typer.Option(envvar="SGLANG_PD_API_KEY", help="Of servers that were started with --api-key."),
+    typer.Option(envvar="SGLANG_PD_API_KEY", help="API key of servers started with --api-key."),
 ]
 
 BackendName = Literal["nixl", "mooncake", "ascend"]
@@ -130,7 +130,7 @@ def top(
 @exit_on_refusal
 def status(
     patch: Annotated[
-        str | None, typer.Argument(help="Show this patch alone, with its whole record.")
+        str | None, typer.Argument(help="Show only this patch, with its full record.")
     ] = None,
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -144,7 +144,7 @@ def status(
     records = {} if patch is None else {record.id: record for record in read_records()}
     if patch is not None and patch not in records:
         known = ", ".join(records)
-        raise typer.BadParameter(f"there is no patch {patch!r}; there are {known}")
+        raise typer.BadParameter(f"unknown patch {patch!r}; the patches are {known}")
     found, patch_set = find_engine_and_release(engine, release)
     result = operations.status(found, patch_set)
     what = (
@@ -167,10 +167,10 @@ def apply(
     engine: EnginePath = None,
     release: ReleaseName = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
     preview: Annotated[
-        bool, typer.Option("--preview", help="Also apply to a release that is a preview.")
+        bool, typer.Option("--preview", help="Apply even if the release is a preview.")
     ] = False,
 ) -> None:
     """Applies all patches, or none."""
@@ -217,21 +217,25 @@ def doctor(
     engine: EnginePath = None,
     release: ReleaseName = None,
     role: Annotated[
-        Literal["prefill", "decode"] | None, typer.Option(help="Of the server that is meant.")
+        Literal["prefill", "decode"] | None,
+        typer.Option(help="Role of the server that will be launched. Default: either role."),
     ] = None,
     backend: Annotated[
         BackendName | None,
-        typer.Option(help="Default: what the installed packages are for."),
+        typer.Option(help="Transfer backend. Default: detected from the installed packages."),
     ] = None,
-    port: Annotated[int, typer.Option(help="The server's.")] = 30000,
-    bootstrap_port: Annotated[int, typer.Option(help="Prefill's.")] = 8998,
-    nnodes: Annotated[int, typer.Option(help="Nodes of the server, as it is told.")] = 1,
+    port: Annotated[int, typer.Option(help="Port of the server that will be launched.")] = 30000,
+    bootstrap_port: Annotated[int, typer.Option(help="Port of prefill's bootstrap server.")] = 8998,
+    nnodes: Annotated[
+        int, typer.Option(help="Number of the server's nodes, as in its launch command.")
+    ] = 1,
     url: Annotated[
-        list[str] | None, typer.Option(help="A running server to ask, too; give several.")
+        list[str] | None,
+        typer.Option(help="URL of a running server to check, too; may be repeated."),
     ] = None,
     api_key: ApiKey = "",
     image: Annotated[
-        bool, typer.Option("--image", help="Leave out what only a host has: for an image's build.")
+        bool, typer.Option("--image", help="Skip what only a host has: for an image build.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -258,15 +262,23 @@ def doctor(
 @exit_on_refusal
 def verify(
     router: Annotated[str, typer.Option(help="URL of the router.")] = "",
-    prefill: Annotated[str, typer.Option(help="Without a router: of the prefill server.")] = "",
-    decode: Annotated[str, typer.Option(help="Without a router: of the decode server.")] = "",
-    requests: Annotated[int, typer.Option(help="How many are sent at once, in the end.")] = 16,
-    lengths: Annotated[str, typer.Option(help="Tokens of single prompts.")] = DEFAULT_LENGTHS,
-    reference: Annotated[
-        str, typer.Option(help="A server of the same model that does not disaggregate.")
+    prefill: Annotated[
+        str, typer.Option(help="URL of the prefill server (instead of --router).")
     ] = "",
-    new_tokens: Annotated[int, typer.Option(help="Decoded for each request.")] = 8,
-    seconds: Annotated[float, typer.Option(help="That an answer may take.")] = 120.0,
+    decode: Annotated[
+        str, typer.Option(help="URL of the decode server (instead of --router).")
+    ] = "",
+    requests: Annotated[int, typer.Option(help="Size of the final concurrent burst.")] = 16,
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths to test, in tokens, separated by commas.")
+    ] = DEFAULT_LENGTHS,
+    reference: Annotated[
+        str, typer.Option(help="URL of a server of the same model without disaggregation.")
+    ] = "",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode per request.")] = 8,
+    seconds: Annotated[
+        float, typer.Option("--timeout", "--seconds", help="Seconds to wait for each answer.")
+    ] = 120.0,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -276,14 +288,15 @@ def verify(
     servers do not verify or cannot be reached.
     """
     if bool(router) == bool(prefill and decode):
-        raise typer.BadParameter("give --router, or --prefill and --decode")
+        raise typer.BadParameter("give either --router, or both --prefill and --decode")
     try:
         wanted = [int(one) for one in lengths.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--lengths takes numbers and commas, not {lengths!r}") from None
+        text = f"--lengths must be numbers separated by commas, not {lengths!r}"
+        raise typer.BadParameter(text) from None
 
     def on_progress(name: str, count: int) -> None:
-        err.print(f"{count} prompts {name}, twice ...")
+        err.print(f"sending {count} prompts ({name}), twice ...")
 
     async def run() -> Verdict:
         headers = auth_headers(api_key)
@@ -302,26 +315,53 @@ def verify(
 @app.command()
 @exit_on_refusal
 def plan(
-    model: Annotated[Path, typer.Option(help="Its config.json, or the folder that has it.")],
-    prefill: Annotated[str, typer.Option(help="Sizes, such as tp=4,pp=2 (or dp, layers=30+31).")],
-    decode: Annotated[str, typer.Option(help="The same; also draft and page, of one server.")],
-    backend: Annotated[BackendName, typer.Option(help="That sends KV.")] = "nixl",
+    model: Annotated[
+        Path, typer.Option(help="The model's config.json, or the folder that contains it.")
+    ],
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="Sizes of the prefill server, such as tp=4,pp=2; also dp, layers=30+31, draft "
+            "and page."
+        ),
+    ],
+    decode: Annotated[
+        str,
+        typer.Option(
+            help="Sizes of the decode server, such as tp=4,dp=2; also pp, layers=30+31, draft "
+            "and page."
+        ),
+    ],
+    backend: Annotated[BackendName, typer.Option(help="Transfer backend.")] = "nixl",
     release: Annotated[
-        str | None, typer.Option("--engine-release", help="Default: the newest that is known.")
+        str | None,
+        typer.Option(
+            "--release",
+            "--engine-release",
+            help="Release of the engine. Default: the newest supported one.",
+        ),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=0, help="0: as the engine chooses.")] = 0,
-    draft_layers: Annotated[int, typer.Option(min=0, help="Of both servers' drafts.")] = 0,
-    fia: Annotated[bool, typer.Option("--fia", help="NPU pools with ASCEND_USE_FIA.")] = False,
+    page_size: Annotated[
+        int, typer.Option(min=0, help="Tokens per page, on both servers; 0: the engine's default.")
+    ] = 0,
+    draft_layers: Annotated[
+        int, typer.Option(min=0, help="Layers of the draft model, on both servers.")
+    ] = 0,
+    fia: Annotated[
+        bool, typer.Option("--fia", help="Use the layout of NPU pools with ASCEND_USE_FIA.")
+    ] = False,
     compare: Annotated[
-        str, typer.Option(help="Other sizes to set beside these, such as tp=8:tp=4,dp=2.")
+        str, typer.Option(help="Other sizes to compare with, such as tp=8:tp=4,dp=2.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a picture into this .svg or .png file.")
+    ] = None,
 ) -> None:
     """Shows whether two servers of a model work together, and which rank sends what to which.
 
-    Exit code: 0 they work on the patched engine, 19 they do not, or nobody knows; 18 the model's
-    configuration is missing or not supported.
+    Exit code: 0 they work on the patched engine, 19 they do not, or were never tested; 18 the
+    model's configuration is missing or not supported.
     """
     # Imported only here: it needs NumPy, and `revert` must work without NumPy.
     from sglang_pd.plan import show as shown

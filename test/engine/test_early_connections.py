@@ -103,7 +103,7 @@ def test_failed_early_connection_is_left_to_the_first_request(manager, caplog, h
         manager.agent.unknown.add("lost")
     for peer in ("lost", "other"):
         manager.connect_early(peer, AUX)
-    assert is_logged(caplog, "NIXL could not connect to decode lost, a request will: ")
+    assert is_logged(caplog, "NIXL could not connect to decode lost; a request will try again: ")
     assert is_logged(caplog, "Connected to decode other in ")
     assert manager.failed == ["lost"] and not manager.connecting
 
@@ -136,7 +136,7 @@ def test_memory_registration_failure_disables_early_connections(manager, caplog)
     manager.agent.register_memory = refuse
     manager.connect_early("decode", AUX)
     assert is_logged(
-        caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND"
+        caplog, "Decode ranks are connected only at their first requests: NIXL_ERR_BACKEND"
     )
     assert not manager.agent.started
 

@@ -33,7 +33,7 @@ def test_ascend_falls_back_to_registering_range_by_range(caplog):
         "error": "",
     }
     (warning,) = warnings(caplog)
-    assert "4 buffers in one batch, but range by range: all are registered" in warning
+    assert "4 buffers in one batch, but registered all of them range by range" in warning
 
 
 def test_ranges_that_share_a_page_are_registered_together():
@@ -49,7 +49,7 @@ def test_mooncake_falls_back_to_registering_one_by_one(caplog):
     answer = engine_calls.registration("mooncake", [], refused_together=[10, 20])
     assert (answer["registered"], answer["error"]) == (ALL, "")
     (warning,) = warnings(caplog)
-    assert "KV and state in one batch (buffers: 3, bytes: 70), but one by one: all" in warning
+    assert "KV and state in one batch (buffers: 3, bytes: 70), but registered all of" in warning
 
 
 REFUSED = [
@@ -67,7 +67,7 @@ REFUSED = [
 @pytest.mark.parametrize("refused, role, size, named", REFUSED)
 def test_mooncake_failure_names_the_buffers(refused, role, size, named):
     error = engine_calls.registration("mooncake", refused)["error"]
-    assert f"one by one it fails for: {named}." in error
+    assert f"one by one, it could not register: {named}." in error
     assert f"did not register this rank's {role} in one batch ({size});" in error
     assert error.count("one by one") == 1  # nothing about the other batch
 
@@ -75,21 +75,21 @@ def test_mooncake_failure_names_the_buffers(refused, role, size, named):
 @pytest.mark.parametrize("refused, role, size, named", REFUSED)
 def test_memfabric_failure_names_the_buffers(refused, role, size, named):
     error = engine_calls.registration("ascend", refused)["error"]
-    assert f"4 buffers in one batch; range by range it refuses: {named}. Without them" in error
+    assert f"4 buffers in one batch; range by range, it rejects: {named}. Without them" in error
 
 
 def test_failures_of_kv_and_aux_are_reported_separately():
     error = engine_calls.registration("mooncake", [20, 30])["error"]
-    assert "it fails for: KV v, layer 3 (20 bytes from 0x400000). The transfer engine" in error
-    assert "it fails for: aux 0 (30 bytes from 0x600000). " in error
+    assert "not register: KV v, layer 3 (20 bytes from 0x400000). The transfer engine" in error
+    assert "not register: aux 0 (30 bytes from 0x600000). " in error
 
 
 def test_refusal_of_registered_ranges_by_memfabric_is_only_logged(caplog):
     """The batch registered the first buffer before it failed; two others register one by one."""
     answer = engine_calls.registration("ascend", [20], keeps=True)
     assert (answer["registered"], answer["error"]) == ([10, 30, 40], "")
-    assert "refuses: KV k, layer 3 (10 bytes from 0x200000), KV v, layer 3 (20" in caplog.text
-    assert "so that some of them may be" in caplog.text
+    assert "rejects: KV k, layer 3 (10 bytes from 0x200000), KV v, layer 3 (20" in caplog.text
+    assert "so some of these may be registered" in caplog.text
 
 
 def test_refusal_of_every_range_stops_the_server():
@@ -124,7 +124,7 @@ def test_aux_sent_over_tcp_need_not_be_registered(backend, environment, caplog):
     caplog.set_level("INFO")
     answer = engine_calls.registration(backend, AUX, environment=environment)
     assert (answer["error"], answer["registered"]) == ("", [10, 20, 40])
-    assert caplog.text.count("aux goes over TCP") == 1
+    assert caplog.text.count("aux is sent over TCP") == 1
 
 
 @backends

@@ -221,7 +221,7 @@ def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, open_listener):
     manager.transfer_infos = {1: {"a": None}, 2: {"b": None}}
     manager.register("b", port)
     assert wait_until(lambda: "a" not in manager.watched_peers, PATIENCE, 0.01)
-    assert manager.failed == [(1, f"decode 127.0.0.1:{port} is another process by now")]
+    assert manager.failed == [(1, f"decode 127.0.0.1:{port} was replaced by another process")]
     assert manager.dropped == ["a"] and set(manager.decode_kv_args_table) == {"b"}
     assert not (manager.replaced_peers or manager.silent_peers or manager.released_peers)
     manager.register("b", port)
@@ -241,7 +241,7 @@ def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, open_listener)
 @pytest.mark.parametrize("value", ["soon", "4.9", "-1", "inf", "nan"])
 def test_invalid_silence_seconds_are_refused_at_startup(monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'; it takes seconds, 5 or more"):
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'; expected 5 seconds or more"):
         Manager()
 
 

@@ -33,7 +33,7 @@ def test_verify_mode_values(monkeypatch, value, mode):
 
 def test_invalid_verify_mode_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "yes")
-    with pytest.raises(ValueError, match="SGLANG_PD_VERIFY is 'yes'; it takes 1, log, or 0"):
+    with pytest.raises(ValueError, match="SGLANG_PD_VERIFY is 'yes'; expected 1, log, or 0"):
         verify_mode()
 
 
@@ -104,14 +104,14 @@ def test_page_views_do_not_copy_the_pool():
 
 @pytest.mark.parametrize("pages", [[PAGES], [-1], [0, PAGES + 3]])
 def test_pages_out_of_range_are_refused(pages):
-    with pytest.raises(LayoutError, match=f"of {PAGES}"):
+    with pytest.raises(LayoutError, match=f"only {PAGES} exist"):
         page_views(pool()).digests(PARTS, pages)
 
 
 def test_address_outside_of_all_pools_is_refused():
     held = page_views(pool())
     elsewhere = torch.zeros(4096, dtype=torch.uint8)
-    with pytest.raises(LayoutError, match="k, layer 0: the pools have no tensor at its 64 bytes"):
+    with pytest.raises(LayoutError, match="k, layer 0: no tensor .* contains its 64 bytes"):
         PageViews(held.layout, held.buffers[:1], [pool()], [elsewhere.data_ptr()], [64])
 
 
@@ -166,7 +166,7 @@ def test_bootstrap_server_collects_reports(monkeypatch):
 def test_invalid_report_is_refused(monkeypatch, body):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "1")
     (status, text), (_, told) = responses_to(("PUT", "/verify", body), ("GET", "/verify", None))
-    assert status == 400 and "this is no report" in text
+    assert status == 400 and "not a report" in text
     assert json.loads(told)["ranks"] == []
 
 

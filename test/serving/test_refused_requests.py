@@ -23,7 +23,7 @@ BACKENDS = [pytest.param("nixl"), pytest.param("mooncake", marks=pytest.mark.nig
 # Refused requests, and texts in decode's error.
 REFUSED = {
     "too long for prefill's pool": ({"input_ids": list(range(1, 400))}, "maximum"),
-    "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not take priorities"),
+    "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not accept priorities"),
 }
 if not SINCE_0_5_20:  # 0.5.9's prefill accepts priorities, whatever its options say
     del REFUSED["with a priority"]

@@ -108,7 +108,7 @@ def test_stock_corruption_is_found(scenario):
     assert status == ExitCode.MISMATCH, found
     assert not ended
     assert found["mismatches"], found
-    assert any("KV is not what prefill has" in failure for failure in found["failures"])
+    assert any("KV verification failed" in failure for failure in found["failures"])
     record(
         "verify",
         scenario=scenario.name,

@@ -9,7 +9,7 @@ TRANSFER_FAILURES_0_5_9 = {
     ("mooncake", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
     ("nixl", "status"): "NIXL did not start the transfer",
     ("nixl", "exception"): f"Prefill could not send KV: {INJECTED_ERROR}",
-    ("nixl", "late status"): "Prefill's write to decode failed: NIXL reports an error",
+    ("nixl", "late status"): "Prefill's write to decode failed: NIXL reported an error",
     ("nixl", "late exception"): f"Prefill's write to decode failed: {INJECTED_ERROR}",
 }
 TRANSFER_FAILURES_0_5_23 = {
@@ -20,7 +20,7 @@ TRANSFER_FAILURES_0_5_23 = {
     ("nixl", "late status"): "NIXL transfer encountered ERR",
 }
 TRANSFER_FAILURES = TRANSFER_FAILURES_0_5_23 if SINCE_0_5_20 else TRANSFER_FAILURES_0_5_9
-LOST_PREFILL = "Lost connection with prefill" if SINCE_0_5_20 else "does not answer any more"
+LOST_PREFILL = f"Lost connection {'with' if SINCE_0_5_20 else 'to'} prefill"
 LOST_DECODE = (
     {"mooncake": "Failed to send", "nixl": "NIXL"}
     if SINCE_0_5_20
@@ -43,7 +43,7 @@ DECODE_ABORTED = (
 )
 # The text if the request reaches prefill after the abort. Later releases do not remember the abort
 # and wait until the request times out.
-DECODE_ABORTED_EARLY = "timed out" if SINCE_0_5_20 else f"Decode gave up this request: {ABORTED}"
+DECODE_ABORTED_EARLY = "timed out" if SINCE_0_5_20 else f"Decode aborted the request: {ABORTED}"
 # Texts of a request that timed out on decode: decode's text, and prefill's by backend.
 DECODE_TIMED_OUT = (
     "timed out after" if SINCE_0_5_20 else "SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets the limit"

@@ -74,7 +74,7 @@ def run_installed(environment, tmp_path):
     """A function that runs the wheel's tool in its own environment and checks the exit code."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "python"):
+    for name in ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"):
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -117,7 +117,7 @@ def test_compare_shows_two_topologies_side_by_side(plan):
         ("qwen3", ("tp=4", "tp=2,page=32"), (), "page size: prefill has 1, decode has 32"),
         ("qwen3", ("tp=2,pp=4", "tp=2,pp=2"), (), "PP size 2 is neither 1 nor prefill's PP size 4"),
         ("deepseek_v3", ("tp=3", "tp=2"), (), "prefill attention TP size 3 and decode attention"),
-        ("falcon_h1", ("tp=2", "tp=1"), ("--engine-release", "0.5.9"), "use one TP size"),
+        ("falcon_h1", ("tp=2", "tp=1"), ("--engine-release", "0.5.9"), "use the same TP size"),
         ("qwen3_next", ("pp=2", "tp=1"), (), "was not tried"),
         ("qwen3", ("tp=3", "tp=1"), (), "8 KV heads cannot be split over"),
     ],

@@ -95,7 +95,7 @@ class FakeServers:
         self.reported += self.sent_lengths.count(length) > self.uncompared
         if length in self.differs:
             self.said.append(f"KV of {length} tokens")
-            return httpx.Response(500, text=f"KV is not what prefill has: {length} tokens")
+            return httpx.Response(500, text=f"KV verification failed: {length} tokens")
         token += length in self.unsteady and self.sent_lengths.count(length) > 1
         return tokens(token, self.rounds.get(host))
 

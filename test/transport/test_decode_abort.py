@@ -191,7 +191,7 @@ def test_request_without_decode_metadata_times_out(serve, backend):
         request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 10}
         answer = servers.prefill[0].timed("send", **request)
         assert answer["state"] == "failed" and is_in_time(answer["seconds"], 3), answer
-        assert "timed out" in answer["reason"] or "did not ask" in answer["reason"], answer
+        assert "timed out" in answer["reason"] or "did not request" in answer["reason"], answer
         assert_transfers(servers)
 
 

@@ -140,7 +140,7 @@ def test_mooncake_backs_off_after_two_failures(serve, failing, ends):
         assert [answer["state"] for answer in sent] == ends, sent
         assert [answer["state"] for answer in ended] == ends, ended
         if ends[-1] == "failed":
-            assert "it is tried again in" in sent[-1]["reason"], sent
+            assert "retrying in" in sent[-1]["reason"], sent
             time.sleep(BACK_OFF)
         assert_transfers(servers)
 

@@ -202,7 +202,7 @@ def test_fused_convolutions_are_not_split(serve, name):
     with serve(with_backend("mooncake", mamba(RECURRENT[name]))) as servers:
         outcome = servers.request(*REQUESTS[1])
     assert outcome.state == "failed", outcome
-    assert "use one TP size for this model" in outcome.reasons
+    assert "use the same TP size for this model" in outcome.reasons
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -245,7 +245,7 @@ def test_draft_on_one_side(serve, fork_server, backend, name):
     with serve(with_backend(backend, ONE_SIDED[name])) as servers:
         assert_all_transfer(servers)
     said = log.read_bytes()[begins:].decode()
-    who = "it has no" if name.startswith("prefill") else "prefill has no"
+    who = "decode has no" if name.startswith("prefill") else "prefill has no"
     assert said.count(f"{who} draft model") == said.count("draft model") == 1, said
 
 

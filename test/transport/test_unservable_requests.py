@@ -63,13 +63,13 @@ PAGE_SIZES, DTYPES = (
         pytest.param(
             Side(k_width=4),
             Side(k_width=8),
-            "k, layer 0, bytes a page: prefill has 2048, decode has 4096",
+            "k, layer 0, bytes per page: prefill has 2048, decode has 4096",
             id="head_width",
         ),
         pytest.param(
             Side(kv_heads=4),
             Side(kv_heads=8),
-            "k, layer 0, KV heads in all: prefill has 4, decode has 8",
+            "k, layer 0, total KV heads: prefill has 4, decode has 8",
             id="head_count",
         ),
         pytest.param(

@@ -75,9 +75,7 @@ def test_state_is_compared(serve, backend, hybrid):
 @pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 compares it")
 def test_unverifiable_state_is_refused(serve):
     with (
-        pytest.raises(
-            RuntimeError, match="cannot compare KV with its pools are left to the engine"
-        ),
+        pytest.raises(RuntimeError, match="cannot compare KV with unsupported pools"),
         serve(verifying(Fleet(hybrid="mamba", layers=4))),
     ):
         pass
@@ -119,7 +117,7 @@ def test_corrupted_kv_fails_its_request(serve, backend, what):
         (decode,) = outcome.decode
         assert decode["state"] == "failed", outcome
         part, where = CORRUPTIONS[what]
-        for said in ("KV is not what prefill has: ", part, where, "(prefill TP 0/1 PP 0/1, "):
+        for said in ("KV verification failed: ", part, where, "(prefill TP 0/1 PP 0/1, "):
             assert said in decode["reason"], outcome
         assert servers.request(SRC, DST).state == "right"
 
@@ -135,7 +133,7 @@ def test_mismatch_on_one_rank_fails_all_ranks(serve, backend):
         outcome = servers.request(SRC, DST)
         servers.decode[1].call("corrupt_transfers", what="")
         assert [end["state"] for end in outcome.decode] == ["failed"] * 2, outcome
-        assert "KV is not what prefill has" in outcome.decode[1]["reason"], outcome
+        assert "KV verification failed" in outcome.decode[1]["reason"], outcome
         assert OTHER_RANK_FAILED in outcome.decode[0]["reason"], outcome
         assert servers.request(SRC, DST).state == "right"
         assert_eventually(
@@ -211,7 +209,7 @@ def test_unavailable_digests_fail_their_request(serve, backend):
         prefill.call("corrupt_transfers", what="no digests")
         outcome = servers.request(SRC, DST)
         assert outcome.decode[0]["state"] == "failed", outcome
-        assert "a prefill rank could not digest it, its log says why" in outcome.reasons
+        assert "a prefill rank could not compute digests; see its log" in outcome.reasons
         prefill.call("corrupt_transfers", what="junk digests")
         outcome = servers.request(SRC, DST)
         assert outcome.decode[0]["state"] == "failed", outcome

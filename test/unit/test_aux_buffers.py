@@ -122,16 +122,16 @@ def test_refuses_peer_with_incompatible_rows(theirs, said):
 
 
 def test_message_for_unsent_rows():
-    begins = "metadata of another width is not sent: row 8 (hidden states), prefill's of"
+    begins = "metadata rows of unequal width are not sent: row 8 (hidden states),"
     said = [
         unsent_rows_message(rank(WIDE, draft=True), rank(NARROW)),
         unsent_rows_message(rank(NARROW), rank(WIDE, draft=True)),
         unsent_rows_message(rank(NARROW), rank(draft=True)),
     ]
     assert said == [
-        f"{begins} 14336 bytes, decode's of 64",
-        f"{begins} 64 bytes, decode's of 14336",
-        f"{begins} 64 bytes, decode's of an unknown number",
+        f"{begins} 14336 bytes on prefill, 64 on decode",
+        f"{begins} 64 bytes on prefill, 14336 on decode",
+        f"{begins} 64 bytes on prefill, an unknown number on decode",
     ]
     assert unsent_rows_message(rank(WIDE), rank(WIDE)) is None
     assert unsent_rows_message(rank(NARROW), rank()) is None
@@ -146,5 +146,5 @@ def test_row_widths_and_slots_round_trip():
 @pytest.mark.parametrize("changed", [{"aux": (64, -1)}, {"aux_slots": -1}], ids=str)
 def test_impossible_rows_are_refused(changed):
     layout = msgspec.structs.replace(rank(WIDE, 512), **changed)
-    with pytest.raises(LayoutError, match="a layout frame says"):
+    with pytest.raises(LayoutError, match="invalid layout frame"):
         decode_layout(encode_layout(layout))

@@ -104,9 +104,9 @@ def test_byte_range_of_one_head_in_buffer():
 @pytest.mark.parametrize(
     "part, why",
     [
-        (Part("k", False, 1, Heads(2, 4, 4)), "TP 1/2 PP 0/1 holds no k, layer 1"),
-        (Part("k", False, 0, Heads(0, 4, 4)), "holds KV heads [2,4) of 4 of k, layer 0, KV heads"),
-        (Part("k", False, 0), "holds k, layer 0, KV heads [2,4) of 4, the other side k, layer 0"),
+        (Part("k", False, 1, Heads(2, 4, 4)), "TP 1/2 PP 0/1 does not hold k, layer 1"),
+        (Part("k", False, 0, Heads(0, 4, 4)), "holds KV heads [2,4) of 4, which do not include k,"),
+        (Part("k", False, 0), "holds k, layer 0, KV heads [2,4) of 4; the other side holds k,"),
     ],
 )
 def test_parts_missing_on_rank_are_refused(part, why):

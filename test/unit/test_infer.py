@@ -44,7 +44,7 @@ def test_uneven_pointer_count_is_refused(drafts, pointers):
 @pytest.mark.parametrize("pointers", [5, 10, 12])
 def test_index_layers_of_other_stages_are_unknown(pointers):
     own = layout({"k": [2, 3], "v": [2, 3], "index_k": [2]}, {}, pp=(1, 2))
-    with pytest.raises(LayoutError, match="does not say for which layers"):
+    with pytest.raises(LayoutError, match="KV buffers without layer numbers"):
         infer_layout(own, StockRegistration(0, 1, pointers))
 
 
@@ -65,7 +65,7 @@ def indexed(layers, drafts=0, elided=(), pp=(1, 2), total=8) -> RankLayout:
 def test_elided_index_keys_of_other_stages_are_unknown():
     """The stage's first layer has none; if all of decode's seemed alike, none would be sent."""
     own = indexed(range(4, 8), elided=(4, 6))
-    with pytest.raises(LayoutError, match="does not say which of its layers have index keys"):
+    with pytest.raises(LayoutError, match="does not report which of its layers have index keys"):
         infer_layout(own, StockRegistration(0, 1, 8, 8, 64))
 
 
@@ -107,6 +107,6 @@ def test_same_stage_of_recurrent_hybrid_is_inferred():
 def test_layer_gaps_imply_hybrid_without_state():
     """As with windows in MXFP8, which the engine itself sends; stock sends K 15 to V 5."""
     own = hybrid([10, 15])
-    with pytest.raises(LayoutError, match="does not say for which layers"):
+    with pytest.raises(LayoutError, match="KV buffers without layer numbers"):
         infer_layout(own, StockRegistration(0, 1, 8, None, 64))
     assert keys(infer_layout(own, StockRegistration(0, 1, 4, None, 64)).kv) == keys(own.kv)

@@ -87,5 +87,5 @@ def test_missing_layer_raises():
 
 
 def test_pointer_count_of_partial_layers_raises():
-    with pytest.raises(LayoutError, match=r"5 KV buffers are not 2 \(k, v\) a layer"):
+    with pytest.raises(LayoutError, match=r"5 KV buffers cannot be 2 \(k, v\) per layer"):
         layout_from_counts(("k", "v"), 0, 3, 5)

@@ -113,7 +113,7 @@ def test_prepare_prefers_described_page_counts():
 def test_prepare_refuses_more_than_int32_blocks():
     plan = plan_for([WHOLE_PAGE])
     assert prepare(plan, 2**31 - 1, 5).src[0][3] == 2**31 - 1
-    with pytest.raises(LayoutError, match="2147483648 blocks of KV on one side"):
+    with pytest.raises(LayoutError, match="2147483648 KV blocks on one side"):
         prepare(plan, 2**31, 5)
 
 
@@ -209,7 +209,7 @@ def test_slice_outside_row_is_refused(side):
     """A row has 20 bytes on prefill, and 40 on decode."""
     plan_for([BufferPair(0, 0, False, 10, 30, 10)])
     offsets = (11, 30) if side == "src" else (10, 31)
-    with pytest.raises(LayoutError, match="bytes behind the beginning of a row of"):
+    with pytest.raises(LayoutError, match="bytes after the start of a row of"):
         plan_for([BufferPair(0, 0, False, *offsets, 10)])
 
 

@@ -106,11 +106,11 @@ def test_recurrent_state_uses_layer_ids_of_pool():
 @pytest.mark.parametrize(
     "unlike, reason",
     [
-        ({"kv_cache_layout": "vectorized_5d"}, "heads lie in layout vectorized_5d"),
+        ({"kv_cache_layout": "vectorized_5d"}, "pages have layout vectorized_5d"),
         ({"requires_physical_write_loc": True}, "layers share one buffer"),
-        ({"layer_shard_enabled": True}, "layers are dealt out to ranks"),
-        ({"shard_spec": None}, "pages are dealt out to ranks"),
-        ({"translate_loc_to_hisparse_device": None}, "on the host as well"),
+        ({"layer_shard_enabled": True}, "layers are sharded across ranks"),
+        ({"shard_spec": None}, "pages are sharded across ranks"),
+        ({"translate_loc_to_hisparse_device": None}, "also in host memory"),
     ],
 )
 @pytest.mark.parametrize("where", ["target", "draft", "full_kv_pool", "swa_kv_pool"])
@@ -122,12 +122,12 @@ def test_unsupported_pool_variant_is_refused(unlike, reason, where):
         inner = {name: pools[name] for name in ("full_kv_pool", "swa_kv_pool")}
         target = SimpleNamespace(layers_mapping={0: (0, False), 1: (0, True)}, **inner)
     state = where == "swa_kv_pool"
-    with pytest.raises(LayoutError, match=f"{reason}; this pool is not known"):
+    with pytest.raises(LayoutError, match=f"{reason}; the patch set does not support this pool"):
         describe_pools(target, pools["draft"], [1] * 8, [1] * 8, state, (0, 1), 2, 2)
 
 
 def test_pool_without_required_attribute_is_refused():
-    with pytest.raises(LayoutError, match="no attribute 'head_num'; this pool is not known"):
+    with pytest.raises(LayoutError, match="no attribute 'head_num'; the patch set does not"):
         describe(SimpleNamespace(start_layer=0, layer_num=2))
 
 

@@ -10,7 +10,7 @@ from pd_harness.cluster import Topology
 from pd_harness.cpu_host.models import TinyMLA, TinyModel
 from sglang_pd.patchset.patches import read_records
 from sglang_pd.plan.known_failures import (
-    DIES,
+    CRASHES,
     FAILS,
     HANGS,
     KNOWN_FAILURES,
@@ -32,8 +32,8 @@ PLAN_OUTCOMES = {
     "right": RIGHT,
     "wrong": WRONG,
     "hang": HANGS,
-    "dead": DIES,
-    "raised": DIES,
+    "dead": CRASHES,
+    "raised": CRASHES,
     "failed": FAILS,
     CORRUPTED: WRONG,
     "http 500": FAILS,
@@ -168,7 +168,7 @@ STATE_CASES = {
     ),
     "draft_on_prefill": (
         (INDEXED_MLA, ServerSizes(draft=1), ServerSizes()),
-        (DIES, HANGS),
+        (CRASHES, HANGS),
         (HANGS, FAILS),
     ),
     "index_keys_pp2": (
@@ -179,7 +179,7 @@ STATE_CASES = {
     "windows": ((WINDOWS, ServerSizes(tp=2), ServerSizes(tp=2)), (RIGHT, RIGHT), (RIGHT, RIGHT)),
     "windows_tp2_to_1": (
         (WINDOWS, ServerSizes(tp=2), ServerSizes()),
-        (DIES, HANGS),
+        (CRASHES, HANGS),
         (RIGHT, RIGHT),
     ),
     "windows_pp2": ((WINDOWS, ServerSizes(pp=2), ServerSizes()), (WRONG, WRONG), (HANGS, WRONG)),
@@ -204,7 +204,7 @@ def test_plan_predicts_state_outcome(name: str, release: str):
         assert patched(pair).outcome == (REFUSED if is_cut else RIGHT)
 
 
-@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (DIES, HANGS))))
+@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS))))
 def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
     """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
     pair = make_pair(

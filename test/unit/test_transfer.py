@@ -150,12 +150,12 @@ def test_refuses_unequal_layer_counts():
 
 def test_refuses_unequal_head_counts():
     text = refusal(*peers(Model(2, 2), Model(2, 4)))
-    assert "KV heads in all: prefill has 2, decode has 4" in text
+    assert "total KV heads: prefill has 2, decode has 4" in text
 
 
 def test_refuses_unequal_head_widths():
     text = refusal(*peers(Model(2, 2), Model(2, 2, {"k": 4, "v": 2})))
-    assert "k, layer 0, bytes a page: prefill has 64, decode has 128" in text
+    assert "k, layer 0, bytes per page: prefill has 64, decode has 128" in text
 
 
 def test_refuses_a_missing_component():
@@ -166,13 +166,13 @@ def test_refuses_a_missing_component():
 def test_refuses_fewer_pointers_than_described():
     src, dst = peers()
     dst.pointers.pop()
-    assert "describes 4 buffers and registered 3" in refusal(src, dst)
+    assert "describes 4 buffers but registered 3" in refusal(src, dst)
 
 
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"page_bytes": 17}, "decode registered 17 bytes a page, prefill expects 64"),
+        ({"page_bytes": 17}, "decode registered 17 bytes per page, prefill expects 64"),
         ({"kv_pointers": 3}, "decode registered 3 KV buffers"),
         ({"kv_pointers": 2}, "decode registered 2 KV buffers"),
         ({"state_pointers": 2}, "decode registered 2 state buffers"),
@@ -213,7 +213,7 @@ def test_refuses_recurrent_state_between_unequal_pp_sizes():
 
 def test_refuses_to_guess_the_layers_of_a_hybrid():
     src = layout(ATTENTION, MAMBA, pp=(1, 2))
-    with pytest.raises(LayoutError, match="does not say for which layers"):
+    with pytest.raises(LayoutError, match="KV buffers without layer numbers"):
         plan_for_peer(src, pointers(2, 2), StockRegistration(0, 1, 4, 2), pointers(4, 2))
 
 

@@ -62,14 +62,14 @@ def test_stock_peer_of_equal_sizes_is_planned():
     "peer, said",
     [
         (rank(tp=(0, 2)), r"TP size, KV and state buffers are \(1, 3, 0\) on prefill, \(2, 3, 0\)"),
-        (rank(ITEMS[:2]), r"\(1, 3, 0\) on prefill, \(1, 2, 0\) on decode; use one TP and PP size"),
+        (rank(ITEMS[:2]), r"\(1, 3, 0\) on prefill, \(1, 2, 0\) on decode; use the same TP and PP"),
         (rank(state=(8,)), r"\(1, 3, 0\) on prefill, \(1, 3, 1\)"),
-        (rank((64, 48, 32)), "opaque, layer 1, bytes a page: prefill has 64, decode has 48"),
+        (rank((64, 48, 32)), "opaque, layer 1, bytes per page: prefill has 64, decode has 48"),
         (StockRegistration(0, 2, 3, 0, 64), r"\(2, 3, 0\) on decode"),
         (StockRegistration(0, 1, 2, 0, 64), "decode registered 2 KV buffers where prefill"),
         (
             StockRegistration(0, 1, 3, 0, 48),
-            "decode registered 48 bytes a page, prefill expects 64",
+            "decode registered 48 bytes per page, prefill expects 64",
         ),
     ],
 )

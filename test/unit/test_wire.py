@@ -162,7 +162,7 @@ def test_previous_version_reads_current_layout(layout):
 )
 def test_impossible_buffers_are_refused(changed):
     buffer = msgspec.structs.replace(LAYOUT.kv[0], **changed)
-    with pytest.raises(LayoutError, match=r"a layout frame says Buffer\("):
+    with pytest.raises(LayoutError, match=r"invalid layout frame: Buffer\("):
         decode_layout(encode_layout(msgspec.structs.replace(LAYOUT, kv=(buffer,))))
 
 

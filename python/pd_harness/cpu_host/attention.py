@@ -37,7 +37,7 @@ def extend(
         NotImplementedError: attention to an encoder's tokens.
     """
     if is_cross_attn:
-        raise NotImplementedError("the CPU host has no attention to an encoder's tokens")
+        raise NotImplementedError("the CPU host does not support attention to an encoder's tokens")
     requests = (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
     first = 0
     for row, length, before, new in zip(*(each.tolist() for each in requests)):

@@ -27,7 +27,7 @@ def make_draft(target: TinyModel, folder: Path) -> Path:
     kinds = {TinyLlama: eagle, TinyMLA: nextn}
     kind = next((kinds[one] for one in kinds if isinstance(target, one)), None)
     if kind is None:
-        raise TypeError(f"no draft is known for {target.family}")
+        raise TypeError(f"no draft model for {target.family}")
     source = target.make(folder)
 
     def write(unfinished: Path) -> None:

@@ -66,9 +66,7 @@ def main(path: Path) -> None:
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     read = {name: before.get(name) for name in read}
     if not is_single_threaded():
-        sys.exit(
-            "fork server: importing the engine has started threads, which a fork would not have"
-        )
+        sys.exit("fork server: importing the engine has started threads, which a fork would lack")
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for supervisors
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

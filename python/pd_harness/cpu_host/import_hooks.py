@@ -32,7 +32,7 @@ def around_import(name: str, context: Callable[[ModuleType], Context]) -> None:
         RuntimeError: the module is already loaded, so others may have imported its old names.
     """
     if name in sys.modules:
-        raise RuntimeError(f"{name} is imported already; hooks must be set at interpreter start")
+        raise RuntimeError(f"{name} is already imported; hooks must be set at interpreter start")
     sys.meta_path.insert(0, _AroundImport(name, context))
 
 

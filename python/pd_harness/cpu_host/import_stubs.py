@@ -37,7 +37,7 @@ def _stub(module: str, name: str):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     def stub(*args, **kwargs):
-        raise RuntimeError(f"{module}.{name} was called, but the CPU host has only its name")
+        raise RuntimeError(f"{module}.{name} is only a stub on the CPU host; it cannot be called")
 
     stub.__name__ = name
     return stub

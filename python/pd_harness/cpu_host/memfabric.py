@@ -87,13 +87,13 @@ def memfabric_error(version: str) -> str | None:
     if missing:
         return (
             f"{missing[0].relative_to(CHECKOUT)} is missing; run `scripts/setup.sh --memfabric "
-            f"{version}`, which says why if it cannot be made"
+            f"{version}`, which reports why if it cannot be made"
         )
     try:
         ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return (
-            f"the stand-in for the Ascend driver does not load ({error}); here it must be built "
+            f"the stand-in for the Ascend driver does not load ({error}); it must be built "
             f"for {os.uname().machine}: remove {DRIVER.relative_to(CHECKOUT)} and run "
             "`scripts/setup.sh` again"
         )
@@ -130,8 +130,7 @@ def process_copy_error() -> str | None:
     errno_text = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
     return (
         f"process_vm_writev is refused here ({errno_text}): the stand-in for the Ascend driver "
-        "copies "
-        "between processes with it; let the container call it (a seccomp profile that allows it, "
+        "copies between processes with it; allow the container to call it (by a seccomp profile, "
         "or the capability SYS_PTRACE)"
     )
 

@@ -18,7 +18,7 @@ def npu_scatter_nd_update_(
         ValueError: shapes or dtypes do not match.
     """
     if indices.dim() != 2 or indices.shape[1] != 1:
-        raise ValueError(f"indices have the shape {tuple(indices.shape)}, it must be [n, 1]")
+        raise ValueError(f"indices have shape {tuple(indices.shape)}, expected [n, 1]")
     rows = indices[:, 0].long()
     if updates.dtype != buffer.dtype or updates.shape != (len(rows), *buffer.shape[1:]):
         raise ValueError(
@@ -26,7 +26,7 @@ def npu_scatter_nd_update_(
             f"{tuple(buffer.shape)} of {buffer.dtype}"
         )
     if ((rows < 0) | (rows >= len(buffer))).any():
-        raise IndexError(f"indices {rows.tolist()} leave a buffer of {len(buffer)} rows")
+        raise IndexError(f"indices {rows.tolist()} are outside a buffer of {len(buffer)} rows")
     buffer[rows] = updates
     return buffer
 
@@ -44,7 +44,7 @@ def _npu_reshape_and_cache(
     width], ``slot_indices`` [tokens], int32.  Raises the errors of `npu_scatter_nd_update_`.
     """
     if slot_indices.dtype != torch.int32:
-        raise ValueError(f"slot_indices are {slot_indices.dtype}, they must be torch.int32")
+        raise ValueError(f"slot_indices have dtype {slot_indices.dtype}, expected torch.int32")
     for new, cache in ((key, key_cache), (value, value_cache)):
         slots = cache.view(-1, *cache.shape[2:])
         npu_scatter_nd_update_(slots, slot_indices.view(-1, 1), new)

@@ -33,7 +33,7 @@ def build_chains(
         ValueError: there are branches.
     """
     if topk != 1:
-        raise ValueError(f"the CPU host drafts one token at a time, topk is {topk}")
+        raise ValueError(f"the CPU host supports only topk 1, not topk {topk}")
     steps_on = torch.arange(tokens)
     positions.copy_((seq_lens[:, None] + steps_on).flatten())
     places.copy_(torch.arange(places.numel()).view_as(places))

@@ -37,7 +37,7 @@ def activate() -> None:
     if value is None:
         return
     if value != "1":
-        sys.exit(f"{SWITCH} is {value!r}; set it to 1, or leave it out to run without the CPU host")
+        sys.exit(f"{SWITCH} is {value!r}; set it to 1, or unset it to run without the CPU host")
     npu = importlib.util.find_spec("torch_npu")
     if npu is not None:
         sys.exit(

@@ -44,8 +44,8 @@ def check_ascend(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     yield from _check_ports(host)
     protocol = host.environ.get(PROTOCOL, "sdma")
     if protocol.strip().lower() not in ("sdma", "device_rdma"):
-        advice = "0.5.9 takes sdma for it, later releases for what MemFabric has not; give sdma "
-        advice += "(A3) or device_rdma (A2)"
+        advice = "0.5.9 uses sdma instead, later releases do if MemFabric does not support it; set "
+        advice += "sdma (A3) or device_rdma (A2)"
         yield warning(GROUP, PROTOCOL, protocol, advice)
 
 
@@ -54,18 +54,18 @@ def _check_store(host: Host) -> Iterator[Finding]:
     url, other = host.environ.get(STORE_URL), host.environ.get(OTHER_STORE_URL)
     address = store_address(url or "")
     if url is None and other is not None:
-        advice = f"the engine reads {STORE_URL} alone: `export {STORE_URL}=${OTHER_STORE_URL}`"
-        yield wrong(GROUP, STORE_URL, f"not set, and {OTHER_STORE_URL} is", advice)
+        advice = f"the engine reads only {STORE_URL}: `export {STORE_URL}=${OTHER_STORE_URL}`"
+        yield wrong(GROUP, STORE_URL, f"not set, but {OTHER_STORE_URL} is", advice)
     elif url is None:
-        advice = "give prefill and decode the first prefill node's: tcp://ADDRESS:24667"
+        advice = "set it on both sides, to the first prefill node's store: tcp://ADDRESS:24667"
         yield wrong(GROUP, STORE_URL, "not set", advice)
     elif not uses_store(host):
         text = f"{url or 'empty'}, which MemFabric {installed(host)} does not use"
         yield ok(GROUP, STORE_URL, text)
     elif address is None:
-        yield wrong(GROUP, STORE_URL, repr(url), "it takes tcp://ADDRESS:PORT")
+        yield wrong(GROUP, STORE_URL, repr(url), "expected tcp://ADDRESS:PORT")
     elif not is_address(address[0]):
-        advice = "MemFabric takes an IP address alone: give the first prefill node's"
+        advice = "MemFabric needs an IP address: give the first prefill node's"
         yield wrong(GROUP, STORE_URL, url, advice)
     elif address[0].startswith(LOCAL_PREFIXES):
         advice = "other hosts cannot reach it: give the first prefill node's address"
@@ -78,18 +78,18 @@ def _check_ports(host: Host) -> Iterator[Finding]:
         if value is None:
             continue
         if uses_store(host):
-            advice = "MemFabric reads it from 1.1.3 on: unset it"
+            advice = "only MemFabric 1.1.3 and later read it: unset it"
             yield warning(GROUP, name, value, advice)
         elif not value.isdecimal():
             advice = (
-                f"it takes a port; MemFabric would take {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+                f"expected a port; MemFabric would use {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
             )
             yield warning(GROUP, name, repr(value), advice)
         elif int(value) < MIN_PORT:
-            advice = f"MemFabric takes none below {MIN_PORT}, and the server does not start"
+            advice = f"MemFabric accepts no port below {MIN_PORT}; the server would not start"
             yield wrong(GROUP, name, value, advice)
     first, last = (host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT))
     if first.isdecimal() and last.isdecimal() and int(first) > int(last):
         usual = f"{DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
-        advice = f"MemFabric takes {usual} instead: give the lower one first"
+        advice = f"MemFabric would use {usual} instead: give the lower port first"
         yield warning(GROUP, "MemFabric's ports", f"{first} to {last}", advice)

@@ -21,7 +21,7 @@ def check_engine(engine: Engine, release: Release) -> Iterator[Finding]:
     if release.preview:
         yield warning(GROUP, "release", text, f"it is a preview: {release.preview}")
     elif engine.version and engine.version != release.name:
-        yield ok(GROUP, "release", f"{text}, taken for {release.name}")
+        yield ok(GROUP, "release", f"{text}, treated as {release.name}")
     else:
         yield ok(GROUP, "release", text)
 
@@ -33,4 +33,5 @@ def check_patches(status: Status) -> Iterator[Finding]:
         yield wrong(GROUP, "patches", status.state, ADVICE[status.state])
     if status.edited:
         files = ", ".join(status.edited)
-        yield wrong(GROUP, "files", f"edited since: {files}", "reinstall the engine, then apply")
+        found = f"edited since the patch set was applied: {files}"
+        yield wrong(GROUP, "files", found, "reinstall the engine, then apply")

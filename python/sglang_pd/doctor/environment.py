@@ -20,7 +20,7 @@ SHOWN_PATTERN = (
 # The engine's `environ.py` lists all variables with these prefixes.
 ENGINE_PATTERN = re.compile(r"SGLANG_DISAGG|SGLANG_MOONCAKE_")
 LISTED_PATTERN = re.compile(rf"{ENGINE_PATTERN.pattern}|MOONCAKE_")  # only some of MOONCAKE_*
-EXPECTED_VALUES = {"EnvInt": "a whole number", "EnvFloat": "a number", "EnvBool": "true or false"}
+EXPECTED_VALUES = {"EnvInt": "an integer", "EnvFloat": "a number", "EnvBool": "true or false"}
 # Read without `environ.py`: any value except true, 1, false and 0 counts as false.
 BOOLEAN_VARIABLES = ("ASCEND_USE_FIA", "SGLANG_USE_FIA_NZ", "SGLANG_NPU_USE_MLAPO")
 INTEGER_VARIABLES = (
@@ -77,18 +77,18 @@ def check_engine_variables(host: Host, engine: Path) -> Iterator[Finding]:
         value = host.environ[name]
         kind = known.get(name)
         if kind is None and ENGINE_PATTERN.match(name):
-            advice = "this release does not read it: look for a typing error, or unset it"
+            advice = "this release has no such variable: check the spelling, or unset it"
             yield warning(GROUP, name, value, advice)
         elif kind and LISTED_PATTERN.match(name) and not _is_readable(kind, value):
-            advice = f"it takes {EXPECTED_VALUES[kind]}; the engine would take its default"
+            advice = f"expected {EXPECTED_VALUES[kind]}; the engine would use its default"
             yield wrong(GROUP, name, repr(value), advice)
     backend = host.environ.get("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX")
     if backend != "UCX":
         name = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
-        yield warning(GROUP, name, backend, "the patches were tested with UCX alone")
+        yield warning(GROUP, name, backend, "the patches were tested only with UCX")
     name = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
     if name in host.environ and not _is_object(host.environ[name]):
-        yield wrong(GROUP, name, repr(host.environ[name]), "it takes a JSON object, or nothing")
+        yield wrong(GROUP, name, repr(host.environ[name]), "expected a JSON object, or unset it")
 
 
 def _is_readable(kind: str, value: str) -> bool:
@@ -114,7 +114,7 @@ def check_boolean_variables(host: Host) -> Iterator[Finding]:
     for name in BOOLEAN_VARIABLES:
         value = host.environ.get(name)
         if value is not None and value.lower() not in ("true", "1", "false", "0"):
-            yield wrong(GROUP, name, repr(value), "it counts as false: give 1 or 0")
+            yield wrong(GROUP, name, repr(value), "it counts as false: set it to 1 or 0")
 
 
 def check_mooncake(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def check_mooncake(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     for name in INTEGER_VARIABLES:
         value = host.environ.get(name, "0")
         if not re.fullmatch(r"-?\d+", value):
-            yield wrong(GROUP, name, repr(value), "it takes a whole number")
+            yield wrong(GROUP, name, repr(value), "expected an integer")
 
 
 def check_ucx(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
@@ -136,26 +136,26 @@ def check_ucx(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     named = host.environ.get("UCX_NET_DEVICES", "")
     lacking = [one for one in named.split(",") if one and one.split(":")[0] not in devices]
     if lacking:
-        advice = f"not here: {', '.join(lacking)}; here are {', '.join(sorted(devices))}"
+        advice = f"this host lacks {', '.join(lacking)}; it has {', '.join(sorted(devices))}"
         yield wrong(GROUP, "UCX_NET_DEVICES", named, advice)
     transports = host.environ.get("UCX_TLS", "")
     if transports and {*transports.split(",")} <= LOCAL_TRANSPORTS:
-        advice = "none of them leaves this host: add rc or tcp, or unset it"
+        advice = "these transports work only within a host: add rc or tcp, or unset it"
         yield warning(GROUP, "UCX_TLS", transports, advice)
     plugins = host.environ.get("NIXL_PLUGIN_DIR")
     if plugins and not host.path(plugins).is_dir():
-        yield wrong(GROUP, "NIXL_PLUGIN_DIR", plugins, "there is no such folder; unset it")
+        yield wrong(GROUP, "NIXL_PLUGIN_DIR", plugins, "no such folder; unset it")
 
 
 def check_verify(host: Host, patched: bool) -> Iterator[Finding]:
     value = host.environ.get(VERIFY, "")
     if value not in ("", "0", "1", "log"):
-        yield wrong(GROUP, VERIFY, repr(value), "it takes 1, log or 0; servers do not start")
+        yield wrong(GROUP, VERIFY, repr(value), "expected 1, log or 0; servers would not start")
     elif value in ("1", "log") and not patched:
-        advice = "a stock engine compares nothing: run `sglang-pd apply`"
+        advice = "a stock engine does not compare KV: run `sglang-pd apply`"
         yield wrong(GROUP, VERIFY, value, advice)
     elif value:
         yield ok(GROUP, VERIFY, value)
     if host.environ.get("SGLANG_PD_CPU_HOST") == "1":
-        advice = "it stands in for hardware in tests: unset it where real servers run"
+        advice = "it replaces hardware in tests: unset it where real servers run"
         yield wrong(GROUP, "SGLANG_PD_CPU_HOST", "1", advice)

@@ -19,7 +19,7 @@ def import_error(module: str) -> str:
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"it takes more than {IMPORT_SECONDS} s"
+        return f"the import takes more than {IMPORT_SECONDS} s"
     lines = ran.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit code {ran.returncode}") if ran.returncode else ""
 

@@ -123,13 +123,13 @@ def release_finding(table: CompatibilityTable, found: str, engine: str, patched:
     if expected is None or (expected[1] == "right" and expected[0] != release):
         tried = ", ".join(table.tried(engine, patched)) or "none"
         advice = (
-            f"run `sglang-pd verify` before you rely on it; {engine_name} was run with: {tried}"
+            f"run `sglang-pd verify` before you rely on it; {engine_name} was tested with: {tried}"
         )
-        return warning(GROUP, name, f"{found}, not run with {engine_name}", advice)
+        return warning(GROUP, name, f"{found}, not tested with {engine_name}", advice)
     run, outcome = expected
     if outcome == "right":
-        return ok(GROUP, name, f"{found}, with which {engine_name} serves")
-    with_what = "with it" if run == release else f"with {run}, whose session ids are alike,"
+        return ok(GROUP, name, f"{found}: {engine_name} serves with it")
+    with_what = "with it" if run == release else f"with {run}, whose session ids are similar,"
     text = f"{found}: {with_what} {engine_name} {OUTCOME_TEXTS[outcome]}"
     return wrong(GROUP, name, text, _remedies(table, release, engine, patched))
 
@@ -143,6 +143,5 @@ def _remedies(table: CompatibilityTable, release: str, engine: str, patched: boo
     serve = [one for one, got in table.tried(engine, patched).items() if got == "right"]
     if serve:
         ways.append(f"install memfabric-hybrid=={serve[-1]} on all hosts")
-    return (
-        ", or ".join(ways) or "take another release of MemFabric: docs/memfabric.md has those run"
-    )
+    other = "install another release of MemFabric: docs/memfabric.md lists the tested ones"
+    return ", or ".join(ways) or other

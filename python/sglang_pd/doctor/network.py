@@ -28,8 +28,8 @@ def check_network(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     yield from _check_devices(host, launch)
     proxy = next((name for name in PROXIES if host.environ.get(name)), None)
     if proxy and not (host.environ.get("no_proxy") or host.environ.get("NO_PROXY")):
-        advice = "ranks ask the bootstrap server through it: unset it, or name prefill's hosts in "
-        advice += "no_proxy"
+        advice = "ranks reach the bootstrap server through it: unset it, or list prefill's hosts "
+        advice += "in no_proxy"
         yield warning(GROUP, proxy, host.environ[proxy], advice)
 
 
@@ -37,10 +37,10 @@ def _check_address(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     name = next((name for name in ADDRESSES if host.environ.get(name)), "")
     value = host.environ.get(name, "")
     if value and launch.backend == "ascend" and not is_address(value):
-        advice = "MemFabric's session ids take an IP address, and no name: give this host's"
+        advice = "MemFabric's session ids need an IP address, not a name: give this host's"
         yield wrong(GROUP, name, value, advice)
     elif value.startswith(LOCAL_PREFIXES):
-        advice = "ranks tell it to their peers, who cannot reach it: give this host's address"
+        advice = "ranks announce it to their peers, which cannot reach it: give this host's address"
         yield warning(GROUP, name, value, advice)
 
 
@@ -51,12 +51,12 @@ def _check_devices(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
         value = host.environ.get(name, "")
         lacking = [one for one in _listed_devices(value) if not _has_device(one, name, here)]
         if lacking:
-            advice = f"not here: {', '.join(lacking)}; here are {', '.join(here)}"
+            advice = f"this host lacks {', '.join(lacking)}; it has {', '.join(here)}"
             yield wrong(GROUP, name, value, advice)
         elif value:
             yield ok(GROUP, name, value)
         elif launch.nodes > 1:
-            advice = "where hosts have several network devices, nodes may choose ones that do not "
+            advice = "where hosts have several network devices, nodes may choose ones that cannot "
             advice += f"reach each other: `export {name}=DEVICE`, the one of --dist-init-addr"
             yield warning(GROUP, name, "not set", advice)
 

@@ -58,8 +58,8 @@ def _version_finding(name: str, found: str, release: Release) -> Finding:
         return wrong(GROUP, name, "not found", f"{where}, or choose another --backend")
     if _public_version(found) in map(_public_version, tested):
         return ok(GROUP, name, found)
-    known = f"only with {', '.join(tested)}" if tested else "with no version of it yet"
-    advice = f"the patches were tested {known}: run `sglang-pd verify` before you rely on it"
+    known = f"were tested only with {', '.join(tested)}" if tested else "were never tested with it"
+    advice = f"the patches {known}: run `sglang-pd verify` before you rely on it"
     return warning(GROUP, name, found, advice)
 
 
@@ -93,4 +93,4 @@ def check_library(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
         advice = "an image has no NPU driver: run doctor again on the host"
         yield warning(GROUP, module, error, advice)
     else:
-        yield wrong(GROUP, module, error, "install what it names, with the system's packages")
+        yield wrong(GROUP, module, error, "install the missing system packages")

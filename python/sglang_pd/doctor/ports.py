@@ -45,7 +45,8 @@ def _port_finding(name: str, port: int, flag: str) -> Finding:
     error = bind_error("0.0.0.0", port)
     if error is None:
         return ok(GROUP, name, f"{port} is free")
-    return wrong(GROUP, name, f"{port}: {error.strerror}", f"end who has it, or give {flag}")
+    advice = f"stop the process that uses it, or pass {flag}"
+    return wrong(GROUP, name, f"{port}: {error.strerror}", advice)
 
 
 def check_memfabric_ports(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
@@ -60,11 +61,11 @@ def check_memfabric_ports(host: Host, launch: LaunchOptions) -> Iterator[Finding
 
 def _session_ports_finding(host: Host) -> Finding:
     ports, ranks = session_ports(host), len(npus(host))
-    text = f"MemFabric {installed(host)} takes one of {ports[0]} to {ports[-1]} for each rank"
+    text = f"MemFabric {installed(host)} uses one of {ports[0]} to {ports[-1]} for each rank"
     if len(ports) < ranks:
-        advice = f"widen {FIRST_PORT} and {LAST_PORT}"
-        return warning(GROUP, "sessions", f"{text}; there are {ranks} NPUs", advice)
-    return ok(GROUP, "sessions", f"{text}; prefill's hosts must reach it")
+        advice = f"widen the range of {FIRST_PORT} and {LAST_PORT}"
+        return warning(GROUP, "sessions", f"{text}, but there are {ranks} NPUs", advice)
+    return ok(GROUP, "sessions", f"{text}; prefill hosts must reach it")
 
 
 def _check_store(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def _check_store(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     if error is None:
         yield ok(GROUP, "store", f"{text} is free")
     elif error.errno == errno.EADDRNOTAVAIL:
-        advice = "right on a second prefill node; the first must have that address"
-        yield warning(GROUP, "store", f"{text} is no address of this host", advice)
+        advice = "expected on a second prefill node; the first must have that address"
+        yield warning(GROUP, "store", f"{text} is not an address of this host", advice)
     else:
         yield wrong(GROUP, "store", f"{text}: {error.strerror or error}", f"change {STORE_URL}")

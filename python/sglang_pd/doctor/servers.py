@@ -66,7 +66,7 @@ def check_servers(
         try:
             servers.append(query_server(client, url.rstrip("/")))
         except REQUEST_ERRORS as error:
-            advice = "is it up, is its port open to this host, is it an SGLang server?"
+            advice = "is it running, is its port open to this host, is it an SGLang server?"
             yield wrong(GROUP, url, f"no answer: {error!r}", advice)
     for server in servers:
         yield from check_server(server, launch, release)
@@ -103,7 +103,7 @@ def check_server(server: Server, launch: LaunchOptions, release: Release) -> Ite
         advice = "run one release on both sides; docs/upgrade.md has the order of an upgrade"
         yield warning(GROUP, server.name, found, advice)
     if server.disaggregation_transfer_backend != launch.backend:
-        found = f"backend {server.disaggregation_transfer_backend}, this host's {launch.backend}"
+        found = f"backend {server.disaggregation_transfer_backend}, this host has {launch.backend}"
         yield wrong(GROUP, server.name, found, "both sides need the same backend (--backend)")
 
 
@@ -122,7 +122,7 @@ def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
         comparing = ", and compares KV" if known.get("verifies") else ""
         yield ok(GROUP, f"bootstrap {address}", f"answers; patched{comparing}")
     else:
-        advice = "run `sglang-pd apply` there, and start it again"
+        advice = "run `sglang-pd apply` there, and restart it"
         yield warning(GROUP, f"bootstrap {address}", "answers; a stock engine", advice)
 
 
@@ -148,10 +148,10 @@ def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
         ("draft model", prefill.speculative_algorithm, decode.speculative_algorithm),
     ):
         if left != right:
-            advice = "intended? docs/upgrade.md and docs/recipes.md say what works"
+            advice = "is this intended? see docs/upgrade.md and docs/recipes.md"
             yield warning(GROUP, name, f"{what}: {left} and {right}", advice)
     if not found:
-        yield ok(GROUP, name, "fit together")
+        yield ok(GROUP, name, "compatible")
 
 
 def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
@@ -163,7 +163,7 @@ def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str
     for field, flag in flags.items():
         left, right = getattr(prefill, field), getattr(decode, field)
         if left != right:
-            yield f"{flag}: {left} and {right}", "start both with the same"
+            yield f"{flag}: {left} and {right}", "start both servers with the same value"
 
 
 def _incompatible_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ def as_json(findings: list[Finding], launch: LaunchOptions) -> dict:
 def show(findings: list[Finding], launch: LaunchOptions, console: Console) -> None:
     """Prints a table by group, then advice, on `wrong` findings first."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "looked at", "found"):
+    for heading in ("", "check", "found"):
         table.add_column(heading, no_wrap=heading == "", overflow="fold")
     group = ""
     for one in findings:
@@ -47,5 +47,5 @@ def _summary_line(findings: list[Finding], launch: LaunchOptions) -> Text:
     meant = f"{launch.role or 'prefill or decode'} over {launch.backend}"
     wrong = sum(one.level == "wrong" for one in findings)
     warnings = sum(one.level == "warning" for one in findings)
-    counts = f"{len(findings)} things looked at, {wrong} wrong, {warnings} to think about"
+    counts = f"{len(findings)} checks, {wrong} wrong, {warnings} warnings"
     return Text(f"{meant}: {counts}", "red" if wrong else "green")

@@ -55,7 +55,7 @@ def check_open_files(host: Host) -> Iterator[Finding]:
     if found >= MIN_OPEN_FILES:
         yield ok(GROUP, "open files", f"{found:.0f}")
     else:
-        advice = f"every peer takes sockets: `ulimit -n {MIN_OPEN_FILES}`, or in Docker "
+        advice = f"every peer needs sockets: `ulimit -n {MIN_OPEN_FILES}`, or in Docker "
         advice += f"`--ulimit nofile={MIN_OPEN_FILES}`"
         yield warning(GROUP, "open files", f"{found:.0f}", advice)
 
@@ -70,7 +70,7 @@ def check_shared_memory(host: Host) -> Iterator[Finding]:
     if size >= MIN_SHARED_MEMORY:
         yield ok(GROUP, "shared memory", f"{size / 2**30:.1f} GiB")
     else:
-        advice = "ranks of a server talk through it: in Docker `--shm-size 16g` or `--ipc host`"
+        advice = "a server's ranks communicate by it: in Docker `--shm-size 16g` or `--ipc host`"
         yield warning(GROUP, "shared memory", f"{size / 2**20:.0f} MiB", advice)
 
 
@@ -90,7 +90,7 @@ def check_rdma(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
         advice = f"they cannot be opened: in Docker, add `--device {VERBS_FOLDER}`"
         yield wrong(GROUP, "RDMA devices", f"{found}; no {VERBS_FOLDER}/uverbs*", advice)
     elif not any(devices.values()):
-        advice = "no port is active: see `ibstat`, and the cables"
+        advice = "no port is active: check `ibstat`, and the cables"
         yield wrong(GROUP, "RDMA devices", found, advice)
     elif not all(devices.values()):
         active = ",".join(name for name, up in devices.items() if up)

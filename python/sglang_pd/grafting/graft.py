@@ -48,7 +48,7 @@ def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str |
     """
     module = parse(engine, f"the engine's {path}")
     if module.bytes != engine:
-        raise GraftError(f"the engine's {path} would not be written back byte for byte by LibCST")
+        raise GraftError(f"the engine's {path} does not round-trip through LibCST")
     return _Grafter(path).run(module, parse(ours, f"our {path}"))
 
 
@@ -74,7 +74,7 @@ class _Grafter:
         try:
             compile(grafted, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
-            text = f"{self.path}: the grafted file is no valid Python: {error}"
+            text = f"{self.path}: the grafted file is not valid Python: {error}"
             raise GraftError(text) from error
         return grafted, self.before
 
@@ -143,7 +143,7 @@ class _Grafter:
         if source == "__future__":
             raise GraftError(
                 f"our {self.path}: `from __future__ import {', '.join(wanted)}` would "
-                "change the meaning of the engine's code, whose file lacks it; write ours without"
+                "change the meaning of the engine's code, whose file lacks it; remove it from ours"
             )
         line = f"from {source} import {', '.join(wanted)}"
         if len(line) <= WIDTH:
@@ -161,7 +161,7 @@ class _Grafter:
         for alias in node.names:
             if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
                 raise GraftError(
-                    f"our {self.path} takes `{alias.evaluated_name}` from its own module, which "
+                    f"our {self.path} imports `{alias.evaluated_name}` from its own module, which "
                     "has no such name"
                 )
 
@@ -208,8 +208,8 @@ class _Grafter:
             if not (is_tuple and all(map(is_element, elements))):
                 raise GraftError(
                     f"our {self.path}: `{_first_line(statement)}` in "
-                    f"{scope[:-1] or 'the module'} is no "
-                    f"tuple of {'names' if name == REMOVED else 'pairs of names'}"
+                    f"{scope[:-1] or 'the module'} must be "
+                    f"a tuple of {'names' if name == REMOVED else 'pairs of names'}"
                 )
             found += elements
         return found
@@ -222,15 +222,17 @@ class _Grafter:
         for name, new in names.items():
             at, symbol = find_binding(body, name, where), scope + name
             if at is None or not isinstance(body[at], Definition):
-                raise GraftError(f"our {self.path} renames `{symbol}`; {where} has none")
+                raise GraftError(
+                    f"our {self.path} renames `{symbol}`; {where} has no definition of it"
+                )
             if type(ours.get(name)) is not type(body[at]):
                 kind = _kind(body[at])
                 raise GraftError(
-                    f"our {self.path} renames the {kind} `{symbol}`, and has none itself"
+                    f"our {self.path} renames the {kind} `{symbol}`, but does not define one"
                 )
             if new in ours or any(new in bindings(s, self.module) for s in body):
                 raise GraftError(
-                    f"our {self.path} renames `{symbol}` to `{new}`, which is another thing"
+                    f"our {self.path} renames `{symbol}` to `{new}`, which is already defined"
                 )
             self._record_overridden(body[at], ours[name], symbol)
             body[at] = body[at].with_changes(name=cst.Name(new))
@@ -253,14 +255,14 @@ class _Grafter:
         for name in names:
             at = find_binding(body, name, where, ("symbol", "import"))
             if at is None:
-                raise GraftError(f"our {self.path} removes `{scope}{name}`; {where} has none")
+                raise GraftError(f"our {self.path} removes `{scope}{name}`, which {where} lacks")
             if symbol_name(body[at]) is None and not imports_of(body[at]):
                 raise GraftError(
-                    f"our {self.path} removes `{scope}{name}`, which {where} binds by "
-                    f"`{_first_line(body[at])}`, together with something else"
+                    f"our {self.path} removes `{scope}{name}`, which {where} binds together with "
+                    f"something else: `{_first_line(body[at])}`"
                 )
             if name in ours or names.count(name) > 1:
-                raise GraftError(f"our {self.path} removes `{scope}{name}` and binds it, or twice")
+                raise GraftError(f"our {self.path} removes `{scope}{name}` twice, or also binds it")
             self.before[scope + name] = fingerprint(body[at])
         places = {find_binding(body, name, where, ("symbol", "import")) for name in names}
         for at in sorted(places, reverse=True):
@@ -292,8 +294,8 @@ class _Grafter:
                 continue  # the engine has the same block
             if bound := [name for name, at in zip(names, found) if at is not None]:
                 raise GraftError(
-                    f"our {self.path} guards {_quoted(bound)}, which {where} imports otherwise; "
-                    f"name it in {REMOVED}"
+                    f"our {self.path} guards {_quoted(bound)}, which {where} imports in another "
+                    f"way; add it to {REMOVED}"
                 )
             for name in names:
                 self.before.setdefault(name, None)
@@ -312,13 +314,12 @@ class _Grafter:
         for name, bound in bounds.items():
             if bound.kind != "guarded" or "." in name:
                 raise GraftError(
-                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, and may only "
-                    "import plain "
-                    "names, each of one thing (`import a.b as c`)"
+                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, but may only "
+                    "import plain names, each from one origin (`import a.b as c`)"
                 )
             if sum(name in bindings(s, self.module) for s in ours.body) > 1:
                 raise GraftError(
-                    f"our {self.path} binds `{name}` twice; `{_first_line(block)}` does it"
+                    f"our {self.path} binds `{name}` twice, once in `{_first_line(block)}`"
                 )
         return list(bounds)
 
@@ -335,7 +336,7 @@ class _Grafter:
         if missing := names - bound - set(dir(builtins)):
             raise GraftError(
                 f"our {self.path}: `{_first_line(block)}` needs {_quoted(missing)}, which nothing "
-                "imports above the engine's first line of code, where it will stand"
+                "imports above the engine's first line of code, where the block is placed"
             )
 
     # Symbols
@@ -371,8 +372,7 @@ class _Grafter:
         if name is None:
             raise GraftError(
                 f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} "
-                "is no "
-                "function, class or assignment to one name"
+                "is not a function, class or assignment to one name"
             )
         return name
 
@@ -380,7 +380,7 @@ class _Grafter:
         inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
         if any(symbol_name(s) in (REMOVED, RENAMED) for s in inner):
             raise GraftError(
-                f"our {self.path}: `class {symbol}` is new; nothing can be removed or renamed"
+                f"our {self.path}: `class {symbol}` is new; it has nothing to remove or rename"
             )
 
     def _insertion_index(
@@ -409,8 +409,8 @@ class _Grafter:
         if _decorators(new) not in ("", _decorators(old)):
             raise GraftError(
                 f"{self.path}: `class {symbol}` has `{_decorators(new)}` in ours, "
-                f"`{_decorators(old)}` in the engine; an opened class repeats them, or leaves them "
-                "out"
+                f"`{_decorators(old)}` in the engine; an opened class must repeat the engine's "
+                "decorators, or omit them"
             )
         old = self._with_bases(old, new, symbol)
         members = _without_docstring(body_statements(new, f"our {self.path}"))
@@ -431,9 +431,8 @@ class _Grafter:
         if [*added, *theirs] != wanted or any("=" in base for base in added):
             raise GraftError(
                 f"{self.path}: `class {symbol}` has `{_format_bases(wanted)}` in ours, "
-                f"`{_format_bases(theirs)}` in the engine; an opened class repeats them, with "
-                "its own "
-                "before them, or leaves them out"
+                f"`{_format_bases(theirs)}` in the engine; an opened class must repeat the "
+                "engine's bases, with its own before them, or omit them"
             )
         self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
         front = cst.parse_statement(f"class C({', '.join(added)}): ...").bases

@@ -39,7 +39,7 @@ def parse(text: bytes, where: str) -> cst.Module:
     try:
         module = cst.parse_module(text)
     except (cst.ParserSyntaxError, ValueError, LookupError) as error:
-        raise GraftError(f"{where} is not Python that LibCST reads: {error}") from error
+        raise GraftError(f"{where} is not Python that LibCST can parse: {error}") from error
     if not module.body:
         return module
     first = module.body[0]
@@ -215,14 +215,14 @@ def find_binding(
         return None
     if len(found) > 1:
         raise GraftError(
-            f"{where}: `{name}` is defined {len(found)} times; whole symbols only can be replaced"
+            f"{where}: `{name}` is defined {len(found)} times; only whole symbols can be replaced"
         )
     at, kind = found[0]
     if kind not in kinds:
         what = "a definition" if "symbol" in kinds else "an import"
         raise GraftError(
-            f"{where}: `{name}` is bound by {_BINDING_TEXTS[kind]}; only {what} of its own can "
-            "be replaced"
+            f"{where}: `{name}` is bound by {_BINDING_TEXTS[kind]}; only {what} of its own can be "
+            "replaced"
         )
     return at
 

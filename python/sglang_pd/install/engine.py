@@ -54,8 +54,8 @@ def _at(path: Path) -> Path:
     looked = ", ".join(map(str, candidates))
     raise Refusal(
         ExitCode.NO_ENGINE,
-        f"no SGLang at {path}: neither of {looked} has `__init__.py` and `srt/`. Give "
-        "--engine the folder `sglang/`, the site-packages folder that holds it, or a checkout",
+        f"no SGLang at {path}: none of {looked} has `__init__.py` and `srt/`. Pass the `sglang/` "
+        "folder, the site-packages folder that contains it, or a checkout as --engine",
     )
 
 
@@ -66,7 +66,7 @@ def _importable() -> Path:
     raise Refusal(
         ExitCode.NO_ENGINE,
         f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
-        "the engine, or give the engine's folder with --engine",
+        "the engine, or pass the engine's folder as --engine",
     )
 
 

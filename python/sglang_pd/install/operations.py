@@ -44,7 +44,7 @@ def apply(
         raise Refusal(
             ExitCode.PREVIEW,
             f"SGLang {release.name} is a preview: {release.preview}\nNothing was written. "
-            "--preview applies it all the same.",
+            "Pass --preview to apply it anyway.",
         )
     root = engine.root
     with transaction.locked(root):
@@ -150,13 +150,14 @@ def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Ref
     if changed:
         return Refusal(
             ExitCode.EDITED,
-            f"someone has edited {', '.join(sorted(changed))} of {engine.root} since it was "
-            f"installed:\n{lines}\nNothing was written. Reinstall the engine, or take them back.",
+            f"edited since the engine was installed: {', '.join(sorted(changed))} (in "
+            f"{engine.root}):\n{lines}\n"
+            "Nothing was written. Reinstall the engine, or undo these edits.",
         )
     return Refusal(
         ExitCode.DRIFTED,
-        f"{engine.root} is not the SGLang {release.name} that this patch set knows:\n{lines}\n"
-        "Nothing was written. Install the published release, or give the right one with --release.",
+        f"{engine.root} differs from SGLang {release.name} as this patch set knows it:\n{lines}\n"
+        "Nothing was written. Install the published release, or pass the right one as --release.",
     )
 
 
@@ -179,15 +180,15 @@ def _notes(engine: Engine, journal: Journal | None, state: str) -> list[str]:
     notes = []
     if transaction.has_leftovers(engine.root):
         notes.append(
-            "an apply or revert was interrupted, or is under way; revert removes what it left"
+            "an apply or revert was interrupted, or is still running; revert removes its leftovers"
         )
     if journal is None and state == "applied":
-        notes.append("applied by other means than sglang-pd (git apply?): undo it the same way")
+        notes.append("not applied by sglang-pd (by git apply?): undo it the same way")
     if state == "half-applied":
-        notes.append("apply completes it, revert takes it back")
+        notes.append("apply completes it, revert undoes it")
     if state == "outdated":
         notes.append(
-            f"applied by another patch set (sglang-pd {journal.tool}); apply brings it up to date"
+            f"applied by another version (sglang-pd {journal.tool}); apply brings it up to date"
         )
     return notes
 

@@ -54,8 +54,8 @@ def release_notes(engine: Engine, release: Release) -> list[str]:
     notes = []
     if public_version(engine.version or "") != release.name:
         notes.append(
-            f"this engine says {engine.version or 'nothing'} of its release; it is taken for "
-            f"SGLang {release.name}, of which it has every symbol that the patch set touches"
+            f"the engine's version ({engine.version or 'none'}) is unknown; all patched symbols "
+            f"match SGLang {release.name}"
         )
     if release.preview:
         notes.append(f"SGLang {release.name} is a preview: {release.preview}")
@@ -77,16 +77,16 @@ def _match(engine: Engine, journal: Journal | None, release: Release) -> Release
 
 
 def _unsupported_refusal(engine: Engine, nearest: ReleaseMatch) -> Refusal:
-    name = f"SGLang {engine.version}" if engine.version else "an SGLang that does not say which"
+    name = f"SGLang {engine.version}" if engine.version else "an SGLang without a version"
     lines = [f"  {drift}" for drift in nearest.drifts[:MAX_SHOWN]]
     if len(nearest.drifts) > MAX_SHOWN:
         lines.append(f"  and {len(nearest.drifts) - MAX_SHOWN} more")
     shown = "\n".join(lines)
     return Refusal(
         ExitCode.UNSUPPORTED,
-        f"{engine.root}: {name} is not supported; this patch set knows "
+        f"{engine.root}: {name} is not supported; this patch set supports "
         f"{', '.join(supported_releases())}. "
         f"The nearest is {nearest.release.name}: {nearest.differing} of {nearest.symbols} symbols "
-        f"that it touches differ:\n{shown}\n"
-        "Nothing was written. Install a release that it knows, or a newer sglang-pd.",
+        f"that it patches differ:\n{shown}\n"
+        "Nothing was written. Install a supported release, or a newer sglang-pd.",
     )

@@ -65,7 +65,7 @@ def show(engine: Engine, release: Release, status: Status, console: Console) -> 
             table.add_row(f"  {patch.id}", states[patch.id], upstream, Text(patch.title))
     console.print(table)
     for path in status.edited:
-        console.print(Text(f"edited since it was applied: {path}", "red"))
+        console.print(Text(f"edited since the patch set was applied: {path}", "red"))
     for drift in status.drifts:
         console.print(Text(f"drifted: {drift}", "red"))
     for note in status.notes:

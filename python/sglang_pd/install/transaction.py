@@ -63,7 +63,7 @@ def locked(root: Path) -> Iterator[None]:
         except BlockingIOError:
             raise Refusal(
                 ExitCode.BUSY,
-                f"another apply or revert of {root} is under way; try again when it has ended",
+                f"another apply or revert of {root} is under way; try again when it has finished",
             ) from None
         yield
     finally:
@@ -180,7 +180,7 @@ def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
         os.rmdir(root / STATE_FOLDER / "new")
     except BaseException as error:
         _undo(root, journal)
-        raise _as_refusal(error, "undone again, nothing is applied") from error
+        raise _as_refusal(error, "all edits are undone, nothing is applied") from error
 
 
 def _as_refusal(error: BaseException, what: str) -> BaseException:
@@ -212,8 +212,8 @@ def check_undoable(root: Path, journal: Journal) -> None:
     if found := [path for path, state in states.items() if state == "edited"]:
         raise Refusal(
             ExitCode.EDITED,
-            f"edited since the patch set was applied: {', '.join(found)} (in {root}). Take these "
-            "edits back first. If the engine was reinstalled over the patch set instead, delete "
+            f"edited since the patch set was applied: {', '.join(found)} (in {root}). Undo these "
+            "edits first. If the engine was reinstalled over the patch set instead, delete "
             f"{root / STATE_FOLDER}",
         )
     for entry in journal.entries:

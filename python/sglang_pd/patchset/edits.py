@@ -63,7 +63,7 @@ def plan(release: Release, read: ReadFile) -> tuple[list[Edit], list[Drift]]:
                 differ = ", ".join(sorted(set(before) ^ set(known)))
                 raise Refusal(
                     ExitCode.PATCH_SET,
-                    f"fingerprints of {path} do not fit the patch set ({differ}): run `python -m "
+                    f"fingerprints of {path} do not match the patch set ({differ}): run `python -m "
                     f"sglang_pd.patchset.fingerprints --release {release.name}` on an unmodified "
                     "engine",
                 )

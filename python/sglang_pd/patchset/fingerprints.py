@@ -35,7 +35,7 @@ def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
             problems.append(str(error))
             continue
         problems += [
-            f"{path}::{symbol} is the engine's own text; drop it from our file"
+            f"{path}::{symbol} is identical to the engine's; remove it from our file"
             for symbol in repeated_symbols(ours, path, fingerprints[path])
             if isinstance(lookup(parse(ours, path), symbol, path), Definition)
         ]
@@ -49,12 +49,12 @@ def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
 def record_problems(patches: list[Patch], symbols: list[str]) -> list[str]:
     """Returns messages on symbols that no patch record names, and on names without a symbol."""
     found = [
-        f"{s} belongs to no patch record" for s in symbols if not any(p.owns(s) for p in patches)
+        f"{s} is not in any patch record" for s in symbols if not any(p.owns(s) for p in patches)
     ]
     for patch in patches:
         for pattern in patch.symbols:
             if not any(Patch.owns(_with_pattern(patch, pattern), s) for s in symbols):
-                found.append(f"patch {patch.id} names {pattern}, which the tree has not")
+                found.append(f"patch {patch.id} names {pattern}, which the tree lacks")
     return found
 
 
@@ -67,7 +67,7 @@ def check_unmodified(engine: Engine, paths: list[str]) -> None:
     if (engine.root / STATE_FOLDER).exists():
         raise Refusal(
             ExitCode.EDITED,
-            f"the patch set is applied to {engine.root}; make fingerprints on an unmodified one",
+            f"the patch set is applied to {engine.root}; make fingerprints on an unmodified engine",
         )
     if engine.dist_record is None:
         return
@@ -77,12 +77,12 @@ def check_unmodified(engine: Engine, paths: list[str]) -> None:
         if text is not None and dist_record.has_other_hash(
             rows, f"{engine.root.name}/{path}", text
         ):
-            raise Refusal(ExitCode.EDITED, f"{engine.root / path} is not as its wheel installed it")
+            raise Refusal(ExitCode.EDITED, f"{engine.root / path} was edited since installation")
 
 
 def main(
     engine: Annotated[Path, typer.Option(help="An unmodified engine.")],
-    release: Annotated[str, typer.Option(help="The release whose fingerprints are made.")],
+    release: Annotated[str, typer.Option(help="The release to make fingerprints of.")],
 ) -> None:
     """Writes engines/RELEASE/fingerprints.json."""
     try:

@@ -46,11 +46,11 @@ class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if bool(self.change) != bool(self.symbols):
-            raise ValueError("`change` and `symbols` are given together, or neither")
+            raise ValueError("give both `change` and `symbols`, or neither")
         if self.names and not self.symbols:
-            raise ValueError("without `symbols` no `names` can change")
+            raise ValueError("`names` requires `symbols`")
         if self.symbols and self.state == "carried":
-            raise ValueError("what the engine carries whole has no `symbols` of ours")
+            raise ValueError("a carried patch must not have `symbols`")
 
 
 class PatchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +174,7 @@ def load_release(
     if name not in supported_releases(releases):
         raise Refusal(
             ExitCode.UNSUPPORTED,
-            f"SGLang {name} is not supported; this patch set knows "
+            f"SGLang {name} is not supported; this patch set supports "
             f"{', '.join(supported_releases(releases))}. Install one of these, or a newer "
             "sglang-pd.",
         )
@@ -188,7 +188,7 @@ def load_release(
         differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
             ExitCode.PATCH_SET,
-            f"fingerprints of {name} do not fit the patch set's files ({differ}): "
+            f"fingerprints of {name} do not match the patch set's files ({differ}): "
             f"run `python -m sglang_pd.patchset.fingerprints --release {name}` on an unmodified "
             "engine",
         )
@@ -219,7 +219,7 @@ def read_data(path: Path, kind: Any) -> Any:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         return msgspec.convert(tomllib.loads(path.read_text()), kind)
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(ExitCode.PATCH_SET, f"{path} is not as it must be: {error}") from error
+        raise Refusal(ExitCode.PATCH_SET, f"{path} is invalid: {error}") from error
 
 
 def read_tree(folders: Iterable[Path]) -> dict[str, bytes]:

@@ -98,7 +98,7 @@ def layer_kinds(config: Mapping[str, Any], architecture: str, layers: int) -> li
         return [{FULL, RECURRENT}] * layers
     named = _layer_names(config, architecture, layers)
     if len(named) < layers:
-        raise unsupported_model(f"{len(named)} kinds of layers for {layers} layers")
+        raise unsupported_model(f"{len(named)} layer kinds for {layers} layers")
     kinds = []
     for name in named[:layers]:
         if name not in LAYER_KINDS:
@@ -154,6 +154,5 @@ def unsupported_model(what: str) -> Refusal:
     """Returns the refusal of a model because of a feature, `what`."""
     return Refusal(
         ExitCode.NO_MODEL,
-        f"the model has {what}, and what the engine keeps of that is not known here; "
-        "sglang-pd verify tries it on running servers",
+        f"plan does not support models with {what}; use sglang-pd verify on running servers",
     )

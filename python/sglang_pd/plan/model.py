@@ -111,18 +111,18 @@ def read_model(path: Path, release: str) -> Model:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise Refusal(
-            ExitCode.NO_MODEL, f"no configuration can be read: {file}: {error}; give a config.json"
+            ExitCode.NO_MODEL, f"cannot read {file}: {error}; pass a config.json"
         ) from error
     if not isinstance(config, dict):
         raise Refusal(
-            ExitCode.NO_MODEL, f"{file} holds no configuration, but {type(config).__name__}"
+            ExitCode.NO_MODEL, f"{file} holds a {type(config).__name__} instead of a configuration"
         )
     name = file.parent.name if file.name == "config.json" else file.stem
     try:
         return config_to_model(config, name or "model", release)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise Refusal(
-            ExitCode.NO_MODEL, f"{file} does not say what the engine keeps of a token: {error!r}"
+            ExitCode.NO_MODEL, f"{file} does not say what the engine keeps per token: {error!r}"
         ) from error
 
 

@@ -153,7 +153,7 @@ def make_pair(
         ValueError: The stages do not fit the model, or no pool has the layout of `fia`.
     """
     if fia and (backend != "ascend" or model.is_mla):
-        raise ValueError("--fia is a layout of GQA pools on NPUs: give it with --backend ascend")
+        raise ValueError("--fia is a layout of GQA pools on NPUs: use it with --backend ascend")
     usual = NPU_PAGE if backend == "ascend" else INDEXED_PAGE if model.has_index else 1
     sides = [replace(side, page=side.page or usual) for side in (prefill, decode)]
     pair = ServerPair(model, *sides, backend, release, fia)

@@ -33,12 +33,12 @@ MAX_HEIGHT, LAYER_HEIGHT, FOOT = 8.5, 0.13, 0.95
 def check_picture_path(path: Path) -> None:
     """Raises ValueError for another file type, Refusal NO_PICTURE without Matplotlib."""
     if path.suffix not in FORMATS:
-        raise ValueError(f"--picture {path}: a picture is a file {' or '.join(FORMATS)}")
+        raise ValueError(f"--picture {path}: the file must be {' or '.join(FORMATS)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise Refusal(
-            ExitCode.NO_PICTURE, f"{error}; drawing needs pip install 'sglang-pd[picture]'"
+            ExitCode.NO_PICTURE, f"{error}; to draw, run pip install 'sglang-pd[picture]'"
         ) from error
 
 
@@ -112,9 +112,9 @@ class Panel:
 
     def foot(self, width: float) -> list[str]:
         """Returns the lines below the picture."""
-        known = "Px.y is prefill's attention TP rank x, stage y; at decode, what comes from it."
+        known = "Px.y is prefill's attention TP rank x, stage y; on decode, what that rank sends."
         if any(not link.parts for link in self.summary.links):
-            known += " Dashed: asked, and another rank sends."
+            known += " Dashed: receives the request, but another rank sends."
         lines = [known, *totals(self.summary), *self.summary.notes]
         return [part for line in lines for part in _wrapped(line, width)]
 

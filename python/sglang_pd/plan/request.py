@@ -29,8 +29,8 @@ class PlanRequest:
         if public_version(self.release) not in supported_releases():
             raise Refusal(
                 ExitCode.UNSUPPORTED,
-                f"SGLang {self.release} is not supported; this patch set knows "
-                f"{', '.join(supported_releases())}: give one of them as --engine-release",
+                f"SGLang {self.release} is not supported; this patch set supports "
+                f"{', '.join(supported_releases())}: pass one of these as --release",
             )
         return read_model(self.path, public_version(self.release))
 

@@ -115,7 +115,7 @@ def totals(summary: Summary) -> list[str]:
     some = summary.totals
     copies = f"{some['copies_at_most']:,} copies"
     if some["copies_at_least"] < some["copies_at_most"]:
-        copies = f"{some['copies_at_least']:,} copies (pages in a row) to {copies} (scattered)"
+        copies = f"{some['copies_at_least']:,} copies (contiguous pages) to {copies} (scattered)"
     pairs = f"{some['links']} pair{'s' * (some['links'] != 1)} of ranks"
     return [
         f"A request of {TOKENS} tokens: {size(some['bytes'])} over {pairs}, "
@@ -157,7 +157,7 @@ def _reasons(verdict: Verdict) -> Text:
 
 
 def _servers(summary: Summary) -> Table:
-    right = ("ranks", "groups", "bytes a token")
+    right = ("ranks", "groups", "bytes per token")
     table = _table("server", "ranks", "groups", "each", "layers", "heads", *right[2:], right=right)
     for name, sizes in summary.pair.sides.items():
         stages = summary.pair.stages[name == "decode"]
@@ -165,7 +165,7 @@ def _servers(summary: Summary) -> Table:
         layers = "+".join(str(len(stage)) for stage in stages)
         heads = _heads_of_rank(summary.pair, sizes.attention_tp)
         token, request = summary.rank_bytes(name)
-        held = f"{token:,}" + (f" and {size(request)} a request" if request else "")
+        held = f"{token:,}" + (f" and {size(request)} per request" if request else "")
         ranks = (str(sizes.tp * sizes.pp), str(sizes.dp))
         table.add_row(name, *ranks, each, layers, heads, held)
     return table
@@ -177,7 +177,7 @@ def _heads_of_rank(pair: ServerPair, tp: int) -> str:
         return "latent"
     if total % tp and tp % total:
         return f"{total}, not divisible"
-    return f"{max(1, total // tp)} of {total}" + (", copies" if tp > total else "")
+    return f"{max(1, total // tp)} of {total}" + (", replicated" if tp > total else "")
 
 
 def _links(summary: Summary) -> Table:
@@ -244,16 +244,16 @@ def _figures(summary: Summary) -> list[tuple[str, Text | str]]:
         ("stock", _outcome(summary.stock)),
         ("patched", _outcome(summary.patched)),
         *((f"{side} ranks", f"{sizes.tp * sizes.pp}") for side, sizes in sides.items()),
-        *((f"KV bytes a token, {side} rank", f"{token:,}") for side, (token, _) in held.items()),
-        *((f"state a request, {side} rank", size(slot)) for side, (_, slot) in held.items()),
+        *((f"KV bytes per token, {side} rank", f"{token:,}") for side, (token, _) in held.items()),
+        *((f"state per request, {side} rank", size(slot)) for side, (_, slot) in held.items()),
         (f"pairs of ranks, {TOKENS} tokens", f"{some['links']:,}"),
         ("bytes", size(some["bytes"])),
         *(
-            (f"most of one {side} rank", size(max(busy.values(), default=0)))
+            (f"most bytes of one {side} rank", size(max(busy.values(), default=0)))
             for side, busy in by_rank.items()
         ),
-        ("copies, pages in a row", f"{some['copies_at_least']:,}"),
-        ("copies, scattered", f"{some['copies_at_most']:,}"),
+        ("copies, contiguous pages", f"{some['copies_at_least']:,}"),
+        ("copies, scattered pages", f"{some['copies_at_most']:,}"),
         ("messages", f"{some['messages']:,}"),
     ]
 

@@ -71,8 +71,8 @@ def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
         name, _, value = part.partition("=")
         if name not in ("tp", "pp", "dp", "layers", "draft", "page"):
             raise ValueError(
-                f"{part!r} is no size; known are tp, pp, dp, draft and page, each with =NUMBER, "
-                "and layers=NUMBER+NUMBER+... (a number for each stage)"
+                f"{part!r} is not a size; sizes are tp, pp, dp, draft and page, each with "
+                "=NUMBER, and layers=NUMBER+NUMBER+... (one number per stage)"
             )
         given[name] = _numbers(value, part) if name == "layers" else _number(value, part)
     sizes = ServerSizes(**given)
@@ -80,7 +80,7 @@ def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
         numbers = _numbers(partition.replace(",", "+"), f"{PARTITION_VARIABLE}={partition}")
         sizes = ServerSizes(**{**given, "layers": numbers})
     if min(sizes.tp, sizes.pp, sizes.dp) < 1:
-        raise ValueError(f"{text!r}: tp, pp and dp are 1 or more")
+        raise ValueError(f"{text!r}: tp, pp and dp must be 1 or more")
     if sizes.tp % sizes.dp:
         raise ValueError(
             f"{text!r}: {sizes.tp} TP ranks cannot form {sizes.dp} groups of equal size; "
@@ -91,7 +91,7 @@ def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
 
 def _number(text: str, part: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{part!r}: {text!r} is no number")
+        raise ValueError(f"{part!r}: {text!r} is not a number")
     return int(text)
 
 

@@ -66,7 +66,7 @@ class Summary:
         notes = []
         if self.pair.splits_recurrent_state and not self.pair.sends_state_by_plan:
             notes.append(
-                "Recurrent state goes the engine's own way between these sizes, and is not counted."
+                "Between these sizes the engine itself sends recurrent state; it is not counted."
             )
         if any(side.dp > 1 for side in self.pair.sides.values()):
             notes.append("A request goes from one group of prefill to one group of decode.")

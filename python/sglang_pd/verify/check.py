@@ -164,7 +164,7 @@ async def _compare_with_reference(
     for prompt, got, want in zip(group.prompts, answers, expected, strict=True):
         what = f"{len(prompt)} tokens, {group.name}"
         if want.failure:
-            verdict.from_reference.append(f"{what}: the reference does not answer: {want.failure}")
+            verdict.from_reference.append(f"{what}: the reference did not answer: {want.failure}")
         elif got.failure:
             continue  # already in `failures`
         elif got.ids != want.ids:  # drafting is not comparable after other tokens
@@ -175,7 +175,8 @@ async def _compare_with_reference(
                 verdict.reference_drafted.add(want)
             far = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs)), default=0.0)
             if far > LOGPROB_TOLERANCE:
-                verdict.from_reference.append(f"{what}: a logprob is {far:.3f} off the reference's")
+                off = f"a logprob differs from the reference's by {far:.3f}"
+                verdict.from_reference.append(f"{what}: {off}")
 
 
 async def _rank_reports(

@@ -36,10 +36,10 @@ def prompt_groups(lengths: Sequence[int], page_size: int, requests: int) -> Iter
     def prompt(length: int) -> tuple[int, ...]:
         return tuple(rng.choices(TOKENS, k=length))
 
-    yield PromptGroup("one after the other", tuple(map(prompt, lengths)))
+    yield PromptGroup("one at a time", tuple(map(prompt, lengths)))
     longest = max(lengths)
     prefix = prompt(max(1, min(longest - 1, 3 * page_size + page_size // 2)))
     suffixes = [prompt(max(1, min(longest - len(prefix), page_size))) for _ in range(SUFFIXES)]
-    yield PromptGroup("with a prefix in common", tuple(prefix + suffix for suffix in suffixes))
+    yield PromptGroup("with a common prefix", tuple(prefix + suffix for suffix in suffixes))
     burst = tuple(prompt(rng.choice(lengths)) for _ in range(requests))
     yield PromptGroup("at once", burst, at_once=True)

@@ -111,7 +111,7 @@ class FleetClient:
         if not urls:
             raise Refusal(
                 ExitCode.NOT_VERIFYING,
-                f"the router {self.router} names no prefill server; give --prefill and --decode",
+                f"the router {self.router} lists no prefill server; pass --prefill and --decode",
             )
         self.prefills = [await self._query_prefill(url) for url in urls]
         return self.prefills
@@ -121,7 +121,7 @@ class FleetClient:
         if about.get("disaggregation_mode") != "prefill":
             mode = about.get("disaggregation_mode")
             raise Refusal(
-                ExitCode.NOT_VERIFYING, f"{url} is no prefill server: its mode is {mode!r}"
+                ExitCode.NOT_VERIFYING, f"{url} is not a prefill server: its mode is {mode!r}"
             )
         chunk = about.get("chunked_prefill_size") or 0
         (model, *_) = (await self._get_json(f"{url}/v1/models")).get("data") or [{}]
@@ -146,13 +146,14 @@ class FleetClient:
             response = await self.client.get(url)
         except httpx.HTTPError as error:
             raise Refusal(
-                ExitCode.NOT_VERIFYING, f"the bootstrap server of {prefill.url}: {url}: {error!r}"
+                ExitCode.NOT_VERIFYING,
+                f"no answer from the bootstrap server of {prefill.url}: {url}: {error!r}",
             ) from error
         if response.status_code != 200:
             raise Refusal(
                 ExitCode.NOT_VERIFYING,
-                f"{prefill.url} does not verify (HTTP {response.status_code} from {url}): apply "
-                "the patch set there, and start prefill and decode with SGLANG_PD_VERIFY=1",
+                f"{prefill.url} does not compare KV (HTTP {response.status_code} from {url}): "
+                "apply the patch set there, and start prefill and decode with SGLANG_PD_VERIFY=1",
             )
         return msgspec.json.decode(response.content, type=VerifyReports)
 

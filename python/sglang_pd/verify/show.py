@@ -55,12 +55,12 @@ def show(verdict: Verdict, console: Console) -> None:
     _print_list(console, "KV that differs", verdict.mismatches)
     _print_list(console, "Requests without an answer", verdict.failures)
     _print_list(console, "Prompts whose two answers differ", verdict.unequal)
-    _print_list(console, "Answers that are not the reference's", verdict.from_reference or [])
+    _print_list(console, "Answers that differ from the reference's", verdict.from_reference or [])
     spread = _duration_stats(verdict.seconds)
     if spread:
         console.print(
             f"transfers: median {spread['median'] * 1000:.0f} ms, longest "
-            f"{spread['longest'] * 1000:.0f} ms; comparing took {verdict.comparing:.2f} s in all"
+            f"{spread['longest'] * 1000:.0f} ms; comparing took {verdict.comparing:.2f} s in total"
         )
     drafts = _drafts(verdict)
     if drafts:
@@ -75,11 +75,11 @@ def _drafts(verdict: Verdict) -> Text | None:
         return (
             None
             if there is None
-            else Text("drafts: the reference has a draft model, the fleet none")
+            else Text("drafts: the reference has a draft model, the fleet does not")
         )
-    line = f"drafts: {here:.2f} tokens a verify step"
+    line = f"drafts: {here:.2f} tokens per verify step"
     if there is None:
-        return Text(f"{line}; 1 is no accepted draft")
+        return Text(f"{line}; 1 means no accepted draft")
     if here >= MIN_DRAFT_RATIO * there:
         return Text(f"{line}, {there:.2f} in the reference")
     why = "does the draft's KV arrive? See docs/trouble.md, few drafts are accepted"
@@ -87,11 +87,11 @@ def _drafts(verdict: Verdict) -> Text | None:
 
 
 def _summary_line(verdict: Verdict) -> Text:
-    sent = f"{verdict.requests} requests of {len(verdict.lengths)} lengths and more"
+    sent = f"{verdict.requests} requests of {len(verdict.lengths)} lengths"
     counts = f"{verdict.answered} answered, {verdict.compared} compared"
     if verdict.passed:
-        return Text(f"right: {sent}, {counts}, every byte of KV is prefill's", style="green")
-    return Text(f"NOT right: {sent}, {counts}", style="bold red")
+        return Text(f"OK: {sent}, {counts}, all KV matches prefill", style="green")
+    return Text(f"FAILED: {sent}, {counts}", style="bold red")
 
 
 def _print_list(console: Console, title: str, lines: list[str]) -> None:

@@ -405,7 +405,7 @@ def test_lost_server_does_not_stop_notifications_to_others(bootstrap, monkeypatc
     thread.add(bootstrap.address, 7)
     assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
     assert notified == [((0, 0, 0, 0), 7)]
-    assert f"Prefill {HOST}:{port} was not told that room 6 failed" in caplog.text
+    assert f"Could not notify prefill {HOST}:{port} that room 6 failed" in caplog.text
 
 
 def test_server_that_does_not_answer_is_queried_at_intervals(bootstrap, monkeypatch):

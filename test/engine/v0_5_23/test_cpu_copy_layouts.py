@@ -42,7 +42,7 @@ def test_copy_is_loaded_only_into_an_equal_number_of_slots(slots):
     fill(pool)
     before = snapshot(pool)
     copied = pool.get_cpu_copy(torch.tensor([4, 5]))
-    with pytest.raises(ValueError, match="can only be loaded into as many slots"):
+    with pytest.raises(ValueError, match="can only be loaded into the same number of slots"):
         pool.load_cpu_copy(copied, torch.tensor(slots, dtype=torch.int64))
     assert_moved(pool, before, [], [])
 

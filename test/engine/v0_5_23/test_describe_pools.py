@@ -272,5 +272,5 @@ def test_unsupported_pool_is_refused(name):
         lengths = [8] * sum(
             count_registered_buffers(one) for one in (target, draft) if one is not None
         )
-        with pytest.raises(kv_layout.LayoutError, match="not known to the patch set"):
+        with pytest.raises(kv_layout.LayoutError, match="the patch set does not support this pool"):
             kv_layout.describe_pools(target, draft, lengths, lengths, False, (0, 1), 2, 2)

@@ -63,7 +63,7 @@ def test_memory_still_registered_with_memfabric_is_only_a_warning(caplog):
     running.engine.engine.keeps = True
     running.register_buffer_to_engine()
     assert log_levels(caplog) == ["WARNING"]
-    assert "what it registered at the start stays registered" in caplog.text
+    assert "those registered at the start stay registered" in caplog.text
     assert running.engine.engine.batches == [[10, 30]] * 3  # no buffer is tried alone
 
 

@@ -230,7 +230,7 @@ def test_two_prefill_requests_of_one_room_fail():
     manager = prefill()
     first, second = (MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0) for _ in range(2))
     assert first.poll() == second.poll() == KVPoll.Failed
-    with pytest.raises(FAILURES, match="another request has this bootstrap_room"):
+    with pytest.raises(FAILURES, match="bootstrap_room is already in use"):
         first.failure_exception()
     third = MooncakeKVSender(manager, ADDRESS, 7_000_001, [0], 0)
     assert second.poll() == third.poll() == KVPoll.Failed

@@ -65,7 +65,7 @@ def test_mismatched_copy_writes_nothing(other, slots):
     fill(target)
     before = snapshot(target)
     copied = source.get_cpu_copy(torch.tensor([4, 5]))
-    with pytest.raises(ValueError, match="can only be loaded into as many slots"):
+    with pytest.raises(ValueError, match="can only be loaded into the same number of slots"):
         target.load_cpu_copy(copied, torch.tensor(slots, dtype=torch.int64))
     assert_moved(target, before, [], [])
 

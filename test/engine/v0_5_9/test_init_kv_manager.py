@@ -196,7 +196,7 @@ def test_unknown_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
     assert buffer_keys(layout.kv) == [("opaque", False, n) for n in range(4)]
     assert [buffer.page_bytes for buffer in layout.kv[2:]] == [64, 32]
     assert [buffer.pages for buffer in layout.kv[2:]] == [10, 10]
-    assert "UnknownPool is sent as it lies: " in caplog.text
+    assert "Unsupported KV layout of UnknownPool, " in caplog.text
 
 
 def test_uninspectable_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):

@@ -50,7 +50,7 @@ class AuxPlan:
         if counts != (len(self.widths),) * 2:
             raise LayoutError(
                 f"prefill registered {counts[0]} metadata buffers, decode {counts[1]}, and "
-                f"{len(self.widths)} are described; run one release on both sides"
+                f"{len(self.widths)} are described; run the same release on both sides"
             )
         held = self.dst_slots or self._most_slots(dst_pointers)
         if _is_outside(src_slot, self.src_slots) or _is_outside(dst_slot, held):
@@ -84,13 +84,13 @@ def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
     if len(theirs) != len(src.aux):
         raise LayoutError(
             f"metadata rows: prefill has {len(src.aux)}, decode has {len(theirs)}; "
-            "run one release on both sides"
+            "run the same release on both sides"
         )
     rows = tuple(i for i, width in enumerate(src.aux) if width == theirs[i] != 0)
     if src.aux and not {0, len(src.aux) - 1} <= set(rows):
         raise LayoutError(
             f"bytes of the metadata rows: prefill has {src.aux}, decode has {theirs}; the first "
-            "and the last must be equal, run one release on both sides"
+            "and the last must be equal; run the same release on both sides"
         )
     return AuxPlan(rows, src.aux, src.aux_slots, dst.aux_slots)
 
@@ -98,12 +98,12 @@ def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
 def unsent_rows_message(src: RankLayout, dst: RankLayout) -> Optional[str]:
     """Returns a warning about metadata that decode keeps but does not receive, if any."""
     unsent = [
-        f"row {i}{' (hidden states)' if i == HIDDEN_STATES else ''}, prefill's of {ours} bytes, "
-        f"decode's of {theirs or 'an unknown number'}"
+        f"row {i}{' (hidden states)' if i == HIDDEN_STATES else ''}, {ours} bytes on prefill, "
+        f"{theirs or 'an unknown number'} on decode"
         for i, (ours, theirs) in enumerate(zip(src.aux, _widths(src, dst)))
         if ours != theirs and (theirs or not dst.aux)
     ]
-    return f"metadata of another width is not sent: {'; '.join(unsent)}" if unsent else None
+    return f"metadata rows of unequal width are not sent: {'; '.join(unsent)}" if unsent else None
 
 
 def _widths(src: RankLayout, dst: RankLayout) -> tuple[int, ...]:

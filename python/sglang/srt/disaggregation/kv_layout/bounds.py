@@ -77,7 +77,7 @@ class Bounds:
         try:
             first, size = np.array(starts, dtype=np.uint64), np.array(sizes, dtype=np.uint64)
         except OverflowError:  # negative, or more than 64 bits
-            return f"a copy of {min(sizes)} bytes or more from {min(starts):#x} on"
+            return f"copies beyond 64 bits, of {min(sizes)} bytes or more from {min(starts):#x} on"
         at = np.searchsorted(self.starts, first, side="right").astype(np.int64) - 1
         outside = at < 0
         if self.ends.size:

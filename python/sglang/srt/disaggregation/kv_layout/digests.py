@@ -162,7 +162,7 @@ def byte_ranges(
     slices = []
     for part in parts:
         if part.key not in held:
-            raise LayoutError(f"{layout.name} holds no {part.name}")
+            raise LayoutError(f"{layout.name} does not hold {part.name}")
         slices.append(_slice(part, layout, held[part.key], buffers[held[part.key]]))
     return slices
 
@@ -171,12 +171,14 @@ def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> ByteRange:
     if part.heads is None or buffer.heads is None:
         if part.heads != buffer.heads:
             raise LayoutError(
-                f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'undivided'}, the "
-                f"other side {part.name}"
+                f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'not split'}; the "
+                f"other side holds {part.name}"
             )
         return ByteRange(i, 1, 0, buffer.page_bytes)
     if part.heads & buffer.heads != part.heads:
-        raise LayoutError(f"{layout.name} holds KV heads {buffer.heads} of {part.name}")
+        raise LayoutError(
+            f"{layout.name} holds KV heads {buffer.heads}, which do not include {part.name}"
+        )
     head = buffer.page_bytes // (layout.page_size * buffer.heads.count)
     start = (part.heads.start - buffer.heads.start) * head
     return ByteRange(i, layout.page_size, start, part.heads.count * head)
@@ -212,7 +214,7 @@ def describe_difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> 
     pages = np.flatnonzero(columns[0] != columns[1])
     if not wrong and not pages.size:
         return None
-    what = wrong[0].name if wrong else "what no single buffer shows"
+    what = wrong[0].name if wrong else "an unidentified one"
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_a_page)
     return f"{what}{more} of {len(sent.parts)} parts{where}"

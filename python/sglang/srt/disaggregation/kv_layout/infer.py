@@ -45,7 +45,7 @@ def infer_layout(own: RankLayout, peer: StockRegistration) -> RankLayout:
     kv = _infer_kv(own, peer)
     if peer.page_bytes not in (None, kv[0].page_bytes):
         raise LayoutError(
-            f"{kv[0].name}: decode registered {peer.page_bytes} bytes a page, prefill expects "
+            f"{kv[0].name}: decode registered {peer.page_bytes} bytes per page, prefill expects "
             f"{kv[0].page_bytes} on TP {peer.tp_rank}/{peer.tp_size}; start both servers with the "
             "same model, KV dtype and page size"
         )
@@ -79,7 +79,8 @@ def layout_from_counts(
     held, rest = divmod(kv_pointers, len(components))
     if rest:
         raise LayoutError(
-            f"{kv_pointers} KV buffers are not {len(components)} ({', '.join(components)}) a layer"
+            f"{kv_pointers} KV buffers cannot be {len(components)} ({', '.join(components)}) per "
+            "layer"
         )
     layers = range(start_layer, min(start_layer + held, total_layers))
     numbers = {False: layers, True: range(held - len(layers))}
@@ -99,8 +100,8 @@ def _infer_kv(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]:
     uneven = len(ours) != len(target) * len(layers)
     if uneven or not same_stage and (_is_hybrid(own) or not target):
         raise LayoutError(
-            f"decode registered {peer.kv_pointers} KV buffers and does not say for which layers; "
-            f"prefill ({own.name}) holds {len(own.kv)} of a model whose layers differ in kind; "
+            f"decode registered {peer.kv_pointers} KV buffers without layer numbers; prefill "
+            f"({own.name}) holds {len(own.kv)} of a model with several kinds of layers; "
             "apply the patch set to decode, too, or use PP 1"
         )
     if peer.kv_pointers >= len(target) * own.total_layers:
@@ -134,7 +135,7 @@ def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]
     if is_recurrent(own) and peer.tp_size != own.tp_size:
         raise LayoutError(
             f"recurrent state of prefill TP size {own.tp_size} cannot be split for decode TP size "
-            f"{peer.tp_size}; use one TP size for hybrid models"
+            f"{peer.tp_size}; use the same TP size for hybrid models"
         )
     target = [buffer for buffer in own.state if not buffer.draft]
     drafts = [buffer for buffer in own.state if buffer.draft]
@@ -152,8 +153,8 @@ def _infer_state(own: RankLayout, peer: StockRegistration) -> tuple[Buffer, ...]
         )
     if any(is_elided(buffer) for buffer in target):
         raise LayoutError(
-            f"decode does not say which of its layers have index keys, prefill ({own.name}) holds "
-            "some that have none; apply the patch set to decode, too, or use PP 1"
+            "decode does not report which of its layers have index keys, and some layers on "
+            f"prefill ({own.name}) have none; apply the patch set to decode, too, or use PP 1"
         )
     layers = range(own.total_layers)
     held = [_rescaled_for(peer, one, False, layer) for one in first for layer in layers]

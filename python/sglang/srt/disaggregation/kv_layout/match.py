@@ -61,20 +61,22 @@ def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
         # Every stage allocates all recurrent layers and computes only its own.
         reasons.append(
             f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
-            "use one PP size for hybrid models"
+            "use the same PP size for hybrid models"
         )
     if has_fused_conv_state(src) and src.tp_size != dst.tp_size:
         reasons.append(
             f"recurrent state: prefill TP size {src.tp_size}, decode TP size {dst.tp_size}; its "
-            "convolutions lie in one buffer, which cannot be cut: use one TP size for this model"
+            "convolutions share one buffer, which cannot be split; use the same TP size for this "
+            "model"
         )
     if is_opaque(src) or is_opaque(dst):
         ours, theirs = ((side.tp_size, len(side.kv), len(side.state)) for side in (src, dst))
         if ours != theirs:
             reasons.append(
-                "this model's KV pool is not known to the patch set, so that both servers must "
-                f"split it alike: TP size, KV and state buffers are {ours} on prefill, {theirs} on "
-                "decode; use one TP and PP size, and a draft model on both sides or on none"
+                "the patch set does not support this model's KV pool, so both servers must split "
+                f"it the same way: TP size, KV and state buffers are {ours} on prefill, {theirs} "
+                "on decode; use the same TP and PP size, and a draft model on both sides or on "
+                "neither"
             )
     for what, ours, theirs in (
         ("page size", src.page_size, dst.page_size),
@@ -84,7 +86,7 @@ def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
         if ours != theirs:
             reasons.append(
                 f"{what}: prefill has {ours}, decode has {theirs}; "
-                "both servers must be started with the same model and the same value"
+                "start both servers with the same model and the same value"
             )
     return reasons
 
@@ -148,15 +150,15 @@ def _pair(
 ) -> BufferPair:
     if ours.heads == theirs.heads and (ours.heads is None or src.tp_size <= ours.heads.total):
         if ours.page_bytes != theirs.page_bytes:
-            raise _unequal("bytes a page", ours, ours.page_bytes, theirs.page_bytes)
+            raise _unequal("bytes per page", ours, ours.page_bytes, theirs.page_bytes)
         return BufferPair(i, j, True, 0, 0, ours.page_bytes)
     if ours.heads is None or theirs.heads is None:
-        raise _unequal("split by heads", ours, ours.heads or "no", theirs.heads or "no")
+        raise _unequal("KV heads", ours, ours.heads or "none", theirs.heads or "none")
     if ours.heads.total != theirs.heads.total:
-        raise _unequal("KV heads in all", ours, ours.heads.total, theirs.heads.total)
+        raise _unequal("total KV heads", ours, ours.heads.total, theirs.heads.total)
     head = _head_bytes(ours, src.page_size)
     if head != _head_bytes(theirs, dst.page_size):
-        raise _unequal("bytes a head", ours, head, _head_bytes(theirs, dst.page_size))
+        raise _unequal("bytes per head", ours, head, _head_bytes(theirs, dst.page_size))
     share = heads_to_send(
         ours.heads, theirs.heads, (src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size)
     )
@@ -177,8 +179,8 @@ def _head_bytes(buffer: Buffer, page_size: int) -> int:
     size, rest = divmod(buffer.page_bytes, page_size * heads.count)
     if rest:
         raise LayoutError(
-            f"{buffer.name}: {buffer.page_bytes} bytes a page are not {page_size} tokens of "
-            f"{heads.count} heads; the pool is not what its description says"
+            f"{buffer.name}: {buffer.page_bytes} bytes per page are not {page_size} tokens of "
+            f"{heads.count} heads; the pool does not match its description"
         )
     return size
 
@@ -196,7 +198,7 @@ def draft_mismatch(src: RankLayout, dst: RankLayout) -> Optional[str]:
         return None  # only the last stage has a draft
     ours, theirs = (sum(buffer.draft for buffer in side.kv + side.state) for side in (src, dst))
     if ours and not theirs:
-        return f"it has no draft model; {ours} buffers of prefill's draft are not sent"
+        return f"decode has no draft model; {ours} buffers of prefill's draft are not sent"
     if theirs and not ours:
         return f"prefill has no draft model; {theirs} buffers of decode's draft are not written"
     return None

@@ -98,5 +98,5 @@ def pair_layers(
 def _check_count(who: RankLayout, buffers: Sequence[Buffer], pointers: Sequence[int]) -> None:
     if len(buffers) != len(pointers):
         raise LayoutError(
-            f"{who.name} describes {len(buffers)} buffers and registered {len(pointers)}"
+            f"{who.name} describes {len(buffers)} buffers but registered {len(pointers)}"
         )

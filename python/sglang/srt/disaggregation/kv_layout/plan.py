@@ -274,8 +274,8 @@ def make_plan(
 def _check_row(buffer: Buffer, row: float, end: int) -> None:
     if end > row:
         raise LayoutError(
-            f"{buffer.name}: a copy ends {end} bytes behind the beginning of a row of {row:g} "
-            f"bytes; {buffer.page_bytes} bytes a page and {buffer.heads or 'no'} heads do not fit"
+            f"{buffer.name}: a copy ends {end} bytes after the start of a row of {row:g} bytes; "
+            f"{buffer.page_bytes} bytes per page and {buffer.heads or 'no'} heads do not match"
         )
 
 

@@ -62,12 +62,12 @@ def describe_pools(
         if draft is not None and (not state or has_separate_state(target, draft)):
             parts += [(True, *part) for part in _parts(draft, state, tp, draft_kv_heads)]
     except AttributeError as error:
-        raise LayoutError(f"{error}; this pool is not known to the patch set") from error
+        raise LayoutError(f"{error}; the patch set does not support this pool") from error
     if len(parts) != len(item_lens):
         raise LayoutError(
             f"{type(target).__name__} with draft {type(draft).__name__} should register "
             f"{len(parts)} {'state' if state else 'KV'} buffers, the engine registers "
-            f"{len(item_lens)}; this pool is not known to the patch set"
+            f"{len(item_lens)}; the patch set does not support this pool"
         )
     return tuple(
         Buffer(
@@ -144,15 +144,15 @@ def _reject_unsupported_variants(pool: Any) -> None:
     """Raises LayoutError if a pool has the attributes of a known one, but other buffers."""
     layout = getattr(pool, "kv_cache_layout", "nhd")
     unlike = {
-        f"a page's heads lie in layout {layout}": layout != "nhd",
+        f"pages have layout {layout}": layout != "nhd",
         "layers share one buffer": getattr(pool, "requires_physical_write_loc", False),
-        "layers are dealt out to ranks": getattr(pool, "layer_shard_enabled", False),
-        "pages are dealt out to ranks": hasattr(pool, "shard_spec"),
-        "pages are on the host as well": hasattr(pool, "translate_loc_to_hisparse_device"),
+        "layers are sharded across ranks": getattr(pool, "layer_shard_enabled", False),
+        "pages are sharded across ranks": hasattr(pool, "shard_spec"),
+        "pages are also in host memory": hasattr(pool, "translate_loc_to_hisparse_device"),
     }
     if reasons := [reason for reason, is_so in unlike.items() if is_so]:
         raise LayoutError(
-            f"{type(pool).__name__}: {', '.join(reasons)}; this pool is not known to the patch set"
+            f"{type(pool).__name__}: {', '.join(reasons)}; the patch set does not support this pool"
         )
 
 

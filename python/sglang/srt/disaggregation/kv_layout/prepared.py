@@ -88,9 +88,7 @@ def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
     plan = replace(plan, src_pages=pages[0], dst_pages=pages[1])
     blocks = max(pages) * sum(group.src.size * group.rows for group in plan.groups)
     if blocks > MAX_BLOCKS:
-        raise LayoutError(
-            f"{blocks} blocks of KV on one side, and at most {MAX_BLOCKS} can be named"
-        )
+        raise LayoutError(f"{blocks} KV blocks on one side exceed the limit of {MAX_BLOCKS}")
     src = [
         (address, group.length, group.src_page // group.rows, pages[0] * group.rows)
         for group in plan.groups

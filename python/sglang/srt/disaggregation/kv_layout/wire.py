@@ -45,20 +45,18 @@ def decode_layout(frame: bytes) -> Optional[RankLayout]:
     if not frame.startswith(_TAG):
         return None
     if len(frame) > _MAX_BYTES:
-        raise LayoutError(f"a layout frame of {len(frame)} bytes; at most {_MAX_BYTES} are read")
+        raise LayoutError(f"layout frame of {len(frame)} bytes, expected at most {_MAX_BYTES}")
     try:
         layout = _decoder.decode(frame[len(_TAG) :])
     except msgspec.MsgspecError as error:
-        raise LayoutError(
-            f"a layout frame of {len(frame)} bytes cannot be read: {error}"
-        ) from error
+        raise LayoutError(f"layout frame of {len(frame)} bytes cannot be read: {error}") from error
     if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
-        raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
+        raise LayoutError(f"invalid layout frame: {layout.name}, page size {layout.page_size}")
     if min(layout.aux_slots, *layout.aux, 0) < 0:
-        raise LayoutError(f"a layout frame says {layout.aux_slots} slots of {layout.aux} bytes")
+        raise LayoutError(f"invalid layout frame: {layout.aux_slots} slots of {layout.aux} bytes")
     for buffer in (*layout.kv, *layout.state):
         if not _is_possible(buffer):
-            raise LayoutError(f"a layout frame says {buffer}")
+            raise LayoutError(f"invalid layout frame: {buffer}")
     return layout
 
 

@@ -106,10 +106,10 @@ class PeerBackoff:
             if seconds <= 0:
                 self._failures[peer].retry_at = math.inf  # until this attempt ends
                 return
-        when = "when that has ended" if seconds == math.inf else f"in {math.ceil(seconds)} s"
+        in_progress = seconds == math.inf
+        when = "after the attempt in progress" if in_progress else f"in {math.ceil(seconds)} s"
         raise RuntimeError(
-            f"the last {failures} transfers to decode session {peer} failed; it is tried again "
-            f"{when}"
+            f"the last {failures} transfers to decode session {peer} failed; retrying {when}"
         )
 
 

@@ -39,7 +39,7 @@ def _read_copies(text: str) -> int:
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text)
     if text:
-        logger.error(f"{COPIES_VARIABLE} is {text!r}, not 1 or more; {DEFAULT_COPIES} is taken")
+        logger.error(f"{COPIES_VARIABLE} is {text!r}, expected 1 or more; using {DEFAULT_COPIES}")
     return DEFAULT_COPIES
 
 

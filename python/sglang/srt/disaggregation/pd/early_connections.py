@@ -73,7 +73,7 @@ class EarlyConnections:
                 self.connects = True
             self.to_connect.put((peer, aux_pointers[0]))
         except Exception as error:
-            logger.warning(f"Decode {peer} is connected to by its first request: {error}")
+            logger.warning(f"Decode {peer} is connected only at its first request: {error}")
 
     def handle_connect_failure(self, peer: str) -> None:
         """Called if NIXL could not connect to a decode rank, which it may have removed."""
@@ -84,7 +84,7 @@ class EarlyConnections:
             with self.agent_lock:
                 self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
         except Exception as error:
-            logger.warning(f"Decode ranks are connected to by their first requests: {error}")
+            logger.warning(f"Decode ranks are connected only at their first requests: {error}")
             return
         while True:
             with contextlib.suppress(Empty):
@@ -106,7 +106,7 @@ class EarlyConnections:
                 self.connecting.add(peer)
                 handle = self.agent.initialize_xfer("READ", own, peers, peer)
                 if not handle or self.agent.transfer(handle) == "ERR":
-                    raise RuntimeError("NIXL did not begin to read")
+                    raise RuntimeError("NIXL did not start the read")
         except Exception as error:
             self.connecting.discard(peer)
             self._note_failed(peer, str(error))
@@ -115,7 +115,7 @@ class EarlyConnections:
 
     def _is_over(self, reading: PendingRead) -> bool:
         seconds = time.monotonic() - reading.started_at
-        reason = "it reports an error"
+        reason = "NIXL reported an error"
         with self.agent_lock:
             try:
                 state = self.agent.check_xfer_state(reading.handle)
@@ -134,8 +134,10 @@ class EarlyConnections:
         return True
 
     def _note_failed(self, peer: str, reason: str) -> None:
-        logger.warning(f"NIXL could not connect to decode {peer}, a request will: {reason}")
+        logger.warning(
+            f"NIXL could not connect to decode {peer}; a request will try again: {reason}"
+        )
         try:
             self.handle_connect_failure(peer)
         except Exception:
-            logger.exception(f"Decode {peer} is left to its first request")
+            logger.exception(f"Decode {peer} could not be added to NIXL again; a request will try")

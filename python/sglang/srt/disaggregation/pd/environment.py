@@ -16,5 +16,5 @@ def seconds_of(name: str, default: float, least: float) -> float:
     except ValueError:
         seconds = math.nan
     if not least <= seconds < math.inf:
-        raise ValueError(f"{name} is {value!r}; it takes seconds, {least:g} or more")
+        raise ValueError(f"{name} is {value!r}; expected {least:g} seconds or more")
     return seconds

@@ -72,8 +72,8 @@ def registration_error(register: RegisterBatch, role: str, wanted: Sequence[Regi
         f"{len(wanted)}, bytes: {sum(length for *_, length in wanted):,})"
     )
     if alone:
-        return f"{said}; one by one it fails for: {_list_regions(alone)}"
-    logger.warning(f"{said}, but one by one: all are registered")
+        return f"{said}; one by one, it could not register: {_list_regions(alone)}"
+    logger.warning(f"{said}, but registered all of them one by one")
     return ""
 
 
@@ -120,20 +120,19 @@ def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool
     buffers = [region for some in refused for region in some if region not in optional]
     said = f"MemFabric did not register this rank's {len(held)} buffers in one batch"
     if not refused:
-        logger.warning(f"{said}, but range by range: all are registered")
+        logger.warning(f"{said}, but registered all of them range by range")
     elif not buffers:
-        logger.info(f"{said}, nor aux alone. It is not needed: aux goes over TCP")
+        logger.info(f"{said}, nor aux separately. Not needed: aux is sent over TCP")
     elif _rejects_registered_memory(register, ranges, refused):
         logger.error(
-            f"{said}; range by range it refuses: {_list_regions(buffers)}. This release "
-            "refuses what it "
-            "has registered, too, so that some of them may be; writes to others fail"
+            f"{said}; range by range, it rejects: {_list_regions(buffers)}. This release also "
+            "rejects what it has already registered, so some of these may be registered; writes "
+            "to the others fail"
         )
     else:
         raise RuntimeError(
-            f"{said}; range by range it refuses: {_list_regions(buffers)}. Without them no KV "
-            "can be "
-            "transferred; MemFabric's log (ASCEND_MF_LOG_LEVEL=1) says why"
+            f"{said}; range by range, it rejects: {_list_regions(buffers)}. Without them no KV "
+            "can be transferred; MemFabric's log (ASCEND_MF_LOG_LEVEL=1) has the reason"
         )
 
 
@@ -170,8 +169,8 @@ def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
     kv, aux = memory_regions(args)
     if not try_register(register, [*kv, *aux]):
         logger.warning(
-            "MemFabric did not register this rank's buffers again; what it registered at the start "
-            "stays registered, for no release of it can unregister"
+            "MemFabric did not register this rank's buffers again; those registered at the start "
+            "stay registered, because no release of MemFabric can unregister"
         )
 
 
@@ -185,11 +184,11 @@ def register_kv_then_aux(args: KVArgs, register: RegisterBatch, aux_is_optional:
     refused = [registration_error(register, "KV and state", kv)]
     why_no_aux = registration_error(register, "aux", aux)
     if why_no_aux and aux_is_optional:
-        logger.info(f"{why_no_aux}. It is not needed: aux goes over TCP")
+        logger.info(f"{why_no_aux}. Not needed: aux is sent over TCP")
     else:
         refused.append(why_no_aux)
     if any(refused):
         raise RuntimeError(
-            f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; look "
-            "for limits of locked memory and of memory regions, or choose a smaller KV pool"
+            f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; "
+            "raise the limits of locked memory and of memory regions, or use a smaller KV pool"
         )

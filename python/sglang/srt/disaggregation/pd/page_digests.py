@@ -72,7 +72,9 @@ class PageViews:
         for one in slices:
             held = self.pages[one.buffer].shape[0]
             if indices.size and not 0 <= indices.min() <= indices.max() < held:
-                raise LayoutError(f"pages {indices.min()} to {indices.max()} of {held}")
+                raise LayoutError(
+                    f"pages {indices.min()} to {indices.max()} requested, only {held} exist"
+                )
         on_device: Dict[torch.device, torch.Tensor] = {}
         found: List[torch.Tensor] = []
         for one in slices:
@@ -142,4 +144,4 @@ def _bytes_at(
             count = length // buffer.page_bytes if buffer.page_bytes else 0
             end = start + count * buffer.page_bytes
             return storage[start:end].view(count, buffer.page_bytes)
-    raise LayoutError(f"{buffer.name}: the pools have no tensor at its {length} bytes")
+    raise LayoutError(f"{buffer.name}: no tensor of the pools contains its {length} bytes")

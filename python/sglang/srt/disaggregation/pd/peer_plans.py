@@ -38,8 +38,8 @@ def plan_registered(
     """
     if layout is None:
         logger.warning(
-            f"Decode {name} runs a release that does not describe its KV buffers; "
-            "they are taken to be those of the same model."
+            f"Decode {name} does not describe its KV buffers; they are inferred from the model of "
+            "this server."
         )
     plan = plan_for_peer(own, own_pointers, layout or facts, pointers)
     for unsent in (draft_mismatch, unsent_rows_message):

@@ -93,7 +93,7 @@ class SilenceWatch:
             seconds = PeerSocket.to(info.endpoint, info.dst_port).silent_for()
             why = f"has not answered for {self.silent_seconds:g} s ({VARIABLE})"
             if name in self.replaced_peers:
-                seconds, why = math.inf, "is another process by now"
+                seconds, why = math.inf, "was replaced by another process"
             if seconds >= self.silent_seconds:
                 silent[name] = f"decode {info.endpoint}:{info.dst_port} {why}"
             if seconds >= RELEASE_AFTER_SECONDS:
@@ -101,7 +101,7 @@ class SilenceWatch:
         back = self.silent_peers.keys() - silent.keys()
         for name in silent.keys() - self.silent_peers.keys():
             if name in self.replaced_peers:
-                logger.warning(f"{silent[name]}, and its requests fail")
+                logger.warning(f"{silent[name]}; its requests fail")
             else:
                 logger.error(f"{silent[name]}; its requests fail until it does")
         self.silent_peers = silent
@@ -142,7 +142,7 @@ class SilenceWatch:
 
     def _drop_silent_peer(self, name: str) -> None:
         info = self.watched_peers.pop(name)
-        logger.info(f"Decode {info.endpoint}:{info.dst_port} ({name}) is gone, and forgotten")
+        logger.info(f"Dropped decode {info.endpoint}:{info.dst_port} ({name}), which is gone")
         self.silent_peers = {one: why for one, why in self.silent_peers.items() if one != name}
         self.released_peers.discard(name)
         self.replaced_peers.discard(name)

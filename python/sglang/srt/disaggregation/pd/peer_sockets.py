@@ -156,7 +156,7 @@ class _SocketPool:
                     if look is not None:
                         look()
                 except Exception:
-                    logger.exception("Peers could not be looked after")
+                    logger.exception("A periodic check of peers failed")
             look = looks = None  # otherwise this thread would keep their owners alive
 
 

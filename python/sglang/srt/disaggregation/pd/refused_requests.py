@@ -21,7 +21,7 @@ def notify_refused(manager: Any, req: Any, reason: str = "") -> None:
     if req.disagg_kv_sender is not None or req.bootstrap_room is None:
         return
     if hasattr(manager, "refuse"):
-        why = reason or _message(req) or "it is not said why"
+        why = reason or _message(req) or "no reason given"
         manager.refuse(req.bootstrap_room, f"Prefill refused the request: {why}")
 
 

@@ -35,6 +35,6 @@ def unreachable_reason(session_id: str) -> str:
         return ""
     return (
         f"decode's session id is {session_id}, which has no port: its transfer engine had not "
-        "chosen one when SGLang asked (0.5.9 with memfabric-hybrid 1.1.3 or later); run "
+        "chosen one when SGLang read it (0.5.9 with memfabric-hybrid 1.1.3 or later); run "
         "`sglang-pd apply` there, too, or install memfabric-hybrid 1.1.2 or earlier there"
     )

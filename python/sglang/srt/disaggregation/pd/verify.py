@@ -104,7 +104,7 @@ class Verifier:
                 state = self.state.digests(parts, state_pages)
             return encode_digests(RoomDigests(self.name, kv, state, elided_parts(own)))
         except Exception:
-            logger.exception(f"Room {room}: no digests for decode {peer.name}")
+            logger.exception(f"Room {room}: could not compute digests for decode {peer.name}")
             return b""
 
     # Decode
@@ -136,12 +136,12 @@ class Verifier:
         except LayoutError as error:
             said = [str(error)]
         except Exception as error:
-            logger.exception(f"Room {room}: its digests could not be compared")
+            logger.exception(f"Room {room}: could not compare digests")
             said = [f"digests could not be compared: {error!r}"]
         report.add(said, seconds, time.perf_counter() - started_at)
         if not said:
             return None
-        reason = f"KV is not what prefill has: {'; '.join(said)}"
+        reason = f"KV verification failed: {'; '.join(said)}"
         logger.error(f"Room {room}: {reason}")
         return reason if self.mode == "fail" else None
 
@@ -246,7 +246,7 @@ class VerifyingManager:
 
 def _read(frame: bytes) -> RoomDigests:
     if not frame:
-        raise LayoutError("a prefill rank could not digest it, its log says why")
+        raise LayoutError("a prefill rank could not compute digests; see its log")
     return decode_digests(frame)
 
 

@@ -14,5 +14,5 @@ def verify_mode() -> str:
     """
     value = os.environ.get(VARIABLE, "")
     if value not in MODES:
-        raise ValueError(f"{VARIABLE} is {value!r}; it takes 1, log, or 0")
+        raise ValueError(f"{VARIABLE} is {value!r}; expected 1, log, or 0")
     return MODES[value]

@@ -94,7 +94,7 @@ class ReportSender:
                 thread.start()
                 self.thread = thread
             except RuntimeError as error:  # out of threads; the scheduler must go on
-                logger.warning(f"What was compared is not reported yet: {error}")
+                logger.warning(f"Verification results are not reported yet: {error}")
 
     def _send_all(self) -> None:
         while True:
@@ -111,7 +111,7 @@ class ReportSender:
             url = f"http://{address}/verify"
             requests.put(url, data=body, timeout=HTTP_TIMEOUT_SECONDS).raise_for_status()
         except Exception as error:  # `requests` also raises other libraries' errors
-            logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
+            logger.info(f"Could not report verification results to {address}: {error}")
 
 
 class VerifyRoutes:
@@ -128,7 +128,7 @@ class VerifyRoutes:
         try:
             report = msgspec.json.decode(await request.read(), type=VerifyReport)
         except msgspec.MsgspecError as error:
-            return web.Response(text=f"this is no report: {error}", status=400)
+            return web.Response(text=f"not a report: {error}", status=400)
         self.reports.pop(report.at, None)
         self.reports[report.at] = report
         if len(self.reports) > MAX_RANKS:

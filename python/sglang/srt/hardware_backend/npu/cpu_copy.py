@@ -136,7 +136,7 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     if not torch.equal(filled, tokens):
         raise ValueError(
             f"{len(tokens)} KV slots are not whole pages of {page_size} tokens, the last perhaps "
-            "partly filled; with SGLANG_USE_FIA_NZ a part of a page cannot be copied"
+            "partly filled; with SGLANG_USE_FIA_NZ only whole pages can be copied"
         )
     return pages
 
@@ -200,9 +200,8 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> List[tuple]:
 def _require_equal_shapes(actual: list, expected: list) -> None:
     if actual != expected:
         raise ValueError(
-            f"This copy of KV holds {actual}, the pool's slots for it take {expected}; a "
-            "request can "
-            "only be loaded into as many slots of a pool like the one it was copied from"
+            f"KV copy of {actual} does not fit slots of {expected}; it can only be loaded into "
+            "the same number of slots of a pool like the one it was copied from"
         )
 
 

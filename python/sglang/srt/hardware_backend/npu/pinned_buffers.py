@@ -101,5 +101,5 @@ def _new_block(size: int, pinned: bool) -> Optional[torch.Tensor]:
     except RuntimeError as error:
         if not pinned:
             raise
-        logger.warning(f"KV of a retracted request goes to memory that is not pinned: {error}")
+        logger.warning(f"Could not pin memory for KV of a retracted request: {error}")
         return None

@@ -20,5 +20,5 @@ class Scheduler(EngineScheduler):
         is_taken = super()._set_or_validate_priority(req)
         if not is_taken and self.disaggregation_mode == DisaggregationMode.PREFILL:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager
-            notify_refused(manager, req, "this server does not take priorities")
+            notify_refused(manager, req, "this server does not accept priorities")
         return is_taken

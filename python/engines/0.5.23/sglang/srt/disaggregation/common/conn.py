@@ -186,7 +186,10 @@ class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
             and type(info.get("rank_port")) is int
         ):
             return info
-        logger.error(f"Bootstrap server {self.bootstrap_addr} says of rank {rank}: {info}")
+        logger.error(
+            f"Bootstrap server {self.bootstrap_addr} returned no usable address for rank {rank}: "
+            f"{info}"
+        )
         return None
 
     def _send_bootstrap_message(

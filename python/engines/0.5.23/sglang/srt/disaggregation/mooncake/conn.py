@@ -160,17 +160,17 @@ class MooncakeKVManager(
         if int(room) not in self.request_status:  # its slot may be another request's by now
             raise ValueError(f"metadata of room {int(room)}, which is not open")
         if not 0 <= number < len(args.aux_data_ptrs):
-            raise ValueError(f"metadata buffer {number} of {len(args.aux_data_ptrs)}")
+            raise ValueError(f"no metadata buffer {number}, only {len(args.aux_data_ptrs)}")
         item, size = args.aux_item_lens[number], args.aux_data_lens[number]
         if not (0 <= row < size // item and len(data) == announced):
             raise ValueError(
-                f"metadata of {len(data)} bytes (said to be {announced}) for slot {row} of buffer "
-                f"{number}, which has {size // item} slots of {item} bytes"
+                f"metadata of {len(data)} bytes (announced as {announced}) for slot {row} of "
+                f"buffer {number}, which has {size // item} slots of {item} bytes"
             )
         if announced != item:
             raise ValueError(
-                f"metadata row {number} has {item} bytes here, prefill's has {announced}; "
-                "speculate on both sides or on none"
+                f"metadata row {number} has {item} bytes here, {announced} on prefill; "
+                "enable speculative decoding on both servers or on neither"
             )
 
     def _publish_peer_registration(
@@ -189,7 +189,7 @@ class MooncakeKVManager(
         except Exception as error:
             # Add an entry even so: without one, the rank's rooms would wait.
             logger.exception(f"Decode {mooncake_session_id} could not be registered")
-            info.refusal = f"prefill could not register it: {error!r}"
+            info.refusal = f"prefill could not register this decode rank: {error!r}"
             self.decode_kv_args_table[mooncake_session_id] = info
         self.watch_peer(mooncake_session_id, info)
         return info.refusal or self.state_layout_rejections.get(mooncake_session_id)
@@ -408,7 +408,7 @@ class MooncakeKVManager(
 
     def _fail_unsettled(self, error: BaseException) -> None:
         room = self.unsettled.room
-        logger.error(f"Room {room} could not be sent", exc_info=error)
+        logger.error(f"Room {room}: could not send KV", exc_info=error)
         if room is None:
             return
         if isinstance(error, LayoutError):  # no write was started

@@ -130,7 +130,7 @@ class NixlKVManager(
             check_staging_message(frames)
         elif frames[0] != ABORT_TAG:
             if frames[0] != GUARD:
-                raise ValueError("this is no decode rank's message")
+                raise ValueError("not a registration, metadata, abort or staging message")
             check_rank_name(frames[4])
             if frames[1] == b"None":
                 check_frame_sizes(frames, METADATA_FRAME)
@@ -153,7 +153,10 @@ class NixlKVManager(
         try:
             check_agent_metadata(self.agent.name.encode(), self.agent.get_agent_metadata())
         except Exception as error:
-            logger.warning(f"Decode ranks' metadata are not checked, ours are others: {error}")
+            logger.warning(
+                "Decode ranks' NIXL metadata is not checked, because this rank's has an unknown "
+                f"format: {error}"
+            )
             return False
         return True
 
@@ -193,7 +196,7 @@ class NixlKVManager(
                 super()._add_remote_peer(info)
         except Exception as error:
             logger.exception(f"Decode {name} could not be registered")
-            info.refusal = f"prefill could not register it: {error!r}"
+            info.refusal = f"prefill could not register this decode rank: {error!r}"
             info.retry_layout = self.arriving_layout
         # Add an entry even on failure: without one, the rank's rooms would wait.
         self.decode_kv_args_table[name] = info
@@ -211,7 +214,7 @@ class NixlKVManager(
         if info is not None and info.retry_layout is None:
             info.plan = None
             self.drop_peer(name)
-            info.refusal = "its connection was lost long ago, and it is registered again"
+            info.refusal = "its connection was lost long ago; it is being registered again"
             info.retry_at = 0.0
             # Last: the thread that reads messages checks it first.
             info.retry_layout = info.layout_frame
@@ -292,7 +295,7 @@ class NixlKVManager(
         try:
             prepared = prepare(plan, src_pages, dst_pages)
         except LayoutError as error:
-            logger.info(f"Decode {info.agent_name}: {error}; each transfer names its own")
+            logger.info(f"Decode {info.agent_name}: {error}; not using prepared descriptors")
             return None
         if not prepared.src:
             return None
@@ -338,7 +341,9 @@ class NixlKVManager(
     def _post_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
         """Starts to write these pages of "kv" or "state"."""
         if (peer, what) not in self.prepared:
-            raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
+            raise RuntimeError(
+                f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
+            )
         known = self.prepared[peer, what]
         if known is None:
             plan = getattr(self.plan_for(peer), what)
@@ -349,7 +354,9 @@ class NixlKVManager(
             return None
         handle = self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst)
         if not handle:
-            raise RuntimeError(f"NIXL made no transfer of {src.size} blocks to decode {peer}")
+            raise RuntimeError(
+                f"NIXL could not create a transfer of {src.size} blocks to decode {peer}"
+            )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
@@ -402,7 +409,9 @@ class NixlKVManager(
         theirs = self.agent.get_xfer_descs(dst.astype(np.uint64), dst_memory)
         handle = self.agent.initialize_xfer("WRITE", ours, theirs, peer)
         if not handle:
-            raise RuntimeError(f"NIXL made no transfer of {len(src)} copies to decode {peer}")
+            raise RuntimeError(
+                f"NIXL could not create a transfer of {len(src)} copies to decode {peer}"
+            )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 

@@ -73,7 +73,7 @@ class CompatibilityCheck:
         names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
         sizes = {name: getattr(info, name) for name in names}
         if min(sizes.values()) < 1:
-            raise RuntimeError(f"prefill's bootstrap server says {sizes}")
+            raise RuntimeError(f"prefill's bootstrap server returned invalid sizes: {sizes}")
         conflict = tp_size_conflict(info.attn_tp_size, self.attn_tp_size)
         if conflict:
             raise RuntimeError(conflict)
@@ -139,7 +139,7 @@ class AbortNotifier:
             except Exception as error:
                 if not later:
                     logger.warning(
-                        f"Prefill {address} was not told that room {room} failed: {error}"
+                        f"Could not notify prefill {address} that room {room} failed: {error}"
                     )
 
     def _known_ranks(self, address: str) -> list[dict]:

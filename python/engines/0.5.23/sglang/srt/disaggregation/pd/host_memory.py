@@ -27,6 +27,6 @@ def peer_memory_kind(own: RankLayout, peer: RankLayout) -> str:
     if own.memory == "DRAM" != peer.memory:
         raise LayoutError(
             f"KV memory: prefill has {own.memory}, decode has {peer.memory}; NIXL sends from a CPU "
-            "to a CPU alone: use one kind of device on both sides"
+            "only to a CPU; use the same kind of device on both sides"
         )
     return "VRAM" if own.memory == "DRAM" else peer.memory

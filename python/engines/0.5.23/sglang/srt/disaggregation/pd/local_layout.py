@@ -72,10 +72,13 @@ def set_local_layout(
         except (AttributeError, LayoutError) as error:
             why = str(error)
         except Exception:  # for future pools, which the engine will support
-            why = "it cannot be described"
+            why = "its buffers cannot be described"
             logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
-        logger.info(f"{type(token_to_kv_pool).__name__} is left to the engine alone: {why}")
+        logger.info(
+            f"Unsupported KV layout of {type(token_to_kv_pool).__name__}: {why}. "
+            "Transfers use the engine's own code."
+        )
     if verify_mode():
         require_verifiable(kv_args.layout, why)
         kv_args.verifier = make_verifier(kv_args, pools)
@@ -85,9 +88,9 @@ def _unsupported_features(kv_args: KVArgs) -> str:
     """Returns why this rank's buffers are not described, other than for their pools."""
     parallel = get_parallel()
     reasons = {
-        "its scheduler is not known": _scheduler is None,
-        "it says its layers itself": kv_args.kv_layer_ids,
-        "its pages are sharded": parallel.enable_kv_cache_sharding,
+        "unknown scheduler": _scheduler is None,
+        "layer ids of the engine": kv_args.kv_layer_ids,
+        "sharded pages": parallel.enable_kv_cache_sharding,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "unified memory": get_memory().enable_unified_memory,
         "compressed MLA": kv_args.mla_compression_ratios is not None,

@@ -46,7 +46,7 @@ def drop_invalid(
                 return None
             try:
                 if len(frames) > MAX_FRAMES:
-                    raise ValueError(f"at most {MAX_FRAMES} frames are read")
+                    raise ValueError(f"more than {MAX_FRAMES} frames")
                 if check(frames):
                     continue
                 return frames
@@ -78,14 +78,14 @@ def check_staging_message(frames: Frames, handler: object = True) -> None:
     """
     numbers = [int(frame) for frame in frames[1 : STAGING[frames[0]]]]
     if len(numbers) != STAGING[frames[0]] - 1:
-        raise IndexError(f"{len(frames)} frames, and {STAGING[frames[0]]} are read")
+        raise IndexError(f"{len(frames)} frames, expected at least {STAGING[frames[0]]}")
     if frames[0] == b"STAGING_REQ":
         numbers += [int(frame) for frame in frames[5:6]]
         frames = frames[:5]
     if frames[0] != b"WATERMARK" and not 0 <= numbers[1] < MAX_CHUNKS:
-        raise ValueError(f"chunk {numbers[1]} of at most {MAX_CHUNKS}")
+        raise ValueError(f"chunk {numbers[1]}, expected 0 to {MAX_CHUNKS - 1}")
     if handler is None:
-        raise ValueError("nobody here has staging buffers yet")
+        raise ValueError("staging buffers are not initialized")
     names = frames[STAGING[frames[0]] :]
     if frames[0] != b"WATERMARK" and not names:
         raise IndexError("no session")
@@ -96,7 +96,9 @@ def check_staging_message(frames: Frames, handler: object = True) -> None:
 def check_rank_name(name: bytes) -> None:
     """Raises ValueError for an invalid name of a decode rank."""
     if not 0 < len(name) <= MAX_NAME or not name.isascii():
-        raise ValueError(f"a decode rank with a name of {len(name)} bytes")
+        raise ValueError(
+            f"decode rank name of {len(name)} bytes, expected 1 to {MAX_NAME} ASCII bytes"
+        )
 
 
 def check_frame_sizes(registration: Frames, metadata: Optional[int] = None) -> None:
@@ -109,8 +111,8 @@ def check_frame_sizes(registration: Frames, metadata: Optional[int] = None) -> N
         most = MAX_METADATA if number == metadata else MAX_FRAME_BYTES
         if len(frame) > most:
             raise ValueError(
-                f"a registration with {len(frame)} bytes in frame {number}, "
-                f"of at most {most >> 20} MiB"
+                f"{len(frame)} bytes in frame {number} of a registration, "
+                f"expected at most {most >> 20} MiB"
             )
 
 
@@ -120,7 +122,7 @@ def check_agent_metadata(name: bytes, metadata: bytes) -> None:
     NIXL uses the name in the metadata, and drops that agent if it cannot load the rest.
     """
     if struct.pack("<Q", len(name)) + name not in metadata:
-        raise ValueError("the metadata are another NIXL agent's")
+        raise ValueError(f"NIXL metadata does not belong to agent {name.decode('ascii')}")
 
 
 def check_session_id(session: bytes) -> None:
@@ -135,4 +137,4 @@ def check_metadata_message(info: object) -> None:
     state = [min(part, default=0) for part in info.dst_state_indices]
     numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
     if min(*numbers, pages, *state) < 0:
-        raise ValueError(f"room {info.room} is asked for with negative numbers")
+        raise ValueError(f"request for room {info.room} with negative numbers")

@@ -79,18 +79,24 @@ class PlannedTransfers:
             if frame or self.matches_inferred_layout(info, plan.layout):
                 info.plan = plan
                 return
-            why = "its buffers are not those that a stock rank of this model has"
+            why = "its buffers do not match those of a stock rank with this model"
         except LayoutError as error:
             why = str(error)
         except Exception as error:
             # Such as addresses above the signed range, which the engine may handle.
-            logger.warning(f"Decode {name} cannot be planned for, and is left to stock: {error!r}")
+            logger.warning(
+                f"No transfer plan for decode {name}: {error!r}. "
+                "Transfers use the engine's own code."
+            )
             return
         if frame:
             info.refusal = why
-            logger.error(f"Decode {name} is refused: {why}")
+            logger.error(f"Refusing decode {name}: {why}")
         else:
-            logger.warning(f"Decode {name} does not describe itself, and is left to stock: {why}")
+            logger.warning(
+                f"Decode {name} does not describe its KV buffers, and they cannot be inferred: "
+                f"{why}. Transfers use the engine's own code."
+            )
 
     def _make_plan(
         self,
@@ -189,7 +195,10 @@ class PlannedTransfers:
                 continue
             known = self.decode_kv_args_table.get(peer)
             if known is None:
-                return f"decode {peer} asks for room {room} and is not registered with this prefill"
+                return (
+                    f"decode {peer} requested room {room} and is not registered with this prefill "
+                    "rank"
+                )
             if known.refusal:
                 return f"Prefill cannot serve this decode server: {known.refusal}"
             held = len(info.dst_kv_indices)

@@ -76,7 +76,9 @@ class PrefillServers:
                 peer_sockets.call_periodically(self.check_prefill_servers)
                 self._query_ranks(address)
         except Exception as error:  # else the scheduler would query the rest, and wait
-            logger.warning(f"Bootstrap server {address} is asked again for its ranks: {error}")
+            logger.warning(
+                f"Could not query the ranks of bootstrap server {address}, trying again: {error}"
+            )
             with self.servers_lock:
                 self.prefill_info_table.pop(address, None)
             is_known = False
@@ -113,7 +115,7 @@ class PrefillServers:
                 self.fail_room_waiting_for(room, silent[0])
 
     def drop_server(self, address: str) -> None:
-        logger.warning(f"Prefill {address} has lost a rank or is another by now; it is asked again")
+        logger.warning(f"Prefill {address} lost a rank or was replaced; querying its ranks again")
         with self.servers_lock:
             self.prefill_info_table.pop(address, None)
             self.routes.pop(address, None)

@@ -39,7 +39,7 @@ def require_verifiable(layout: object, why_not: str) -> None:
     disagg = get_disagg()
     backend = disagg.disaggregation_transfer_backend
     reasons = {
-        f"its pools are left to the engine ({why_not})": layout is None,
+        f"unsupported pools ({why_not})": layout is None,
         f"transfer backend {backend}": backend not in BACKENDS,
         "staging buffers (SGLANG_DISAGG_STAGING_BUFFER)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "--enable-pd-role-switch": getattr(disagg, "enable_pd_role_switch", False),
@@ -87,7 +87,7 @@ class DigestSender:
             frames = [DIGESTS, *numbers, found]
             self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
         except Exception as error:
-            logger.warning(f"Room {room}: decode {peer} gets no digests: {error}")
+            logger.warning(f"Room {room}: could not send digests to decode {peer}: {error}")
 
 
 class DigestInbox:
@@ -121,8 +121,8 @@ class VerifyingReceiver:
                 self.expected_pages = (kv_indices, state, time.time())
             else:
                 logger.warning_once(
-                    f"Prefill {self.bootstrap_addr} does not verify; what it sends is not "
-                    f"compared: start it with {VARIABLE}, too"
+                    f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
+                    f"set {VARIABLE} there, too"
                 )
         return super().send_metadata(kv_indices, aux_index, state_indices, *more, **options)
 

@@ -113,8 +113,8 @@ class NPUMLATokenToKVPool:
         """
         raise AttributeError(
             "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
-            "page after page. What asked for it supports no NPU; choose an attention backend or "
-            "cache that does, such as --attention-backend ascend"
+            "page by page. The code that reads it does not support NPUs; choose an attention "
+            "backend or cache that does, such as --attention-backend ascend"
         )
 
     def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
@@ -131,10 +131,10 @@ class NPUMLATokenToKVPool:
         self._raise_if_native_kv_cache_disabled()
         if self._is_tiled() or self.dcp_size > 1:
             raise NotImplementedError(
-                "drafts with --speculative-eagle-topk above 1 move single tokens, which NPU MLA "
-                f"pools cannot do with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode "
-                f"context parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or "
-                "neither"
+                "--speculative-eagle-topk above 1 moves single tokens, which NPU MLA pools do not "
+                f"support with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode context "
+                f"parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or neither "
+                "of the two"
             )
         target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
         for layer in range(self.layer_num):

@@ -236,13 +236,13 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         buffer, slot = int(msg[2]), int(msg[3])
         data, args = msg[5], self.kv_args
         if not 0 <= buffer < len(args.aux_data_ptrs):
-            raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
+            raise ValueError(f"no metadata buffer {buffer}, only {len(args.aux_data_ptrs)}")
         item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
         (announced,) = struct.unpack(">I", msg[4])
         if not (0 <= slot < size // item and len(data) == announced):
             raise ValueError(
-                f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
-                f"{buffer}, which has {size // item} slots of {item} bytes"
+                f"metadata of {len(data)} bytes (announced as {announced}) for slot {slot} of "
+                f"buffer {buffer}, which has {size // item} slots of {item} bytes"
             )
         if announced == item:
             with self.rooms_lock:
@@ -250,8 +250,8 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
                     AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
         else:
             logger.warning_once(
-                f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "
-                "speculate on both sides or on none"
+                f"Skipped metadata row {buffer}, which has {item} bytes here and {announced} on "
+                "prefill; enable speculative decoding on both servers or on neither"
             )
 
     def _register_to_bootstrap(self):
@@ -287,7 +287,7 @@ class MooncakeKVManager(BoundedWrites, TransferQueue, MooncakeStatus, CommonKVMa
         super()._plan_transfers(info)
         unreachable = unreachable_reason(info.name)
         if unreachable:
-            logger.error(f"Decode {info.name} is refused: {unreachable}")
+            logger.error(f"Refusing decode {info.name}: {unreachable}")
             info.plan, info.refusal, info.can_retry = None, unreachable, False
 
     def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:

@@ -130,7 +130,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         plugins = agent.get_plugin_list()
         if backend not in plugins:
             raise ValueError(
-                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; NIXL here has {plugins}"
+                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; this NIXL has {plugins}"
             )
         logger.info(f"NIXL KVManager initialized with backend: {backend}")
         return agent
@@ -176,7 +176,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         except Exception as error:
             descs, why = None, error
         else:
-            why = "no descriptors came back"
+            why = "it returned no descriptors"
         if not descs:
             raise RuntimeError(
                 f"NIXL could not register {len(ptrs)} {role} buffers ({sum(lens)} bytes of {kind} "
@@ -310,7 +310,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
                 if not req.is_dummy():
                     self._send_chunk(req, chunk, writes)
         except RoomFailed:
-            logger.info(f"Room {bootstrap_room}: chunk {chunk.chunk_id} is not sent any more")
+            logger.info(f"Room {bootstrap_room} failed; chunk {chunk.chunk_id} is not sent")
         except Exception as error:
             logger.exception(f"Room {bootstrap_room}: chunk {chunk.chunk_id} could not be sent")
             self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
@@ -377,14 +377,17 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         name = info.name.encode("ascii")
         # NIXL uses the name in the metadata, and drops that agent if the rest is garbled.
         if self.can_check_agent_metadata and not _is_in(info.agent_metadata, name):
-            raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
+            raise LayoutError(f"NIXL metadata does not belong to agent {info.name}")
 
     @functools.cached_property
     def can_check_agent_metadata(self) -> bool:
         """Whether NIXL writes an agent's name in its metadata in the form that `_is_in` finds."""
         has_own = _is_in(self.agent.get_agent_metadata(), self.agent.name.encode("ascii"))
         if not has_own:
-            logger.warning("Decode ranks' metadata are not checked: our own have no name either")
+            logger.warning(
+                "Decode ranks' NIXL metadata is not checked, because this rank's has an unknown "
+                "format"
+            )
         return has_own
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
@@ -405,7 +408,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
             if not decode_kv_args.refusal:
                 self.connect_early(name, decode_kv_args.dst_aux_ptrs)
         except Exception as error:
-            logger.error(f"Decode {name} is not known to NIXL: {error}")
+            logger.error(f"NIXL could not add decode {name}: {error}")
             decode_kv_args.can_retry = True
 
     def release_peer(self, name: str) -> bool:
@@ -547,7 +550,7 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed
-        raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
+        raise RuntimeError(self._end() or "another decode rank failed")
 
 
 class NixlKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):

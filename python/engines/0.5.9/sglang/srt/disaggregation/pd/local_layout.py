@@ -96,7 +96,9 @@ def set_local_layout(
     except Exception as error:
         is_known = isinstance(error, LayoutError)
         logger.warning(
-            f"{type(token_to_kv_pool).__name__} is sent as it lies: {error}", exc_info=not is_known
+            f"Unsupported KV layout of {type(token_to_kv_pool).__name__}, both servers must split "
+            f"the model the same way: {error}",
+            exc_info=not is_known,
         )
         kv = describe_unknown(kv_args.kv_item_lens, kv_args.kv_data_lens)
         state = describe_unknown(kv_args.state_item_lens, kv_args.state_data_lens)

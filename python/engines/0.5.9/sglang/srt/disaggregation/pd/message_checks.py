@@ -26,7 +26,7 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None])
             frames = sock.recv_multipart()
             try:
                 if len(frames) > MAX_FRAMES:
-                    raise ValueError(f"at most {MAX_FRAMES} frames are read")
+                    raise ValueError(f"more than {MAX_FRAMES} frames")
                 handle(frames)
             except Exception as error:
                 # Some errors contain the whole frame.
@@ -44,7 +44,7 @@ def unpack_numbers(code: str, frame: bytes) -> List[int]:
         struct.error: The frame is cut off.
     """
     if len(frame) > MAX_NUMBERS_BYTES:
-        raise ValueError(f"{len(frame)} bytes of numbers; at most {MAX_NUMBERS_BYTES} are read")
+        raise ValueError(f"{len(frame)} bytes of numbers, expected at most {MAX_NUMBERS_BYTES}")
     return [number for (number,) in struct.iter_unpack(code, frame)]
 
 

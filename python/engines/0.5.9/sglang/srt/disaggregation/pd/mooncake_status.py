@@ -71,7 +71,7 @@ class MooncakeStatus:
         try:
             later.start()
         except RuntimeError as error:  # out of threads: decode waits until its timeout
-            logger.error(f"Room {req.room}: decode {req.endpoint} is not told: {error}")
+            logger.error(f"Room {req.room}: could not notify decode {req.endpoint}: {error}")
 
     def _send_status(self, req: Any, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
@@ -84,7 +84,7 @@ class MooncakeStatus:
         try:
             self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
         except zmq.ZMQError as error:
-            logger.warning(f"Room {req.room}: decode {address} was not told: {error}")
+            logger.warning(f"Room {req.room}: could not notify decode {address}: {error}")
 
     def _notify_failed(self, room: int, peers: Dict[str, Any], reason: str) -> None:
         for req in peers.values():
@@ -117,8 +117,8 @@ class MooncakeStatus:
     def _handle_status(self, frames: List[bytes]) -> None:
         room, status, sender, *reason = frames
         if int(status) not in ENDED:
-            raise ValueError("this is no prefill rank's word on a room")
-        said = reason[0].decode("utf-8", "replace") if reason else "it does not say why"
+            raise ValueError("not a status message")
+        said = reason[0].decode("utf-8", "replace") if reason else "no reason given"
         digests = reason[1:2]
         with self.rooms_lock:
             if int(room) in self.requested_rooms:  # otherwise it has concluded

@@ -52,7 +52,7 @@ class NixlNotifications:
                 self._notify(peer, notification)
             except Exception as error:
                 if not hasattr(info, "is_delayed"):
-                    logger.warning(f"Room {room}: decode {peer} is not told yet: {error}")
+                    logger.warning(f"Room {room}: could not notify decode {peer} yet: {error}")
                     info.is_delayed = True
                 del info.is_notified
                 self.notify_later(room, peer, info, reason)

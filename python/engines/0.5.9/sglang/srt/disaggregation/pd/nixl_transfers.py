@@ -159,15 +159,15 @@ class NixlTransfers:
             seconds = max(messages.lost_for(), messages.silent_for())
             if seconds > LOST_SECONDS:
                 place = f"{info.endpoint}:{info.dst_port}"
-                raise ConnectionError(f"messages to {place} have no connection for {seconds:.1f} s")
+                raise ConnectionError(f"no connection for messages to {place} for {seconds:.1f} s")
             if seconds:
                 self.unreachable_peers.add(peer)
             self.agent.add_remote_agent(info.agent_metadata)
         except Exception as error:
-            logger.warning(f"Decode {peer} takes no new connection: {error}")
+            logger.warning(f"Could not reconnect to decode {peer}: {error}")
             self.unreachable_peers.add(peer)
             return False
-        logger.info(f"Connected to decode {peer} again")
+        logger.info(f"Reconnected to decode {peer}")
         return True
 
     def has_finished(self, write: Transfer) -> bool:
@@ -181,7 +181,7 @@ class NixlTransfers:
                 if write.is_partly_posted:
                     raise RuntimeError(write.abandon_reason)
                 state = self.agent.check_xfer_state(write.handle)
-                reason = "NIXL reports an error"
+                reason = "NIXL reported an error"
             except Exception as error:
                 state, reason = self._state_if_unreadable(write), str(error)
             if state not in ("DONE", "ERR"):
@@ -305,7 +305,7 @@ class TransferSender:
         if is_waiting and waited >= manager.bootstrap_timeout:
             manager.fail(
                 room,
-                f"Decode did not ask for this request within {waited:.0f} s; "
+                f"Decode did not request this room within {waited:.0f} s; "
                 "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
             )
 

@@ -109,7 +109,9 @@ class PeerTable:
 
     def _register_decode(self, info: PeerRegistration) -> None:
         if not 0 < len(info.name) <= MAX_SESSION_NAME:
-            raise LayoutError(f"a decode rank with a name of {len(info.name)} characters")
+            raise LayoutError(
+                f"decode rank name of {len(info.name)} characters, expected 1 to {MAX_SESSION_NAME}"
+            )
         self._check_registration(info)
         self._plan_transfers(info)
         self._add_remote_peer(info)
@@ -138,10 +140,10 @@ class PeerTable:
             info.refusal = str(error)
         except Exception as error:
             # Register the rank nevertheless: without an entry, its rooms would wait forever.
-            logger.exception(f"Decode {info.name} cannot be planned for")
-            info.refusal = f"prefill cannot plan for this decode server: {error!r}"
+            logger.exception(f"No transfer plan for decode {info.name}")
+            info.refusal = f"prefill could not make a transfer plan: {error!r}"
             info.can_retry = True
-        logger.error(f"Decode {info.name} is refused: {info.refusal}")
+        logger.error(f"Refusing decode {info.name}: {info.refusal}")
 
     def _open_room(self, info: Any) -> None:
         peer = self._peer_name(info)
@@ -161,11 +163,11 @@ class PeerTable:
         """
         known = self.decode_kv_args_table.get(peer)
         if known is None:
-            raise LayoutError(f"decode {peer} asks for room {info.room} and is not registered")
+            raise LayoutError(f"decode {peer} requested room {info.room} and is not registered")
         numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
-            raise LayoutError(f"decode {peer} asks for room {info.room} with negative numbers")
+            raise LayoutError(f"decode {peer} requested room {info.room} with negative numbers")
         self.note_peer_alive(peer, known)  # prevents the release of what the peer needs
         now = time.monotonic()
         if known.can_retry and now >= known.retry_at:
@@ -193,7 +195,7 @@ class PeerTable:
                 self.update_status(info.room, KVPoll.WaitingForInput)
             if len(self.transfer_infos) > MAX_OPEN_ROOMS:
                 oldest = next(iter(self.transfer_infos))
-                logger.error(f"{MAX_OPEN_ROOMS} rooms are open; room {oldest} is forgotten")
+                logger.error(f"{MAX_OPEN_ROOMS} rooms are open; dropping room {oldest}")
                 del self.transfer_infos[oldest]
                 self.drop_room(oldest)
         return None

@@ -75,7 +75,7 @@ def start_thread(act: Callable[..., None], *args) -> bool:
         threading.Thread(target=act, args=args, daemon=True).start()
         return True
     except RuntimeError as error:
-        logger.warning_once(f"A prefill server is not asked or told: {error}")
+        logger.warning_once(f"Could not start a thread that contacts a prefill server: {error}")
         return False
 
 
@@ -159,7 +159,7 @@ class PrefillServers:
                 self.retry_bootstrap_at[address] = time.monotonic() + BOOTSTRAP_RETRY_SECONDS
                 if len(self.retry_bootstrap_at) > MAX_UNREACHABLE:
                     del self.retry_bootstrap_at[next(iter(self.retry_bootstrap_at))]
-        logger.error(f"Bootstrap server {address} on {query}: {error}")
+        logger.error(f"Bootstrap server {address} failed to answer {query}: {error}")
         return None
 
     def start_heartbeat(self) -> None:
@@ -182,7 +182,7 @@ class PrefillServers:
                     try:
                         look(address, failures)
                     except Exception:  # one address must not stop the others' heartbeats
-                        logger.exception(f"Prefill server {address} could not be watched")
+                        logger.exception(f"Could not check prefill server {address}")
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.call_periodically(self.check_prefill_servers)
@@ -229,7 +229,7 @@ class PrefillServers:
                     del self.connection_pool[key]
             self.seen_ranks.pop(address, None)
             if self.prefill_servers.pop(address, None) is not None:
-                logger.warning(f"Prefill server {address} is asked for its ranks again")
+                logger.warning(f"Prefill {address} was lost or replaced; querying its ranks again")
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Fails a prefill server's rooms, and drops its ranks in case it returns.
@@ -242,7 +242,7 @@ class PrefillServers:
         asked = {room: ranks for room, ranks in list(self.requested_ranks.items()) if room in rooms}
         places = {_endpoint(rank) for ranks in asked.values() for rank in ranks}
         gone = asked if all(map(_is_port_closed, places)) else {}
-        reason = f"Prefill server {failed_bootstrap_addr} does not answer any more"
+        reason = f"Lost connection to prefill server {failed_bootstrap_addr}"
         over = (KVPoll.Success, None)
         lost = [room for room in rooms if self.request_status.get(room) not in over]
         for room in lost:
@@ -252,7 +252,7 @@ class PrefillServers:
                 elif room in self.request_status:  # otherwise it has concluded
                     self.lost_rooms[room] = reason
         logger.error(
-            f"Prefill server {failed_bootstrap_addr} does not answer; {len(lost)} requests fail"
+            f"Lost connection to prefill server {failed_bootstrap_addr}; {len(lost)} requests fail"
         )
 
 
@@ -296,7 +296,7 @@ class BootstrapServer:
         try:
             dp_group, tp_rank, pp_rank = (int(request.query[name]) for name in names)
         except (KeyError, ValueError):
-            return web.Response(text=f"/route takes whole numbers {', '.join(names)}", status=400)
+            return web.Response(text=f"/route expects integers {', '.join(names)}", status=400)
         if dp_group == tp_rank == pp_rank == -1:
             return web.json_response(
                 {

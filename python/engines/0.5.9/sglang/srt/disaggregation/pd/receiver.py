@@ -115,11 +115,11 @@ class Receiver:
         try:
             known = self.kv_mgr.prefill_server(self.bootstrap_addr)
             if known is None:
-                self._fail(f"Bootstrap server {self.bootstrap_addr} does not tell prefill's sizes")
+                self._fail(f"Bootstrap server {self.bootstrap_addr} did not return prefill's sizes")
             elif self._check_compatibility(known):
                 self.found_ranks = self._fetch_bootstrap_infos()
         except Exception as error:
-            self._fail(f"Bootstrap server {self.bootstrap_addr} could not be asked: {error!r}")
+            self._fail(f"Could not query bootstrap server {self.bootstrap_addr}: {error!r}")
 
     def _check_compatibility(self, prefill: PrefillServer) -> bool:
         """Maps prefill's ranks to this one; if incompatible, fails the room and returns False."""
@@ -155,8 +155,8 @@ class Receiver:
         """Whether prefill ranks send digests of their pages for comparison with ours."""
         if self.kv_mgr.verifier is not None and not self.prefill.verifies:
             logger.warning_once(
-                f"Prefill {self.bootstrap_addr} does not verify; what it sends is not compared: "
-                f"start it with {VARIABLE}, too"
+                f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
+                f"set {VARIABLE} there, too"
             )
         return self.kv_mgr.verifier is not None and self.prefill.verifies
 
@@ -203,8 +203,8 @@ class Receiver:
                 info = self._prefill_rank(tp_rank, pp_rank)
                 if info is None:
                     self._fail(
-                        f"Prefill {self.bootstrap_addr} has no rank DP {self.target_dp_group} "
-                        f"TP {tp_rank} PP {pp_rank} yet"
+                        f"Prefill {self.bootstrap_addr}: rank DP {self.target_dp_group} "
+                        f"TP {tp_rank} PP {pp_rank} is not registered yet"
                     )
                     return None
                 # Other ranks with a copy of MLA's KV are notified of the room, and send nothing.
@@ -261,7 +261,8 @@ class Receiver:
         try:
             self._socket(info).send_multipart(frames)
         except zmq.ZMQError as error:
-            return f"Prefill rank {info['rank_ip']}:{info['rank_port']} takes no messages: {error}"
+            place = f"{info['rank_ip']}:{info['rank_port']}"
+            return f"Could not send a message to prefill rank {place}: {error}"
         return None
 
     @staticmethod
@@ -278,7 +279,7 @@ class Receiver:
             # Our pages must not be freed while a sender still writes to them.
             self.failing_since = self.failing_since or now
             if now - self.failing_since >= manager.release_seconds + manager.unsettled_seconds:
-                self._fail("not all prefill ranks say that they write no more")
+                self._fail("not all prefill ranks confirmed that they stopped writing")
         elif lost:
             self._abort(lost)
         elif now - self.init_time >= manager.waiting_timeout:

@@ -36,7 +36,7 @@ RELEASE_SECONDS = 30.0
 # How long copies of a write may still arrive after the transfer engine returned an error for it.
 UNSETTLED_SECONDS = 30.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
-DUPLICATE_ROOM = "another request has this bootstrap_room; choose another number for each"
+DUPLICATE_ROOM = "bootstrap_room is already in use; use a unique one for each request"
 
 
 @dataclass
@@ -175,7 +175,7 @@ class RoomTable:
         """
         number, peer = int(room), session.decode("ascii")
         knows = {name.decode("ascii")} if name and not peer else set()
-        why = f"Decode gave up this request: {reason.decode('utf-8', 'replace')}"
+        why = f"Decode aborted the request: {reason.decode('utf-8', 'replace')}"
         with self.rooms_lock:
             if number in self.failed_rooms:
                 self.failed_rooms[number].notified |= knows

@@ -40,12 +40,12 @@ class TransferQueue(PeerQueues):
             try:
                 self._send_chunk(chunk, executor)
             except Exception as error:
-                logger.exception(f"Room {chunk.room} could not be sent")
+                logger.exception(f"Room {chunk.room}: could not send KV")
                 reason = f"Prefill could not send KV: {error}"
                 try:
                     self._send_conclusion(chunk.room, KVPoll.Failed, reason)
                 except Exception:
-                    logger.exception(f"Room {chunk.room}: decode could not be told")
+                    logger.exception(f"Room {chunk.room}: could not notify decode")
 
     def _send_chunk(self, chunk: Any, executor: concurrent.futures.ThreadPoolExecutor) -> None:
         if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
