@@ -13,11 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
+    Bounds,
     LayoutError,
+    PeerPlan,
     Sizes,
     TransferPlan,
     decode_layout,
     encode_sizes,
+    find_layout_frame,
+    find_sizes,
 )
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import FailedSessions
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
         ABORT_TAG,
         AuxDataCodec,
         DisaggregationMode,
+        EngineKVArgsRegisterInfo,
         EngineMooncakeKVManager,
     )
 
@@ -55,7 +60,10 @@ logger = logging.getLogger(__name__)
 # Kinds of state that a request keeps in slots, not in pages that pair by position.
 STATE_WITHOUT_PAGES = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
-RENAMED = (("MooncakeKVManager", "EngineMooncakeKVManager"),)
+RENAMED = (
+    ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
+    ("MooncakeKVManager", "EngineMooncakeKVManager"),
+)
 
 
 class TransferInfo:
@@ -64,13 +72,23 @@ class TransferInfo:
     sent_state = None
 
 
-class KVArgsRegisterInfo:
+class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
+    # What it says of its buffers; empty and None if it does not describe them.
+    layout_frame = b""
+    sizes: Optional[Sizes] = None
     # How this decode rank is served, see `pd.peers`.
-    plan = None
+    plan: Optional[PeerPlan] = None
     refusal = ""
     # The memory it has registered, see `pd.write_bounds`.
-    bounds = None
+    bounds: Optional[Bounds] = None
     state_slots = ()
+
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Reads a registration. Extends the engine's: with the buffers' layout and sizes."""
+        info = super().from_zmq(msg)
+        info.layout_frame, info.sizes = find_layout_frame(msg), find_sizes(msg)
+        return info
 
 
 class MooncakeKVManager(
@@ -135,7 +153,6 @@ class MooncakeKVManager(
                     targets = [info.dst_kv_item_len] * (len(self.kv_args.kv_item_lens) - drafts)
                     lengths = [*targets, *[None] * drafts]
                     self.prepare_dcp_token_item_lens(lengths, info.dst_dcp_size)
-                self.note_arriving_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames)
                 check_metadata_message(info)
@@ -208,12 +225,12 @@ class MooncakeKVManager(
     def _set_peer_bounds(self, session: str, info: KVArgsRegisterInfo) -> None:
         """Notes which memory this decode rank has registered."""
         try:
-            layout = decode_layout(self.arriving_layout)
+            layout = decode_layout(info.layout_frame)
         except LayoutError:  # its refusal says why
             layout = None
         state = (info.dst_state_data_ptrs, info.dst_state_item_lens)
         staging = [(info.staging_base_ptr, info.staging_total_size)]
-        told = (layout, self.arriving_sizes)
+        told = (layout, info.sizes)
         self.set_bounds(info, session, *told, *state, staging if info.staging_base_ptr else ())
 
     def _validate_peer_state_layout(self, registration_info: KVArgsRegisterInfo):

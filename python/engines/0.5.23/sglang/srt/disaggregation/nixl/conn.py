@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.kv_layout import (
     PreparedPlan,
     RankLayout,
     TransferPlan,
+    find_layout_frame,
     prepare,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
@@ -43,12 +44,16 @@ if TYPE_CHECKING:
         _PEER_RELOAD_MIN_INTERVAL_S,
         ABORT_TAG,
         GUARD,
+        EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
     )
 
 logger = logging.getLogger(__name__)
 
-RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
+RENAMED = (
+    ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
+    ("NixlKVManager", "EngineNixlKVManager"),
+)
 
 # NIXL's errors contain this if the connection to a peer is lost.
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
@@ -64,15 +69,23 @@ class TransferInfo:
     sent_state = None
 
 
-class KVArgsRegisterInfo:
-    # How this decode rank is served, see `pd.peers`.
-    plan = None
-    refusal = ""
-    # Its layout frame, and a copy if its next request for a room is to register it again.
+class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
+    # What it says of its buffers; empty if it does not describe them.
     layout_frame = b""
-    retry_layout = None
-    # From when on that is tried, on the monotonic clock.
+    # How this decode rank is served, see `pd.peers`.
+    plan: Optional[PeerPlan] = None
+    refusal = ""
+    # Whether its next request for a room is to register it again, and from when on; on the
+    # monotonic clock.
+    needs_retry = False
     retry_at = 0.0
+
+    @classmethod
+    def from_zmq(cls, msg: List[bytes]):
+        """Reads a registration. Extends the engine's: with the buffers' layout."""
+        info = super().from_zmq(msg)
+        info.layout_frame = find_layout_frame(msg)
+        return info
 
 
 class ConnectionState(threading.local):
@@ -138,7 +151,6 @@ class NixlKVManager(
                 if self.can_check_agent_metadata:
                     check_agent_metadata(frames[4], info.agent_metadata)
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
-                self.note_arriving_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames[1:])
                 check_metadata_message(info)
@@ -168,8 +180,8 @@ class NixlKVManager(
         """
         info = self.decode_kv_args_table.get(name)
         now = time.monotonic()
-        if info is not None and info.retry_layout is not None and now >= info.retry_at:
-            self.arriving_layout, info.retry_layout = info.retry_layout, None
+        if info is not None and info.needs_retry and now >= info.retry_at:
+            info.needs_retry = False
             info.retry_at = now + REGISTRATION_RETRY_SECONDS
             self._add_remote_peer(info)
 
@@ -186,7 +198,6 @@ class NixlKVManager(
             del self.decode_kv_args_table[name]  # it may be accepted now
         elif known is not None:
             return super()._add_remote_peer(info)
-        info.layout_frame = self.arriving_layout
         tp = (info.decode_tp_rank, info.decode_tp_size)
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
@@ -197,7 +208,7 @@ class NixlKVManager(
         except Exception as error:
             logger.exception(f"Decode {name} could not be registered")
             info.refusal = f"prefill could not register this decode rank: {error!r}"
-            info.retry_layout = self.arriving_layout
+            info.needs_retry = True
         # Add an entry even on failure: without one, the rank's rooms would wait.
         self.decode_kv_args_table[name] = info
         self.watch_peer(name, info)
@@ -211,13 +222,13 @@ class NixlKVManager(
     def release_peer(self, name: str) -> bool:
         """Releases a decode rank's block lists and NIXL agent; see `SilenceWatch.release_peer`."""
         info = self.decode_kv_args_table.get(name)
-        if info is not None and info.retry_layout is None:
+        if info is not None and not info.needs_retry:
             info.plan = None
             self.drop_peer(name)
             info.refusal = "its connection was lost long ago; it is being registered again"
             info.retry_at = 0.0
             # Last: the thread that reads messages checks it first.
-            info.retry_layout = info.layout_frame
+            info.needs_retry = True
         return True
 
     def drop_peer(self, name: str) -> None:

@@ -19,11 +19,8 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     Pointers,
     RankLayout,
-    Sizes,
     StockRegistration,
     decode_layout,
-    find_layout_frame,
-    find_sizes,
 )
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 
@@ -55,10 +52,6 @@ class PlannedTransfers:
     comes from `pd.verify_exchange`, `silence_reason` from `pd.peer_silence`.
     """
 
-    # From the message that is being read: the layout frame, if any, and the buffers' sizes.
-    arriving_layout = b""
-    arriving_sizes: Optional[Sizes] = None
-
     def set_plan(self, name: str, info: Any, tp: tuple[int, int], page_bytes: int) -> None:
         """Sets the `plan` or the `refusal` of a decode rank's registration.
 
@@ -66,14 +59,14 @@ class PlannedTransfers:
 
         Args:
             name: The decode rank's session id or NIXL agent name.
-            info: Its registration.
+            info: Its registration; `layout_frame` is empty if it does not describe itself.
             tp: Its attention TP rank and size.
             page_bytes: Bytes per page of its first buffer.
         """
         info.plan, info.refusal = None, ""
         if self.kv_args.layout is None or info.requires_dcp_relayout:
             return
-        frame = self.arriving_layout
+        frame = info.layout_frame
         try:
             plan = self._make_plan(name, info, decode_layout(frame), tp, page_bytes)
             if frame or self.matches_inferred_layout(info, plan.layout):
@@ -131,11 +124,6 @@ class PlannedTransfers:
         if len(info.dst_state_item_lens) == 1:
             known += zip(layout.state, info.dst_state_item_lens[0])
         return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)
-
-    def note_arriving_layout(self, frames: list[bytes]) -> None:
-        """Notes the layout and the sizes in a registration that is being read."""
-        self.arriving_layout = find_layout_frame(frames)
-        self.arriving_sizes = find_sizes(frames)
 
     def plan_for(self, peer: str) -> Optional[PeerPlan]:
         """Returns the plan for a decode rank; None if the engine sends its own way."""
