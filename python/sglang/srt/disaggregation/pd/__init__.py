@@ -27,6 +27,7 @@ In both releases, different in each:
     peers                keeps plans for registered decode ranks, and checks their requests
     prefill_servers      queries bootstrap servers, and notices prefill servers that are lost
     room_failures        keeps why rooms failed, and notifies the decode ranks that wait for them
+    verify_exchange      sends digests to decode, and keeps there those that arrive
 
 In 0.5.9 only:
 
@@ -44,7 +45,6 @@ In 0.5.23 only:
     compatibility        fails requests of decode to an incompatible prefill server
     host_memory          names the memory kind of pools on the host (NIXL)
     silent_peers         applies peer_silence and peer_queue to the engine's managers
-    verify_exchange      sends digests ahead of the status that ends a room
 
 No module imports a backend. Classes are bases that the patched modules put before the engine's own;
 their docstrings name what they need from a backend.

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.pd.prefill_servers import BootstrapServer, Prefil
 from sglang.srt.disaggregation.pd.receiver import Receiver
 from sglang.srt.disaggregation.pd.room_failures import RoomTable
 from sglang.srt.disaggregation.pd.sender import Sender
-from sglang.srt.disaggregation.pd.verify import VerifyingManager
+from sglang.srt.disaggregation.pd.verify_exchange import VerifyingManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
