@@ -16,7 +16,6 @@ NEW = RELEASE_ENV / "evidence"
 SAVED = ROOT / "docs" / "evidence" / RELEASE
 # The fields that identify a row in each file of rows; tests append to these files.
 KEYS = {
-    "accuracy": ("fleet",),
     "attacks": ("case", "backend", "engine"),
     "back_off": ("timeout",),
     "draft": ("scenario", "engine"),

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 def tables() -> list[str]:
     """The lines of the whole report."""
-    measured = (planning, cpu_copy, scenarios, accuracy, drafts, serving_speed)
+    measured = (planning, cpu_copy, scenarios, drafts, serving_speed)
     proven = (verified, verify_cost)
     # Later releases use the engine's own queues.
     queued = (back_off,) if Version(RELEASE) < Version("0.5.20") else ()
@@ -155,31 +155,6 @@ def scenarios() -> list[str]:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
-
-
-def accuracy() -> list[str]:
-    """A table of the engine's few-shot script's scores through each router."""
-    rows = latest_rows("accuracy")
-    if not rows:
-        return ["Accuracy: not measured.", ""]
-    sides = ("one server", "stock", "patched")
-    return [
-        "Accuracy: the engine's `few_shot_gsm8k` on sums that tiny models were trained on until",
-        "they knew them: the fraction of correct answers, through one server and through the",
-        "router of each fleet.",
-        "",
-        f"| fleet | questions | {' | '.join(sides)} |",
-        "|---" * 5 + "|",
-        *(
-            f"| {fleet} | {row['questions']} | {' | '.join(score(row[side]) for side in sides)} |"
-            for (fleet,), row in rows.items()
-        ),
-        "",
-    ]
-
-
-def score(part: float | None) -> str:
-    return "no answer" if part is None else f"{part:.3f}"
 
 
 def drafts() -> list[str]:
