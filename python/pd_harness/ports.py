@@ -33,7 +33,7 @@ def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
         if _reserve(port):
             found.append(port)
     if len(found) < count:
-        raise OSError(f"fewer than {count} free ports between {ports[0]} and {ports[-1]}")
+        raise OSError(f"only {len(found)} of {count} free ports between {ports[0]} and {ports[-1]}")
     return found
 
 

@@ -98,7 +98,7 @@ def test_server_options_on_npus(four_npus, tmp_path):
 
 
 def test_no_stock_engine_on_npus(four_npus):
-    with pytest.raises(FileNotFoundError, match="there is one engine"):
+    with pytest.raises(FileNotFoundError, match="the only engine"):
         cluster.interpreter("stock")
 
 
@@ -131,9 +131,9 @@ def test_four_npus_run_all_but_largest_scenarios(four_npus):
 @pytest.mark.parametrize(
     "backend, ranks, engines, reason",
     [
-        ("nixl", 2, ("patched", "patched"), "KV travels by ascend, not by nixl"),
-        ("ascend", 5, ("patched", "patched"), "it takes 5 NPUs, one for each rank; here are 4"),
-        ("ascend", 2, ("stock", "patched"), "one engine, that of this Python"),
+        ("nixl", 2, ("patched", "patched"), "the backend is ascend, not nixl"),
+        ("ascend", 5, ("patched", "patched"), "5 NPUs, one for each rank; this machine has 4"),
+        ("ascend", 2, ("stock", "patched"), "only engine is this Python's"),
     ],
 )
 def test_skip_reason_names_missing_npu_feature(four_npus, backend, ranks, engines, reason):

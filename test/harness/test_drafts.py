@@ -64,5 +64,5 @@ def test_later_layers_have_smaller_weights(tmp_path):
 
 
 def test_model_family_without_draft_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="no draft is known for qwen3"):
+    with pytest.raises(TypeError, match="no draft model for qwen3"):
         make_draft(TinyGQA(**SIZES), tmp_path)

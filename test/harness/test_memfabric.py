@@ -336,7 +336,7 @@ def test_driver_of_another_architecture_is_named(tmp_path):
     (tmp_path / "driver.so").write_bytes(library)
     said = run_check(driver=tmp_path / "driver.so")
     assert "the stand-in for the Ascend driver does not load" in said
-    assert f"here it must be built for {os.uname().machine}" in said
+    assert f"it must be built for {os.uname().machine}" in said
 
 
 def test_unloadable_wheel_is_named(tmp_path):

@@ -79,7 +79,7 @@ def test_scripts_refuse_unsupported_release(script, words):
     found = run(SCRIPTS / f"{script}.sh", *words)
     assert found.returncode == 2
     given = words[-1].partition("=")[2] or (words[1:] or [""])[0]
-    assert f"--release is '{given}', it must be of: " in found.stderr
+    assert f"--release is '{given}', expected one of: " in found.stderr
     assert "0.5.9" in found.stderr
 
 

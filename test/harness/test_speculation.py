@@ -50,7 +50,7 @@ def test_draft_chain_is_built():
 
 
 def test_topk_above_one_is_refused():
-    with pytest.raises(ValueError, match="topk is 2"):
+    with pytest.raises(ValueError, match="not topk 2"):
         build_tree(topk=2)
 
 

@@ -86,7 +86,7 @@ def test_valid_transfer_passes(scenario):
     assert (status, found["right"], found["mismatches"]) == (0, True, []), found
     assert {one["level"] for one in said} == {"ok"}, said
     told = " ".join(one["found"] for one in said)
-    assert "patched, and compares KV" in told and "fit together" in told, said
+    assert "patched, and compares KV" in told and "compatible" in told, said
     assert found["compared"] == found["requests"] > 30
     size = scenario.topology
     senders = {pair["prefill"] for pair in found["pairs"]}
@@ -128,5 +128,5 @@ def test_server_without_verification_is_refused():
         ):
             status, found = verify(*where)
             assert status == ExitCode.NOT_VERIFYING
-            assert "does not verify" in found["error"]["text"], found
+            assert "does not compare KV" in found["error"]["text"], found
             assert "SGLANG_PD_VERIFY=1" in found["error"]["text"], found

@@ -578,7 +578,7 @@ def test_compatible_servers_are_ok(toy):
     assert [one.level for one in found] == ["ok"] * 4
     assert "TP 4, PP 1" in found[0].found
     assert "patched" in found[1].found
-    assert found[3].found == "fit together"
+    assert found[3].found == "compatible"
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
@@ -607,7 +607,7 @@ def test_incompatible_servers_are_reported(toy, prefill, decode, level, said):
     found = examine_servers(toy.release(), prefill=prefill, decode=decode)
     pair = [one for one in found if " and http" in one.name]
     assert [(one.level, said in one.found) for one in pair if one.level != "ok"] == [(level, True)]
-    assert (level == "wrong") != any(one.found == "fit together" for one in pair)
+    assert (level == "wrong") != any(one.found == "compatible" for one in pair)
 
 
 def test_different_but_compatible_sizes_are_ok(toy):

@@ -127,7 +127,8 @@ def test_unknown_version_is_matched_by_symbols(toy, patch_set, version):
     told = operations.status(engine, release)
     assert (release.name, told.state) == (VERSION, "applied")
     assert (
-        f"{version or 'nothing'} of its release; it is taken for SGLang {VERSION}" in told.notes[0]
+        f"({version or 'none'}) is unknown; all patched symbols match SGLang {VERSION}"
+        in told.notes[0]
     )
     assert operations.revert(engine)
     assert toy.snapshot() == before
@@ -179,7 +180,7 @@ def test_unknown_version_with_other_symbols_is_refused(toy, patch_set, path, tex
         find_engine_and_release(toy.site, None)
     told = str(refusal.value)
     assert refusal.value.code == ExitCode.UNSUPPORTED
-    assert f"SGLang 1.0 is not supported; this patch set knows {VERSION}" in told
+    assert f"SGLang 1.0 is not supported; this patch set supports {VERSION}" in told
     assert f"The nearest is {VERSION}: {count} of 7 symbols" in told and words in told
     assert toy.snapshot() == before
 
@@ -187,7 +188,7 @@ def test_unknown_version_with_other_symbols_is_refused(toy, patch_set, path, tex
 def test_missing_version_with_other_symbols_is_refused(toy, patch_set):
     set_version(toy, None)
     (toy.root / "srt/pool.py").unlink()
-    with pytest.raises(Refusal, match="an SGLang that does not say which is not supported"):
+    with pytest.raises(Refusal, match="an SGLang without a version is not supported"):
         find_engine_and_release(toy.site, None)
 
 
@@ -234,6 +235,6 @@ def test_given_release_overrides_version(toy, patch_set, version):
     set_version(toy, version)
     assert find_engine_and_release(toy.site, f"{VERSION}+vendor")[1].name == VERSION
     assert find_engine_and_release(toy.site, "5.0")[1].name == "5.0"
-    with pytest.raises(Refusal, match="knows 5.0, 9.9") as refusal:
+    with pytest.raises(Refusal, match="supports 5.0, 9.9") as refusal:
         find_engine_and_release(toy.site, "1.0")
     assert refusal.value.code == ExitCode.UNSUPPORTED

@@ -448,7 +448,7 @@ def test_removal_is_pinned_owned_reported_and_reverted(toy):
     toy.make_fingerprints()
     release, engine = toy.release(), toy.engine()
     assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
-    with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
+    with pytest.raises(Refusal, match="srt/pool.py::os is not in any patch record"):
         fingerprints.make_fingerprints(engine, replace(release, all_patches=[]))
 
     check_apply_and_revert(toy, release, "os", untouched, "import os")
@@ -602,35 +602,35 @@ def test_rename_is_fingerprinted_reported_and_reverted(toy):
 @pytest.mark.parametrize(
     ("engine", "ours", "words"),
     [
-        ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
-        ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
+        ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "no definition"]),
+        ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "no definition"]),
         (
             "class f: 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 1\n",
-            ["renames the class `f`", "has none itself"],
+            ["renames the class `f`", "does not define one"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'),)\n",
-            ["renames the function `f`", "has none itself"],
+            ["renames the function `f`", "does not define one"],
         ),
         (
             "import g\ndef f(): 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 2\n",
-            ["to `g`", "another thing"],
+            ["to `g`", "already defined"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 2\ndef g(): 2\n",
-            ["to `g`", "another thing"],
+            ["to `g`", "already defined"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'), ('f', 'h'))\ndef f(): 2\n",
             ["renames `f`", "twice"],
         ),
-        ("def f(): 1\n", "RENAMED = ('f', 'g')\ndef f(): 2\n", ["no tuple of pairs of names"]),
-        ("def f(): 1\n", "RENAMED = (('f', 'a b'),)\ndef f(): 2\n", ["no tuple of pairs of names"]),
+        ("def f(): 1\n", "RENAMED = ('f', 'g')\ndef f(): 2\n", ["a tuple of pairs of names"]),
+        ("def f(): 1\n", "RENAMED = (('f', 'a b'),)\ndef f(): 2\n", ["a tuple of pairs of names"]),
         ("A = 1\n", "class C:\n    RENAMED = (('x', 'y'),)\n", ["`class C` is new"]),
     ],
 )
@@ -644,14 +644,14 @@ def test_invalid_renames_are_refused(engine, ours, words):
 @pytest.mark.parametrize(
     ("engine", "ours", "words"),
     [
-        ("A = 1\n", "REMOVED = ('B',)\n", ["removes `B`", "has none"]),
-        ("class C:\n    x = 1\n", "class C:\n    REMOVED = ('y',)\n", ["removes `C.y`", "none"]),
+        ("A = 1\n", "REMOVED = ('B',)\n", ["removes `B`", "lacks"]),
+        ("class C:\n    x = 1\n", "class C:\n    REMOVED = ('y',)\n", ["removes `C.y`", "lacks"]),
         ("A = 1\n", "REMOVED = ('A',)\nA = 2\n", ["removes `A`", "binds it"]),
         ("A = 1\n", "REMOVED = ('A', 'A')\n", ["removes `A`", "twice"]),
         ("import a\n", "import a\nREMOVED = ('a',)\n", ["removes `a`", "binds it"]),
-        ("A = 1\n", "REMOVED = ['A']\n", ["no tuple of names"]),
-        ("A = 1\n", "REMOVED = ()\n", ["no tuple of names"]),
-        ("A = 1\n", "REMOVED = (A,)\n", ["no tuple of names"]),
+        ("A = 1\n", "REMOVED = ['A']\n", ["must be a tuple of names"]),
+        ("A = 1\n", "REMOVED = ()\n", ["must be a tuple of names"]),
+        ("A = 1\n", "REMOVED = (A,)\n", ["must be a tuple of names"]),
         ("A = B = 1\n", "REMOVED = ('A',)\n", ["`A`", "another statement"]),
         ("A = 1\nA = 2\n", "REMOVED = ('A',)\n", ["`A`", "2 times"]),
         ("A = 1\n", "class C:\n    REMOVED = ('x',)\n", ["`class C` is new"]),
@@ -822,7 +822,7 @@ def test_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
     owned = [record for record in release.patches if record.owns("srt/pool.py::os")]
     assert [record.id for record in owned] == ["pools"]
-    with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
+    with pytest.raises(Refusal, match="srt/pool.py::os is not in any patch record"):
         fingerprints.make_fingerprints(engine, replace(release, all_patches=[]))
 
     def state() -> str:
@@ -884,8 +884,8 @@ def test_existing_guard_belongs_to_no_record(toy):
             ["class A", "`f`", "2 times"],
         ),
         ("A = 1\n", "A = 2\nA = 3\n", ["our", "`A` twice"]),
-        ("A = 1\n", "print(A)\n", ["print(A)", "no function"]),
-        ("A = 1\n", "if A:\n    B = 1\n", ["if A:", "no function"]),
+        ("A = 1\n", "print(A)\n", ["print(A)", "not a function"]),
+        ("A = 1\n", "if A:\n    B = 1\n", ["if A:", "not a function"]),
         ("A = 1\n", "a, b = 1, 2\n", ["a, b = 1, 2"]),
         ("class A:\n    x = 1\n", "class A:\n    import os\n", ["import os", "in A"]),
         ("from x import f\n", "from y import f\n", ["`y.f`", "`x.f`"]),
@@ -917,13 +917,13 @@ def test_existing_guard_belongs_to_no_record(toy):
         (f"{GUARD}else:\n    A = 1\n", OURS, ["`npu`", "another statement"]),
         (GUARD, "import npu\n", ["`npu`", "something else (guarded)"]),
         (GUARD, "def npu(): 1\n", ["`npu`", "an import under `if`"]),
-        ("import npu\n", f"{OURS}else:\n    npu = 1\n", ["if on_npu():", "no function"]),
-        ("import npu\n", "if on_npu(): import npu\n", ["if on_npu():", "no function"]),
-        ("import npu\n", f"{OURS}    A = 1\n", ["if on_npu():", "no function"]),
+        ("import npu\n", f"{OURS}else:\n    npu = 1\n", ["if on_npu():", "not a function"]),
+        ("import npu\n", "if on_npu(): import npu\n", ["if on_npu():", "not a function"]),
+        ("import npu\n", f"{OURS}    A = 1\n", ["if on_npu():", "not a function"]),
         ("import npu\n", f"import npu\n{OURS}", ["our", "`npu` twice"]),
         ("import npu\n", f"{OURS}npu = 1\n", ["our", "`npu` twice"]),
         ("import npu\n", f"{OURS}\n{GUARD}", ["our", "`npu` twice"]),
-        ("A = 1\n", f"{OURS}    import x as npu\n", ["our", "`npu`", "each of one thing"]),
+        ("A = 1\n", f"{OURS}    import x as npu\n", ["our", "`npu`", "each from one origin"]),
         ("A = 1\n", f"{OURS}    import b.c\n", ["our", "`b.c`", "import a.b as c"]),
         ("A = 1\n", f"{OURS}    from . import c\n", ["our", "absolute"]),
         ("A = 1\n", f"{OURS}    from c import *\n", ["our", "absolute"]),
@@ -931,7 +931,7 @@ def test_existing_guard_belongs_to_no_record(toy):
         (
             "class C:\n    x = 1\n",
             "class C:\n    if 1:\n        import npu\n",
-            ["`if 1:`", "in C", "no function"],
+            ["`if 1:`", "in C", "not a function"],
         ),
         ("import npu\nA = 1\n", f"{REMOVES_NPU}if A:\n    import npu\n", ["our", "needs `A`"]),
         ("import npu\n", f"{REMOVES_NPU}if npu.x:\n    import npu\n", ["our", "needs `npu`"]),
@@ -942,7 +942,7 @@ def test_existing_guard_belongs_to_no_record(toy):
         ),
         ("A = 1\nimport host\n", "import host\nif host.x:\n    import npu\n", ["needs `host`"]),
         ("A = (\n", "A = 1\n", ["the engine's", "LibCST"]),
-        ("A = 1\n", "def f(x, x): 1\n", ["no valid Python"]),
+        ("A = 1\n", "def f(x, x): 1\n", ["not valid Python"]),
     ],
 )
 def test_refusals_name_the_symbol(engine, ours, words):

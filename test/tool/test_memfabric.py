@@ -47,7 +47,7 @@ def test_worst_outcome_of_fleets_counts():
 
 def test_serving_release_is_ok():
     found = release_finding(TABLE, "1.0.8+vendor", "0.5.9", False)
-    assert (found.level, found.found) == ("ok", "1.0.8+vendor, with which stock 0.5.9 serves")
+    assert (found.level, found.found) == ("ok", "1.0.8+vendor: stock 0.5.9 serves with it")
 
 
 @pytest.mark.parametrize(("release", "named"), [("1.1.6", "with it"), ("1.3.0", "with 1.1.6")])
@@ -76,7 +76,7 @@ def test_apply_is_not_advised_where_it_does_not_help():
     table = CompatibilityTable(KINDS, [run("1.0.8", "right"), run("1.1.6", "hangs", True)])
     found = release_finding(table, "1.1.6", "0.5.9", True)
     assert (found.level, "lets requests hang" in found.found) == ("wrong", True)
-    assert found.advice.startswith("take another release")
+    assert found.advice.startswith("install another release")
     # Nor on a stock engine, if patches do not help there.
     table = CompatibilityTable(KINDS, [*table.runs, run("1.1.6", "hangs")])
     assert "apply" not in release_finding(table, "1.1.6", "0.5.9", False).advice

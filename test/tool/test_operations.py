@@ -173,7 +173,7 @@ def test_every_kind_of_drift_is_refused(toy, path, text, words):
 def test_edited_symbol_is_distinguished_from_drift(toy):
     (toy.root / "srt/net/conn.py").write_text("def send(x):\n    return x + 1\n")
     assert_refused(
-        toy, apply, ExitCode.EDITED, "someone has edited srt/net/conn.py", "srt/net/conn.py::send"
+        toy, apply, ExitCode.EDITED, "was installed: srt/net/conn.py", "srt/net/conn.py::send"
     )
 
 
@@ -230,7 +230,7 @@ def test_patches_applied_by_git_are_recognized(toy, tmp_path):
     before = toy.snapshot()
     told = status(toy)
     assert (told.state, told.drifts) == ("applied", [])
-    assert "other means" in told.notes[0]
+    assert "not applied by sglang-pd" in told.notes[0]
     assert apply(toy) == []
     assert not revert(toy)
     assert toy.snapshot() == before

@@ -49,7 +49,7 @@ def test_plan_of_pair_unservable_by_stock(plan):
     code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
     assert code == 0
     assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
-    assert re.search(r"stock +wrong +GQA in prefill stages", text) and "(mha-pp)" in text
+    assert re.search(r"stock +wrong +GQA with prefill stages", text) and "(mha-pp)" in text
     assert re.search(r"patched +right", text)
     assert re.search(r"prefill +8 +1 +TP 4 PP 2 +32\+32 +2 of 8 +32,768", text)
     assert re.search(r"decode +2 +2 +TP 1 PP 1 +64 +8 of 8 +262,144", text)
@@ -106,7 +106,7 @@ def test_compare_shows_two_topologies_side_by_side(plan):
     assert re.search(r"tp=16,pp=4 to tp=16 +tp=8 to tp=4", text)
     assert re.search(r"stock +hangs +right", text)
     assert re.search(r"prefill ranks +64 +8 ", text)
-    assert re.search(r"KV bytes a token, decode rank +32,768 +65,536", text)
+    assert re.search(r"KV bytes per token, decode rank +32,768 +65,536", text)
     _, text, _ = plan("qwen3", "tp=16,pp=4", "tp=16", "--compare", "tp=8:tp=4", "--json")
     assert [one["prefill"]["ranks"] for one in json.loads(text)] == [64, 8]
 
@@ -117,8 +117,8 @@ def test_compare_shows_two_topologies_side_by_side(plan):
         ("qwen3", ("tp=4", "tp=2,page=32"), (), "page size: prefill has 1, decode has 32"),
         ("qwen3", ("tp=2,pp=4", "tp=2,pp=2"), (), "PP size 2 is neither 1 nor prefill's PP size 4"),
         ("deepseek_v3", ("tp=3", "tp=2"), (), "prefill attention TP size 3 and decode attention"),
-        ("falcon_h1", ("tp=2", "tp=1"), ("--engine-release", "0.5.9"), "use the same TP size"),
-        ("qwen3_next", ("pp=2", "tp=1"), (), "was not tried"),
+        ("falcon_h1", ("tp=2", "tp=1"), ("--release", "0.5.9"), "use the same TP size"),
+        ("qwen3_next", ("pp=2", "tp=1"), (), "was not tested"),
         ("qwen3", ("tp=3", "tp=1"), (), "8 KV heads cannot be split over"),
     ],
 )
@@ -134,7 +134,7 @@ def test_incompatible_pair_exits_with_reason(plan, name, sizes, words, says):
 @pytest.mark.parametrize(
     "sizes, words, says",
     [
-        (("tp=four", "tp=1"), (), "'four' is no number"),
+        (("tp=four", "tp=1"), (), "'four' is not a number"),
         (("tp=1", "tp=1"), ("--compare", "tp=2"), "as tp=8:tp=4"),
         (("tp=1", "tp=1"), ("--fia",), "--backend ascend"),
         (("tp=1", "tp=1"), ("--picture", "plan.pdf"), ".svg or .png"),

@@ -139,7 +139,7 @@ def test_matching_kv_passes(run_check):
     assert max(verdict.lengths) == 129  # two chunks and a token; 5000 do not fit
     told = as_json(verdict)
     assert told["right"] and told["transfer_seconds"] == {"median": 0.01, "longest": 0.01}
-    assert "every byte of KV is prefill's" in rendered_text(verdict)
+    assert "all KV matches prefill" in rendered_text(verdict)
 
 
 def test_kv_mismatch_is_reported(run_check):
@@ -148,7 +148,7 @@ def test_kv_mismatch_is_reported(run_check):
     assert set(verdict.mismatches) == {"KV of 17 tokens"}
     assert all("17 tokens" in failure for failure in verdict.failures)
     text = rendered_text(verdict)
-    assert "NOT right" in text
+    assert "FAILED" in text
     assert "KV that differs" in text
 
 
@@ -160,14 +160,14 @@ def test_uncompared_request_fails(run_check):
 
 def test_unanswered_request_fails(run_check):
     verdict = run_check(FakeServers(unanswered={40}))
-    assert "40 tokens, one after the other: HTTP 500: no" in verdict.failures
+    assert "40 tokens, one at a time: HTTP 500: no" in verdict.failures
     assert not verdict.passed
 
 
 def test_differing_answers_are_reported_without_failure(run_check):
     verdict = run_check(FakeServers(unsteady={40}))
     assert verdict.passed
-    assert any(line.startswith("40 tokens, one after the other: ") for line in verdict.unequal)
+    assert any(line.startswith("40 tokens, one at a time: ") for line in verdict.unequal)
     assert "Prompts whose two answers differ" in rendered_text(verdict)
 
 
@@ -191,10 +191,10 @@ def test_answers_are_compared_with_reference(run_check):
     [
         ({}, "", None, None, ""),
         ({}, REFERENCE, None, None, ""),
-        ({"router": 2}, "", 1.5, None, "drafts: 1.50 tokens a verify step; 1 is no accepted draft"),
+        ({"router": 2}, "", 1.5, None, "1.50 tokens per verify step; 1 means no accepted draft"),
         ({"router": 2, "single": 2}, REFERENCE, 1.5, 1.5, "step, 1.50 in the reference\n"),
         ({"router": 3, "single": 2}, REFERENCE, 1.0, 1.5, "does the draft's KV arrive?"),
-        ({"single": 2}, REFERENCE, None, 1.5, "the reference has a draft model, the fleet none"),
+        ({"single": 2}, REFERENCE, None, 1.5, "reference has a draft model, the fleet does not"),
     ],
 )
 def test_draft_acceptance_is_reported(run_check, rounds, reference, here, there, said):
@@ -210,7 +210,7 @@ def test_draft_acceptance_is_reported(run_check, rounds, reference, here, there,
     "servers, why",
     [
         (FakeServers(verifies=False), "start prefill and decode with SGLANG_PD_VERIFY=1"),
-        (FakeServers(mode="decode"), "is no prefill server: its mode is 'decode'"),
+        (FakeServers(mode="decode"), "is not a prefill server: its mode is 'decode'"),
     ],
 )
 def test_servers_without_verification_are_refused(run_check, servers, why):
@@ -243,7 +243,7 @@ def test_prompt_groups_share_prefix_and_fill_burst():
         ([], "--router"),
         (["--prefill", PREFILL], "--router"),
         (["--router", ROUTER, "--prefill", PREFILL, "--decode", PREFILL], "--router"),
-        (["--router", ROUTER, "--lengths", "1,x"], "takes numbers and commas"),
+        (["--router", ROUTER, "--lengths", "1,x"], "numbers separated by commas"),
     ],
 )
 def test_invalid_verify_options_are_refused(words, why):

@@ -24,10 +24,10 @@ def test_ranks_get_distinct_npus(monkeypatch):
 @pytest.mark.parametrize(
     "fleet, engines, reason",
     [
-        (Fleet(), [], "not by nixl"),
-        (Fleet(backend="mooncake"), [], "not by mooncake"),
-        (Fleet(Side(pp=3), backend="ascend"), [], "it takes 4 NPUs, one for each rank; here are 2"),
-        (Fleet(backend="ascend"), ["stock", "patched"], "one engine, that of this Python"),
+        (Fleet(), [], "not nixl"),
+        (Fleet(backend="mooncake"), [], "not mooncake"),
+        (Fleet(Side(pp=3), backend="ascend"), [], "it needs 4 NPUs, one for each rank"),
+        (Fleet(backend="ascend"), ["stock", "patched"], "only engine is this Python's"),
     ],
 )
 def test_fleets_beyond_the_npus_are_skipped(serve, monkeypatch, fleet, engines, reason):

@@ -41,7 +41,7 @@ def test_growth_faster_than_stock_is_reported(bench, patched, is_missed):
     assert [one["patched"] for one in found] == pytest.approx([patched] * len(bench.GROWTHS))
     missed = bench.faster_growing(found)
     assert len(missed) == (len(bench.GROWTHS) if is_missed else 0)
-    assert all("to the power 1.20, in stock 1.00" in line for line in missed)
+    assert all("to the power 1.20, on stock 1.00" in line for line in missed)
 
 
 def test_noise_is_difference_between_rounds(bench):
@@ -71,5 +71,5 @@ def test_scale_plot_is_small_and_contains_text(bench, tmp_path):
     file = tmp_path / "scale.svg"
     load_script("scale_plot").draw(rows(bench, {"stock": 1.0, "patched": 1.0}, **more), file)
     text = file.read_text()
-    assert "messages a request" in text and "patched, nixl" in text
+    assert "messages per request" in text and "patched, nixl" in text
     assert text.count("\n") < 300

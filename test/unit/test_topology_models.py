@@ -158,8 +158,8 @@ def test_explicit_stage_sizes_are_used(monkeypatch):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("tp=four", "'four' is no number"),
-        ("ep=4", "'ep=4' is no size; known are tp, pp"),
+        ("tp=four", "'four' is not a number"),
+        ("ep=4", "'ep=4' is not a size; sizes are tp, pp"),
         ("tp=3,dp=2", "3 TP ranks cannot form 2 groups"),
         ("tp=0", "1 or more"),
     ],
@@ -175,7 +175,7 @@ def test_invalid_sizes_are_refused(text, says):
     [
         ({"linear_attn_config": {}, "compress_ratios": [4]}, "compressed attention"),
         ({"layer_types": ["conv"] * 32}, "'conv'"),
-        ({"layer_types": ["full_attention"]}, "1 kinds of layers for 32 layers"),
+        ({"layer_types": ["full_attention"]}, "1 layer kinds for 32 layers"),
         ({"torch_dtype": "int3"}, "int3"),
         ({"num_hidden_layers": None}, "does not say"),
     ],
@@ -193,5 +193,5 @@ def test_missing_or_empty_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(Refusal, match="config.json"):
             read_model(tmp_path, "0.5.23")
-    with pytest.raises(Refusal, match="give a config.json"):
+    with pytest.raises(Refusal, match="pass a config.json"):
         read_model(tmp_path / "nothing", "0.5.23")

@@ -156,7 +156,7 @@ def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Ref
         )
     return Refusal(
         ExitCode.DRIFTED,
-        f"{engine.root} differs from SGLang {release.name} as this patch set knows it:\n{lines}\n"
+        f"{engine.root} differs from SGLang {release.name} as this patch set expects it:\n{lines}\n"
         "Nothing was written. Install the published release, or pass the right one as --release.",
     )
 
