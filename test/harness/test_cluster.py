@@ -7,10 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from serving_checks import NOT_JOINED, retry_if_not_joined
+from serving_checks import (
+    LOST_MEMORY,
+    NOT_JOINED,
+    check_no_memory_lost,
+    retry_memfabric_faults,
+)
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
@@ -186,22 +192,40 @@ def test_port_in_use_is_not_reserved():
     assert found.stdout == f"[{port}]\n", found
 
 
+@pytest.fixture
+def no_evidence(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "RELEASE_ENV", tmp_path)
+
+
+@pytest.mark.usefixtures("no_evidence")
+@pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_fleet_is_restarted_if_memfabric_join_fails(refused, starts):
+def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault):
     begun = []
 
     def serve() -> str:
         begun.append(1)
         if len(begun) <= refused:
-            raise cluster.ServerFailed(f"decode ended\n{NOT_JOINED}.")
+            raise cluster.ServerFailed(f"decode exited\n{fault}.")
         return "served"
 
     if refused < starts:
-        assert retry_if_not_joined(serve) == "served"
+        assert retry_memfabric_faults(serve) == "served"
     else:
         with pytest.raises(cluster.ServerFailed):
-            retry_if_not_joined(serve)
+            retry_memfabric_faults(serve)
     assert len(begun) == starts
+
+
+def test_server_whose_memfabric_lost_memory_is_named(tmp_path):
+    servers = [SimpleNamespace(name=name, log=tmp_path / name) for name in ("prefill", "decode")]
+    for server in servers:
+        server.log.write_text("ready\n")
+        server.log_tail = lambda: "the end"
+    check_no_memory_lost(servers)
+    servers[0].log.write_text(f"ready\nERROR {LOST_MEMORY}, index: 3\n")
+    with pytest.raises(cluster.ServerFailed, match=f"prefill: {LOST_MEMORY}"):
+        check_no_memory_lost(servers)
 
 
 def test_fleet_is_not_restarted_after_other_failures():
@@ -211,7 +235,7 @@ def test_fleet_is_not_restarted_after_other_failures():
         raise next(failures)
 
     with pytest.raises(cluster.ServerFailed, match="no such model"):
-        retry_if_not_joined(fails_once)
+        retry_memfabric_faults(fails_once)
 
 
 def test_silent_server_is_a_hang_but_refused_connection_is_not(tmp_path):

@@ -7,7 +7,13 @@ import pytest
 from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
 from engine_release import IS_DEFAULT
 from scheduler_dumps import dump_environment, pending_by_rank
-from serving_checks import outcome, record, server_load
+from serving_checks import (
+    check_no_memory_lost,
+    outcome,
+    record,
+    retry_memfabric_faults,
+    server_load,
+)
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
@@ -106,7 +112,9 @@ def nightly_cases() -> list:
 
 @pytest.mark.parametrize("fleet, seeds", [*push_cases(), *nightly_cases()])
 def test_servers_recover_after_disconnects(fleet, seeds, reference):
-    row = state_after_disconnects(fleet, "patched", seeds, reference, PATIENCE)
+    row = retry_memfabric_faults(
+        lambda: state_after_disconnects(fleet, "patched", seeds, reference, PATIENCE)
+    )
     assert row["next_prompts"] == "right", row
     shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
     assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
@@ -122,7 +130,10 @@ def stock_cases() -> list:
 @pytest.mark.timeout(1800)  # 0.5.9 answers late
 @pytest.mark.parametrize("fleet, next_prompts", stock_cases())
 def test_stock_after_disconnects(fleet, next_prompts, reference):
-    row = state_after_disconnects(fleet, "stock", [0], reference, STOCK_PATIENCE[release()])
+    patience = STOCK_PATIENCE[release()]
+    row = retry_memfabric_faults(
+        lambda: state_after_disconnects(fleet, "stock", [0], reference, patience)
+    )
     assert row["next_prompts"] == next_prompts, row
 
 
@@ -131,7 +142,7 @@ def state_after_disconnects(
 ) -> dict:
     """Runs two hundred clients per seed; records and returns what they leave behind.
 
-    Fails with the log of a server that has exited.
+    Fails with the log of a server that has exited, or whose MemFabric has lost memory of a peer.
     """
     expected = reference(fleet.model, NEW_TOKENS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
@@ -165,6 +176,7 @@ def state_after_disconnects(
             record("hang_ups", **row)
         for server in servers:
             server.check_running()
+        check_no_memory_lost(servers)
     return row
 
 

@@ -9,9 +9,10 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     HangDetector,
+    check_no_memory_lost,
     outcome,
     record,
-    retry_if_not_joined,
+    retry_memfabric_faults,
     run_tool,
 )
 from serving_scenarios import (
@@ -128,9 +129,11 @@ def serves(reference, single_server_rounds):
                     lost = HangDetector(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
+                if not ended(servers):
+                    check_no_memory_lost(servers)
             return answers, result, detail
 
-        answers, result, detail = retry_if_not_joined(answered)
+        answers, result, detail = retry_memfabric_faults(answered)
         rounds = [answer.rounds for answer in answers]
         record(
             "draft",

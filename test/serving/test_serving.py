@@ -12,10 +12,11 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     HangDetector,
+    check_no_memory_lost,
     outcome,
     record,
     retractions,
-    retry_if_not_joined,
+    retry_memfabric_faults,
 )
 from serving_scenarios import MIXED, PUSH_CASES, TABLE, Scenario, marks, model_folder
 from stray_message import send_stray_message
@@ -58,7 +59,10 @@ def serve(
         if scenario.stray_message is not None:
             send_stray_message(servers[0], scenario.topology, scenario.stray_message)
         answers = ask_until_done(scenario, servers, seconds, lost)
-        return answers, [server.name for server in servers if server.has_ended()]
+        ended = [server.name for server in servers if server.has_ended()]
+        if not ended:
+            check_no_memory_lost(servers)
+        return answers, ended
 
 
 def ask_until_done(
@@ -115,7 +119,9 @@ def serves(reference):
             pytest.skip(reason)
         expected = reference(scenario.model, scenario.new_tokens, scenario.make_prompts())
         start = time.monotonic()
-        answers, ended = retry_if_not_joined(lambda: serve(scenario, *engines, seconds, lost_after))
+        answers, ended = retry_memfabric_faults(
+            lambda: serve(scenario, *engines, seconds, lost_after)
+        )
         result, detail = outcome(answers, ended, expected)
         record(
             "serving",

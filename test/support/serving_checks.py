@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import httpx
@@ -17,9 +17,12 @@ from pd_harness.device import DTYPES, device
 
 Answered = TypeVar("Answered")
 
-# MemFabric 1.0.8 sometimes rejects one of two ranks that join its store at the same moment. It logs
-# this text, and the rank's server exits.
+# What MemFabric logs of its own faults, after which a test restarts the servers. 1.0.8 sometimes
+# rejects one of two ranks that join its store at the same moment, and that rank's server exits.
+# 1.3.0 may lose part of a decode rank's memory when two prefill ranks join that rank at the same
+# moment; it then rejects every write there.
 NOT_JOINED = "smem trans create failed"
+LOST_MEMORY = "failed to auto infer copy direction"
 STARTS = 3
 # Another TP size or kernel sums in another order. In half precision that may also decide between
 # two tokens with nearly equal logprobs; from such a token on, a prompt's answer proves nothing.
@@ -40,15 +43,24 @@ def run_tool(*words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def retry_if_not_joined(serve: Callable[[], Answered]) -> Answered:
-    """Returns ``serve()``; calls it again if a rank could not join MemFabric's store."""
+def retry_memfabric_faults(serve: Callable[[], Answered]) -> Answered:
+    """Returns ``serve()``; calls it again after one of MemFabric's own faults."""
     for _ in range(STARTS - 1):
         try:
             return serve()
         except cluster.ServerFailed as error:
-            if NOT_JOINED not in str(error):
+            fault = next((one for one in (NOT_JOINED, LOST_MEMORY) if one in str(error)), None)
+            if fault is None:
                 raise
+            record("memfabric_faults", fault=fault)
     return serve()
+
+
+def check_no_memory_lost(servers: Iterable[cluster.Server]) -> None:
+    """Raises ServerFailed if a server's MemFabric has lost memory of a rank that is alive."""
+    for server in servers:
+        if LOST_MEMORY in server.log.read_text(errors="replace"):
+            raise cluster.ServerFailed(f"{server.name}: {LOST_MEMORY}\n{server.log_tail()}")
 
 
 def outcome(
