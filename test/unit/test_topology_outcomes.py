@@ -74,7 +74,10 @@ def pair_for_topology(
 
 def events(scenario: Scenario) -> list[str]:
     """The events in a scenario's test; its clients always request logprobs."""
-    happens = {RETRACTS: scenario.topology.expects_retractions, STRAY: scenario.stray is not None}
+    happens = {
+        RETRACTS: scenario.topology.expects_retractions,
+        STRAY: scenario.stray_message is not None,
+    }
     return [LOGPROBS, *(event for event, does in happens.items() if does)]
 
 

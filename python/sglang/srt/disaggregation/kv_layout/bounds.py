@@ -77,7 +77,10 @@ class Bounds:
         try:
             first, size = np.array(starts, dtype=np.uint64), np.array(sizes, dtype=np.uint64)
         except OverflowError:  # negative, or more than 64 bits
-            return f"copies beyond 64 bits, of {min(sizes)} bytes or more from {min(starts):#x} on"
+            return (
+                "a copy whose address or length is negative or exceeds 64 bits; the lowest address "
+                f"is {min(starts):#x}, the smallest length {min(sizes)} bytes"
+            )
         at = np.searchsorted(self.starts, first, side="right").astype(np.int64) - 1
         outside = at < 0
         if self.ends.size:
