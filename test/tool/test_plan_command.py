@@ -217,7 +217,7 @@ def test_pictures_are_reproducible_and_name_all_ranks(plan, tmp_path):
     words = (tmp_path / "0.svg").read_text()
     for tp in range(4):
         for stage in range(2):
-            assert words.count(f"<!-- P{tp}.{stage} -->") == 1 + 2  # and in decode's two groups
+            assert words.count(f">P{tp}.{stage}<") == 1 + 2  # and in decode's two groups
 
 
 def test_tool_starts_without_numpy():
