@@ -25,10 +25,10 @@ def poll_and_all_reduce(pollers, gloo_group):
         pollers: Senders or receivers, for the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.pd.rank_consensus import reduce_polls
+    from sglang.srt.disaggregation.pd.rank_consensus import poll, reduce_polls
 
     polls = [
-        KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
+        KVPoll.Failed if random.random() < FAILURE_PROB else poll(poller) for poller in pollers
     ]
     return reduce_polls(pollers, polls, gloo_group)
 
