@@ -423,7 +423,7 @@ def sender_with_rejected_write(manager, error: Exception | None) -> NixlKVSender
     manager.agent.transfer = transfer
     manager.unreachable_peers.add(LIVE)
     with pytest.raises(RuntimeError, match="NIXL"):
-        manager._start(LIVE, None, None, manager._notification(ROOM, "kv"))
+        manager._start(LIVE, ROOM, None, None, manager._notification(ROOM, "kv"))
     manager.unreachable_peers.clear()
     manager.fail(ROOM, "it could not be sent")
     failure_of(sender)

@@ -9,6 +9,7 @@ import logging
 import struct
 import uuid
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import numpy as np
@@ -26,7 +27,6 @@ from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.message_checks import unpack_numbers
 from sglang.srt.disaggregation.pd.nixl_notifications import NixlNotifications
 from sglang.srt.disaggregation.pd.nixl_transfers import (
-    Chunk,
     NixlTransfers,
     RoomFailed,
     Transfer,
@@ -203,12 +203,17 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         if not len(src):
             self._notify(peer_name, notif.encode("ascii"))
             return None
-        return self._start(
+        return self._write(
             peer_name,
             self.agent.get_xfer_descs(src, args.layout.memory),
             self.agent.get_xfer_descs(dst, info.plan.layout.memory),
-            notif.encode("ascii"),
+            notif,
         )
+
+    def _write(self, peer_name: str, src, dst, notif: str) -> Transfer:
+        """Starts a write of NIXL's descriptors; the engine's sends get a room only in `notif`."""
+        room = int(notif.partition("_")[0])
+        return self._start(peer_name, room, src, dst, notif.encode("ascii"))
 
     def send_kvcache(
         self,
@@ -218,18 +223,11 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_kv_indices: npt.NDArray[np.int32],
         dst_gpu_id: int,
         notif: str,
-    ):
-        """Starts writing these pages of all layers to a decode rank (PR #22145).
+    ) -> Optional[Transfer]:
+        """Starts writing these pages, int32 `[pages]`, of all layers to a decode rank (PR #22145).
 
-        Args:
-            peer_name: The decode rank's NIXL agent.
-            prefill_kv_indices: Pages of this rank's pool, int32, `[pages]`.
-            dst_kv_ptrs: Unused, like `dst_gpu_id`: the plan has decode's addresses.
-            dst_kv_indices: The decode rank's pages for them, int32, `[pages]`.
-            notif: The notification that decode reads once all pages are written.
-
-        Returns:
-            The transfer, or None with nothing to write; decode is then notified at once.
+        NIXL delivers `notif` once all are written; at once, with None as result, if there are none.
+        The plan has decode's addresses and device instead of `dst_kv_ptrs` and `dst_gpu_id`.
 
         Raises:
             LayoutError: The numbers of pages on the two sides differ.
@@ -247,13 +245,12 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_aux_ptrs: List[int],
         dst_aux_index: int,
         notif: str,
-    ):
+    ) -> Transfer:
         """Starts writing the request's metadata: its first token and that token's logprobs.
 
         Args:
-            prefill_aux_index: Row of this rank's metadata buffers.
+            prefill_aux_index, dst_aux_index: Row of each side's metadata buffers.
             dst_aux_ptrs: Address of each of decode's metadata buffers.
-            dst_aux_index: Row of decode's metadata buffers.
 
         Raises:
             RoomFailed: The room has failed.
@@ -261,12 +258,8 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         plan = self.decode_kv_args_table[peer_name].plan.aux
         own = self.kv_args.aux_data_ptrs
         src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
-        return self._start(
-            peer_name,
-            self._descs(src, lens, "DRAM", 0),
-            self._descs(dst, lens, "DRAM", 0),
-            notif.encode("ascii"),
-        )
+        sides = (self._descs(side, lens, "DRAM", 0) for side in (src, dst))
+        return self._write(peer_name, *sides, notif)
 
     def maybe_send_extra(
         self,
@@ -277,13 +270,10 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         dst_gpu_id: int,
         notif: str,
         decode_tp_size: int,
-    ):
-        """Starts writing the request's state; returns None if the model has no state.
+    ) -> Optional[Transfer]:
+        """Starts writing slots or pages of state; returns None if the model has no state.
 
-        Args:
-            prefill_state_indices: Slots or pages of this rank's state pool.
-            dst_state_indices: Decode's slots or pages for them.
-            decode_tp_size: Unused, like `dst_state_data_ptrs` and `dst_gpu_id`: the plan has them.
+        The plan has what `dst_state_data_ptrs`, `dst_gpu_id` and `decode_tp_size` are for.
 
         Raises:
             LayoutError: The numbers of slots on the two sides differ.
@@ -296,66 +286,68 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
             peer_name, plan, prefill_state_indices, dst_state_indices, notif
         )
 
-    def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Transfer]:
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: Optional[int] = None,
+        state_indices: Optional[List[int]] = None,
+    ) -> List[Transfer]:
         """Starts the transfers of one chunk to every decode rank of the room, and returns them.
 
-        The further arguments are a `Chunk`'s. An error fails the room, and never the caller, which
-        is the scheduler.
+        An error fails the room, and never the caller, which is the scheduler.
+
+        Args:
+            kv_indices: Pages of this rank's pool, int32, `[pages]`.
+            index_slice: Their place among all pages of the request.
+            chunk_id: Counts from 0.
+            aux_index: Row of the metadata buffers, with the last chunk.
+            state_indices: Slots or pages of state, with the last chunk if the model has state.
         """
-        chunk = Chunk(*args, **kwargs)
-        writes: List[Transfer] = []
-        self.note_chunk(bootstrap_room, chunk.index_slice, chunk.kv_indices)
+        writes: List[Optional[Transfer]] = []
+        self.note_chunk(bootstrap_room, index_slice, kv_indices)
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
-                if not req.is_dummy():
-                    self._send_chunk(req, chunk, writes)
+                if req.is_dummy():
+                    continue
+                peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
+                pages = (kv_indices, info.dst_kv_ptrs, req.dst_kv_indices[index_slice])
+                notif = self._notif(req.room, "kv", chunk=chunk_id, is_last=is_last)
+                writes.append(self.send_kvcache(peer, *pages, info.gpu_id, notif))
+                if is_last:
+                    # Those that have started are in the list even if a later one raises.
+                    writes.extend(self._send_last(req, info, aux_index, state_indices))
         except RoomFailed:
-            logger.info(f"Room {bootstrap_room} failed; chunk {chunk.chunk_id} is not sent")
+            logger.info(f"Room {bootstrap_room} failed; chunk {chunk_id} is not sent")
         except Exception as error:
-            logger.exception(f"Room {bootstrap_room}: chunk {chunk.chunk_id} could not be sent")
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk_id} could not be sent")
             self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
-        return writes
+        return [write for write in writes if write is not None]
 
-    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Transfer]) -> None:
-        """Starts one chunk's transfers to one decode rank; adds each to `writes` once started."""
-        peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
-
-        def notif(kind: str, **more) -> str:
-            return self._notification(req.room, kind, **more).decode("ascii")
-
-        def add(write: Optional[Transfer]) -> None:
-            if write is not None:
-                writes.append(write)
-
-        add(
-            self.send_kvcache(
-                peer,
-                chunk.kv_indices,
-                info.dst_kv_ptrs,
-                req.dst_kv_indices[chunk.index_slice],
-                info.gpu_id,
-                notif("kv", chunk=chunk.chunk_id, is_last=chunk.is_last),
-            )
-        )
-        if not chunk.is_last:
-            return
-        if chunk.state_indices is not None:
-            add(
-                self.maybe_send_extra(
-                    peer,
-                    chunk.state_indices,
-                    info.dst_state_data_ptrs,
-                    req.dst_state_indices,
-                    info.gpu_id,
-                    notif("state"),
-                    info.decode_tp_size,
-                )
-            )
-        add(
-            self.send_aux(peer, chunk.aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux"))
-        )
-        digests = self.room_digests(req.room, info, chunk.state_indices)
+    def _send_last(
+        self,
+        req: TransferInfo,
+        info: KVArgsRegisterInfo,
+        aux_index: int,
+        state_indices: Optional[List[int]],
+    ) -> Iterator[Optional[Transfer]]:
+        """Sends what follows a request's last KV to a decode rank; yields each started transfer."""
+        peer, state = req.agent_name, info.dst_state_data_ptrs
+        if state_indices is not None:
+            pages = (state_indices, state, req.dst_state_indices, info.gpu_id)
+            notif = self._notif(req.room, "state")
+            yield self.maybe_send_extra(peer, *pages, notif, info.decode_tp_size)
+        rows = (aux_index, info.dst_aux_ptrs, req.dst_aux_index)
+        yield self.send_aux(peer, *rows, self._notif(req.room, "aux"))
+        digests = self.room_digests(req.room, info, state_indices)
         self._notify_digests(peer, req.room, digests)
+
+    def _notif(self, room: int, kind: str, **more) -> str:
+        """Formats a notification as the engine's sends take it."""
+        return self._notification(room, kind, **more).decode("ascii")
 
     def _register_to_bootstrap(self):
         self.rebind_server_socket()
@@ -448,7 +440,7 @@ class NixlKVSender(TransferSender, CommonKVSender):
     REMOVED = ("poll",)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
-        """Starts sending a `Chunk`, the request's next pages; sends nothing for a failed room."""
+        """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return

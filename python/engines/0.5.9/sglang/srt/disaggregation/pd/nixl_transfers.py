@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Set, Tuple
 from weakref import WeakSet
 
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import parse_notification
 from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.sender import ABORTED
@@ -38,26 +35,6 @@ def _is_lost(error: Exception) -> bool:
 
 class RoomFailed(Exception):
     """The room has failed; nothing more is written for it."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some computed pages of one request.
-
-    The last chunk brings the metadata row, and state slots or pages if the model has state.
-
-    Attributes:
-        kv_indices: Pages of this rank's pool, int32, `[pages]`.
-        index_slice: Their place among all pages of the request.
-        chunk_id: Counts from 0.
-    """
-
-    kv_indices: npt.NDArray[np.int32]
-    index_slice: slice
-    is_last: bool
-    chunk_id: int
-    aux_index: Optional[int] = None
-    state_indices: Optional[List[int]] = None
 
 
 @dataclass(eq=False)
@@ -99,16 +76,21 @@ class NixlTransfers:
     abandoned_transfers: List[Transfer] = PerInstance(list)
     pending_notices: List[Tuple[int, str, Any, str]] = PerInstance(list)
 
-    def _start(self, peer: str, src, dst, notif: bytes) -> Transfer:
-        room = parse_notification(notif).room
+    def _start(self, peer: str, room: int, src, dst, notification: bytes) -> Transfer:
+        """Starts a write of NIXL's descriptors, which notifies the peer when it is done.
+
+        Raises:
+            RoomFailed: The room has failed.
+        """
 
         def start() -> Transfer:
             if self.check_status(room) == KVPoll.Failed:
                 raise RoomFailed
-            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
-            write, note = Transfer(room, peer, handle), notif.decode("ascii")
+            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notification)
+            write = Transfer(room, peer, handle)
             try:
                 if not handle or self.agent.transfer(handle) == "ERR":
+                    note = notification.decode("ascii")
                     raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
             except Exception as error:
                 if handle and not _is_lost(error):  # a lost connection delivers nothing
