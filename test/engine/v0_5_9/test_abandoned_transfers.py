@@ -49,6 +49,8 @@ class FakeNixlAgent:
 
 
 class FakeTransferInfo(SimpleNamespace):
+    is_notified = is_delayed = False
+
     def is_dummy(self) -> bool:
         return False
 

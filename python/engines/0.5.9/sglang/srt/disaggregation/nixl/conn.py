@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import struct
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,27 +23,38 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
-from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encode_layout
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    TransferPlan,
+    encode_layout,
+    parse_notification,
+)
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.message_checks import unpack_numbers
-from sglang.srt.disaggregation.pd.nixl_notifications import NixlNotifications
 from sglang.srt.disaggregation.pd.nixl_transfers import (
     NixlTransfers,
     RoomFailed,
     Transfer,
-    TransferSender,
 )
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
+    from sglang.srt.disaggregation.nixl.conn import GUARD
 
 logger = logging.getLogger(__name__)
 
 REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
+
+
+@dataclasses.dataclass
+class TransferInfo:
+    # Whether the rank was notified that the room failed, and whether that had to wait.
+    is_notified: bool = False
+    is_delayed: bool = False
 
 
 @dataclasses.dataclass
@@ -82,14 +94,14 @@ def _is_in(metadata: bytes, name: bytes) -> bool:
     return struct.pack("<Q", len(name)) + name in metadata
 
 
-class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKVManager):
+class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
+        "_start_bootstrap_thread",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
         "update_status",
-        "update_transfer_status",
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
@@ -107,7 +119,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
             self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-            self._start_bootstrap_thread()
+            self.read_bootstrap_messages()
         else:
             self._init_heartbeat()
 
@@ -343,19 +355,34 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         rows = (aux_index, info.dst_aux_ptrs, req.dst_aux_index)
         yield self.send_aux(peer, *rows, self._notif(req.room, "aux"))
         digests = self.room_digests(req.room, info, state_indices)
-        self._notify_digests(peer, req.room, digests)
+        if digests is not None:
+            self._notify(peer, self._notification(req.room, "digests", digests=digests))
 
     def _notif(self, room: int, kind: str, **more) -> str:
         """Formats a notification as the engine's sends take it."""
         return self._notification(room, kind, **more).decode("ascii")
 
+    def update_transfer_status(self) -> None:
+        """Decode: processes the notifications that have arrived since the last call."""
+        with self.agent_lock:
+            arrived = self.agent.get_new_notifs()
+        for peer, message in [(peer, one) for peer, some in arrived.items() for one in some]:
+            notification = parse_notification(message)
+            if notification is None:
+                logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
+                continue
+            room = notification.room
+            if room not in self.request_status:
+                continue  # it has concluded, and must not be opened again
+            self.transfer_statuses[room].add(peer, notification)
+            if notification.kind == "digests":
+                self.arrived_digests[room][peer] = notification.digests
+            elif notification.kind == "failed":
+                self.record_failure(room, f"Prefill failed: {notification.reason}")
+
     def _register_to_bootstrap(self):
         self.rebind_server_socket()
         super()._register_to_bootstrap()
-
-    def _start_bootstrap_thread(self):
-        """Starts to read decode ranks' registrations, room requests and aborts."""
-        self.read_bootstrap_messages()
 
     def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
         if frames[0] != GUARD:
@@ -410,10 +437,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         """
         info = self.decode_kv_args_table.get(name)
         with self.agent_lock:
-            if any(
-                write.peer == name and not self.has_finished(write)
-                for write in list(self.transfers)
-            ):
+            if self._is_writing(peer=name):
                 return False
             self.drop_peer(name)
         if info is not None and not info.refusal:
@@ -436,9 +460,7 @@ class NixlKVManager(EarlyConnections, NixlNotifications, NixlTransfers, CommonKV
         super()._open_room(info)
 
 
-class NixlKVSender(TransferSender, CommonKVSender):
-    REMOVED = ("poll",)
-
+class NixlKVSender(CommonKVSender):
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
         """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
@@ -451,6 +473,49 @@ class NixlKVSender(TransferSender, CommonKVSender):
         self.curr_idx = where.stop
         self.chunk_id += 1
         self.has_sent = is_last
+
+    def poll(self) -> KVPoll:
+        """Returns the room's status; it concludes once this rank's last transfer has finished."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self._drop_finished_transfers()
+        self._check_timeout()
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status != KVPoll.Failed and not self.has_sent:
+            return status
+        if self.xfer_handles:
+            return KVPoll.Transferring
+        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
+        return self.conclude_state
+
+    def _drop_finished_transfers(self) -> None:
+        """Drops settled transfers; one that failed or was abandoned fails the room."""
+        for write in [one for one in self.xfer_handles if self.kv_mgr.is_settled(one)]:
+            self.xfer_handles.remove(write)
+            why = write.outcome or write.abandon_reason
+            if why:
+                self.kv_mgr.fail(self.bootstrap_room, f"Prefill's write to decode failed: {why}")
+
+    def _check_timeout(self) -> None:
+        """Fails a room that decode does not request in time; decode may lack the request."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        waited = time.monotonic() - self.started_at
+        is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
+        if is_waiting and waited >= manager.bootstrap_timeout:
+            manager.fail(
+                room,
+                f"Decode did not request this room within {waited:.0f} s; "
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
+            )
+
+    def has_pending_transfers(self) -> bool:
+        """Whether a transfer may still read our pages."""
+        return bool(self.xfer_handles)
+
+    def abort(self):
+        """Fails the room, because its client has left."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, ABORTED)
 
     def failure_exception(self):
         """Drops the room, which this or another rank failed, and raises RuntimeError.
