@@ -35,7 +35,11 @@ from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_p
 from sglang.srt.disaggregation.pd.back_off import PeerBackoff
 from sglang.srt.disaggregation.pd.copy_batches import write_copies
 from sglang.srt.disaggregation.pd.memory_registration import register_kv_then_aux
-from sglang.srt.disaggregation.pd.message_checks import start_reader_thread, unpack_numbers
+from sglang.srt.disaggregation.pd.message_checks import (
+    pack_numbers,
+    start_reader_thread,
+    unpack_numbers,
+)
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
 from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
@@ -509,31 +513,25 @@ class MooncakeKVSender(CommonKVSender):
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
-    REMOVED = ("abort", "clear", "init")
+    REMOVED = ("abort", "clear", "init", "poll")
 
     def _register_kv_args(self):
         """Registers our buffers and their layout with each prefill rank that serves this one."""
         args = self.kv_mgr.kv_args
-
-        def packed(code: str, numbers: list[int]) -> bytes:
-            return struct.pack(f"{len(numbers)}{code}", *numbers)
-
         target_state, draft_state = split_state(args)
         frames = [
             b"None",
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._rank_name(),
-            packed("Q", args.kv_data_ptrs),
-            packed("Q", args.aux_data_ptrs),
-            packed("Q", target_state),
+            *self._own_address(),
+            pack_numbers("Q", args.kv_data_ptrs),
+            pack_numbers("Q", args.aux_data_ptrs),
+            pack_numbers("Q", target_state),
             str(args.engine_rank).encode("ascii"),
             str(self.kv_mgr.attn_tp_size).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
-            packed("I", args.state_item_lens),
-            packed("I", getattr(args, "state_dim_per_tensor", [])),
+            pack_numbers("I", args.state_item_lens),
+            pack_numbers("I", getattr(args, "state_dim_per_tensor", [])),
             encode_layout(args.layout),
-            packed("Q", draft_state),
+            pack_numbers("Q", draft_state),
         ]
         self._register(frames)
 
@@ -545,23 +543,13 @@ class MooncakeKVReceiver(CommonKVReceiver):
     ) -> list[bytes]:
         return [
             str(self.bootstrap_room).encode("ascii"),
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._rank_name(),
+            *self._own_address(),
             *([b"", b"", b""] if is_dummy else [pages, aux, state]),
             str(self.required_dst_info_num).encode("ascii"),
         ]
 
-    def poll(self) -> KVPoll:
-        """Returns the room's status; it concludes once every prefill rank has sent its result."""
-        if self.conclude_state is not None:
-            return self.conclude_state
-        if self.is_querying():
-            return KVPoll.Bootstrapping
-        manager, room = self.kv_mgr, self.bootstrap_room
-        if manager.check_status(room) not in ENDED and self.init_time is not None:
-            self._check_timeout(room in manager.failing_rooms)
-        return self._update_conclude_state()
+    def _read_results(self) -> bool:
+        return self.bootstrap_room in self.kv_mgr.failing_rooms
 
     def has_pending_transfers(self) -> bool:
         """Whether a sender may still write to our pages."""
@@ -571,9 +559,8 @@ class MooncakeKVReceiver(CommonKVReceiver):
         return self.session_id.encode("ascii")
 
     def failure_exception(self):
-        self.conclude_state = KVPoll.Failed
-        reason = self._end() or "another decode rank failed"
-        raise KVTransferError(self.bootstrap_room, reason)
+        """Drops the room, which this or another rank failed, and raises KVTransferError."""
+        raise KVTransferError(self.bootstrap_room, self._close_failed_room())
 
 
 class MooncakeKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):

@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.kv_layout import (
     parse_notification,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
-from sglang.srt.disaggregation.pd.message_checks import unpack_numbers
+from sglang.srt.disaggregation.pd.message_checks import pack_numbers, unpack_numbers
 from sglang.srt.disaggregation.pd.nixl_transfers import (
     NixlTransfers,
     RoomFailed,
@@ -526,7 +526,7 @@ class NixlKVSender(CommonKVSender):
 
 
 class NixlKVReceiver(CommonKVReceiver):
-    REMOVED = ("init",)
+    REMOVED = ("init", "poll")
 
     def _reset_room_state(self, has_state: bool) -> None:
         """Clears the room's arrivals, which belong to an earlier request."""
@@ -536,62 +536,44 @@ class NixlKVReceiver(CommonKVReceiver):
 
     def _metadata_frames(
         self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes
-    ) -> List[bytes]:
+    ) -> list[bytes]:
         return [
             GUARD,
             str(self.bootstrap_room).encode("ascii"),
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._rank_name(),
+            *self._own_address(),
             b"" if is_dummy else pages,
             aux,
             str(self.required_dst_info_num).encode("ascii"),
             b"" if is_dummy else state,
         ]
 
-    def poll(self) -> KVPoll:
-        """Returns the room's status; Success once every sender's KV, aux and state are written."""
-        if self.conclude_state is None and self.is_querying():
-            return KVPoll.Bootstrapping
-        if self.conclude_state is None:
-            self._drain_notifications()
-        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
-
-    def _drain_notifications(self) -> None:
+    def _read_results(self) -> bool:
+        """Reads notifications, and concludes the room once every sender has sent all or failed."""
         manager, room = self.kv_mgr, self.bootstrap_room
-        if self.init_time is not None:
-            manager.update_transfer_status()
-            if manager.check_transfer_done(room):
-                failed = manager.transfer_statuses[room].is_failed()
-                manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
-            else:
-                self._check_timeout(manager.transfer_statuses[room].is_failing)
-        self._update_conclude_state()
+        manager.update_transfer_status()
+        if manager.check_transfer_done(room):
+            failed = manager.transfer_statuses[room].is_failed()
+            manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+        return manager.transfer_statuses[room].is_failing
 
     def _register_kv_args(self):
         """Registers our buffers and their layout with each prefill rank that serves this one."""
-        args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
-
-        def packed(pointers: List[int]) -> bytes:
-            return struct.pack(f"{len(pointers)}Q", *pointers)
-
+        args = self.kv_mgr.kv_args
         target_state, draft_state = split_state(args)
         frames = [
             GUARD,
             b"None",
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._rank_name(),
-            agent.get_agent_metadata(),
-            packed(args.kv_data_ptrs),
-            packed(args.aux_data_ptrs),
-            packed(target_state),
+            *self._own_address(),
+            self.kv_mgr.agent.get_agent_metadata(),
+            pack_numbers("Q", args.kv_data_ptrs),
+            pack_numbers("Q", args.aux_data_ptrs),
+            pack_numbers("Q", target_state),
             str(args.gpu_id).encode("ascii"),
             str(args.decode_tp_size).encode("ascii"),
             str(args.engine_rank).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             encode_layout(args.layout),
-            packed(draft_state),
+            pack_numbers("Q", draft_state),
         ]
         self._register(frames)
 
@@ -599,15 +581,15 @@ class NixlKVReceiver(CommonKVReceiver):
         """Whether a sender may still write to our pages."""
         return self.is_open() and self.conclude_state is None
 
-    def _abort_frames(self, reason: str) -> List[bytes]:
+    def _abort_frames(self, reason: str) -> list[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
 
     def _rank_name(self) -> bytes:
         return self.kv_mgr.agent.name.encode("ascii")
 
     def failure_exception(self):
-        self.conclude_state = KVPoll.Failed
-        raise RuntimeError(self._end() or "another decode rank failed")
+        """Drops the room, which this or another rank failed, and raises RuntimeError."""
+        raise RuntimeError(self._close_failed_room())
 
 
 class NixlKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):

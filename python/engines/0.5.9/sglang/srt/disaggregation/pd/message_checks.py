@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from typing import Callable, List, Tuple
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -18,7 +18,7 @@ MAX_FRAMES = 32
 MAX_NUMBERS_BYTES = 1 << 20
 
 
-def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None]) -> None:
+def start_reader_thread(sock: zmq.Socket, handle: Callable[[list[bytes]], None]) -> None:
     """Starts a thread that passes each message to `handle`, and drops one if `handle` raises."""
 
     def serve() -> None:
@@ -36,7 +36,12 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None])
     threading.Thread(target=serve, daemon=True).start()
 
 
-def unpack_numbers(code: str, frame: bytes) -> List[int]:
+def pack_numbers(code: str, numbers: Sequence[int]) -> bytes:
+    """Packs numbers into one frame, all in one `struct` format."""
+    return struct.pack(f"{len(numbers)}{code}", *numbers)
+
+
+def unpack_numbers(code: str, frame: bytes) -> list[int]:
     """Unpacks a frame's numbers, which all have one `struct` format.
 
     Raises:
@@ -48,7 +53,7 @@ def unpack_numbers(code: str, frame: bytes) -> List[int]:
     return [number for (number,) in struct.iter_unpack(code, frame)]
 
 
-def rebind_with_limits(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
+def rebind_with_limits(sock: zmq.Socket) -> tuple[int, zmq.Socket]:
     """Replaces a socket, whose port is unpublished, by one with the limits above and a new port.
 
     ZeroMQ applies a limit only when it binds, and another process might take the old port once it

@@ -37,7 +37,8 @@ class Receiver:
 
     A backend provides `_register_kv_args()`; `_metadata_frames(is_dummy, pages, aux, state)`, the
     message that requests a room; `_reset_room_state(has_state)`, called before that message is
-    sent; and `_rank_name()`, by which prefill knows this rank.
+    sent; `_read_results()`, which returns whether a sender has failed the room; and `_rank_name()`,
+    by which prefill knows this rank. Mori polls, requests and clears rooms in the engine's way.
 
     Attributes:
         init_time: When the room was requested from prefill, on the monotonic clock; None before.
@@ -143,22 +144,18 @@ class Receiver:
         manager.required_prefill_response_num_table[self.bootstrap_room] = (
             self.required_prefill_response_num
         )
-        self.expects_digests = self._expects_digests()
+        self.expects_digests = manager.verifier is not None and self.prefill.verifies
+        if manager.verifier is not None and not self.prefill.verifies:
+            logger.warning_once(
+                f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
+                f"set {VARIABLE} there, too"
+            )
         self.bootstrap_infos = ranks
         # Another thread empties the pool when a prefill server is lost.
         if manager.connection_pool.get(self._pool_key()) is not ranks:
             self._register_kv_args()
             if manager.check_status(self.bootstrap_room) != KVPoll.Failed:
                 manager.connection_pool[self._pool_key()] = ranks
-
-    def _expects_digests(self) -> bool:
-        """Whether prefill ranks send digests of their pages for comparison with ours."""
-        if self.kv_mgr.verifier is not None and not self.prefill.verifies:
-            logger.warning_once(
-                f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
-                f"set {VARIABLE} there, too"
-            )
-        return self.kv_mgr.verifier is not None and self.prefill.verifies
 
     def _incompatibility(self, prefill: PrefillServer) -> Optional[str]:
         """Returns why this decode server cannot work with that prefill server; None if it can."""
@@ -256,6 +253,12 @@ class Receiver:
             if error:
                 self._fail(error)
 
+    def _own_address(self) -> list[bytes]:
+        """Returns where and under which name a prefill rank reaches this rank."""
+        manager = self.kv_mgr
+        place = (manager.local_ip.encode("ascii"), str(manager.rank_port).encode("ascii"))
+        return [*place, self._rank_name()]
+
     def _send_to_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
         """Sends a message without waiting; returns why the rank does not accept it, or None."""
         try:
@@ -315,14 +318,14 @@ class Receiver:
         else:
             scheduler = threading.get_ident()
 
-            def tell(_: Future) -> None:
+            def abort(_: Future) -> None:
                 """Runs in the query's thread, or in the scheduler's if the query has finished."""
                 if threading.get_ident() == scheduler:
                     start_thread(self._abort_when_known, reason)
                 else:
                     self._abort_when_known(reason)
 
-            self.pending_query.add_done_callback(tell)
+            self.pending_query.add_done_callback(abort)
 
     def _abort_when_known(self, reason: str) -> None:
         if self.found_ranks is None:  # the query was another request's
@@ -339,31 +342,38 @@ class Receiver:
         room, name = str(self.bootstrap_room).encode("ascii"), self._rank_name()
         return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
 
-    def _update_conclude_state(self) -> KVPoll:
-        """Returns the room's status, and records it once concluded; a failing room has failed."""
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Success and self.init_time is None:
-            return KVPoll.WaitingForInput  # the room was not requested
-        if status in ENDED and self.failing_since:
+    def poll(self) -> KVPoll:
+        """Returns the room's status; it concludes once every prefill rank has sent its result."""
+        if self.conclude_state is None:
+            if self.is_querying():
+                return KVPoll.Bootstrapping
+            if self.init_time is not None:
+                is_failing = self._read_results()
+                if self.kv_mgr.check_status(self.bootstrap_room) not in ENDED:
+                    self._check_timeout(is_failing)
+            self._update_conclude_state()
+        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
+
+    def _update_conclude_state(self) -> None:
+        """Records how the room concluded, once it has; a failing room has failed."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.check_status(room)
+        if status not in ENDED or (status == KVPoll.Success and self.init_time is None):
+            return  # success of a room that was not requested is an earlier request's
+        if self.failing_since:
             status = KVPoll.Failed
         if status == KVPoll.Success and self.expects_digests:
-            room, pages = self.bootstrap_room, (self.pages, self.state_pages)
             seconds = time.monotonic() - self.init_time
-            reason = self.kv_mgr.verify(room, self.bootstrap_addr, *pages, seconds)
+            pages = (self.pages, self.state_pages)
+            reason = manager.verify(room, self.bootstrap_addr, *pages, seconds)
             if reason:
                 self._fail(reason)
                 status = KVPoll.Failed
-        if status in ENDED:
-            self.conclude_state = status
-        return status
+        self.conclude_state = status
 
     def is_open(self) -> bool:
         """Whether the room was requested from prefill."""
         return self.init_time is not None
-
-    def has_pending_transfers(self) -> bool:
-        """Whether a sender may still write to our pages."""
-        return False
 
     def fail_with_group(self) -> None:
         """Fails a room that another decode rank failed, once no sender writes to our pages."""
@@ -375,6 +385,11 @@ class Receiver:
     def clear(self) -> None:
         """Drops the room, which has succeeded."""
         self._end()
+
+    def _close_failed_room(self) -> str:
+        """Drops the failed room and returns why it failed."""
+        self.conclude_state = KVPoll.Failed
+        return self._end() or "another decode rank failed"
 
     def _end(self) -> Optional[str]:
         """Drops the room; returns why it failed, if it did."""
@@ -408,11 +423,11 @@ class Receiver:
     def _abort_on_all_ranks(self, reason: str) -> None:
         ranks = itertools.product(range(self.prefill.attn_tp_size), range(self.prefill.pp_size))
 
-        def tell(rank: Tuple[int, int]) -> None:
+        def abort(rank: Tuple[int, int]) -> None:
             info = self._prefill_rank(*rank)
             if info is not None:
                 self._send_abort(reason, [info])
 
         # In parallel: a busy server answers each query slowly.
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool:
-            list(pool.map(tell, ranks))
+            list(pool.map(abort, ranks))
