@@ -100,6 +100,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         "_start_bootstrap_thread",
         "check_status",
         "record_failure",
+        "send_aux",
         "send_kvcache_slice",
         "update_status",
     )
@@ -196,10 +197,6 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             )
         return descs
 
-    def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
-        rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
-        return self.agent.get_xfer_descs(rows, kind)
-
     def _send_kvcache_generic(
         self,
         peer_name: str,
@@ -207,35 +204,29 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         prefill_data_indices: npt.NDArray[np.int32],
         dst_data_indices: npt.NDArray[np.int32],
         notif: str,
-    ) -> Optional[Transfer]:
+    ) -> Transfer | None:
         """Starts writing pages by a KV or state plan; with nothing to write, returns None."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
+        # The engine's sends get the room only as the first part of the notification.
+        room, notification = int(notif.partition("_")[0]), notif.encode("ascii")
         copies = plan.copies(prefill_data_indices, dst_data_indices)
         src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
         if not len(src):
-            self._notify(peer_name, notif.encode("ascii"))
+            self._notify(peer_name, notification)
             return None
-        return self._write(
-            peer_name,
-            self.agent.get_xfer_descs(src, args.layout.memory),
-            self.agent.get_xfer_descs(dst, info.plan.layout.memory),
-            notif,
-        )
-
-    def _write(self, peer_name: str, src, dst, notif: str) -> Transfer:
-        """Starts a write of NIXL's descriptors; the engine's sends get a room only in `notif`."""
-        room = int(notif.partition("_")[0])
-        return self._start(peer_name, room, src, dst, notif.encode("ascii"))
+        src = self.agent.get_xfer_descs(src, args.layout.memory)
+        dst = self.agent.get_xfer_descs(dst, info.plan.layout.memory)
+        return self._start(peer_name, room, src, dst, notification)
 
     def send_kvcache(
         self,
         peer_name: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: list[int],
         dst_kv_indices: npt.NDArray[np.int32],
         dst_gpu_id: int,
         notif: str,
-    ) -> Optional[Transfer]:
+    ) -> Transfer | None:
         """Starts writing these pages, int32 `[pages]`, of all layers to a decode rank (PR #22145).
 
         NIXL delivers `notif` once all are written; at once, with None as result, if there are none.
@@ -246,57 +237,28 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             RoomFailed: The room has failed.
         """
         plan = self.decode_kv_args_table[peer_name].plan.kv
-        return self._send_kvcache_generic(
-            peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
-        )
-
-    def send_aux(
-        self,
-        peer_name: str,
-        prefill_aux_index: int,
-        dst_aux_ptrs: List[int],
-        dst_aux_index: int,
-        notif: str,
-    ) -> Transfer:
-        """Starts writing the request's metadata: its first token and that token's logprobs.
-
-        Args:
-            prefill_aux_index, dst_aux_index: Row of each side's metadata buffers.
-            dst_aux_ptrs: Address of each of decode's metadata buffers.
-
-        Raises:
-            RoomFailed: The room has failed.
-        """
-        plan = self.decode_kv_args_table[peer_name].plan.aux
-        own = self.kv_args.aux_data_ptrs
-        src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
-        sides = (self._descs(side, lens, "DRAM", 0) for side in (src, dst))
-        return self._write(peer_name, *sides, notif)
+        pages = (prefill_kv_indices, dst_kv_indices)
+        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
 
     def maybe_send_extra(
         self,
         peer_name: str,
-        prefill_state_indices: List[int],
-        dst_state_data_ptrs: List[int],
-        dst_state_indices: List[int],
+        prefill_state_indices: list[int],
+        dst_state_data_ptrs: list[int],
+        dst_state_indices: list[int],
         dst_gpu_id: int,
         notif: str,
         decode_tp_size: int,
-    ) -> Optional[Transfer]:
-        """Starts writing slots or pages of state; returns None if the model has no state.
+    ) -> Transfer | None:
+        """Starts writing slots or pages of state like `send_kvcache`; None if the model has none.
 
         The plan has what `dst_state_data_ptrs`, `dst_gpu_id` and `decode_tp_size` are for.
-
-        Raises:
-            LayoutError: The numbers of slots on the two sides differ.
-            RoomFailed: The room has failed.
         """
         if self.kv_args.state_type == "none":
             return None
         plan = self.decode_kv_args_table[peer_name].plan.state
-        return self._send_kvcache_generic(
-            peer_name, plan, prefill_state_indices, dst_state_indices, notif
-        )
+        pages = (prefill_state_indices, dst_state_indices)
+        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
 
     def add_transfer_request(
         self,
@@ -305,9 +267,9 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         index_slice: slice,
         is_last: bool,
         chunk_id: int,
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
-    ) -> List[Transfer]:
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ) -> list[Transfer]:
         """Starts the transfers of one chunk to every decode rank of the room, and returns them.
 
         An error fails the room, and never the caller, which is the scheduler.
@@ -319,16 +281,17 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             aux_index: Row of the metadata buffers, with the last chunk.
             state_indices: Slots or pages of state, with the last chunk if the model has state.
         """
-        writes: List[Optional[Transfer]] = []
+        writes: list[Transfer | None] = []
         self.note_chunk(bootstrap_room, index_slice, kv_indices)
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
                 if req.is_dummy():
                     continue
                 peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
+                notif = self._notification(req.room, "kv", chunk=chunk_id, is_last=is_last)
                 pages = (kv_indices, info.dst_kv_ptrs, req.dst_kv_indices[index_slice])
-                notif = self._notif(req.room, "kv", chunk=chunk_id, is_last=is_last)
-                writes.append(self.send_kvcache(peer, *pages, info.gpu_id, notif))
+                write = self.send_kvcache(peer, *pages, info.gpu_id, notif.decode("ascii"))
+                writes.append(write)
                 if is_last:
                     # Those that have started are in the list even if a later one raises.
                     writes.extend(self._send_last(req, info, aux_index, state_indices))
@@ -344,23 +307,22 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         req: TransferInfo,
         info: KVArgsRegisterInfo,
         aux_index: int,
-        state_indices: Optional[List[int]],
-    ) -> Iterator[Optional[Transfer]]:
-        """Sends what follows a request's last KV to a decode rank; yields each started transfer."""
-        peer, state = req.agent_name, info.dst_state_data_ptrs
+        state_indices: list[int] | None,
+    ) -> Iterator[Transfer | None]:
+        """Sends state, metadata and digests to a decode rank; yields each transfer once started."""
+        peer, room = req.agent_name, req.room
         if state_indices is not None:
-            pages = (state_indices, state, req.dst_state_indices, info.gpu_id)
-            notif = self._notif(req.room, "state")
+            pages = (state_indices, info.dst_state_data_ptrs, req.dst_state_indices, info.gpu_id)
+            notif = self._notification(room, "state").decode("ascii")
             yield self.maybe_send_extra(peer, *pages, notif, info.decode_tp_size)
-        rows = (aux_index, info.dst_aux_ptrs, req.dst_aux_index)
-        yield self.send_aux(peer, *rows, self._notif(req.room, "aux"))
-        digests = self.room_digests(req.room, info, state_indices)
+        rows = (self.kv_args.aux_data_ptrs, aux_index, info.dst_aux_ptrs, req.dst_aux_index)
+        *sides, sizes = info.plan.aux.copies(*rows)
+        sides = [np.column_stack((side, sizes, np.zeros_like(side))) for side in sides]
+        src, dst = (self.agent.get_xfer_descs(side, "DRAM") for side in sides)
+        yield self._start(peer, room, src, dst, self._notification(room, "aux"))
+        digests = self.room_digests(room, info, state_indices)
         if digests is not None:
-            self._notify(peer, self._notification(req.room, "digests", digests=digests))
-
-    def _notif(self, room: int, kind: str, **more) -> str:
-        """Formats a notification as the engine's sends take it."""
-        return self._notification(room, kind, **more).decode("ascii")
+            self._notify(peer, self._notification(room, "digests", digests=digests))
 
     def update_transfer_status(self) -> None:
         """Decode: processes the notifications that have arrived since the last call."""
