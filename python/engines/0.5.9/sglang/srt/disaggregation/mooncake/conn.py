@@ -36,12 +36,12 @@ from sglang.srt.disaggregation.pd.back_off import PeerBackoff
 from sglang.srt.disaggregation.pd.copy_batches import write_copies
 from sglang.srt.disaggregation.pd.memory_registration import register_kv_then_aux
 from sglang.srt.disaggregation.pd.message_checks import (
+    check_numbers,
     pack_numbers,
     start_reader_thread,
-    unpack_numbers,
 )
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state
 from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
 from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
@@ -73,28 +73,15 @@ class TransferInfo:
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo(PeerRegistration):
+    RENAMED = (("from_zmq", "_engine_from_zmq"),)
+
     @classmethod
-    def from_zmq(cls, msg: list[bytes]):
-        """Reads a registration, whose frames have fixed positions."""
-
-        def numbers(position: int, code: str) -> list[int]:
-            return unpack_numbers(code, msg[position]) if len(msg) > position else []
-
-        return cls(
-            room=msg[0].decode("ascii"),
-            endpoint=msg[1].decode("ascii"),
-            dst_port=int(msg[2]),
-            mooncake_session_id=msg[3].decode("ascii"),
-            dst_kv_ptrs=numbers(4, "Q"),
-            dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=state_pointers(msg, 6),
-            dst_tp_rank=int(msg[7]),
-            dst_attn_tp_size=int(msg[8]),
-            dst_kv_item_len=int(msg[9]),
-            dst_state_item_lens=numbers(10, "I"),
-            dst_state_dim_per_tensor=numbers(11, "I"),
-            layout_frame=msg[12] if len(msg) > 12 else b"",
-        )
+    def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
+        """Reads a registration. Extends the engine's: limits numbers, and reads our own frames."""
+        check_numbers(*msg[4:7], *msg[10:12])
+        info = cls._engine_from_zmq(msg)
+        info.read_own_frames(msg)
+        return info
 
     @property
     def name(self) -> str:

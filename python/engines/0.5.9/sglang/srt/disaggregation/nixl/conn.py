@@ -30,13 +30,13 @@ from sglang.srt.disaggregation.kv_layout import (
     parse_notification,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
-from sglang.srt.disaggregation.pd.message_checks import pack_numbers, unpack_numbers
+from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
 from sglang.srt.disaggregation.pd.nixl_transfers import (
     NixlTransfers,
     RoomFailed,
     Transfer,
 )
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state, state_pointers
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -59,27 +59,17 @@ class TransferInfo:
 
 @dataclasses.dataclass
 class KVArgsRegisterInfo(PeerRegistration):
+    RENAMED = (("from_zmq", "_engine_from_zmq"),)
     # Whether NIXL has accepted the rank's metadata.
     is_connected: bool = False
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
-        """Reads a registration, whose frames have fixed positions."""
-        return cls(
-            room=msg[0].decode("ascii"),
-            endpoint=msg[1].decode("ascii"),
-            dst_port=int(msg[2]),
-            agent_name=msg[3].decode("ascii"),
-            agent_metadata=msg[4],
-            dst_kv_ptrs=unpack_numbers("Q", msg[5]),
-            dst_aux_ptrs=unpack_numbers("Q", msg[6]),
-            dst_state_data_ptrs=state_pointers(msg, 7),
-            gpu_id=int(msg[8]),
-            decode_tp_size=int(msg[9]),
-            decode_tp_rank=int(msg[10]),
-            dst_kv_item_len=int(msg[11]),
-            layout_frame=msg[12] if len(msg) > 12 else b"",
-        )
+    def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
+        """Reads a registration. Extends the engine's: limits numbers, and reads our own frames."""
+        check_numbers(*msg[5:8])
+        info = cls._engine_from_zmq(msg)
+        info.read_own_frames(msg)
+        return info
 
     @property
     def name(self) -> str:

@@ -41,16 +41,11 @@ def pack_numbers(code: str, numbers: Sequence[int]) -> bytes:
     return struct.pack(f"{len(numbers)}{code}", *numbers)
 
 
-def unpack_numbers(code: str, frame: bytes) -> list[int]:
-    """Unpacks a frame's numbers, which all have one `struct` format.
-
-    Raises:
-        ValueError: The frame is longer than any rank's pointers.
-        struct.error: The frame is cut off.
-    """
-    if len(frame) > MAX_NUMBERS_BYTES:
-        raise ValueError(f"{len(frame)} bytes of numbers, expected at most {MAX_NUMBERS_BYTES}")
-    return [number for (number,) in struct.iter_unpack(code, frame)]
+def check_numbers(*frames: bytes) -> None:
+    """Raises ValueError if one of these frames of numbers is longer than any rank's pointers."""
+    for frame in frames:
+        if len(frame) > MAX_NUMBERS_BYTES:
+            raise ValueError(f"{len(frame)} bytes of numbers, expected at most {MAX_NUMBERS_BYTES}")
 
 
 def rebind_with_limits(sock: zmq.Socket) -> tuple[int, zmq.Socket]:

@@ -8,6 +8,7 @@ decode: (ABORT, room, reason, ...)                see `room_failures`
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Tuple
@@ -23,9 +24,9 @@ from sglang.srt.disaggregation.kv_layout import (
     has_layout_frame,
 )
 from sglang.srt.disaggregation.pd.message_checks import (
+    check_numbers,
     rebind_with_limits,
     start_reader_thread,
-    unpack_numbers,
 )
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.room_failures import ABORT
@@ -61,15 +62,16 @@ class PeerRegistration:
     bounds: Any = field(default=None, kw_only=True)
     state_slots: Any = field(default=(), kw_only=True)
 
+    def read_own_frames(self, frames: list[bytes]) -> None:
+        """Reads what stock ranks do not send: the description, and the draft's state pointers.
 
-def state_pointers(frames: List[bytes], position: int) -> List[int]:
-    """Reads the target's state pointers, and the draft's if the rank describes its buffers.
-
-    The frame at `position` has the target's. The 14th frame, after the description, has the
-    draft's: in the target's frame, a stock prefill rank would take them for the target's.
-    """
-    positions = (position, 13) if has_layout_frame(frames) else (position,)
-    return [n for at in positions if at < len(frames) for n in unpack_numbers("Q", frames[at])]
+        They are the 13th and 14th frame: in the target's frame, a stock prefill rank would take
+        the draft's pointers for the target's.
+        """
+        self.layout_frame = frames[12] if len(frames) > 12 else b""
+        if has_layout_frame(frames) and len(frames) > 13:
+            check_numbers(frames[13])
+            self.dst_state_data_ptrs += struct.unpack(f"{len(frames[13]) // 8}Q", frames[13])
 
 
 def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
