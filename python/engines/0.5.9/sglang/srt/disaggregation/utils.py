@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_layout import has_separate_state
 
@@ -36,8 +36,8 @@ def poll_and_all_reduce(pollers, gloo_group):
 def setup_state_kv_args(
     kv_args: KVArgs,
     token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache] = None,
-    total_kv_layers: Optional[int] = None,
+    draft_token_to_kv_pool: KVCache | None = None,
+    total_kv_layers: int | None = None,
 ) -> None:
     """Records state in `kv_args`: index keys, sliding windows, recurrent state.
 

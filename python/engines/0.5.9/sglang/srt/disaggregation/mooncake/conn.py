@@ -12,13 +12,13 @@ The reason is for ranks that read it, digests are for ranks that compare them (`
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import struct
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,7 +131,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         prefill_kv_indices: npt.NDArray[np.int32],
         dst_kv_ptrs: list[int],
         dst_kv_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
     ) -> int:
         """Writes these pages, int32 `[pages]`, of all layers to the peer, at its plan's addresses.
 
@@ -156,7 +156,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         plan: TransferPlan,
         src_pages: npt.NDArray[np.int32],
         dst_pages: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
     ) -> int:
         copies = plan.copies(src_pages, dst_pages)
         in_threads = self.enable_custom_mem_pool
@@ -217,7 +217,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         req: TransferInfo,
         prefill_state_indices: list[int],
         dst_state_data_ptrs: list[int],
-        executor: concurrent.futures.ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
         target_rank_registration_info: KVArgsRegisterInfo | None = None,
     ) -> int:
         """Writes state slots or pages to the peer. Returns the transfer engine's status."""
@@ -240,9 +240,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             info.dst_attn_tp_size,
         )
 
-    def transfer_worker(
-        self, queue: PeerQueue, executor: concurrent.futures.ThreadPoolExecutor
-    ) -> None:
+    def transfer_worker(self, queue: PeerQueue, executor: ThreadPoolExecutor) -> None:
         """Sends chunk after chunk. An error fails the chunk's room and never stops this thread."""
         while True:
             chunk = queue.get()
@@ -256,9 +254,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
                 except Exception:
                     logger.exception(f"Room {chunk.room}: could not notify decode")
 
-    def _send_chunk(
-        self, chunk: TransferKVChunk, executor: concurrent.futures.ThreadPoolExecutor
-    ) -> None:
+    def _send_chunk(self, chunk: TransferKVChunk, executor: ThreadPoolExecutor) -> None:
         if self.check_status(chunk.room) == KVPoll.Failed:
             self._send_conclusion(chunk.room, KVPoll.Failed)
             return
@@ -272,10 +268,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             self._send_conclusion(chunk.room, KVPoll.Success)
 
     def _send_to_peer(
-        self,
-        req: TransferInfo,
-        chunk: TransferKVChunk,
-        executor: concurrent.futures.ThreadPoolExecutor,
+        self, req: TransferInfo, chunk: TransferKVChunk, executor: ThreadPoolExecutor
     ) -> None:
         session, dst_pages = req.mooncake_session_id, req.dst_kv_indices[chunk.index_slice]
         info = self.decode_kv_args_table[session]

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class KVArgsRegisterInfo(PeerRegistration):
         return self.agent_name
 
     @property
-    def attn_tp(self) -> Tuple[int, int]:
+    def attn_tp(self) -> tuple[int, int]:
         return self.decode_tp_rank, self.decode_tp_size
 
 
@@ -140,7 +140,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
 
     def _init_heartbeat(self) -> None:
         """Decode: sets up what the heartbeat thread shares, and starts that thread."""
-        self.transfer_statuses: Dict[int, kv_layout.TransferStatus] = defaultdict(
+        self.transfer_statuses: dict[int, kv_layout.TransferStatus] = defaultdict(
             kv_layout.TransferStatus
         )
         self.addr_to_rooms_tracker = defaultdict(set)
@@ -172,7 +172,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
                 "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
 
-    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str, device: int):
+    def _register(self, role: str, ptrs: list[int], lens: list[int], kind: str, device: int):
         regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
         try:
             descs = self.agent.register_memory(regions, kind)
@@ -336,7 +336,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         self.rebind_server_socket()
         super()._register_to_bootstrap()
 
-    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+    def _handle_bootstrap_message(self, frames: list[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         super()._handle_bootstrap_message(frames[1:])
@@ -413,7 +413,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
 
 
 class NixlKVSender(CommonKVSender):
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None):
         """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.kv_layout import (
     HIDDEN_STATES,
@@ -50,7 +50,7 @@ def setup_kv_args(
     kv_args: KVArgs,
     scheduler: Scheduler,
     token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
+    draft_token_to_kv_pool: KVCache | None,
     metadata_buffers: MetadataBuffers,
     pp_rank: int,
 ) -> None:
@@ -83,7 +83,7 @@ def set_local_layout(
     kv_args: KVArgs,
     scheduler: Scheduler,
     token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
+    draft_token_to_kv_pool: KVCache | None,
 ) -> None:
     """Sets `kv_args.layout`: what each buffer in `kv_args` holds.
 
@@ -122,8 +122,8 @@ def set_local_layout(
 
 
 def _describe_buffers(
-    args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
-) -> Tuple[Tuple[Buffer, ...], Tuple[Buffer, ...]]:
+    args: KVArgs, scheduler: Scheduler, target: KVCache, draft: KVCache | None
+) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """Describes the KV buffers and the state buffers."""
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
@@ -132,7 +132,7 @@ def _describe_buffers(
     computed = range(runner.start_layer, runner.end_layer)
     drafts = None if draft is None else _draft_config(scheduler)
 
-    def described(lens: Any, sizes: Any, is_state: bool) -> Tuple[Buffer, ...]:
+    def described(lens: Any, sizes: Any, is_state: bool) -> tuple[Buffer, ...]:
         heads = [
             None if config is None else total_heads(config, pool, is_state)
             for config, pool in ((scheduler.model_config, target), (drafts, draft))

@@ -11,7 +11,7 @@ import logging
 import struct
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -51,7 +51,7 @@ class PeerRegistration:
     # Empty from a stock rank, which does not describe its buffers.
     layout_frame: bytes = field(default=b"", kw_only=True)
     # The copies to this rank, or why there are none.
-    plan: Optional[PeerPlan] = field(default=None, kw_only=True)
+    plan: PeerPlan | None = field(default=None, kw_only=True)
     refusal: str = field(default="", kw_only=True)
     # Whether to register the rank again, and from when on the monotonic clock.
     can_retry: bool = field(default=False, kw_only=True)
@@ -74,7 +74,7 @@ class PeerRegistration:
             self.dst_state_data_ptrs += struct.unpack(f"{len(frames[13]) // 8}Q", frames[13])
 
 
-def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+def split_state(args: KVArgs) -> tuple[list[int], list[int]]:
     """Returns the target's state pointers, and the draft's, which stock peers do not have."""
     targets = sum(not buffer.draft for buffer in args.layout.state)
     return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
@@ -101,7 +101,7 @@ class PeerTable:
         """Starts the thread that reads decode ranks' messages and drops unreadable ones."""
         start_reader_thread(self.server_socket, self._handle_bootstrap_message)
 
-    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+    def _handle_bootstrap_message(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT:
             self.handle_abort(*frames[1:5])
         elif frames[0] == b"None":
@@ -177,7 +177,7 @@ class PeerTable:
             self._register_decode(known)
         return known
 
-    def _add_room_peer(self, info: Any, peer: str, refusal: str) -> Optional[str]:
+    def _add_room_peer(self, info: Any, peer: str, refusal: str) -> str | None:
         """Adds a decode rank to the room it requests; returns why if the room has already failed.
 
         A rank that was notified of the failure and requests the room again has a new request.
@@ -189,7 +189,7 @@ class PeerTable:
                 return failed.reason
             self.failed_rooms.pop(info.room, None)
             self.aborted_before_request.pop(info.room, None)
-            peers: Dict[str, Any] = self.transfer_infos.setdefault(info.room, {})
+            peers: dict[str, Any] = self.transfer_infos.setdefault(info.room, {})
             peers[peer] = info
             if refusal:
                 self.abort_room(info.room, refusal)

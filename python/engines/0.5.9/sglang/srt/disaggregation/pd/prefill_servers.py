@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Set, Tuple
 
 import requests
 from aiohttp import web
@@ -50,12 +49,12 @@ class PrefillServer:
     attn_tp_size: int
     dp_size: int
     pp_size: int
-    page_size: Optional[int]
+    page_size: int | None
     takes_aborts: bool
     verifies: bool = False
 
     @classmethod
-    def read(cls, answer: dict) -> Optional[PrefillServer]:
+    def read(cls, answer: dict) -> PrefillServer | None:
         """Reads a bootstrap server's answer; returns None if its sizes are invalid."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         sizes = [answer.get(f"prefill_{name}") for name in names]
@@ -86,15 +85,15 @@ class PrefillServers:
     """
 
     # By bootstrap address: servers in use, and when to query those again that timed out.
-    prefill_servers: Dict[str, PrefillServer] = PerInstance(dict)
-    retry_bootstrap_at: Dict[str, float] = PerInstance(dict)
+    prefill_servers: dict[str, PrefillServer] = PerInstance(dict)
+    retry_bootstrap_at: dict[str, float] = PerInstance(dict)
     # By bootstrap address: one rank's numbers (TP, DP, PP), and its last known endpoint.
-    seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = PerInstance(dict)
-    pending_queries: Dict[str, Future] = PerInstance(dict)
+    seen_ranks: dict[str, tuple[tuple[int, int, int], tuple[str, int]]] = PerInstance(dict)
+    pending_queries: dict[str, Future] = PerInstance(dict)
     # By room: the prefill ranks that it was requested from, and why it waits no longer.
-    requested_ranks: Dict[int, List[dict]] = PerInstance(dict)
-    silent_rooms: Dict[int, str] = PerInstance(dict)
-    lost_rooms: Dict[int, str] = PerInstance(dict)
+    requested_ranks: dict[int, list[dict]] = PerInstance(dict)
+    silent_rooms: dict[int, str] = PerInstance(dict)
+    lost_rooms: dict[int, str] = PerInstance(dict)
 
     def query_in_thread(self, address: str, ask: Callable[[], None]) -> Future:
         """Has a thread query a bootstrap server with `ask`, which must not raise; one at a time.
@@ -115,7 +114,7 @@ class PrefillServers:
                 query.set_result(None)
         return query
 
-    def prefill_server(self, address: str) -> Optional[PrefillServer]:
+    def prefill_server(self, address: str) -> PrefillServer | None:
         """Returns a server's sizes, queried the first time; None if the query fails."""
         known = self.prefill_servers.get(address)
         if known is None:
@@ -124,9 +123,7 @@ class PrefillServers:
                 self.prefill_servers[address] = known
         return known
 
-    def prefill_rank(
-        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
-    ) -> Optional[dict]:
+    def prefill_rank(self, address: str, tp_rank: int, dp_group: int, pp_rank: int) -> dict | None:
         """Returns where a rank reads messages (`rank_ip`, `rank_port`); None if it is unknown."""
         numbers = (tp_rank, dp_group, pp_rank)
         rank = self.query_route(address, *numbers)
@@ -135,9 +132,7 @@ class PrefillServers:
         self.seen_ranks[address] = (numbers, _endpoint(rank))
         return rank
 
-    def query_route(
-        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
-    ) -> Optional[dict]:
+    def query_route(self, address: str, tp_rank: int, dp_group: int, pp_rank: int) -> dict | None:
         """Queries a bootstrap server for one rank, or for the server's sizes if all three are -1.
 
         Returns None if the query fails, or if the last one timed out a short time ago.
@@ -165,7 +160,7 @@ class PrefillServers:
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""
 
-        def look(address: str, failures: Dict[str, int]) -> None:
+        def look(address: str, failures: dict[str, int]) -> None:
             is_healthy = _is_healthy(address)
             failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
             if is_healthy and self.is_replaced(address):
@@ -175,7 +170,7 @@ class PrefillServers:
                 self._handle_node_failure(address)
 
         def watch() -> None:
-            failures: Dict[str, int] = {}
+            failures: dict[str, int] = {}
             while True:
                 time.sleep(self.heartbeat_interval)
                 for address in self._addresses():
@@ -187,7 +182,7 @@ class PrefillServers:
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.call_periodically(self.check_prefill_servers)
 
-    def _addresses(self) -> List[str]:
+    def _addresses(self) -> list[str]:
         """Returns servers in use, and dropped servers that still have rooms here."""
         tracked = list(self.addr_to_rooms_tracker.items())
         return list({*self.prefill_servers, *(address for address, rooms in tracked if rooms)})
@@ -238,7 +233,7 @@ class PrefillServers:
         """
         self._drop_server(failed_bootstrap_addr)
         with self.connection_lock:
-            rooms: Set[int] = set(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
+            rooms: set[int] = set(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
         asked = {room: ranks for room, ranks in list(self.requested_ranks.items()) if room in rooms}
         places = {_endpoint(rank) for ranks in asked.values() for rank in ranks}
         gone = asked if all(map(_is_port_closed, places)) else {}
@@ -256,13 +251,13 @@ class PrefillServers:
         )
 
 
-def _endpoint(rank: dict) -> Optional[Tuple[str, int]]:
+def _endpoint(rank: dict) -> tuple[str, int] | None:
     """Returns where a rank reads messages; None if the answer does not contain it."""
     host, port = rank.get("rank_ip"), rank.get("rank_port")
     return (host, port) if isinstance(host, str) and type(port) is int else None
 
 
-def _is_port_closed(place: Tuple[str, int]) -> bool:
+def _is_port_closed(place: tuple[str, int]) -> bool:
     """Whether no process listens there; a suspended or unreachable rank may still write."""
     try:
         socket.create_connection(place, PROBE_SECONDS).close()

@@ -6,8 +6,9 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Iterable, List, Optional, Tuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +47,15 @@ class Receiver:
         failing_since: When the first sender failed, or this side aborted; None before.
     """
 
-    init_time: Optional[float] = None
-    conclude_state: Optional[KVPoll] = None
-    failing_since: Optional[float] = None
+    init_time: float | None = None
+    conclude_state: KVPoll | None = None
+    failing_since: float | None = None
     abort_sent = False
     aborted_by_engine = False
-    prefill: Optional[PrefillServer] = None
+    prefill: PrefillServer | None = None
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
-    pending_query: Optional[Future] = None
-    found_ranks: Optional[List[dict]] = None
+    pending_query: Future | None = None
+    found_ranks: list[dict] | None = None
     # Another request has the room.
     is_duplicate_room = False
     # Prefill ranks send digests of their pages (`verify`).
@@ -64,13 +65,13 @@ class Receiver:
         self,
         mgr: PrefillServers,
         bootstrap_addr: str,
-        bootstrap_room: Optional[int] = None,
-        prefill_dp_rank: Optional[int] = None,
+        bootstrap_room: int | None = None,
+        prefill_dp_rank: int | None = None,
     ):
         self.bootstrap_room = bootstrap_room
         self.bootstrap_addr = bootstrap_addr
         self.kv_mgr = mgr
-        self.bootstrap_infos: Optional[List[dict]] = None
+        self.bootstrap_infos: list[dict] | None = None
         if bootstrap_room in mgr.request_status:
             # Only this request fails: the room's entries belong to the first one.
             self.is_duplicate_room, self.conclude_state = True, KVPoll.Failed
@@ -138,7 +139,7 @@ class Receiver:
     def _pool_key(self) -> str:
         return f"{self.bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
 
-    def _use_ranks(self, ranks: List[dict]) -> None:
+    def _use_ranks(self, ranks: list[dict]) -> None:
         """Uses these prefill ranks; registers our buffers with them once, not for each request."""
         manager = self.kv_mgr
         manager.required_prefill_response_num_table[self.bootstrap_room] = (
@@ -157,7 +158,7 @@ class Receiver:
             if manager.check_status(self.bootstrap_room) != KVPoll.Failed:
                 manager.connection_pool[self._pool_key()] = ranks
 
-    def _incompatibility(self, prefill: PrefillServer) -> Optional[str]:
+    def _incompatibility(self, prefill: PrefillServer) -> str | None:
         """Returns why this decode server cannot work with that prefill server; None if it can."""
         own = self.kv_mgr
         if prefill.page_size not in (None, own.kv_args.page_size):
@@ -191,7 +192,7 @@ class Receiver:
         senders = 1 if own.is_mla_backend else len(served_by)
         self.required_prefill_response_num = senders * (prefill.pp_size // own.pp_size)
 
-    def _fetch_bootstrap_infos(self) -> Optional[List[dict]]:
+    def _fetch_bootstrap_infos(self) -> list[dict] | None:
         """Returns the prefill ranks that serve this one; fails the room if one is unknown."""
         infos = []
         for tp_rank in self.target_tp_ranks:
@@ -209,14 +210,14 @@ class Receiver:
                 infos.append(info)
         return infos
 
-    def _prefill_rank(self, tp_rank: int, pp_rank: int) -> Optional[dict]:
+    def _prefill_rank(self, tp_rank: int, pp_rank: int) -> dict | None:
         return self.kv_mgr.prefill_rank(self.bootstrap_addr, tp_rank, self.target_dp_group, pp_rank)
 
     def init(
         self,
         kv_indices: npt.NDArray[np.int32],
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
     ):
         """Requests the room: sends prefill ranks its pages, state slots and metadata row.
 
@@ -246,7 +247,7 @@ class Receiver:
                 self._abort(error)
                 return
 
-    def _register(self, frames: List[bytes]) -> None:
+    def _register(self, frames: list[bytes]) -> None:
         """Sends the registration to each prefill rank that serves this one."""
         for info in self.bootstrap_infos:
             error = self._send_to_prefill(info, frames)
@@ -259,7 +260,7 @@ class Receiver:
         place = (manager.local_ip.encode("ascii"), str(manager.rank_port).encode("ascii"))
         return [*place, self._rank_name()]
 
-    def _send_to_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
+    def _send_to_prefill(self, info: dict, frames: list[bytes]) -> str | None:
         """Sends a message without waiting; returns why the rank does not accept it, or None."""
         try:
             self._socket(info).send_multipart(frames)
@@ -338,7 +339,7 @@ class Receiver:
             for info in infos:
                 self._send_to_prefill(info, self._abort_frames(reason))
 
-    def _abort_frames(self, reason: str) -> List[bytes]:
+    def _abort_frames(self, reason: str) -> list[bytes]:
         room, name = str(self.bootstrap_room).encode("ascii"), self._rank_name()
         return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
 
@@ -391,7 +392,7 @@ class Receiver:
         self.conclude_state = KVPoll.Failed
         return self._end() or "another decode rank failed"
 
-    def _end(self) -> Optional[str]:
+    def _end(self) -> str | None:
         """Drops the room; returns why it failed, if it did."""
         if self.is_duplicate_room:
             self._untrack_room()
@@ -423,7 +424,7 @@ class Receiver:
     def _abort_on_all_ranks(self, reason: str) -> None:
         ranks = itertools.product(range(self.prefill.attn_tp_size), range(self.prefill.pp_size))
 
-        def abort(rank: Tuple[int, int]) -> None:
+        def abort(rank: tuple[int, int]) -> None:
             info = self._prefill_rank(*rank)
             if info is not None:
                 self._send_abort(reason, [info])

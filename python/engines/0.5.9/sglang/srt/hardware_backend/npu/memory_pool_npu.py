@@ -1,7 +1,5 @@
 """NPU pools: the size of their KV pages, and the copy of their KV to the host and back."""
 
-from typing import List, Tuple
-
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
@@ -19,7 +17,7 @@ if is_npu():
 
 
 class NPUMHATokenToKVPool:
-    def get_contiguous_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Returns address, bytes and bytes per page of each layer's K, then of its V (PR #15852).
 
         `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
@@ -49,7 +47,7 @@ class NPUMHATokenToKVPool:
         """
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
         whole = getattr(self, "kv_buffer", None)
         if whole is not None:  # K and V of all layers are one tensor
@@ -62,7 +60,7 @@ class NPUMHATokenToKVPool:
 
 
 class NPUMLATokenToKVPool:
-    def get_state_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Returns address, bytes and bytes per page of each layer's index keys, if there are any.
 
         The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), which is how
@@ -92,7 +90,7 @@ class NPUMLATokenToKVPool:
         """
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, rows, ...], rows to copy, and how many at a time.
 
         A row is a token, or with `SGLANG_USE_FIA_NZ` a page.
