@@ -60,6 +60,10 @@ class NPUMHATokenToKVPool:
 
 
 class NPUMLATokenToKVPool:
+    # Also of the index keys, if there are any: they copy `_rows`.
+    get_cpu_copy = NPUMHATokenToKVPool.get_cpu_copy
+    load_cpu_copy = NPUMHATokenToKVPool.load_cpu_copy
+
     def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Returns address, bytes and bytes per page of each layer's index keys, if there are any.
 
@@ -72,23 +76,6 @@ class NPUMLATokenToKVPool:
             [buffer.nbytes for buffer in buffers],
             [buffer[0].nbytes for buffer in buffers],
         )
-
-    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copies the KV and index keys, if any, of these token slots, [tokens], to the host.
-
-        Later releases pass more arguments, which concern other pools.
-        """
-        return copy_to_host(*self._rows(indices))
-
-    def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
-    ) -> None:
-        """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
-
-        Raises:
-            ValueError: The copy does not fit the slots or this pool; nothing has been written.
-        """
-        copy_from_host(kv_cache_cpu, *self._rows(indices))
 
     def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, rows, ...], rows to copy, and how many at a time.
