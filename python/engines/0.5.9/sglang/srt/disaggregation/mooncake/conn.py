@@ -370,27 +370,26 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             self._handle_status(frames)
 
     def _handle_status(self, frames: list[bytes]) -> None:
-        room, status, sender, *more = frames
+        """Records a prefill rank's result for a room; concludes the room after the last one."""
+        room_frame, status, sender_frame, *more = frames
         if int(status) not in ENDED:
             raise ValueError("not a status message")
         reason = more[0].decode("utf-8", "replace") if more else "no reason given"
         with self.rooms_lock:
-            if int(room) in self.requested_rooms:  # otherwise it has concluded
-                if len(more) > 1:
-                    self.arrived_digests[int(room)][int(sender)] = more[1]
-                has_failed = int(status) == KVPoll.Failed
-                self._count_status(int(room), int(sender), reason if has_failed else None)
-
-    def _count_status(self, room: int, sender: int, failure: str | None) -> None:
-        """Records a prefill rank's result, `failure` or None; concludes the room after the last."""
-        if failure is not None:
-            self.record_failure(room, f"Prefill failed: {failure}")
-            self.failing_rooms.add(room)
-        self.prefill_response_tracker[room].add(sender)
-        needed = self.required_prefill_response_num_table[room]
-        if len(self.prefill_response_tracker[room]) >= needed:
-            failed = room in self.failing_rooms
-            self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+            room = int(room_frame)
+            if room not in self.requested_rooms:
+                return  # it has concluded
+            sender = int(sender_frame)
+            if len(more) > 1:
+                self.arrived_digests[room][sender] = more[1]
+            if int(status) == KVPoll.Failed:
+                self.record_failure(room, f"Prefill failed: {reason}")
+                self.failing_rooms.add(room)
+            self.prefill_response_tracker[room].add(sender)
+            needed = self.required_prefill_response_num_table[room]
+            if len(self.prefill_response_tracker[room]) >= needed:
+                failed = room in self.failing_rooms
+                self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
 
     def add_transfer_request(
         self,

@@ -43,7 +43,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import GUARD
+    from sglang.srt.disaggregation.nixl.conn import GUARD, ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         self,
         args: KVArgs,
         disaggregation_mode: DisaggregationMode,
-        server_args,
-        is_mla_backend=False,
+        server_args: ServerArgs,
+        is_mla_backend: bool = False,
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.agent = self._make_agent()
@@ -174,12 +174,11 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
 
     def _register(self, role: str, ptrs: list[int], lens: list[int], kind: str, device: int):
         regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
+        descs, why = None, "it returned no descriptors"
         try:
             descs = self.agent.register_memory(regions, kind)
         except Exception as error:
-            descs, why = None, error
-        else:
-            why = "it returned no descriptors"
+            why = str(error)
         if not descs:
             raise RuntimeError(
                 f"NIXL could not register {len(ptrs)} {role} buffers ({sum(lens)} bytes of {kind} "

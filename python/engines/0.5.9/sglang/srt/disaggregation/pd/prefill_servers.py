@@ -58,14 +58,11 @@ class PrefillServer:
         """Reads a bootstrap server's answer; returns None if its sizes are invalid."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         sizes = [answer.get(f"prefill_{name}") for name in names]
-        if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
+        given = sizes if sizes[3] is not None else sizes[:3]
+        if not all(type(size) is int and 0 < size <= MAX_SIZE for size in given):
             return None
         announced = {name: bool(answer.get(name)) for name in ("takes_aborts", "verifies")}
         return cls(*sizes, **announced)
-
-
-def _is_size(number: object) -> bool:
-    return type(number) is int and 0 < number <= MAX_SIZE
 
 
 def start_thread(act: Callable[..., None], *args) -> bool:
@@ -139,11 +136,10 @@ class PrefillServers:
         """
         if time.monotonic() < self.retry_bootstrap_at.get(address, 0.0):
             return None
+        url = f"http://{address}/route"
         query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
         try:
-            response = requests.get(
-                f"http://{address}/route", params=query, timeout=HTTP_TIMEOUT_SECONDS
-            )
+            response = requests.get(url, params=query, timeout=HTTP_TIMEOUT_SECONDS)
             answer = response.json() if response.status_code == 200 else None
             if isinstance(answer, dict):
                 return answer
@@ -173,7 +169,9 @@ class PrefillServers:
             failures: dict[str, int] = {}
             while True:
                 time.sleep(self.heartbeat_interval)
-                for address in self._addresses():
+                tracked = list(self.addr_to_rooms_tracker.items())
+                # A dropped server may still have rooms here.
+                for address in {*self.prefill_servers, *(one for one, rooms in tracked if rooms)}:
                     try:
                         look(address, failures)
                     except Exception:  # one address must not stop the others' heartbeats
@@ -181,11 +179,6 @@ class PrefillServers:
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.call_periodically(self.check_prefill_servers)
-
-    def _addresses(self) -> list[str]:
-        """Returns servers in use, and dropped servers that still have rooms here."""
-        tracked = list(self.addr_to_rooms_tracker.items())
-        return list({*self.prefill_servers, *(address for address, rooms in tracked if rooms)})
 
     def is_replaced(self, address: str) -> bool:
         """Whether another server has this address now, while the old one's ranks may live on.
@@ -270,10 +263,8 @@ def _is_port_closed(place: tuple[str, int]) -> bool:
 
 def _is_healthy(address: str) -> bool:
     try:
-        return (
-            requests.get(f"http://{address}/health", timeout=HEALTH_TIMEOUT_SECONDS).status_code
-            == 200
-        )
+        response = requests.get(f"http://{address}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        return response.status_code == 200
     except Exception as error:  # `requests` also raises exceptions of other libraries
         logger.info(f"Prefill server {address}: {error}")
         return False

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +15,15 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import prefill_ranks_of, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, start_thread
+from sglang.srt.disaggregation.pd.prefill_servers import (
+    PrefillServer,
+    PrefillServers,
+    start_thread,
+)
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 
 logger = logging.getLogger(__name__)
 
@@ -394,21 +394,18 @@ class Receiver:
 
     def _end(self) -> str | None:
         """Drops the room; returns why it failed, if it did."""
+        manager, room, tracked = self.kv_mgr, self.bootstrap_room, self.kv_mgr.addr_to_rooms_tracker
         if self.is_duplicate_room:
-            self._untrack_room()
+            # The engine tracks rooms by server; this entry may be the first request's.
+            noted = [room in rooms for rooms in list(tracked.values())]
+            if sum(noted) > 1 or room not in manager.request_status:
+                tracked[self.bootstrap_addr].discard(room)
             return DUPLICATE_ROOM
-        self.kv_mgr.requested_ranks.pop(self.bootstrap_room, None)
-        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-        reason = self.kv_mgr.drop_room(self.bootstrap_room)
-        self.kv_mgr.lost_rooms.pop(self.bootstrap_room, None)
+        manager.requested_ranks.pop(room, None)
+        tracked[self.bootstrap_addr].discard(room)
+        reason = manager.drop_room(room)
+        manager.lost_rooms.pop(room, None)
         return reason
-
-    def _untrack_room(self) -> None:
-        """Removes the engine's entry of this room for the server, unless the first request's."""
-        manager, room = self.kv_mgr, self.bootstrap_room
-        noted = [room in rooms for rooms in list(manager.addr_to_rooms_tracker.values())]
-        if sum(noted) > 1 or room not in manager.request_status:
-            manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
