@@ -41,7 +41,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     start_reader_thread,
 )
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
 from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
@@ -62,13 +62,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class TransferInfo:
-    # Whether the rank was notified of how the room concluded.
-    is_notified: bool = False
+class TransferInfo(RoomRequest):
     # Copies of a failed write may arrive until then, on the monotonic clock.
     unsettled_until: float = 0.0
     # What the room sent to the rank; None if it does not compare.
     digests: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        return self.mooncake_session_id
 
 
 @dataclasses.dataclass
@@ -450,9 +452,6 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def drop_peer(self, name: str) -> None:
         """Drops a decode rank's back-off. Overrides `SilenceWatch.drop_peer`."""
         self.back_off.reset(name)
-
-    def _peer_name(self, info: TransferInfo) -> str:
-        return info.mooncake_session_id
 
     @property
     def sends_state_by_plan(self) -> bool:

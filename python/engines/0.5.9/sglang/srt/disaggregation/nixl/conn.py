@@ -31,12 +31,8 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
-from sglang.srt.disaggregation.pd.nixl_transfers import (
-    NixlTransfers,
-    RoomFailed,
-    Transfer,
-)
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, split_state
+from sglang.srt.disaggregation.pd.nixl_transfers import NixlTransfers, RoomFailed, Transfer
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -51,10 +47,13 @@ REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
 
 
 @dataclasses.dataclass
-class TransferInfo:
-    # Whether the rank was notified that the room failed, and whether that had to wait.
-    is_notified: bool = False
+class TransferInfo(RoomRequest):
+    # Whether it could not be notified at once that the room failed.
     is_delayed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.agent_name
 
 
 @dataclasses.dataclass
@@ -340,9 +339,6 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         super()._handle_bootstrap_message(frames[1:])
 
-    def _peer_name(self, info: TransferInfo) -> str:
-        return info.agent_name
-
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
         name = info.name.encode("ascii")
         # NIXL uses the name in the metadata, and drops that agent if the rest is garbled.
@@ -406,8 +402,8 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             self.agent.remove_remote_agent(name)
 
     def _open_room(self, info: TransferInfo) -> None:
-        self.handle_peer_recovered(info.agent_name)
-        self.drop_pending_notices(info.agent_name, info.room)  # an earlier request's
+        self.handle_peer_recovered(info.name)
+        self.drop_pending_notices(info.name, info.room)  # an earlier request's
         super()._open_room(info)
 
 

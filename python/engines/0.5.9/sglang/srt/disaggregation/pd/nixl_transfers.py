@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import Notification, format_notification
 from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
+from sglang.srt.disaggregation.pd.peers import RoomRequest
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class NixlTransfers:
     # Transfers that no sender waits for, and failure notices to send once transfers finish: room,
     # decode rank, the rank's request for the room, reason.
     abandoned_transfers: list[Transfer] = PerInstance(list)
-    pending_notices: list[tuple[int, str, Any, str]] = PerInstance(list)
+    pending_notices: list[tuple[int, str, RoomRequest, str]] = PerInstance(list)
 
     def _start(
         self, peer: str, room: int, src: object, dst: object, notification: bytes
@@ -262,7 +263,7 @@ class NixlTransfers:
         self._notify_failed(room, peers, reason)
         return reason
 
-    def _notify_failed(self, room: int, peers: Mapping[str, Any], reason: str) -> None:
+    def _notify_failed(self, room: int, peers: Mapping[str, RoomRequest], reason: str) -> None:
         """Notifies decode ranks of a room's failure, once: the room may soon be another request's.
 
         A rank must keep the room's pages while a write to it may go on, which is abandoned, or
@@ -287,7 +288,7 @@ class NixlTransfers:
                 info.is_delayed, info.is_notified = True, False
                 self._notify_later(room, peer, info, reason)
 
-    def _notify_later(self, room: int, peer: str, info: Any, reason: str) -> None:
+    def _notify_later(self, room: int, peer: str, info: RoomRequest, reason: str) -> None:
         """Queues a failure notice to a decode rank, which `check_peers` sends."""
         with self.agent_lock:
             self.pending_notices.append((room, peer, info, reason))

@@ -15,11 +15,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import prefill_ranks_of, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.prefill_servers import (
-    PrefillServer,
-    PrefillServers,
-    start_thread,
-)
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers, start_thread
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation.pd.peers import PeerRegistration
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.verify import Chunk, Verifier
 
@@ -36,7 +36,9 @@ class VerifyingManager:
                 if room in self.request_status:  # otherwise the entry would never be dropped
                     self.sent_pages[room].append((index_slice, pages))
 
-    def room_digests(self, room: int, info: Any, state_pages: Sequence[int] | None) -> bytes | None:
+    def room_digests(
+        self, room: int, info: PeerRegistration, state_pages: Sequence[int] | None
+    ) -> bytes | None:
         """Prefill: digests of all that the room sent to a decode rank; None if it expects none.
 
         Args:
