@@ -39,9 +39,9 @@ from sglang.srt.disaggregation.pd.message_checks import (
     drop_invalid,
 )
 from sglang.srt.disaggregation.pd.peers import PlannedTransfers, check_state_pages
+from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
-from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
 from sglang.srt.environ import envs
@@ -94,7 +94,7 @@ class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
 class MooncakeKVManager(
     BoundedWrites,
     DigestSender,
-    SilentPeers,
+    PrefillManager,
     RoomFailures,
     PlannedTransfers,
     EngineMooncakeKVManager,

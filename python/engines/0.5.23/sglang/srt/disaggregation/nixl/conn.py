@@ -35,8 +35,8 @@ from sglang.srt.disaggregation.pd.message_checks import (
 )
 from sglang.srt.disaggregation.pd.peers import PlannedTransfers
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
-from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
 from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
 
 if TYPE_CHECKING:
@@ -104,7 +104,12 @@ class QueueingState(threading.local):
 
 
 class NixlKVManager(
-    EarlyConnections, DigestSender, SilentPeers, RoomFailures, PlannedTransfers, EngineNixlKVManager
+    EarlyConnections,
+    DigestSender,
+    PrefillManager,
+    RoomFailures,
+    PlannedTransfers,
+    EngineNixlKVManager,
 ):
     connection = ConnectionState()
     queuing = QueueingState()

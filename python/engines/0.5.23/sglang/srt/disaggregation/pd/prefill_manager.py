@@ -1,8 +1,8 @@
-"""Prefill: a decode rank that does not answer delays only its own requests."""
+"""Prefill: overrides of the engine's methods that the KV managers of all backends share."""
 
 from __future__ import annotations
 
-from typing import Any, Set
+from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
@@ -11,8 +11,8 @@ from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
-class SilentPeers(SilenceWatch, PeerQueues):
-    """Mixin for a prefill rank's KV manager, over `RoomFailures` and the engine's."""
+class PrefillManager(SilenceWatch, PeerQueues):
+    """Base of a prefill rank's KV manager, before `RoomFailures` and the engine's."""
 
     def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
         """Fails an open room, one of whose decode ranks is silent.
@@ -27,7 +27,7 @@ class SilentPeers(SilenceWatch, PeerQueues):
                 self.update_status(room, KVPoll.Failed)
         self.track_room_without_sender(room)  # the silent rank may never abort it
 
-    def peers_in_use(self) -> Set[str]:
+    def peers_in_use(self) -> set[str]:
         """Returns the decode ranks with open rooms, and those that are being written to.
 
         A rank may be written to after its room is cleared. Rooms that are over, and kept only in
