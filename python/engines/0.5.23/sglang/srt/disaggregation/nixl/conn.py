@@ -121,7 +121,7 @@ class NixlKVManager(
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's: they may be in host memory."""
-        if self.kv_args.memory == "DRAM":
+        if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
 
@@ -290,7 +290,7 @@ class NixlKVManager(
             return super()._prepare_payload_xfer(peer_info)
         plan: PeerPlan = peer_info.plan
         slots = self._num_slots_src
-        memory = peer_memory_kind(self.kv_args.layout, plan.layout)
+        memory = peer_memory_kind(self.layout, plan.layout)
         peer_info.dst_homogeneous_mem_kind = memory
         kv = self._prepare(peer_info, plan.kv, memory, slots, peer_info.dst_num_slots or slots)
         self.prepared[peer, "kv"] = kv
@@ -416,7 +416,7 @@ class NixlKVManager(
             return None
         gpu_id = self.decode_kv_args_table[peer].gpu_id
         sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
-        memory = peer_memory_kind(self.kv_args.layout, self.plan_for(peer).layout)
+        memory = peer_memory_kind(self.layout, self.plan_for(peer).layout)
         return self._post(peer, *sides, "VRAM", memory)
 
     def _post(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:

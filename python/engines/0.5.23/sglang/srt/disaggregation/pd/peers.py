@@ -64,7 +64,7 @@ class PlannedTransfers:
             page_bytes: Bytes per page of its first buffer.
         """
         info.plan, info.refusal = None, ""
-        if self.kv_args.layout is None or info.requires_dcp_relayout:
+        if self.layout is None or info.requires_dcp_relayout:
             return
         frame = info.layout_frame
         try:
@@ -99,7 +99,7 @@ class PlannedTransfers:
         tp: tuple[int, int],
         page_bytes: int,
     ) -> PeerPlan:
-        args, own, state = self.kv_args, self.kv_args.layout, None
+        args, own, state = self.kv_args, self.layout, None
         rows = len(info.dst_aux_ptrs) if layout is None else len(layout.aux)
         if rows != len(own.aux):  # some rows are optional: left to the engine
             own = replace(own, aux=(), aux_slots=0)

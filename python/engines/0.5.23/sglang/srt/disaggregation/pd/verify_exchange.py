@@ -60,7 +60,7 @@ class DigestSender:
             pages: Pages of this rank's pool, whose numbers may still be on their way to the host.
             state: Pages or slots by kind of state, or None.
         """
-        if self.kv_args.verifier is not None:
+        if self.verifier is not None:
             for info in list(self.transfer_infos.get(room, {}).values()):
                 info.sent_chunks = (*info.sent_chunks, (index_slice, pages))
                 info.sent_state = state
@@ -68,7 +68,7 @@ class DigestSender:
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
         """Concludes a room. Extends the engine's: first sends digests to ranks that compare."""
         is_open = self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed
-        if status == KVPoll.Success and is_open and self.kv_args.verifier is not None:
+        if status == KVPoll.Success and is_open and self.verifier is not None:
             for peer, info in list(self.transfer_infos.get(bootstrap_room, {}).items()):
                 self._send_digests(bootstrap_room, peer, info)
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
@@ -77,7 +77,7 @@ class DigestSender:
         plan = None if info.is_dummy else self.plan_for(peer)
         if plan is None or not plan.layout.verifies:
             return
-        verifier: Verifier = self.kv_args.verifier
+        verifier: Verifier = self.verifier
         state = None if plan.state is None or not info.sent_state else info.sent_state[0]
         chunks = [(where, np.asarray(pages)) for where, pages in info.sent_chunks]
         found = verifier.digests(room, chunks, plan.layout, state, True)
@@ -115,7 +115,7 @@ class VerifyingReceiver:
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, *more, **options):
         """Sends the metadata. Extends the engine's: notes the pages that are to be compared."""
         infos = getattr(self, "bootstrap_infos", None)
-        if self.kv_mgr.kv_args.verifier is not None and infos:
+        if self.kv_mgr.verifier is not None and infos:
             if all(info["is_dummy"] or info.get("verifies") for info in infos):
                 state = state_indices[0] if state_indices else None
                 self.expected_pages = (kv_indices, state, time.time())
@@ -140,11 +140,11 @@ class VerifyingReceiver:
 
     def _verify(self, pages: np.ndarray, state, asked_at: float) -> Optional[str]:
         manager = self.kv_mgr
-        verifier: Verifier = manager.kv_args.verifier
+        verifier: Verifier = manager.verifier
         frames = manager.arrived_digests.pop(self.bootstrap_room, {})
         missing = self.required_prefill_response_num - len(frames)
         frames = [*frames.values(), *[b""] * missing]
-        state = state if manager.kv_args.layout.state else None
+        state = state if manager.layout.state else None
         at = f"{manager.local_ip}:{manager.rank_port}"
         with verifier.reports.lock:
             report = verifier.reports.report_for(self.bootstrap_addr, at)
