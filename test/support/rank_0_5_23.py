@@ -36,7 +36,7 @@ class Rank(MessageRecorder, RankBase):
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *("addr_to_rooms_tracker", "arrived_digests"),
+        *("addr_to_rooms_tracker", "sent_pages", "arrived_digests"),
         *("_deferred_ack_targets", "_deferred_abort_ack_tracker"),
     )
     METADATA = {"max_sampling_mask_tokens": 16}

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import NotifyingSender
 from sglang.srt.disaggregation.pd.verify import Verifier
-from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, VerifyingReceiver
+from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, SentPages, VerifyingReceiver
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 
@@ -41,8 +41,10 @@ RENAMED = (
 )
 
 
-class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCommonKVManager):
+class CommonKVManager(PrefillServers, CompatibilityCheck, EngineCommonKVManager):
     status_lock = PerInstance(threading.RLock)
+    sent_pages: SentPages = PerInstance(SentPages)
+    arrived_digests: DigestInbox = PerInstance(DigestInbox)
 
     @property
     def layout(self) -> RankLayout | None:

@@ -42,7 +42,6 @@ from sglang.srt.disaggregation.pd.peers import PlannedTransfers, check_state_pag
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
-from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
 from sglang.srt.environ import envs
 
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
         DisaggregationMode,
         EngineKVArgsRegisterInfo,
         EngineMooncakeKVManager,
+        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,6 @@ RENAMED = (
     ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
     ("MooncakeKVManager", "EngineMooncakeKVManager"),
 )
-
-
-class TransferInfo:
-    # What has been sent for this request, see `pd.verify_exchange`.
-    sent_chunks = ()
-    sent_state = None
 
 
 class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
@@ -93,7 +87,6 @@ class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
 
 class MooncakeKVManager(
     BoundedWrites,
-    DigestSender,
     PrefillManager,
     RoomFailures,
     PlannedTransfers,
@@ -167,7 +160,7 @@ class MooncakeKVManager(
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
             check_staging_message(frames, self._staging_handler)
-        return self.handle_digests_message(frames)
+        return self.arrived_digests.store(frames, self.request_status)
 
     def _check_aux_data(self, frames: List[bytes]) -> None:
         """Raises ValueError for a metadata row that fits no open room or no buffer."""

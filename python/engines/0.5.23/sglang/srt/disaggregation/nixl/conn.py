@@ -37,7 +37,6 @@ from sglang.srt.disaggregation.pd.peers import PlannedTransfers
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
-from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         GUARD,
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
+        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,6 @@ CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
 REGISTRATION_RETRY_SECONDS = 10.0
 # The frame of a registration that holds the NIXL agent's metadata.
 METADATA_FRAME = 5
-
-
-class TransferInfo:
-    # What has been sent for this request, see `pd.verify_exchange`.
-    sent_chunks = ()
-    sent_state = None
 
 
 class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
@@ -105,7 +99,6 @@ class QueueingState(threading.local):
 
 class NixlKVManager(
     EarlyConnections,
-    DigestSender,
     PrefillManager,
     RoomFailures,
     PlannedTransfers,
@@ -193,7 +186,7 @@ class NixlKVManager(
     def _check_decode_message(self, frames: List[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
             check_staging_message(frames, self._staging_handler)
-        return self.handle_digests_message(frames)
+        return self.arrived_digests.store(frames, self.request_status)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""

@@ -48,8 +48,8 @@ class PlannedTransfers:
     """Mixin for a prefill rank's KV manager.
 
     `decode_kv_args_table` has each registered decode rank; its registration has `plan`, None if
-    the engine sends its own way, and `refusal`, empty unless the rank is refused. `note_chunk`
-    comes from `pd.verify_exchange`, `silence_reason` from `pd.peer_silence`.
+    the engine sends its own way, and `refusal`, empty unless the rank is refused. `sent_pages`
+    comes from `CommonKVManager`, `silence_reason` from `pd.peer_silence`.
     """
 
     def set_plan(self, name: str, info: Any, tp: tuple[int, int], page_bytes: int) -> None:
@@ -161,9 +161,10 @@ class PlannedTransfers:
         try:
             reason = self._refusal_reason(bootstrap_room, index_slice)
             if not reason:
-                self.note_chunk(
-                    bootstrap_room, index_slice, kv_indices, options.get("state_indices")
-                )
+                if self.verifier is not None and bootstrap_room in self.transfer_infos:
+                    self.sent_pages.note(
+                        bootstrap_room, index_slice, kv_indices, options.get("state_indices")
+                    )
                 chunk = (bootstrap_room, kv_indices, index_slice, is_last_chunk)
                 super().add_transfer_request(*chunk, *more, **options)
                 return

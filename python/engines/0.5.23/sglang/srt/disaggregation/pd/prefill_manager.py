@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
+from sglang.srt.utils.network import NetworkAddress
+
+logger = logging.getLogger(__name__)
 
 ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
 class PrefillManager(SilenceWatch, PeerQueues):
     """Base of a prefill rank's KV manager, before `RoomFailures` and the engine's."""
+
+    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
+        """Concludes a room. Extends the engine's: first sends digests to ranks that compare."""
+        if status == KVPoll.Success and self.verifier is not None:
+            self._send_digests(bootstrap_room)
+        return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
+
+    def _send_digests(self, room: int) -> None:
+        """Sends digests of what an open room has sent, to each decode rank that compares them."""
+        sent, status = self.sent_pages.get(room), self.request_status.get(room, KVPoll.Failed)
+        if sent is None or status == KVPoll.Failed:
+            return
+        rank = self._prefill_unique_rank()
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            plan = None if info.is_dummy else self.plan_for(peer)
+            if plan is None or not plan.layout.verifies:
+                continue
+            frames = sent.message(room, rank, self.verifier, plan)
+            address = NetworkAddress(info.endpoint, info.dst_port)
+            try:
+                self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
+            except Exception as error:
+                logger.warning(f"Room {room}: could not send digests to decode {peer}: {error}")
 
     def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
         """Fails an open room, one of whose decode ranks is silent.

@@ -176,7 +176,8 @@ class RoomFailures:
 
     def _drop_room(self, room: int) -> None:
         with self.status_lock:
-            for table in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
+            tables = (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len)
+            for table in (*tables, self.sent_pages):
                 table.pop(room, None)
         self.drop_reason(room)  # last: with a status, another thread could record it again
 
@@ -391,8 +392,7 @@ class NotifyingSender:
             self.reason = manager.failure_records.get(room)
             manager.run_when_stored(room, self._clear_failed)
         else:
-            with manager.status_lock:
-                super().clear()
+            self._drop_room()
 
     def _clear_failed(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
@@ -401,7 +401,14 @@ class NotifyingSender:
         reason = self.reason or "another prefill rank failed"
         manager.record_failed_room(room, reason, self.notified)
         manager.notify_waiting_decode_ranks(room)
-        with manager.status_lock:
-            super().clear()
+        self._drop_room()
         if self.is_reason_raised:
             manager.drop_reason(room)
+
+    def _drop_room(self) -> None:
+        """Drops the engine's entries for the room, and its pages for digests."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        with manager.status_lock:
+            super().clear()
+        if room not in manager.request_status:  # else another request has it
+            manager.sent_pages.pop(room, None)
