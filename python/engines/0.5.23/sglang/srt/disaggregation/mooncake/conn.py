@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
     LayoutError,
-    PeerPlan,
     Sizes,
     TransferPlan,
     decode_layout,
@@ -38,7 +37,12 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_staging_message,
     drop_invalid,
 )
-from sglang.srt.disaggregation.pd.peers import PlannedTransfers, check_state_pages
+from sglang.srt.disaggregation.pd.peers import (
+    PeerRegistration,
+    check_state_pages,
+    pair_state_pages,
+    plan_or_refusal,
+)
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
@@ -66,13 +70,9 @@ RENAMED = (
 )
 
 
-class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
-    # What it says of its buffers; empty and None if it does not describe them.
-    layout_frame = b""
+class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
+    # Sizes of its buffers; None if it does not report them.
     sizes: Optional[Sizes] = None
-    # How this decode rank is served, see `pd.peers`.
-    plan: Optional[PeerPlan] = None
-    refusal = ""
     # The memory it has registered, see `pd.write_bounds`.
     bounds: Optional[Bounds] = None
     state_slots = ()
@@ -89,7 +89,6 @@ class MooncakeKVManager(
     BoundedWrites,
     PrefillManager,
     RoomFailures,
-    PlannedTransfers,
     EngineMooncakeKVManager,
 ):
     # Adds a frame, which stock decode ranks of this release read, too.
@@ -192,7 +191,8 @@ class MooncakeKVManager(
         """
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
-            self.set_plan(mooncake_session_id, info, tp, info.dst_kv_item_len)
+            own = (self.kv_args, self.layout)
+            info.plan, info.refusal = plan_or_refusal(mooncake_session_id, *own, info, tp)
             info.refusal = unreachable_reason(mooncake_session_id) or info.refusal
             self._set_peer_bounds(mooncake_session_id, info)
             super()._publish_peer_registration(mooncake_session_id, info)
@@ -370,7 +370,8 @@ class MooncakeKVManager(
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )
-        pages = self.pair_state_pages(prefill_state_indices, req.dst_state_indices)
+        kind = self.kv_args.state_types[0]
+        pages = pair_state_pages(kind, prefill_state_indices, req.dst_state_indices)
         return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
 
     def _check_state_lists(self, req: TransferInfo, own: List) -> None:

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Literal, Optional, Set, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from sglang.srt.disaggregation.kv_layout import (
     LayoutError,
     PeerPlan,
     PreparedPlan,
-    RankLayout,
     TransferPlan,
     find_layout_frame,
     prepare,
@@ -33,7 +32,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_rank_name,
     check_staging_message,
 )
-from sglang.srt.disaggregation.pd.peers import PlannedTransfers
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.room_failures import RoomFailures
@@ -63,12 +62,7 @@ REGISTRATION_RETRY_SECONDS = 10.0
 METADATA_FRAME = 5
 
 
-class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
-    # What it says of its buffers; empty if it does not describe them.
-    layout_frame = b""
-    # How this decode rank is served, see `pd.peers`.
-    plan: Optional[PeerPlan] = None
-    refusal = ""
+class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     # Whether its next request for a room is to register it again, and from when on; on the
     # monotonic clock.
     needs_retry = False
@@ -101,7 +95,6 @@ class NixlKVManager(
     EarlyConnections,
     PrefillManager,
     RoomFailures,
-    PlannedTransfers,
     EngineNixlKVManager,
 ):
     connection = ConnectionState()
@@ -200,7 +193,8 @@ class NixlKVManager(
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
             info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
-            self.set_plan(name, info, tp, info.dst_kv_item_len)
+            own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
+            info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
             if not info.refusal:
                 super()._add_remote_peer(info)
         except Exception as error:
@@ -238,11 +232,6 @@ class NixlKVManager(
             table.pop(name, None)
         with contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.agent.remove_remote_agent(name)
-
-    def matches_inferred_layout(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
-        return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().matches_inferred_layout(
-            info, layout
-        )
 
     def build_receiver_registration_message(self) -> List[bytes]:
         """Builds the registration. Extends the engine's: adds the buffers' layout."""
@@ -330,10 +319,11 @@ class NixlKVManager(
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        if plan is None:
             sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, *more)
             return super().send_kvcache(*sent, **options)
-        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
     def send_kvcache_slice(
         self,
@@ -343,20 +333,28 @@ class NixlKVManager(
     ):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
         self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        if plan is None:
             return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
-        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def _post_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
-        """Starts to write these pages of "kv" or "state"."""
+    def _post_planned(
+        self,
+        peer: str,
+        plan: PeerPlan,
+        what: Literal["kv", "state"],
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+    ) -> Optional[Any]:
+        """Starts to write these pages. Returns NIXL's handle, None for nothing."""
         if (peer, what) not in self.prepared:
             raise RuntimeError(
                 f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
             )
         known = self.prepared[peer, what]
         if known is None:
-            plan = getattr(self.plan_for(peer), what)
-            return self._post_copies(peer, plan.copies(src_pages, dst_pages))
+            copies = getattr(plan, what).copies(src_pages, dst_pages)
+            return self._post_copies(peer, plan, copies)
         prepared, ours, theirs = known
         src, dst = prepared.blocks(src_pages, dst_pages)
         if not src.size:
@@ -399,17 +397,18 @@ class NixlKVManager(
             state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
             yield from super().maybe_send_extra(peer_name, *state, *more, **options)
             return
-        pages = self.pair_state_pages(prefill_state_indices, dst_state_indices)
-        handle = self._post_planned(peer_name, "state", *pages)
+        kind = self.kv_args.state_types[0]
+        pages = pair_state_pages(kind, prefill_state_indices, dst_state_indices)
+        handle = self._post_planned(peer_name, plan, "state", *pages)
         if handle is not None:
             yield handle
 
-    def _post_copies(self, peer: str, copies: Copies) -> Optional[Any]:
+    def _post_copies(self, peer: str, plan: PeerPlan, copies: Copies) -> Optional[Any]:
         if not len(copies):
             return None
         gpu_id = self.decode_kv_args_table[peer].gpu_id
         sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
-        memory = peer_memory_kind(self.layout, self.plan_for(peer).layout)
+        memory = peer_memory_kind(self.layout, plan.layout)
         return self._post(peer, *sides, "VRAM", memory)
 
     def _post(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:

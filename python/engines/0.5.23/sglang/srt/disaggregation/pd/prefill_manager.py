@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import AuxPlan, PeerPlan
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
+from sglang.srt.disaggregation.pd.peers import chunk_refusal
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -16,7 +19,60 @@ ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
 class PrefillManager(SilenceWatch, PeerQueues):
-    """Base of a prefill rank's KV manager, before `RoomFailures` and the engine's."""
+    """Base of a prefill rank's KV manager, before `RoomFailures` and the engine's.
+
+    `decode_kv_args_table` has the `PeerRegistration` of each decode rank.
+    """
+
+    def plan_for(self, peer: str) -> PeerPlan | None:
+        """Returns the plan for a decode rank; None if the engine sends its own way."""
+        return getattr(self.decode_kv_args_table.get(peer), "plan", None)
+
+    def aux_plan_for(self, peer: str) -> AuxPlan | None:
+        """Returns the plan for a decode rank's metadata; None if the engine sends them."""
+        plan = self.plan_for(peer)
+        return plan.aux if plan is not None and plan.aux.widths else None
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last_chunk: bool,
+        *more,
+        **options,
+    ) -> None:
+        """Queues one chunk. Extends the engine's: an error only fails its room, on both sides."""
+        room = bootstrap_room
+        try:
+            reason = self._refusal_reason(room, index_slice)
+            if not reason:
+                if self.verifier is not None and room in self.transfer_infos:
+                    state = options.get("state_indices")
+                    self.sent_pages.note(room, index_slice, kv_indices, state)
+                chunk = (room, kv_indices, index_slice, is_last_chunk)
+                super().add_transfer_request(*chunk, *more, **options)
+                return
+        except Exception as error:
+            logger.exception(f"Room {room}: a chunk could not be queued")
+            reason = f"Prefill could not send KV: {error!r}"
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def _refusal_reason(self, room: int, index_slice: slice) -> str:
+        """Returns why a chunk fails its room; "" if it does not."""
+        if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
+            return ""  # the room is over: none of its chunks is sent
+        silent = self.silence_reason(room)
+        if silent:
+            return silent
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            if info.is_dummy:
+                continue
+            known = self.decode_kv_args_table.get(peer)
+            why = chunk_refusal(room, peer, known, index_slice, len(info.dst_kv_indices))
+            if why:
+                return why
+        return ""
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Concludes a room. Extends the engine's: first sends digests to ranks that compare."""
@@ -69,6 +125,6 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
     def note_metadata_sender(self, name: str) -> None:
         """Notes that a decode rank that requests a room is alive."""
-        info: Any = self.decode_kv_args_table.get(name)
+        info = self.decode_kv_args_table.get(name)
         if info is not None:
             self.note_peer_alive(name, info)
