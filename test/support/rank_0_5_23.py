@@ -141,7 +141,7 @@ class Rank(MessageRecorder, RankBase):
             if (table := self._table(name)) is not None:
                 table.pop(room, None)
         if self.is_prefill:
-            self.manager.rooms_without_sender.pop(room, None)
+            self.manager.failures.rooms_without_sender.pop(room, None)
 
     def _table(self, name):
         table = super()._table(name)

@@ -44,7 +44,6 @@ from sglang.srt.disaggregation.pd.peers import (
     plan_or_refusal,
 )
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
-from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
 from sglang.srt.environ import envs
@@ -85,12 +84,7 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
         return info
 
 
-class MooncakeKVManager(
-    BoundedWrites,
-    PrefillManager,
-    RoomFailures,
-    EngineMooncakeKVManager,
-):
+class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # Per transfer worker: the last room that may still be written to.
@@ -126,7 +120,7 @@ class MooncakeKVManager(
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return drop_invalid(recv, self._check_decode_message)
-        return drop_invalid(recv, self._check_prefill_message, self.end_message)
+        return drop_invalid(recv, self._check_prefill_message, self.failures.end_message)
 
     def _check_prefill_message(self, frames: List[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.
@@ -151,7 +145,8 @@ class MooncakeKVManager(
                 self.note_metadata_sender(info.mooncake_session_id)
                 if unreachable_reason(info.mooncake_session_id):
                     frames[7] = b"1"  # ranks without a port share a session id: one opens the room
-                return self.reject_failed_room(info)
+                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
         return False
 
     def _check_decode_message(self, frames: List[bytes]) -> bool:

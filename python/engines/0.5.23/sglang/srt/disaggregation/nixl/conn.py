@@ -35,7 +35,6 @@ from sglang.srt.disaggregation.pd.message_checks import (
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
-from sglang.srt.disaggregation.pd.room_failures import RoomFailures
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -91,12 +90,7 @@ class QueueingState(threading.local):
     wait_event: Any = None
 
 
-class NixlKVManager(
-    EarlyConnections,
-    PrefillManager,
-    RoomFailures,
-    EngineNixlKVManager,
-):
+class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     connection = ConnectionState()
     queuing = QueueingState()
 
@@ -116,7 +110,7 @@ class NixlKVManager(
     def _start_bootstrap_thread(self):
         """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.end_message
+            self.server_socket, self._check_prefill_message, self.failures.end_message
         )
         super()._start_bootstrap_thread()
 
@@ -147,7 +141,8 @@ class NixlKVManager(
                 check_metadata_message(info)
                 self.note_metadata_sender(info.agent_name)
                 self._retry_registration(info.agent_name)
-                return self.reject_failed_room(info)
+                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
         return False
 
     @functools.cached_property
