@@ -43,7 +43,8 @@ RENAMED = (
 
 class CommonKVManager(PrefillServers, CompatibilityCheck, EngineCommonKVManager):
     status_lock = PerInstance(threading.RLock)
-    sent_pages: SentPages = PerInstance(SentPages)
+    # By room, see `pd.verify_exchange`.
+    sent_pages: dict[int, SentPages] = PerInstance(dict)
     arrived_digests: DigestInbox = PerInstance(DigestInbox)
 
     @property

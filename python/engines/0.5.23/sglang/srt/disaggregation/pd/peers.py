@@ -26,27 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class PeerRegistration:
-    """Base of a decode rank's registration, before the engine's.
+    """What the patch set adds to an engine's registration of a decode rank."""
 
-    Attributes:
-        dst_kv_ptrs, dst_aux_ptrs: The engine's: addresses of KV and metadata buffers.
-        dst_state_data_ptrs: Addresses of state buffers, by kind of state.
-        dst_kv_item_len: Bytes per page of the first KV buffer.
-        dst_kv_item_lens, dst_state_item_lens: Bytes per page or slot of each buffer.
-        requires_dcp_relayout: Whether the engine splits pages among decode context ranks.
-        layout_frame: Ours: the description of these buffers; empty if the rank sends none.
-        plan: The copies to the rank; None if the engine sends its own way.
-        refusal: Why the rank is refused; empty unless it is.
-    """
-
-    dst_kv_ptrs: list[int]
-    dst_aux_ptrs: list[int]
-    dst_state_data_ptrs: list[list[int]]
-    dst_kv_item_len: int
-    dst_kv_item_lens: list[int]
-    dst_state_item_lens: list[list[int]]
-    requires_dcp_relayout: bool
+    # The description of its buffers; empty if it sends none.
     layout_frame: bytes = b""
+    # How it is served: by this plan, or not at all, for this reason; else by the engine's own code.
     plan: PeerPlan | None = None
     refusal: str = ""
 

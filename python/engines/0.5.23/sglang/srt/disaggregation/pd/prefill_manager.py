@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.pd.room_failures import (
     RoomFailures,
     parse_abort,
 )
+from sglang.srt.disaggregation.pd.verify_exchange import SentPages
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
             reason = self._refusal_reason(room, index_slice)
             if not reason:
                 if self.verifier is not None and room in self.transfer_infos:
-                    state = options.get("state_indices")
-                    self.sent_pages.note(room, index_slice, kv_indices, state)
+                    sent = self.sent_pages.setdefault(room, SentPages())
+                    sent.note(index_slice, kv_indices, options.get("state_indices"))
                 chunk = (room, kv_indices, index_slice, is_last_chunk)
                 super().add_transfer_request(*chunk, *more, **options)
                 return

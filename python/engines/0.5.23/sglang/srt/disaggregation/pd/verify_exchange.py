@@ -51,8 +51,8 @@ def require_verifiable(layout: RankLayout | None, why_not: str) -> None:
 
 
 @dataclass
-class RoomPages:
-    """What a room has queued.
+class SentPages:
+    """Prefill: what a room has queued, of which digests will be sent.
 
     Attributes:
         chunks: Each chunk's place among the request's pages, and its pages of this rank's pool,
@@ -61,7 +61,12 @@ class RoomPages:
     """
 
     chunks: list[tuple[slice, npt.ArrayLike]] = field(default_factory=list)
-    state: Sequence[npt.ArrayLike | None] | None = None
+    state: list | None = None
+
+    def note(self, index_slice: slice, pages: npt.ArrayLike, state: list | None) -> None:
+        """Notes a chunk that is about to be queued."""
+        self.chunks.append((index_slice, pages))
+        self.state = state
 
     def message(self, room: int, sender: int, verifier: Verifier, plan: PeerPlan) -> list[bytes]:
         """Returns the frames with digests of what a decode rank was sent.
@@ -74,22 +79,6 @@ class RoomPages:
         chunks = [(where, np.asarray(pages)) for where, pages in self.chunks]
         digests = verifier.digests(room, chunks, plan.layout, state, True)
         return [DIGESTS, b"%d" % room, b"%d" % sender, digests]
-
-
-class SentPages(dict[int, RoomPages]):
-    """Prefill: by open room, the pages of which digests will be sent."""
-
-    def note(
-        self,
-        room: int,
-        index_slice: slice,
-        pages: npt.ArrayLike,
-        state: Sequence[npt.ArrayLike | None] | None,
-    ) -> None:
-        """Notes a chunk that is about to be queued; see `RoomPages` for the arguments."""
-        sent = self.setdefault(room, RoomPages())
-        sent.chunks.append((index_slice, pages))
-        sent.state = state
 
 
 class DigestInbox(dict[int, dict[int, bytes]]):
