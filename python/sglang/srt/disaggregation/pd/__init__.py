@@ -42,7 +42,7 @@ In 0.5.9 only:
 
 In 0.5.23 only:
 
-    compatibility        fails requests of decode to an incompatible prefill server
+    compatibility        checks sizes of prefill servers, and aborts on them what decode refuses
     host_memory          names the memory kind of pools on the host (NIXL)
     prefill_manager      overrides of the engine's managers on prefill, the same for all backends
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout, is_extension_frame
-from sglang.srt.disaggregation.pd.compatibility import AbortNotifier, CompatibilityCheck
+from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
@@ -41,7 +41,7 @@ RENAMED = (
 )
 
 
-class CommonKVManager(PrefillServers, CompatibilityCheck, EngineCommonKVManager):
+class CommonKVManager(PrefillServers, EngineCommonKVManager):
     status_lock = PerInstance(threading.RLock)
     # By room, see `pd.verify_exchange`.
     sent_pages: dict[int, SentPages] = PerInstance(dict)
