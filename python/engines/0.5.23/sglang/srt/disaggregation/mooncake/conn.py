@@ -6,8 +6,9 @@ import concurrent.futures
 import logging
 import struct
 import threading
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +72,13 @@ RENAMED = (
 
 class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     # Sizes of its buffers; None if it does not report them.
-    sizes: Optional[Sizes] = None
+    sizes: Sizes | None = None
     # The memory it has registered, see `pd.write_bounds`.
-    bounds: Optional[Bounds] = None
+    bounds: Bounds | None = None
     state_slots = ()
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
+    def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: with the buffers' layout and sizes."""
         info = super().from_zmq(msg)
         info.layout_frame, info.sizes = find_layout_frame(msg), find_sizes(msg)
@@ -122,7 +123,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             return drop_invalid(recv, self._check_decode_message)
         return drop_invalid(recv, self._check_prefill_message, self.failures.end_message)
 
-    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.
 
         Returns True for a request for a room that has failed here; notifies its decode rank.
@@ -149,14 +150,14 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
                 return self.reject_failed_room(info.room, decode)
         return False
 
-    def _check_decode_message(self, frames: List[bytes]) -> bool:
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
             check_staging_message(frames, self._staging_handler)
         return self.arrived_digests.store(frames, self.request_status)
 
-    def _check_aux_data(self, frames: List[bytes]) -> None:
+    def _check_aux_data(self, frames: list[bytes]) -> None:
         """Raises ValueError for a metadata row that fits no open room or no buffer."""
         _, room, buffer, slot, length, data = frames
         args, number, row = self.kv_args, int(buffer), int(slot)
@@ -179,7 +180,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
 
     def _publish_peer_registration(
         self, mooncake_session_id: str, decode_kv_args: KVArgsRegisterInfo
-    ) -> Optional[str]:
+    ) -> str | None:
         """Registers a decode rank; returns why it is refused, or None.
 
         Extends the engine's: makes a plan, and notes the rank's memory.
@@ -232,7 +233,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             return True, None
         return super()._validate_peer_state_layout(registration_info)
 
-    def build_receiver_registration_message(self) -> List[bytes]:
+    def build_receiver_registration_message(self) -> list[bytes]:
         """Builds the registration. Extends the engine's: adds buffer layouts and sizes."""
         args = self.kv_args
         lens = (args.kv_data_lens, map(tuple, args.state_data_lens), args.aux_data_lens)
@@ -245,11 +246,11 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         self,
         mooncake_session_id: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: Sequence[int],
         dst_kv_indices: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
-        dst_layer_ids: Optional[List[int]] = None,
-        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
+        dst_layer_ids: list[int] | None = None,
+        dst_device_kv_indices: npt.NDArray[np.int32] | None = None,
         *more,
         **options,
     ) -> int:
@@ -266,7 +267,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         self,
         mooncake_session_id: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: Sequence[int],
         dst_kv_indices: npt.NDArray[np.int32],
         dst_tp_rank: int,
         dst_attn_tp_size: int,
@@ -353,9 +354,9 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     def maybe_send_extra(
         self,
         req: TransferInfo,
-        prefill_state_indices: List,
+        prefill_state_indices: list,
         executor: concurrent.futures.ThreadPoolExecutor,
-        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+        target_rank_registration_info: KVArgsRegisterInfo | None = None,
     ):
         """Writes state to the peer. Returns the transfer engine's status."""
         plan = self.plan_for(req.mooncake_session_id)
@@ -369,7 +370,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         pages = pair_state_pages(kind, prefill_state_indices, req.dst_state_indices)
         return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
 
-    def _check_state_lists(self, req: TransferInfo, own: List) -> None:
+    def _check_state_lists(self, req: TransferInfo, own: list) -> None:
         """Raises LayoutError for page lists of different lengths; the engine would cut one.
 
         Leaves kinds of state that decode has not registered to the engine.
@@ -381,7 +382,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             if kind not in STATE_WITHOUT_PAGES and ours is not None and ptrs:
                 check_state_pages(kind, ours, theirs or ())
 
-    def _state_slots(self, req: TransferInfo) -> List:
+    def _state_slots(self, req: TransferInfo) -> list:
         """Returns decode's slots by kind of state; only the first number of a DSA tail, its row.
 
         A DSA tail's other numbers are places within that row.
@@ -401,7 +402,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             except Exception as error:
                 self._fail_unsettled(error.__context__ or error)
 
-    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
+    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Concludes a room. Extends the engine's: success resets its peers' failure counts."""
         if status == KVPoll.Success:
             self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))

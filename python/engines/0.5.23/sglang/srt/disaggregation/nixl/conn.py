@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Literal, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     retry_at = 0.0
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
+    def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: with the buffers' layout."""
         info = super().from_zmq(msg)
         info.layout_frame = find_layout_frame(msg)
@@ -81,7 +81,7 @@ class ConnectionState(threading.local):
     peer = ""
 
     def __init__(self):
-        self.lost: Set[str] = set()
+        self.lost: set[str] = set()
 
 
 class QueueingState(threading.local):
@@ -96,8 +96,8 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
     # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
     # rank's; None if each transfer lists its own copies.
-    prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = PerInstance(dict)
-    own_dlists: Dict[tuple, Any] = PerInstance(dict)
+    prepared: dict[tuple[str, str], tuple[PreparedPlan, Any, Any] | None] = PerInstance(dict)
+    own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's: they may be in host memory."""
@@ -119,7 +119,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
 
-    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.
 
         Returns True for a request for a room that has failed here; notifies its decode rank.
@@ -171,7 +171,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             info.retry_at = now + REGISTRATION_RETRY_SECONDS
             self._add_remote_peer(info)
 
-    def _check_decode_message(self, frames: List[bytes]) -> bool:
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
             check_staging_message(frames, self._staging_handler)
         return self.arrived_digests.store(frames, self.request_status)
@@ -228,7 +228,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         with contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.agent.remove_remote_agent(name)
 
-    def build_receiver_registration_message(self) -> List[bytes]:
+    def build_receiver_registration_message(self) -> list[bytes]:
         """Builds the registration. Extends the engine's: adds the buffers' layout."""
         return self.append_layout(super().build_receiver_registration_message())
 
@@ -243,7 +243,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         super().add_transfer_request(*chunk, wait_event=wait_event, **options)
         self.queuing.wait_event = None
 
-    def _note_queued(self, chunk: Any) -> FrozenSet[str]:
+    def _note_queued(self, chunk: Any) -> frozenset[str]:
         chunk.wait_event = self.queuing.wait_event
         return super()._note_queued(chunk)
 
@@ -276,7 +276,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
     def _prepare(
         self, info: KVArgsRegisterInfo, plan: TransferPlan, memory: str, *pages: int
-    ) -> Optional[tuple[PreparedPlan, Any, Any]]:
+    ) -> tuple[PreparedPlan, Any, Any] | None:
         """Returns a plan with NIXL's lists of both sides' blocks; None for too many, or none.
 
         Args:
@@ -307,7 +307,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         self,
         peer_name: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: list[int],
         dst_kv_indices: npt.NDArray[np.int32],
         *more,
         **options,
@@ -340,7 +340,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         what: Literal["kv", "state"],
         src_pages: npt.ArrayLike,
         dst_pages: npt.ArrayLike,
-    ) -> Optional[Any]:
+    ) -> Any | None:
         """Starts to write these pages. Returns NIXL's handle, None for nothing."""
         if (peer, what) not in self.prepared:
             raise RuntimeError(
@@ -363,7 +363,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         return handle
 
     def send_aux(
-        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: List[int], dst_aux_index: int
+        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
     ):
         """Starts to write the request's metadata. Returns NIXL's handle."""
         self.connection.peer = peer_name
@@ -379,9 +379,9 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     def maybe_send_extra(
         self,
         peer_name: str,
-        prefill_state_indices: List[List[int]],
-        dst_state_data_ptrs: List[List[int]],
-        dst_state_indices: List[List[int]],
+        prefill_state_indices: list[list[int]],
+        dst_state_data_ptrs: list[list[int]],
+        dst_state_indices: list[list[int]],
         *more,
         **options,
     ):
@@ -398,7 +398,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         if handle is not None:
             yield handle
 
-    def _post_copies(self, peer: str, plan: PeerPlan, copies: Copies) -> Optional[Any]:
+    def _post_copies(self, peer: str, plan: PeerPlan, copies: Copies) -> Any | None:
         if not len(copies):
             return None
         gpu_id = self.decode_kv_args_table[peer].gpu_id
@@ -418,7 +418,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
+    def _await_handles(self, handles: list[Any], *, failure_seen: bool) -> tuple[bool, bool]:
         """Waits for transfers. Returns whether all have settled, and whether any has failed.
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
@@ -428,7 +428,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
-    def _any_running(self, handles: List[Any]) -> bool:
+    def _any_running(self, handles: list[Any]) -> bool:
         """Returns whether some are running and none has failed; False if a state is unreadable."""
         try:
             states = {self.agent.check_xfer_state(handle) for handle in handles}
@@ -447,7 +447,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
                 self.connection.lost.add(self.connection.peer)
             raise
 
-    def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
+    def _reload_invalidated_peers(self, room_transfer_infos: dict[str, Any]) -> None:
         """Adds the room's peers that NIXL has dropped to NIXL again.
 
         Extends the engine's: also peers that NIXL still knows but has no connection to. It removes
