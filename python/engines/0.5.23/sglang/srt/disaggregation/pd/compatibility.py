@@ -29,12 +29,7 @@ MAX_KNOWN_SERVERS = 1024
 
 
 def check_sizes(sizes: dict[str, int], own_tp_size: int) -> None:
-    """Raises RuntimeError if a prefill server's sizes are invalid or leave one of its ranks out.
-
-    Args:
-        sizes: `attn_tp_size` and others, by the engine's names.
-        own_tp_size: Decode's attention TP size.
-    """
+    """Raises RuntimeError if a prefill server's sizes are invalid or leave one of its ranks out."""
     if min(sizes.values()) < 1:
         raise RuntimeError(f"prefill's bootstrap server returned invalid sizes: {sizes}")
     conflict = tp_size_conflict(sizes["attn_tp_size"], own_tp_size)

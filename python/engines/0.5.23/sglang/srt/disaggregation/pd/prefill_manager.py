@@ -30,7 +30,8 @@ ENDED = (KVPoll.Success, KVPoll.Failed)
 class PrefillManager(SilenceWatch, PeerQueues):
     """Base of a prefill rank's KV manager, before the engine's.
 
-    `decode_kv_args_table` has the `PeerRegistration` of each decode rank.
+    `decode_kv_args_table` has the `PeerRegistration` of each decode rank. `verifier`, `sent_pages`,
+    `status_lock` and `drop_reason` are `CommonKVManager`'s.
     """
 
     failures: RoomFailures = PerInstance(RoomFailures)

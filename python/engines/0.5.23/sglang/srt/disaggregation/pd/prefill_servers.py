@@ -13,7 +13,6 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 
 import requests
@@ -38,11 +37,9 @@ RankNumbers = tuple[int, int, int, int]  # DP, CP, TP, PP
 class PrefillServers:
     """Base of a decode rank's KV manager, before the engine's.
 
-    Only the scheduler may call `try_ensure_parallel_info`.
+    Only the scheduler may call `try_ensure_parallel_info`. `placeholder_prefill_info`, the record
+    of a server of which nothing is known, is `CommonKVManager`'s.
     """
-
-    # Returns the engine's record of a server with one rank; of `CommonKVManager`.
-    placeholder_prefill_info: Callable[[], object]
 
     silent_seconds = PerInstance(lambda: seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS))
     pending_queries: dict[str, Future[bool]] = PerInstance(dict)
