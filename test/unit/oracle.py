@@ -17,13 +17,13 @@ from kv_layout import (
     RankLayout,
     StockRegistration,
     byte_ranges,
-    difference,
+    describe_difference,
+    missing_parts,
     plan_for_peer,
+    position_weights,
     prefill_ranks_of,
     sent_parts,
     summarize,
-    unsent,
-    weights,
 )
 
 GAP = 1 << 32  # bytes between the buffers' simulated addresses
@@ -94,8 +94,7 @@ class SimulatedMemory:
                 for layer in numbers:
                     shape = (self.pages, self.page_size, len(held[is_draft]), width)
                     array = np.full(shape, UNTOUCHED, dtype=np.int64)
-                    address = next(self._next) * GAP
-                    self._bytes[address // GAP] = array.reshape(-1).view(np.uint8)
+                    address = self.register(array)
                     heads = total and Heads(held[is_draft][0], held[is_draft][-1] + 1, total)
                     buffers.append(
                         Buffer(
@@ -106,6 +105,12 @@ class SimulatedMemory:
                     memory[address] = array
         layout = RankLayout(*tp, *pp, self.page_size, "int64", "DRAM", model.layers, tuple(buffers))
         return SimulatedRank(layout, pointers, memory, held)
+
+    def register(self, array: np.ndarray) -> int:
+        """The array's address, from and to which copies may lead."""
+        number = next(self._next)
+        self._bytes[number] = array.reshape(-1).view(np.uint8)
+        return number * GAP
 
     @staticmethod
     def _heads_of(total: int | None, tp: tuple[int, int]) -> list[int]:
@@ -119,43 +124,38 @@ class SimulatedMemory:
             into[at : at + length] = out_of[start : start + length]
 
 
-def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> int:
-    """The number that an element must hold, by the request's token and the head."""
+def values(model: Model, buffer: Buffer, heads: list[int], tokens: int, width: int) -> np.ndarray:
+    """The numbers of the request's tokens, `[tokens, heads, width]`; no two are equal."""
     component = list(model.widths).index(buffer.component)
+    places = np.array(heads)[:, None], np.arange(tokens)[:, None, None], np.arange(width)
     number = component
-    for digit in (int(buffer.draft), buffer.layer, head, token, element):
-        number = number * 1000 + digit
+    for digit in (int(buffer.draft), buffer.layer, *places):
+        number = number * 4096 + digit
     return number
 
 
-def fill(model: Model, rank: SimulatedRank, pages: list[int], page_size: int) -> None:
+def fill(model: Model, rank: SimulatedRank, pages: list[int]) -> None:
     """Writes the request's tokens into these pages of a prefill rank."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
-        array = rank.memory[address]
-        for i, page in enumerate(pages):
-            for slot in range(page_size):
-                for j, head in enumerate(rank.heads[buffer.draft]):
-                    for element in range(array.shape[-1]):
-                        array[page, slot, j, element] = value(
-                            model, buffer, head, i * page_size + slot, element
-                        )
+        fill_pages(rank.memory[address], model, rank, buffer, pages)
 
 
-def check_received(
-    model: Model, rank: SimulatedRank, pages: list[int], page_size: int, sent: set
+def fill_pages(
+    array: np.ndarray, model: Model, rank: SimulatedRank, buffer: Buffer, pages: list[int]
 ) -> None:
+    _, page_size, _, width = array.shape
+    held = rank.heads[buffer.draft]
+    numbers = values(model, buffer, held, len(pages) * page_size, width)
+    array[pages] = numbers.reshape(len(pages), *array.shape[1:])
+
+
+def check_received(model: Model, rank: SimulatedRank, pages: list[int], sent: set) -> None:
     """Checks all elements of a decode rank: the request's where sent, untouched elsewhere."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
         expected = np.full_like(array, UNTOUCHED)
         if (buffer.draft, buffer.layer) in sent:
-            for i, page in enumerate(pages):
-                for slot in range(page_size):
-                    for j, head in enumerate(rank.heads[buffer.draft]):
-                        for element in range(array.shape[-1]):
-                            expected[page, slot, j, element] = value(
-                                model, buffer, head, i * page_size + slot, element
-                            )
+            fill_pages(expected, model, rank, buffer, pages)
         np.testing.assert_array_equal(array, expected, err_msg=f"{rank.layout.name}: {buffer.name}")
 
 
@@ -167,7 +167,7 @@ def digests(rank: SimulatedRank, parts, pages: list[int]):
         rows = whole.reshape(len(whole), where.rows, -1)[pages]
         held = rows[:, :, where.start : where.start + where.length]
         held = held.reshape(len(pages), where.rows * where.length)
-        table[number] = (held * weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
+        table[number] = (held * position_weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
     return summarize(tuple(parts), table)
 
 
@@ -181,9 +181,9 @@ def check_digests(
         there, here = (
             digests(*of) for of in ((sender, parts, src_pages), (receiver, parts, dst_pages))
         )
-        assert difference(there, here, own.page_size) is None
+        assert describe_difference(there, here, own.page_size) is None
         sent += parts
-    assert unsent(own.kv, sent) == []
+    assert missing_parts(own.kv, sent) == []
 
 
 def run_transfer(
@@ -226,7 +226,7 @@ def run_transfer(
         for pp, layers in enumerate(stages)
     }
     for sender in senders.values():
-        fill(model, sender, list(src_pages), page_size)
+        fill(model, sender, list(src_pages))
     copies_made = 0
     for pp, layers in enumerate(wanted):
         drafts = decode_drafts if pp == len(wanted) - 1 else 0
@@ -251,7 +251,7 @@ def run_transfer(
                 world.apply(copies)
             sent = {(False, layer) for layer in layers}
             sent |= {(True, layer) for layer in range(min(prefill_drafts, drafts))}
-            check_received(model, receiver, list(dst_pages), page_size, sent)
+            check_received(model, receiver, list(dst_pages), sent)
             check_digests(served_by, receiver, list(src_pages), list(dst_pages))
     return copies_made
 
