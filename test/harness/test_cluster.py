@@ -11,7 +11,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from serving_checks import LOST_MEMORY, NOT_JOINED, check_memory_is_known, joined
+from serving_checks import (
+    LOST_MEMORY,
+    NOT_JOINED,
+    check_no_memory_lost,
+    retry_memfabric_faults,
+)
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
@@ -187,15 +192,9 @@ def test_a_port_that_was_listened_on_is_not_held():
     assert found.stdout == f"[{port}]\n", found
 
 
-@pytest.fixture
-def no_evidence(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "OF_RELEASE", tmp_path)
-
-
-@pytest.mark.usefixtures("no_evidence")
 @pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_a_fleet_is_started_anew_after_a_fault_of_memfabrics_own(refused, starts, fault):
+def test_a_fleet_is_started_again_after_a_fault_of_memfabrics(refused, starts, fault, recwarn):
     begun = []
 
     def serve() -> str:
@@ -205,11 +204,12 @@ def test_a_fleet_is_started_anew_after_a_fault_of_memfabrics_own(refused, starts
         return "served"
 
     if refused < starts:
-        assert joined(serve) == "served"
+        assert retry_memfabric_faults(serve) == "served"
     else:
         with pytest.raises(cluster.ServerFailed):
-            joined(serve)
+            retry_memfabric_faults(serve)
     assert len(begun) == starts
+    assert [fault in str(one.message) for one in recwarn] == [True] * (starts - 1)
 
 
 def test_a_server_whose_memfabric_has_lost_memory_of_a_peer_is_named(tmp_path):
@@ -217,10 +217,10 @@ def test_a_server_whose_memfabric_has_lost_memory_of_a_peer_is_named(tmp_path):
     for server in servers:
         server.log.write_text("ready\n")
         server.log_tail = lambda: "the end"
-    check_memory_is_known(servers)
+    check_no_memory_lost(servers)
     servers[0].log.write_text(f"ready\nERROR {LOST_MEMORY}, index: 3\n")
     with pytest.raises(cluster.ServerFailed, match=f"prefill: {LOST_MEMORY}"):
-        check_memory_is_known(servers)
+        check_no_memory_lost(servers)
 
 
 def test_one_that_fails_otherwise_is_not():
@@ -230,7 +230,7 @@ def test_one_that_fails_otherwise_is_not():
         raise next(failures)
 
     with pytest.raises(cluster.ServerFailed, match="no such model"):
-        joined(fails_once)
+        retry_memfabric_faults(fails_once)
 
 
 def test_silence_is_a_hang_and_refusal_is_not(tmp_path):

@@ -9,10 +9,10 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     Lost,
-    check_memory_is_known,
-    joined,
     outcome,
     record,
+    retry_memfabric_faults,
+    running,
     tool,
 )
 from serving_scenarios import (
@@ -117,7 +117,7 @@ def serves(reference, drafted_alone):
 
         def answered() -> tuple[list[cluster.Answer], str, str]:
             servers = fleet(drafted, engine)
-            with cluster.running(servers):
+            with running(servers):
                 if drafted.topology.backend == "ascend":
                     await_peers(memfabric_for(engine))
                 may_hang = engine == "stock" and drafted.stock == "hang"
@@ -128,11 +128,9 @@ def serves(reference, drafted_alone):
                     lost = Lost(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
-                if not ended(servers):
-                    check_memory_is_known(servers)
             return answers, result, detail
 
-        answers, result, detail = joined(answered)
+        answers, result, detail = retry_memfabric_faults(answered)
         rounds = [answer.rounds for answer in answers]
         record(
             "draft",

@@ -7,7 +7,7 @@ import pytest
 from hang_ups import CHUNK, Fleet, fleet, hang_up
 from of_release import IS_DEFAULT
 from probed import probed, still_held
-from serving_checks import check_memory_is_known, held, joined, outcome, record
+from serving_checks import held, outcome, record, retry_memfabric_faults, running
 from serving_scenarios import NEW_TOKENS, model_folder, prompts
 
 from pd_harness import cluster
@@ -106,7 +106,9 @@ def nightly() -> list:
 
 @pytest.mark.parametrize("fleet, seeds", [*every_run(), *nightly()])
 def test_hang_ups(fleet, seeds, reference):
-    row = joined(lambda: after_hang_ups(fleet, "patched", seeds, reference, PATIENCE))
+    row = retry_memfabric_faults(
+        lambda: after_hang_ups(fleet, "patched", seeds, reference, PATIENCE)
+    )
     assert row["next_prompts"] == "right", row
     shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
     assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
@@ -123,7 +125,7 @@ def beside_it() -> list:
 @pytest.mark.parametrize("fleet, next_prompts", beside_it())
 def test_stock_beside_it(fleet, next_prompts, reference):
     patience = STOCK_PATIENCE[release()]
-    row = joined(lambda: after_hang_ups(fleet, "stock", [0], reference, patience))
+    row = retry_memfabric_faults(lambda: after_hang_ups(fleet, "stock", [0], reference, patience))
     assert row["next_prompts"] == next_prompts, row
 
 
@@ -150,7 +152,7 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
     )
     row = {"fleet": fleet.name, "engine": engine, "seeds": 0, "never_ended": 0, "held": {}}
     row |= {"next_prompts": "right", "alive": True, "seconds": 0.0, "busy": 1.0}
-    with cluster.running(servers):
+    with running(servers):
         try:
             for seed in seeds:
                 row["seeds"] += 1
@@ -164,7 +166,6 @@ def after_hang_ups(fleet: Fleet, engine: str, seeds, reference, patience: float)
             record("hang_ups", **row)
         for server in servers:
             server.check_running()
-        check_memory_is_known(servers)
     return row
 
 

@@ -12,11 +12,11 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     Lost,
-    check_memory_is_known,
-    joined,
     outcome,
     record,
     retractions,
+    retry_memfabric_faults,
+    running,
 )
 from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
 from stray import send_stray
@@ -47,17 +47,14 @@ def serve(
         prefill_engine,
         decode_engine,
     )
-    with cluster.running(servers):
+    with running(servers):
         lost = Lost(*servers[:-1], lost_after)
         if scenario.topology.backend == "ascend":
             await_peers(memfabric_for(decode_engine))
         if scenario.stray is not None:
             send_stray(servers[0], scenario.topology, scenario.stray)
         answers = ask_until_done(scenario, servers, seconds, lost)
-        ended = [server.name for server in servers if server.has_ended()]
-        if not ended:
-            check_memory_is_known(servers)
-        return answers, ended
+        return answers, [server.name for server in servers if server.has_ended()]
 
 
 def ask_until_done(scenario: Scenario, servers, seconds: float, lost: Lost) -> list[cluster.Answer]:
@@ -112,7 +109,9 @@ def serves(reference):
             pytest.skip(reason)
         expected = reference(scenario.model, scenario.new_tokens, scenario.asked())
         start = time.monotonic()
-        answers, ended = joined(lambda: serve(scenario, *engines, seconds, lost_after))
+        answers, ended = retry_memfabric_faults(
+            lambda: serve(scenario, *engines, seconds, lost_after)
+        )
         result, detail = outcome(answers, ended, expected)
         record(
             "serving",

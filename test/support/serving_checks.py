@@ -5,8 +5,9 @@ import json
 import re
 import subprocess
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import httpx
@@ -17,10 +18,10 @@ from pd_harness.device import DTYPES, device
 
 Answered = TypeVar("Answered")
 
-# What MemFabric says of faults of its own, after which servers are started anew. 1.0.8 refuses, now
-# and then, one of two ranks that join its store at the same moment, and the server of that rank
-# exits. 1.3.0 may forget part of a decode rank's memory while two prefill ranks join that rank at
-# the same moment; it then refuses each write to it, for ever.
+# What MemFabric logs of its own faults, after which a test starts its servers again. 1.0.8 now and
+# then refuses one of two ranks that join its store at the same moment, and the server of that rank
+# exits. 1.3.0 may lose part of a decode rank's memory while two prefill ranks join that rank; it
+# then refuses every write there. For a wrong address it logs something else.
 NOT_JOINED = "smem trans create failed"
 LOST_MEMORY = "failed to auto infer copy direction"
 STARTS = 3
@@ -43,23 +44,30 @@ def tool(*words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def joined(serve: Callable[[], Answered]) -> Answered:
-    """What ``serve`` returns; it is called again after a fault of MemFabric's own."""
-    for _ in range(STARTS - 1):
+def retry_memfabric_faults(serve: Callable[[], Answered]) -> Answered:
+    """What ``serve`` returns; called again, with a warning, after one of MemFabric's own faults."""
+    for start in range(1, STARTS):
         try:
             return serve()
         except cluster.ServerFailed as error:
             fault = next((one for one in (NOT_JOINED, LOST_MEMORY) if one in str(error)), None)
             if fault is None:
                 raise
-            record("memfabric_faults", fault=fault)
+            warnings.warn(f"start {start} of {STARTS} failed: MemFabric: {fault}", stacklevel=2)
     return serve()
 
 
-def check_memory_is_known(servers: Iterable[cluster.Server]) -> None:
-    """Raise ServerFailed where MemFabric has lost memory of a rank of these servers, all of which
-    were alive.
-    """
+@contextlib.contextmanager
+def running(servers: Sequence[cluster.Server]) -> Iterator[None]:
+    """As `cluster.running`; at the end, unless a server has exited, `check_no_memory_lost`."""
+    with cluster.running(servers):
+        yield
+        if not any(server.has_ended() for server in servers):
+            check_no_memory_lost(servers)
+
+
+def check_no_memory_lost(servers: Iterable[cluster.Server]) -> None:
+    """Raise ServerFailed if a server's MemFabric has lost memory of a rank, all of which run."""
     for server in servers:
         if LOST_MEMORY in server.log.read_text(errors="replace"):
             raise cluster.ServerFailed(f"{server.name}: {LOST_MEMORY}\n{server.log_tail()}")
