@@ -192,15 +192,9 @@ def test_port_in_use_is_not_reserved():
     assert found.stdout == f"[{port}]\n", found
 
 
-@pytest.fixture
-def no_evidence(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "RELEASE_ENV", tmp_path)
-
-
-@pytest.mark.usefixtures("no_evidence")
 @pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault):
+def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault, recwarn):
     begun = []
 
     def serve() -> str:
@@ -215,6 +209,7 @@ def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault):
         with pytest.raises(cluster.ServerFailed):
             retry_memfabric_faults(serve)
     assert len(begun) == starts
+    assert [fault in str(one.message) for one in recwarn] == [True] * (starts - 1)
 
 
 def test_server_whose_memfabric_lost_memory_is_named(tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from fleet import install_library
 from memfabric_end import MIB, PAGE
+from serving_checks import LOST_MEMORY
 
 from pd_harness.cpu_host import memfabric
 from pd_harness.cpu_host.memfabric import DEFAULT_MEMFABRIC, MAY_HANG, MEMFABRIC_VARIABLE, RELEASES
@@ -39,11 +40,12 @@ class EndProcess:
 
     def __init__(self, role: str, device: int, release: str, folder: Path):
         self.log, self.fault = folder / f"{role}.driver", folder / f"{role}.fault"
+        self.output = folder / f"{role}.log"
         self.process = subprocess.Popen(
             [sys.executable, str(END), role, str(device)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(folder / f"{role}.log").open("w"),
+            stderr=self.output.open("w"),
             text=True,
             env={
                 **os.environ,
@@ -220,6 +222,15 @@ def test_other_pages_are_not_writable(pair):
     for offset in (PAGE - 8, 2 * PAGE):
         assert pair.write([100, offset, 16]) < 0
         assert pair.decode("count", DATA, PAGE, PAGE) == 0
+
+
+def test_wrong_address_is_not_logged_as_lost_memory(pair):
+    """Tests restart servers that lost memory; they must fail for a wrong pointer of ours."""
+    assert pair.arrives([100, *BUFFER])
+    for offset in (PAGE - 8, 2 * PAGE, -PAGE, sum(OTHER) + PAGE, 1 << 40):
+        assert pair.write([100, offset, 16]) < 0
+    assert "SMEM API smem_trans_write" in pair.prefill.output.read_text()
+    assert LOST_MEMORY not in pair.prefill.output.read_text()
 
 
 def test_source_need_not_be_registered(pair):

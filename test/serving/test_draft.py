@@ -9,11 +9,11 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     HangDetector,
-    check_no_memory_lost,
     outcome,
     record,
     retry_memfabric_faults,
     run_tool,
+    running,
 )
 from serving_scenarios import (
     DECODE,
@@ -118,7 +118,7 @@ def serves(reference, single_server_rounds):
 
         def answered() -> tuple[list[cluster.Answer], str, str]:
             servers = fleet(drafted, engine)
-            with cluster.running(servers):
+            with running(servers):
                 if drafted.topology.backend == "ascend":
                     wait_for_memfabric_peers(memfabric_for(engine))
                 may_hang = engine == "stock" and drafted.stock == "hang"
@@ -129,8 +129,6 @@ def serves(reference, single_server_rounds):
                     lost = HangDetector(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
-                if not ended(servers):
-                    check_no_memory_lost(servers)
             return answers, result, detail
 
         answers, result, detail = retry_memfabric_faults(answered)

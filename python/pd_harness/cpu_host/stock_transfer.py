@@ -137,7 +137,7 @@ class _NixlSends:
         if handle is None:
             return None
         write = Transfer(int(notif.split("_")[0]), peer, handle)
-        self.manager.writes.add(write)
+        self.manager.transfers.add(write)
         return write
 
 

@@ -62,7 +62,7 @@ NOTES = """
   blocks one of prefill's four transfer threads. The only remedy is another release.
 - **1.3.0**: when two prefill ranks join a decode rank at the same moment, one of them may lose part
   of that rank's memory. Each of its writes there then fails, and MemFabric's log says
-  `failed to auto infer copy direction` (seen once, in some hundred fleets). Start prefill again.
+  `failed to auto infer copy direction` (seen once in several hundred fleets). Start prefill again.
 - **`device_rdma`** (A2): a failed batch may have been written in part, and a pair of ranks with a
   failed write does not recover by itself. This was observed over the stand-in for the driver.
 """
