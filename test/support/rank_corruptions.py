@@ -29,7 +29,7 @@ class TransferCorruptions:
         verifier = manager.kv_args.verifier
         self._digests, verifier.digests = verifier.digests, self._corrupt_digests
         self._kv_digests, verifier.kv.digests = verifier.kv.digests, self._corrupt_kv_digests
-        self._check, verifier.check = verifier.check, self._flip_byte
+        self._compare, verifier.compare = verifier.compare, self._flip_byte
         self._verifier = verifier
         if hasattr(manager, "transfer_infos"):
             for info in manager.decode_kv_args_table.values():
@@ -52,7 +52,7 @@ class TransferCorruptions:
     def _flip_byte(self, room, frames, pages, *rest):
         if self.what == "byte":
             self._verifier.kv.pages[-1][int(pages[0]), 0] += 1
-        return self._check(room, frames, pages, *rest)
+        return self._compare(room, frames, pages, *rest)
 
     def _write_blocks(self, peer, what, src_pages, dst_pages):
         """Writes blocks; posts copies of parts of pages one by one, as blocks are whole pages."""
