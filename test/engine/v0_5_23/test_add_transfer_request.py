@@ -79,7 +79,7 @@ def test_unregistered_peer_fails_the_room(backend):
     prefill = requested_prefill(backend, is_registered=False)
     add(prefill, 0, 4)
     assert assert_failed_on_both_sides(prefill) == (
-        f"decode {PEER[backend]} requested room {ROOM} and is not registered with this prefill"
+        f"decode {PEER[backend]} requested room {ROOM} and is not registered with this prefill rank"
     )
 
 
