@@ -30,12 +30,12 @@ def prefill_with_peer(own, peer, kinds=PATCHED):
 
 def send(prefill):
     """Sends a chunk; returns its writes, sorted."""
-    prefill.agent.writes.clear()
+    prefill.agent.transfers.clear()
     handle = prefill.send_kvcache(
         NAME, PAGES[0], fake_managers.registered_peer(prefill).dst_kv_ptrs, PAGES[1], 0
     )
-    assert (handle is None) == (not prefill.agent.writes)
-    return sorted(prefill.agent.writes)
+    assert (handle is None) == (not prefill.agent.transfers)
+    return sorted(prefill.agent.transfers)
 
 
 def lose_and_reload_peer(prefill) -> None:
@@ -197,7 +197,7 @@ def test_peer_with_more_pages_than_prefill_is_sent_all(is_described):
     prefill.send_kvcache(
         NAME, PAGES[0][:1], fake_managers.registered_peer(prefill).dst_kv_ptrs, last, 0
     )
-    assert [dst for _, dst, _ in sorted(prefill.agent.writes)] == [
+    assert [dst for _, dst, _ in sorted(prefill.agent.transfers)] == [
         BASE[DECODE] + layer * BUFFER + int(last[0]) * PAGE_BYTES for layer in range(4)
     ]
 
@@ -278,7 +278,7 @@ def test_state_is_sent_with_prepared_descriptor_lists(is_described):
     handles = list(prefill.maybe_send_extra(NAME, *state, 0))
     assert len(handles) == 1 and len(listed) == is_described
     starts = fake_managers.STATE + BASE[PREFILL], fake_managers.STATE + BASE[DECODE]
-    assert sorted(prefill.agent.writes) == [
+    assert sorted(prefill.agent.transfers) == [
         (starts[0] + layer * BUFFER + int(a) * 512, starts[1] + layer * BUFFER + int(b) * 512, 512)
         for layer in (0, 2, 3)
         for a, b in zip(*pages)
