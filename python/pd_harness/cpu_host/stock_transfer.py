@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from pd_harness.cpu_host.adaptations import with_npu_operators
+from pd_harness.releases import release
 
 STOCK_TRANSFER_VARIABLE = "SGLANG_PD_STOCK_TRANSFER"
 DISAGGREGATION = "srt/disaggregation"
@@ -23,7 +24,12 @@ BACKENDS = {"nixl": ["nixl"], "mooncake": ["mooncake"], "ascend": ["ascend", "mo
 
 
 def stock_transfer(describe: ModuleType) -> None:
-    """Make `make_kv_manager` of the module `pd.local_layout` install stock's sends in prefill."""
+    """Make `make_kv_manager` of 0.5.9's module `pd.local_layout` install stock's sends in prefill.
+
+    Later releases have no such function; see `stock_sends`.
+    """
+    if release() != "0.5.9":
+        return
     make = describe.make_kv_manager
 
     @functools.wraps(make)

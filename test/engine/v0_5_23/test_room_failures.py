@@ -545,6 +545,20 @@ def test_collected_failed_sender_notifies_decode(backend):
 
 
 @backends
+def test_collected_failed_sender_notifies_decode_once(backend):
+    """A transfer worker may fail the room before anything has dropped it."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    sender = new_sender(prefill)
+    send_metadata(prefill, decode)
+    prefill.update_status(ROOM, KVPoll.Failed)
+    del sender
+    gc.collect()
+    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=ABORTED)
+    new_sender(prefill, ROOM + 1)
+    assert [port for port, *_ in sent_statuses(prefill)] == ["5555"]
+
+
+@backends
 @pytest.mark.parametrize("ranks", [1, 2], ids=["all ranks", "one of two ranks"])
 def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(backend, ranks, monkeypatch):
     """A lost decode rank cannot abort them."""
@@ -631,6 +645,63 @@ def test_request_refused_before_it_has_a_sender_notifies_decode(backend, metadat
     send_metadata(prefill, decode)  # another request of the room, as decode was notified
     assert sent_statuses(prefill) == []
     assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
+
+
+@backends
+def test_refused_request_does_not_notify_a_decode_rank_that_aborted_it(backend):
+    """Decode may have started another request in that room."""
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    fake_managers.process_messages(prefill, fake_managers.registration_message(decode))
+    send_metadata(prefill, decode)
+    fake_managers.process_messages(prefill, ABORT_MESSAGE)
+    prefill.refuse(ROOM, "too long")
+    assert sent_statuses(prefill) == []
+    assert not prefill.request_status and not prefill.transfer_infos
+
+
+def succeeded_sender(prefill, decode):
+    """Returns the cleared sender of a request that succeeded; a pipeline stage may keep it."""
+    sender = new_sender(prefill)
+    fake_managers.process_messages(prefill, fake_managers.registration_message(decode))
+    send_metadata(prefill, decode)
+    prefill.update_status(ROOM, KVPoll.Success)
+    assert sender.poll() == KVPoll.Success
+    sender.clear()
+    return sender
+
+
+@backends
+def test_refused_request_notifies_decode_while_the_last_sender_of_its_room_lives(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    last = succeeded_sender(prefill, decode)
+    send_metadata(prefill, decode)
+    prefill.refuse(ROOM, "too long")
+    assert sent_statuses(prefill) == [REFUSED]
+    assert not prefill.request_status and not prefill.transfer_infos
+    last.clear()
+
+
+@backends
+def test_aborted_room_is_tracked_while_the_last_sender_of_its_room_lives(backend):
+    prefill, decode = prefill_rank(backend), decode_rank(backend)
+    last = succeeded_sender(prefill, decode)
+    send_metadata(prefill, decode)
+    abort_by_decode(prefill, ROOM)
+    assert list(prefill.rooms_without_sender) == [ROOM]
+    last.clear()
+
+
+@backends
+def test_failure_of_a_request_leaves_the_reason_of_the_next_in_its_room(backend):
+    """A pipeline stage takes the reason of an aborted request only in a later batch."""
+    prefill = prefill_rank(backend)
+    sender = new_sender(prefill)
+    sender.abort()
+    new = new_sender(prefill)
+    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason="no route to decode")
+    assert finish_request(sender) == ABORTED
+    assert finish_request(new) == "no route to decode"
+    assert not prefill.failure_records
 
 
 @backends

@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.pd.per_instance import PerInstance
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
 ABORTED = "Aborted on prefill"
+FAILED_ELSEWHERE = "another prefill rank failed"
 # How many decode ranks to remember per room as notified, or as having aborted; a fleet has fewer.
 MAX_NOTIFIED_RANKS = 1024
 # How many rooms to remember that may still be written to; a rank has fewer open.
@@ -73,6 +74,12 @@ class RoomFailures:
             self.failed_rooms.pop(room, None)
             sender.notified.update(self.rooms_without_sender.pop(room, ()))
 
+    def unregister_sender(self, room: int, sender: Any) -> None:
+        """Unregisters a sender that is cleared; it may live on, while stages wait for a batch."""
+        with self.rooms_lock:
+            if self.senders.get(room) is sender:
+                del self.senders[room]
+
     def record_failed_room(self, room: int, reason: str, notified: Set[Endpoint]) -> None:
         """Records that a request failed; `notified` decode ranks know or are being notified."""
         with self.rooms_lock:
@@ -103,9 +110,9 @@ class RoomFailures:
         def fail() -> None:
             if room in self.senders:  # another request has the room
                 return
-            self.record_failed_room(room, reason, set())
+            aborted_by = self.rooms_without_sender.pop(room, set())
+            self.record_failed_room(room, reason, aborted_by)
             self.notify_waiting_decode_ranks(room)
-            self.rooms_without_sender.pop(room, None)
             self._drop_room(room)
 
         self.run_when_stored(room, fail)
@@ -196,6 +203,7 @@ class RoomFailures:
         Args:
             targets: Decode ranks to notify; None for all that requested the room.
         """
+        self.drop_collected_rooms()  # which may notify them
         with self.rooms_lock:
             sender = self.senders.get(bootstrap_room)
             if targets is None:
@@ -336,16 +344,21 @@ class NotifyingSender:
             return self.kv_mgr._dcp_pack_max_tokens
 
     def failure_exception(self):
-        """Raises the failure. Extends the engine's: with the reason that `clear` kept."""
+        """Raises the failure.
+
+        Replaces the engine's, which takes the reason of the room's next request, if that has failed
+        meanwhile, too.
+        """
+        if not self._notifies_decode():
+            super().failure_exception()
+        from sglang.srt.disaggregation.common.conn import KVTransferError  # it imports this module
+
         self.conclude_state = KVPoll.Failed
         self.clear()
-        if self.reason is not None:
-            with self.kv_mgr.failure_lock:  # not `record_failure`: the room is closed
-                self.kv_mgr.failure_records[self.bootstrap_room] = self.reason
-        try:
-            super().failure_exception()
-        finally:
-            self._drop_reason()
+        self._drop_reason()
+        self.trace_ctx.trace_req_finish()
+        reason = self.reason or FAILED_ELSEWHERE
+        raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=self.reason is None)
 
     def _drop_reason(self) -> None:
         """Drops the room's reason, which nobody asks for any more, once the room is closed."""
@@ -393,12 +406,14 @@ class NotifyingSender:
         else:
             with manager.status_lock:
                 super().clear()
+            if hasattr(manager, "unregister_sender"):
+                manager.unregister_sender(room, self)
 
     def _clear_failed(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.senders.get(room, self) is not self:  # another request has the room
             return
-        reason = self.reason or "another prefill rank failed"
+        reason = self.reason or FAILED_ELSEWHERE
         manager.record_failed_room(room, reason, self.notified)
         manager.notify_waiting_decode_ranks(room)
         with manager.status_lock:
