@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from sglang.srt.disaggregation.pd import peer_silence, peer_sockets
+from sglang.srt.disaggregation.pd import local_layout, peer_silence, peer_sockets
 from sglang.srt.disaggregation.pd.environment import seconds_of
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE, SilenceWatch
 
@@ -240,9 +240,10 @@ def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, open_listener)
 
 @pytest.mark.parametrize("value", ["soon", "4.9", "-1", "inf", "nan"])
 def test_invalid_silence_seconds_are_refused_at_startup(monkeypatch, value):
+    """Not by the thread that reads them first, whose failure would go unnoticed."""
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'; expected 5 seconds or more"):
-        Manager()
+        local_layout.set_local_layout(None, None, None, None)
 
 
 def test_seconds_from_an_environment_variable(monkeypatch):

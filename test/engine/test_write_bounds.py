@@ -88,7 +88,7 @@ def test_extra_memory_of_decode_is_within_bounds():
         (block(KV, 8, KV + DECODE_OFFSET - 1), f"that decode {DECODE} registered"),
         (block(KV, 0x10, STATE + DECODE_OFFSET + 0x78), f"that decode {DECODE} registered"),
         (block(KV, 8, AUX + DECODE_OFFSET + 0x40), f"that decode {DECODE} registered"),
-        (block(KV, -8), "a copy of -8 bytes"),
+        (block(KV, -8), "the smallest length -8 bytes"),
     ],
 )
 def test_call_with_out_of_bounds_copy_writes_nothing(outside, said):

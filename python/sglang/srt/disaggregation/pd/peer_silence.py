@@ -31,6 +31,17 @@ RELEASE_AFTER_SECONDS = 600.0
 MAX_RELEASED_PEERS = 256
 
 
+def read_silent_seconds() -> float:
+    """Returns after how many seconds without a connection a peer is silent.
+
+    A server calls it at startup, too: a wrong value must stop the server, not one of its threads.
+
+    Raises:
+        ValueError: `SGLANG_PD_SILENT_SECONDS` is not a number of at least `MIN_SECONDS`.
+    """
+    return seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS)
+
+
 class SilenceWatch:
     """Base of a prefill rank's KV manager.
 
@@ -39,7 +50,7 @@ class SilenceWatch:
     `handle_peer_recovered(name)`.
     """
 
-    silent_seconds = PerInstance(lambda: seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS))
+    silent_seconds = PerInstance(read_silent_seconds)
     # Registered decode ranks to which we have or had a socket.
     watched_peers: Dict[str, Any] = PerInstance(dict)
     # Why nothing is sent to each silent rank.

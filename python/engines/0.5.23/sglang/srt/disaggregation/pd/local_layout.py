@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_exchange import require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -61,8 +62,9 @@ def set_local_layout(
         total_layers: Layers of the whole target model.
 
     Raises:
-        ValueError: KV is to be compared, but cannot be.
+        ValueError: KV is to be compared, but cannot be; or a variable of the patch set is wrong.
     """
+    read_silent_seconds()
     kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     why = _unsupported_features(kv_args)

@@ -19,8 +19,7 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.compatibility import query_route
-from sglang.srt.disaggregation.pd.environment import seconds_of
-from sglang.srt.disaggregation.pd.peer_silence import DEFAULT_SECONDS, MIN_SECONDS, VARIABLE
+from sglang.srt.disaggregation.pd.peer_silence import VARIABLE, read_silent_seconds
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
@@ -38,7 +37,7 @@ class PrefillServers:
     Only the scheduler may call `try_ensure_parallel_info`.
     """
 
-    silent_seconds = PerInstance(lambda: seconds_of(VARIABLE, DEFAULT_SECONDS, MIN_SECONDS))
+    silent_seconds = PerInstance(read_silent_seconds)
     pending_queries: Dict[str, Future] = PerInstance(dict)
     # Held while a request starts, which looks a server up twice, and while one is dropped.
     servers_lock = PerInstance(threading.RLock)

@@ -15,6 +15,8 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
+from sglang.srt.disaggregation.pd.room_failures import read_release_seconds
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
@@ -89,7 +91,12 @@ def set_local_layout(
 
     For pools that the patch set does not know or cannot describe, it has only sizes: they are sent
     as stock sends them, between servers that split the model alike.
+
+    Raises:
+        ValueError: A variable of the patch set is wrong.
     """
+    read_silent_seconds()
+    read_release_seconds()
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     try:
         kv, state = _describe_buffers(kv_args, scheduler, *pools)

@@ -47,6 +47,15 @@ class FailedRoom:
     notified: Set[str]
 
 
+def read_release_seconds() -> float:
+    """Returns how long decode keeps the pages of a failed room that may still be written to.
+
+    Raises:
+        ValueError: The variable is not a number of at least 0.
+    """
+    return seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
+
+
 class RoomTable:
     """Tracks a KV manager's rooms.
 
@@ -60,7 +69,7 @@ class RoomTable:
 
     # The scheduler and the threads that read messages share the rooms.
     rooms_lock = PerInstance(threading.RLock)
-    release_seconds = PerInstance(lambda: seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0))
+    release_seconds = PerInstance(read_release_seconds)
     failure_records: Dict[int, str] = PerInstance(dict)
     # Prefill's senders by room, and those whose room a later request has taken.
     senders: WeakValueDictionary[int, Sender] = PerInstance(WeakValueDictionary)
