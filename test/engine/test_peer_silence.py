@@ -1,6 +1,7 @@
 """Detects silent decode ranks and their return, over real sockets and with a fake manager."""
 
 import gc
+import inspect
 import time
 import weakref
 from types import SimpleNamespace
@@ -242,8 +243,9 @@ def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, open_listener)
 def test_invalid_silence_seconds_are_refused_at_startup(monkeypatch, value):
     """Not by the thread that reads them first, whose failure would go unnoticed."""
     monkeypatch.setenv(VARIABLE, value)
+    parameters = inspect.signature(local_layout.set_local_layout).parameters
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'; expected 5 seconds or more"):
-        local_layout.set_local_layout(None, None, None, None)
+        local_layout.set_local_layout(*[None] * len(parameters))
 
 
 def test_seconds_from_an_environment_variable(monkeypatch):

@@ -170,6 +170,7 @@ class Rank(MessageRecorder, RankBase):
             dst_port=0,
             mooncake_session_id=session,
             dst_aux_index=decode_slot(room),
+            digests=None,
         )
         manager._connect = lambda *_, **__: sock
         manager._send_status(peer, KVPoll.Success, "")

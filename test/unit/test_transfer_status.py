@@ -115,3 +115,15 @@ def test_failed_room_does_not_wait_for_finished_sender():
         assert not status.is_done()
         status.add(who, notification)
     assert status.is_failed() and status.is_done()
+
+
+def test_extra_chunk_revokes_a_complete_room():
+    """Prefill sends it for a write that it abandons, so that decode waits for the failure."""
+    status = TransferStatus(senders=1)
+    for who, notification in complete_notifications(["a"], 2, False):
+        status.add(who, notification)
+    assert status.is_done() and not status.is_failed()
+    status.add("a", Notification(1, "kv", chunk=1 << 31))
+    assert not status.is_done()
+    status.add("a", Notification(1, "failed", reason="why"))
+    assert status.is_done() and status.is_failed()

@@ -49,6 +49,8 @@ class FakeNixlAgent:
 
 
 class FakeTransferInfo(SimpleNamespace):
+    is_notified = is_delayed = False
+
     def is_dummy(self) -> bool:
         return False
 
@@ -227,12 +229,12 @@ def test_released_rank_is_registered_again_by_its_metadata(manager):
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)
     done, manager.note_peer_alive = [], lambda name, info: done.append(("note_peer_alive", name))
     manager._register_decode = lambda info: done.append(("registered", info.name))
-    asks = SimpleNamespace(room=9, required_dst_info_num=1, dst_aux_index=0)
+    asks = SimpleNamespace(name=LIVE, room=9, required_dst_info_num=1, dst_aux_index=0)
     asks.dst_kv_indices = asks.dst_state_indices = np.arange(2)
-    manager._registration_of(asks, LIVE)
+    manager._registration_of(asks)
     assert done == [("note_peer_alive", LIVE)]
     manager.release_peer(LIVE)
-    manager._registration_of(asks, LIVE)
+    manager._registration_of(asks)
     assert done[1:] == [("note_peer_alive", LIVE), ("registered", LIVE)] and info.retry_at > 0
 
 
@@ -382,7 +384,7 @@ def test_rank_is_not_notified_of_an_old_room(manager, what):
         manager.drop_peer(LIVE)
     else:
         with pytest.raises(LayoutError, match="is not registered"):
-            manager._open_room(FakeTransferInfo(room=ROOM, agent_name=LIVE))
+            manager._open_room(FakeTransferInfo(room=ROOM, name=LIVE))
     manager.check_peers()
     assert manager.notified == [STOPPED]
 
@@ -423,7 +425,7 @@ def sender_with_rejected_write(manager, error: Exception | None) -> NixlKVSender
     manager.agent.transfer = transfer
     manager.unreachable_peers.add(LIVE)
     with pytest.raises(RuntimeError, match="NIXL"):
-        manager._start(LIVE, None, None, manager._notification(ROOM, "kv"))
+        manager._start(LIVE, ROOM, None, None, manager._notification(ROOM, "kv"))
     manager.unreachable_peers.clear()
     manager.fail(ROOM, "it could not be sent")
     failure_of(sender)

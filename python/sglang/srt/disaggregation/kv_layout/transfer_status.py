@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Optional
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def format_notification(notification: Notification, sender: int) -> bytes:
     return head + notification.digests
 
 
-def parse_notification(message: bytes) -> Optional[Notification]:
+def parse_notification(message: bytes) -> Notification | None:
     """Decodes a notification; returns None for one that no release sends."""
     parts = message.decode("ascii", "replace").split("_", 4)
     try:
@@ -65,6 +64,21 @@ def parse_notification(message: bytes) -> Optional[Notification]:
 
 
 @dataclass
+class _Arrived:
+    """What one sender has sent for a room.
+
+    Attributes:
+        missing: The kinds of notification besides `kv` that must still arrive.
+        chunks: Numbers of the KV chunks that have arrived.
+        expected: Number of KV chunks in all; None until the last one has arrived.
+    """
+
+    missing: set[str]
+    chunks: set[int] = field(default_factory=set)
+    expected: int | None = None
+
+
+@dataclass
 class TransferStatus:
     """What has arrived for one room.
 
@@ -74,15 +88,12 @@ class TransferStatus:
         expects_digests: Whether each of them sends digests of what it wrote.
     """
 
-    senders: Optional[int] = None
+    senders: int | None = None
     expects_state: bool = False
     expects_digests: bool = False
-    _chunks: dict[Hashable, set[int]] = field(default_factory=dict)
-    _expected: dict[Hashable, int] = field(default_factory=dict)
-    _aux: set[Hashable] = field(default_factory=set)
-    _state: set[Hashable] = field(default_factory=set)
+    _arrived: dict[Hashable, _Arrived] = field(default_factory=dict)
+    _complete: set[Hashable] = field(default_factory=set)
     _failed: set[Hashable] = field(default_factory=set)
-    _digests: set[Hashable] = field(default_factory=set)
 
     def add(self, sender: Hashable, notification: Notification) -> None:
         """Counts a notification; a repeated one changes nothing.
@@ -90,18 +101,24 @@ class TransferStatus:
         Args:
             sender: Name of the NIXL agent that sent it.
         """
-        if notification.kind == "kv":
-            self._chunks.setdefault(sender, set()).add(notification.chunk)
-            if notification.is_last:
-                self._expected[sender] = notification.chunk + 1
-        elif notification.kind == "aux":
-            self._aux.add(sender)
-        elif notification.kind == "state":
-            self._state.add(sender)
-        elif notification.kind == "failed":
-            self._failed.add(sender)
-        elif notification.kind == "digests":
-            self._digests.add(sender)
+        if sender not in self._arrived:
+            kinds = {"aux": True, "state": self.expects_state, "digests": self.expects_digests}
+            self._arrived[sender] = _Arrived({kind for kind in kinds if kinds[kind]})
+        arrived = self._arrived[sender]
+        match notification.kind:
+            case "failed":
+                self._failed.add(sender)
+            case "kv":
+                arrived.chunks.add(notification.chunk)
+                if notification.is_last:
+                    arrived.expected = notification.chunk + 1
+            case kind:
+                arrived.missing.discard(kind)
+        # Prefill sends one chunk too many if the room must not succeed, maybe after the last one.
+        if not arrived.missing and len(arrived.chunks) == arrived.expected:
+            self._complete.add(sender)
+        else:
+            self._complete.discard(sender)
 
     @property
     def is_failing(self) -> bool:
@@ -110,16 +127,9 @@ class TransferStatus:
 
     def is_failed(self) -> bool:
         """Whether the room failed and no sender writes any more."""
-        return self.is_failing and len(self._failed | self._complete()) >= (self.senders or 0)
+        return self.is_failing and len(self._failed | self._complete) >= (self.senders or 0)
 
     def is_done(self) -> bool:
         """Whether the room failed, or everything that each sender must send has arrived."""
-        if self.is_failed():
-            return True
-        return self.senders is not None and len(self._complete()) >= self.senders
-
-    def _complete(self) -> set[Hashable]:
-        """Returns senders whose chunks, aux, and state and digests if expected, have arrived."""
-        whole = {who for who, count in self._expected.items() if len(self._chunks[who]) == count}
-        state = self._state if self.expects_state else whole
-        return whole & self._aux & state & (self._digests if self.expects_digests else whole)
+        is_complete = self.senders is not None and len(self._complete) >= self.senders
+        return is_complete or self.is_failed()

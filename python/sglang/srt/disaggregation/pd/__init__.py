@@ -32,13 +32,10 @@ In both releases, different in each:
 In 0.5.9 only:
 
     layer_pointers       pairs pointers of the same layers for the engine's own methods
-    mooncake_status      reports how a room ended (Mooncake, Ascend)
-    nixl_notifications   reports what was written and which rooms failed (NIXL)
-    nixl_transfers       writes, and reconnects where a connection was lost (NIXL)
+    nixl_transfers       writes, reports failed rooms, and reconnects after a lost connection (NIXL)
     rank_consensus       makes ranks of one server change a request's state together
     receiver             one request on decode
     sender               one request on prefill
-    transfer_queue       sends queued chunks by synchronous calls (Mooncake, Ascend)
 
 In 0.5.23 only:
 

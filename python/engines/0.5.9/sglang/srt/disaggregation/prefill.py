@@ -57,4 +57,5 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
             self.scheduler.stream_output([req], req.return_logprob)
         else:
             super().add(req, num_kv_heads)
-        notify_refused(self.kv_manager, req)
+        if hasattr(self.kv_manager, "close_failed_room"):  # not Mori's, which cannot notify decode
+            notify_refused(self.kv_manager, req)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_layout import has_separate_state
 
@@ -25,10 +25,10 @@ def poll_and_all_reduce(pollers, gloo_group):
         pollers: Senders or receivers, for the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.pd.rank_consensus import reduce_polls
+    from sglang.srt.disaggregation.pd.rank_consensus import poll, reduce_polls
 
     polls = [
-        KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
+        KVPoll.Failed if random.random() < FAILURE_PROB else poll(poller) for poller in pollers
     ]
     return reduce_polls(pollers, polls, gloo_group)
 
@@ -36,8 +36,8 @@ def poll_and_all_reduce(pollers, gloo_group):
 def setup_state_kv_args(
     kv_args: KVArgs,
     token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache] = None,
-    total_kv_layers: Optional[int] = None,
+    draft_token_to_kv_pool: KVCache | None = None,
+    total_kv_layers: int | None = None,
 ) -> None:
     """Records state in `kv_args`: index keys, sliding windows, recurrent state.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Optional
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.rank_consensus import pinned_polls
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerPPMixin:
-    def process_bootstrapped_queue(self: Scheduler, bootstrapped_rids: Optional[List[List[str]]]):
+    def process_bootstrapped_queue(self: Scheduler, bootstrapped_rids: list[list[str]] | None):
         """Prefill: takes the requests that all stages can take, drops those that failed on one.
 
         `bootstrapped_rids` has the ids to take and those to drop. Returns what this stage did, for
@@ -33,7 +33,7 @@ class SchedulerPPMixin:
         self.waiting_queue.extend(taken)
         return [[req.rid for req in taken], [req.rid for req in dropped]]
 
-    def _pp_pd_get_decode_transferred_ids(self: Scheduler) -> List[List[str]]:
+    def _pp_pd_get_decode_transferred_ids(self: Scheduler) -> list[list[str]]:
         """Decode: returns requests concluded on all stages so far, and which of them failed."""
         queue = self.disagg_decode_transfer_queue.queue
         done, failed = map(set, self.get_rids(queue, False, [KVPoll.Success], [KVPoll.Failed]))
@@ -44,7 +44,7 @@ class SchedulerPPMixin:
             failed |= failed_before
         return [sorted(over), sorted(failed & over)]
 
-    def process_prealloc_queue(self: Scheduler, prealloc_rids: Optional[List[List[str]]]):
+    def process_prealloc_queue(self: Scheduler, prealloc_rids: list[list[str]] | None):
         """Decode: preallocates the requests that all stages can, drops those that failed on one.
 
         Takes no request while retracted ones wait. Arguments and result are those of
@@ -65,7 +65,7 @@ class SchedulerPPMixin:
         self.disagg_decode_transfer_queue.extend(taken)
         return [[one.req.rid for one in taken], [one.req.rid for one in dropped]]
 
-    def process_decode_transfer_queue(self: Scheduler, release_rids: Optional[List[List[str]]]):
+    def process_decode_transfer_queue(self: Scheduler, release_rids: list[list[str]] | None):
         """Decode: concludes the requests that are over on all stages; fails those that one failed.
 
         `release_rids` has the ids that are over, and those of them that failed. Returns what this
@@ -91,7 +91,7 @@ class SchedulerPPMixin:
 
     def _pp_prepare_tensor_dict(
         self: Scheduler, result: GenerationBatchResult, batch: ScheduleBatch
-    ) -> Dict[str, torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:
         """Returns the last stage's results; requests fresh from prefill have no logprobs."""
         found = {"next_token_ids": result.next_token_ids}
         if batch.return_logprob and result.logits_output is not None:

@@ -4,7 +4,7 @@ Keeps a `device_rdma` call within its send queue.
 """
 
 import logging
-from typing import TYPE_CHECKING, List
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.pd import device_rdma
 
@@ -29,7 +29,7 @@ class AscendTransferEngine(MooncakeTransferEngine):
         if self.session_id.endswith(":0"):
             self.session_id = f"{self.hostname}:{self.engine.get_rpc_port()}"
 
-    def batch_register(self, ptrs: List[int], lengths: List[int]) -> int:
+    def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
         """Registers memory (addresses, bytes) with MemFabric. Returns 0 on success only."""
         try:
             return self.engine.batch_register_memory(ptrs, lengths)
@@ -40,9 +40,9 @@ class AscendTransferEngine(MooncakeTransferEngine):
     def batch_transfer_sync(
         self,
         session_id: str,
-        buffers: List[int],
-        peer_buffer_addresses: List[int],
-        lengths: List[int],
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
     ) -> int:
         """Writes copies to a decode session. Returns MemFabric's status, 0 if all are written.
 

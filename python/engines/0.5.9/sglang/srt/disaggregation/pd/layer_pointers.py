@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import List, Tuple
-
 from sglang.srt.disaggregation.kv_layout import (
     OPAQUE,
     Buffer,
@@ -17,8 +15,8 @@ class LayerPointers:
     """Pairs layers by the two sides' descriptions, or by pointer counts where there is none."""
 
     def get_mha_kv_ptrs_with_pp(
-        self, src_kv_ptrs: List[int], dst_kv_ptrs: List[int]
-    ) -> Tuple[List[int], List[int], List[int], List[int], int]:
+        self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
+    ) -> tuple[list[int], list[int], list[int], list[int], int]:
         """Returns our K and V pointers, the peer's for the same layers, and how many of each.
 
         Target layers come first, then those of a draft model that both sides have. In a pool of
@@ -36,8 +34,8 @@ class LayerPointers:
         return src_k, src_v, dst_k, dst_v, len(src_k)
 
     def get_mla_kv_ptrs_with_pp(
-        self, src_kv_ptrs: List[int], dst_kv_ptrs: List[int]
-    ) -> Tuple[List[int], List[int], int]:
+        self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
+    ) -> tuple[list[int], list[int], int]:
         """Returns our pointers, the peer's for the same components and layers, and their count.
 
         On an NPU a layer has `kv_buf_groups` pointers (PR #23893).
@@ -51,8 +49,8 @@ class LayerPointers:
         return [src for _, src, _ in pairs], [dst for _, _, dst in pairs], len(pairs)
 
     def _pair_layers(
-        self, src: List[int], dst: List[int], components: Tuple[str, ...]
-    ) -> List[Tuple[Buffer, int, int]]:
+        self, src: list[int], dst: list[int], components: tuple[str, ...]
+    ) -> list[tuple[Buffer, int, int]]:
         args = self.kv_args
         own = getattr(args, "layout", None)
         if own is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_layout import (
     HIDDEN_STATES,
@@ -21,72 +22,63 @@ from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.disaggregation.base import BaseKVManager, KVArgs
-    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+    from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    Queue = PrefillBootstrapQueue | DecodePreallocQueue
 
 logger = logging.getLogger(__name__)
 
 
-def make_kv_manager(queue: Any, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
+def make_kv_manager(queue: Queue, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
     """Registers a queue's pools with its transfer backend, describes them, starts its KV manager.
 
     Args:
-        queue: The engine's prefill or decode queue.
         kv_args: Has what only the queue knows: this rank's number, and the other side's sizes.
     """
     from sglang.srt.disaggregation.utils import KVClassType, get_kv_class, setup_state_kv_args
 
     scheduler = queue.scheduler
     pools = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
-    setup_kv_args(kv_args, scheduler, *pools, queue.metadata_buffers, queue.pp_rank)
+    setup_kv_args(kv_args, queue)
     setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
-    set_local_layout(kv_args, scheduler, *pools)
+    set_local_layout(kv_args, queue)
     kv_args.verifier = make_verifier(kv_args, pools)
     manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
     return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)
 
 
-def setup_kv_args(
-    kv_args: KVArgs,
-    scheduler: Scheduler,
-    token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
-    metadata_buffers: MetadataBuffers,
-    pp_rank: int,
-) -> None:
+def setup_kv_args(kv_args: KVArgs, queue: Queue) -> None:
     """Records KV, draft KV and aux buffers in `kv_args`, and which rank this is.
 
     The draft's pages have the target's indices, so its buffers follow the target's in one list.
     """
     from sglang.srt.disaggregation.utils import is_mla_backend
 
+    scheduler, target = queue.scheduler, queue.token_to_kv_pool
     ptrs, lens, item_lens = [], [], []
-    for pool in (token_to_kv_pool, draft_token_to_kv_pool):
+    for pool in (target, queue.draft_token_to_kv_pool):
         if pool is not None:
             for whole, part in zip((ptrs, lens, item_lens), pool.get_contiguous_buf_infos()):
                 whole.extend(part)
     kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = ptrs, lens, item_lens
     kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens = (
-        metadata_buffers.get_buf_infos()
+        queue.metadata_buffers.get_buf_infos()
     )
-    kv_args.pp_rank = pp_rank
+    kv_args.pp_rank = queue.pp_rank
     kv_args.system_dp_rank = scheduler.dp_rank
-    kv_args.page_size = token_to_kv_pool.page_size
+    kv_args.page_size = target.page_size
     kv_args.ib_device = scheduler.server_args.disaggregation_ib_device
     kv_args.gpu_id = scheduler.gpu_id
-    kv_args.total_kv_head_num = scheduler.model_config.get_total_num_kv_heads()
-    if not is_mla_backend(token_to_kv_pool):
-        kv_args.kv_head_num = token_to_kv_pool.head_num
+    if not is_mla_backend(target):
+        kv_args.kv_head_num = target.head_num
 
 
-def set_local_layout(
-    kv_args: KVArgs,
-    scheduler: Scheduler,
-    token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache],
-) -> None:
+def set_local_layout(kv_args: KVArgs, queue: Queue) -> None:
     """Sets `kv_args.layout`: what each buffer in `kv_args` holds.
 
     For pools that the patch set does not know or cannot describe, it has only sizes: they are sent
@@ -95,30 +87,31 @@ def set_local_layout(
     Raises:
         ValueError: A variable of the patch set is wrong.
     """
+    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
+
     read_silent_seconds()
     read_release_seconds()
-    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    scheduler, pool = queue.scheduler, queue.token_to_kv_pool
+    tp_rank, tp_size = get_attention_tp_rank(), get_attention_tp_size()
     try:
-        kv, state = _describe_buffers(kv_args, scheduler, *pools)
+        kv, state = _describe_buffers(kv_args, queue, (tp_rank, tp_size))
     except Exception as error:
         is_known = isinstance(error, LayoutError)
         logger.warning(
-            f"Unsupported KV layout of {type(token_to_kv_pool).__name__}, both servers must split "
+            f"Unsupported KV layout of {type(pool).__name__}, both servers must split "
             f"the model the same way: {error}",
             exc_info=not is_known,
         )
         kv = describe_unknown(kv_args.kv_item_lens, kv_args.kv_data_lens)
         state = describe_unknown(kv_args.state_item_lens, kv_args.state_data_lens)
-    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
-
     kv_args.layout = RankLayout(
-        tp_rank=get_attention_tp_rank(),
-        tp_size=get_attention_tp_size(),
+        tp_rank=tp_rank,
+        tp_size=tp_size,
         pp_rank=kv_args.pp_rank,
         pp_size=scheduler.server_args.pp_size,
         page_size=kv_args.page_size,
-        dtype=str(token_to_kv_pool.dtype).removeprefix("torch."),
-        memory=memory_kind(token_to_kv_pool),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        memory=memory_kind(pool),
         total_layers=scheduler.model_config.num_hidden_layers,
         kv=kv,
         state=state,
@@ -129,17 +122,16 @@ def set_local_layout(
 
 
 def _describe_buffers(
-    args: KVArgs, scheduler: Scheduler, target: KVCache, draft: Optional[KVCache]
-) -> Tuple[Tuple[Buffer, ...], Tuple[Buffer, ...]]:
-    """Describes the KV buffers and the state buffers."""
-    from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
-
+    args: KVArgs, queue: Queue, tp: tuple[int, int]
+) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """Describes the KV buffers and the state buffers; `tp` is the attention TP rank and size."""
+    scheduler, target = queue.scheduler, queue.token_to_kv_pool
+    draft = queue.draft_token_to_kv_pool
     runner = scheduler.tp_worker.model_runner
-    tp = (get_attention_tp_rank(), get_attention_tp_size())
     computed = range(runner.start_layer, runner.end_layer)
     drafts = None if draft is None else _draft_config(scheduler)
 
-    def described(lens: Any, sizes: Any, is_state: bool) -> Tuple[Buffer, ...]:
+    def described(lens: Sequence[int], sizes: Sequence[int], is_state: bool) -> tuple[Buffer, ...]:
         heads = [
             None if config is None else total_heads(config, pool, is_state)
             for config, pool in ((scheduler.model_config, target), (drafts, draft))
@@ -161,7 +153,7 @@ def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _draft_config(scheduler: Scheduler) -> Any:
+def _draft_config(scheduler: Scheduler) -> ModelConfig:
     """Returns the draft model's config; overlap wraps its worker once more."""
     worker = scheduler.draft_worker
     inner = getattr(worker, "draft_worker", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from typing import Callable, List, Tuple
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -18,7 +18,7 @@ MAX_FRAMES = 32
 MAX_NUMBERS_BYTES = 1 << 20
 
 
-def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None]) -> None:
+def start_reader_thread(sock: zmq.Socket, handle: Callable[[list[bytes]], None]) -> None:
     """Starts a thread that passes each message to `handle`, and drops one if `handle` raises."""
 
     def serve() -> None:
@@ -36,19 +36,19 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[List[bytes]], None])
     threading.Thread(target=serve, daemon=True).start()
 
 
-def unpack_numbers(code: str, frame: bytes) -> List[int]:
-    """Unpacks a frame's numbers, which all have one `struct` format.
-
-    Raises:
-        ValueError: The frame is longer than any rank's pointers.
-        struct.error: The frame is cut off.
-    """
-    if len(frame) > MAX_NUMBERS_BYTES:
-        raise ValueError(f"{len(frame)} bytes of numbers, expected at most {MAX_NUMBERS_BYTES}")
-    return [number for (number,) in struct.iter_unpack(code, frame)]
+def pack_numbers(code: str, numbers: Sequence[int]) -> bytes:
+    """Packs numbers into one frame, all in one `struct` format."""
+    return struct.pack(f"{len(numbers)}{code}", *numbers)
 
 
-def rebind_with_limits(sock: zmq.Socket) -> Tuple[int, zmq.Socket]:
+def check_numbers(*frames: bytes) -> None:
+    """Raises ValueError if one of these frames of numbers is longer than any rank's pointers."""
+    for frame in frames:
+        if len(frame) > MAX_NUMBERS_BYTES:
+            raise ValueError(f"{len(frame)} bytes of numbers, expected at most {MAX_NUMBERS_BYTES}")
+
+
+def rebind_with_limits(sock: zmq.Socket) -> tuple[int, zmq.Socket]:
     """Replaces a socket, whose port is unpublished, by one with the limits above and a new port.
 
     ZeroMQ applies a limit only when it binds, and another process might take the old port once it

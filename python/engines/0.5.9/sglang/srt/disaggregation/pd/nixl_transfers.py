@@ -1,4 +1,9 @@
-"""A NIXL agent's transfers, which reconnect after a lost connection, and their sender."""
+"""What a NIXL agent sends: transfers, and notices of failed rooms, over connections that may break.
+
+A write brings a notification when it is done; a failed room has a notification of its own, which
+waits until no write of the room to that decode rank is under way. `kv_layout.transfer_status` has
+the format.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, List, Optional, Set, Tuple
+from typing import TypeVar
 from weakref import WeakSet
 
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import parse_notification
+from sglang.srt.disaggregation.kv_layout import Notification, format_notification
 from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
+from sglang.srt.disaggregation.pd.peers import RoomRequest
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
-from sglang.srt.disaggregation.pd.sender import ABORTED
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ MAX_PENDING_NOTICES = 4096
 # the second for other mistakes; replacing a good connection then does no harm.
 CONNECTION_LOST = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
 
+Result = TypeVar("Result")
+
 
 def _is_lost(error: Exception) -> bool:
     return any(name in str(error) for name in CONNECTION_LOST)
@@ -38,26 +43,6 @@ def _is_lost(error: Exception) -> bool:
 
 class RoomFailed(Exception):
     """The room has failed; nothing more is written for it."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some computed pages of one request.
-
-    The last chunk brings the metadata row, and state slots or pages if the model has state.
-
-    Attributes:
-        kv_indices: Pages of this rank's pool, int32, `[pages]`.
-        index_slice: Their place among all pages of the request.
-        chunk_id: Counts from 0.
-    """
-
-    kv_indices: npt.NDArray[np.int32]
-    index_slice: slice
-    is_last: bool
-    chunk_id: int
-    aux_index: Optional[int] = None
-    state_indices: Optional[List[int]] = None
 
 
 @dataclass(eq=False)
@@ -75,40 +60,48 @@ class Transfer:
     room: int
     peer: str
     handle: object
-    outcome: Optional[str] = None
+    outcome: str | None = None
     abandon_reason: str = ""
-    unreadable_since: Optional[float] = None
+    unreadable_since: float | None = None
     is_invalidated: bool = False
     is_partly_posted: bool = False
 
 
 class NixlTransfers:
-    """Starts and tracks a KV manager's transfers; placed before `SilenceWatch`.
+    """Starts and tracks a prefill rank's transfers, and sends its notices of failed rooms.
 
-    The manager has the `agent`, its peers' metadata in `decode_kv_args_table`, `_notify_failed`,
-    `_notification`, which formats one, and in `connecting` the peers it is connecting to.
+    A base of its KV manager, before `SilenceWatch`. The manager has the `agent`, decode ranks'
+    metadata in `decode_kv_args_table`, and in `connecting` those that it is connecting to.
     """
 
     # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
     # locks of its own, and a connection must not be replaced while a write starts to use it.
     agent_lock = PerInstance(threading.RLock)
-    unreachable_peers: Set[str] = PerInstance(set)
+    unreachable_peers: set[str] = PerInstance(set)
     # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
     transfers: WeakSet[Transfer] = PerInstance(WeakSet)
-    # Transfers that no sender waits for, and failure notices to send once transfers finish.
-    abandoned_transfers: List[Transfer] = PerInstance(list)
-    pending_notices: List[Tuple[int, str, Any, str]] = PerInstance(list)
+    # Transfers that no sender waits for, and failure notices to send once transfers finish: room,
+    # decode rank, the rank's request for the room, reason.
+    abandoned_transfers: list[Transfer] = PerInstance(list)
+    pending_notices: list[tuple[int, str, RoomRequest, str]] = PerInstance(list)
 
-    def _start(self, peer: str, src, dst, notif: bytes) -> Transfer:
-        room = parse_notification(notif).room
+    def _start(
+        self, peer: str, room: int, src: object, dst: object, notification: bytes
+    ) -> Transfer:
+        """Starts a write of NIXL's descriptors, which notifies the peer when it is done.
+
+        Raises:
+            RoomFailed: The room has failed.
+        """
 
         def start() -> Transfer:
             if self.check_status(room) == KVPoll.Failed:
                 raise RoomFailed
-            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notif)
-            write, note = Transfer(room, peer, handle), notif.decode("ascii")
+            handle = self.agent.initialize_xfer("WRITE", src, dst, peer, notification)
+            write = Transfer(room, peer, handle)
             try:
                 if not handle or self.agent.transfer(handle) == "ERR":
+                    note = notification.decode("ascii")
                     raise RuntimeError(f"NIXL did not start the transfer {note} to {peer}")
             except Exception as error:
                 if handle and not _is_lost(error):  # a lost connection delivers nothing
@@ -121,10 +114,14 @@ class NixlTransfers:
 
         return self._with_reconnect(peer, start)
 
-    def _notify(self, peer: str, notif: bytes) -> None:
-        self._with_reconnect(peer, lambda: self.agent.send_notif(peer, notif))
+    def _notification(self, room: int, kind: str, **more) -> bytes:
+        """Formats a notification from this prefill rank; `more` are a `Notification`'s fields."""
+        return format_notification(Notification(room, kind, **more), self.sender_rank)
 
-    def _with_reconnect(self, peer: str, act: Callable):
+    def _notify(self, peer: str, notification: bytes) -> None:
+        self._with_reconnect(peer, lambda: self.agent.send_notif(peer, notification))
+
+    def _with_reconnect(self, peer: str, act: Callable[[], Result]) -> Result:
         """Calls `act`, and once more over a new connection if NIXL has lost the one to this peer.
 
         NIXL does not reconnect by itself: without this, a live peer would stay unreachable.
@@ -144,11 +141,10 @@ class NixlTransfers:
         refused connection: a peer that has been disconnected briefly gets one attempt, a peer
         disconnected for longer gets none, until it requests another room.
         """
-        of_peer = [write for write in self.transfers if write.peer == peer]
-        under_way = [write for write in of_peer if not write.is_partly_posted]
         if peer in self.unreachable_peers or peer in self.connecting:
             return False
-        if not all(map(self.has_finished, under_way)):
+        of_peer = [write for write in self.transfers if write.peer == peer]
+        if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
             return False
         info = self.decode_kv_args_table[peer]
         try:
@@ -221,6 +217,16 @@ class NixlTransfers:
                 self.abandoned_transfers.append(write)
             return bool(write.abandon_reason)
 
+    def _is_writing(self, room: int | None = None, peer: str | None = None) -> bool:
+        """Whether a write may go on, of this room or any, to this decode rank or any."""
+        with self.agent_lock:
+            of_both = [
+                write
+                for write in self.transfers
+                if room in (None, write.room) and peer in (None, write.peer)
+            ]
+            return not all(map(self.has_finished, of_both))
+
     def check_peers(self) -> None:
         """Checks for silent peers. Extends `SilenceWatch`'s: sends pending failure notices."""
         super().check_peers()
@@ -233,30 +239,62 @@ class NixlTransfers:
             waiting, self.pending_notices = self.pending_notices, []
         for room, peer, info, reason in waiting:
             if peer in self.silent_peers or peer in self.unreachable_peers:
-                self.notify_later(room, peer, info, reason)
+                self._notify_later(room, peer, info, reason)
             else:
                 self._notify_failed(room, {peer: info}, reason)
 
-    def defers_notice(self, room: int, peer: str, info: Any, reason: str) -> bool:
-        """Defers a room's failure notice while a write may go on; returns whether it does.
-
-        The write is abandoned, or belongs to another request with this room. Decode must keep the
-        room's pages until `check_peers` notifies it of the failure.
-        """
+    def conclude_failure(self, room: int, reason: str) -> None:
+        """Notifies the room's decode ranks of its failure; while writes run, its sender will."""
         with self.agent_lock:
-            of_room = [one for one in self.transfers if (one.room, one.peer) == (room, peer)]
-            is_written_to = not all(map(self.has_finished, of_room))
-            if is_written_to:
-                self.notify_later(room, peer, info, reason)
-            return is_written_to
+            if not self._is_writing(room):
+                self._notify_failed(room, self.transfer_infos.get(room, {}), reason)
+        if room not in self.request_status:  # its request has not arrived
+            self.transfer_infos.pop(room, None)
 
-    def notify_later(self, room: int, peer: str, info: Any, reason: str) -> None:
+    def close_failed_room(self, room: int) -> str:
+        """Drops a failed room, notifies its decode ranks of the reason, and returns that.
+
+        Decode ranks that request the room later are notified then. Stock ones do not read it.
+        """
+        with self.rooms_lock:
+            peers = self.transfer_infos.pop(room, {})
+            reason = self.drop_room(room) or "another prefill rank failed"
+            self.record_failed_room(room, reason, peers)
+        self._notify_failed(room, peers, reason)
+        return reason
+
+    def _notify_failed(self, room: int, peers: Mapping[str, RoomRequest], reason: str) -> None:
+        """Notifies decode ranks of a room's failure, once: the room may soon be another request's.
+
+        A rank must keep the room's pages while a write to it may go on, which is abandoned, or
+        belongs to another request with this room; `check_peers` notifies it later.
+
+        Args:
+            peers: The ranks' requests for the room, by name.
+        """
+        notification = self._notification(room, "failed", reason=reason)
+        for peer, info in peers.items():
+            if info.is_dummy() or info.is_notified:
+                continue
+            if self._is_writing(room, peer):
+                self._notify_later(room, peer, info, reason)
+                continue
+            info.is_notified = True
+            try:
+                self._notify(peer, notification)
+            except Exception as error:
+                if not info.is_delayed:
+                    logger.warning(f"Room {room}: could not notify decode {peer} yet: {error}")
+                info.is_delayed, info.is_notified = True, False
+                self._notify_later(room, peer, info, reason)
+
+    def _notify_later(self, room: int, peer: str, info: RoomRequest, reason: str) -> None:
         """Queues a failure notice to a decode rank, which `check_peers` sends."""
         with self.agent_lock:
             self.pending_notices.append((room, peer, info, reason))
             del self.pending_notices[:-MAX_PENDING_NOTICES]
 
-    def drop_pending_notices(self, peer: str, room: Optional[int] = None) -> None:
+    def drop_pending_notices(self, peer: str, room: int | None = None) -> None:
         """Drops a decode rank's failure notices for this room, or for all rooms if None."""
         with self.agent_lock:
             self.pending_notices = [
@@ -267,64 +305,3 @@ class NixlTransfers:
         """Allows a new connection to a decode rank that is alive."""
         with self.agent_lock:
             self.unreachable_peers.discard(name)
-
-    def conclude_failure(self, room: int, reason: str) -> None:
-        """Notifies the room's decode ranks of its failure; while writes run, its sender will."""
-        with self.agent_lock:
-            of_room = [write for write in self.transfers if write.room == room]
-            if all(map(self.has_finished, of_room)):
-                self._notify_failed(room, self.transfer_infos.get(room, {}), reason)
-        if room not in self.request_status:  # its request has not arrived
-            self.transfer_infos.pop(room, None)
-
-
-class TransferSender:
-    """A KV sender with its transfers in `xfer_handles`; `has_sent` once the last one has begun."""
-
-    xfer_handles: List[Transfer]
-
-    def poll(self) -> KVPoll:
-        """Returns the room's status; it concludes once this rank's last transfer has finished."""
-        if self.conclude_state is not None:
-            return self.conclude_state
-        self._drop_finished_transfers()
-        self._check_timeout()
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status != KVPoll.Failed and not self.has_sent:
-            return status
-        if self.xfer_handles:
-            return KVPoll.Transferring
-        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
-        return self.conclude_state
-
-    def _check_timeout(self) -> None:
-        """Fails a room that decode does not request in time; decode may lack the request."""
-        manager, room = self.kv_mgr, self.bootstrap_room
-        waited = time.monotonic() - self.started_at
-        is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
-        if is_waiting and waited >= manager.bootstrap_timeout:
-            manager.fail(
-                room,
-                f"Decode did not request this room within {waited:.0f} s; "
-                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
-            )
-
-    def _drop_finished_transfers(self) -> None:
-        """Drops settled transfers; one that failed or was abandoned fails the room."""
-        over = [write for write in self.xfer_handles if self.kv_mgr.is_settled(write)]
-        for write in over:
-            self.xfer_handles.remove(write)
-            if write.outcome or write.abandon_reason:
-                reason = (
-                    f"Prefill's write to decode failed: {write.outcome or write.abandon_reason}"
-                )
-                self.kv_mgr.fail(self.bootstrap_room, reason)
-
-    def has_pending_transfers(self) -> bool:
-        """Whether a transfer may still read our pages."""
-        return bool(self.xfer_handles)
-
-    def abort(self):
-        """Fails the room, because its client has left."""
-        if self.conclude_state is None:
-            self.kv_mgr.fail(self.bootstrap_room, ABORTED)

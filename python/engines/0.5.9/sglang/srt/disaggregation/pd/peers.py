@@ -8,13 +8,15 @@ decode: (ABORT, room, reason, ...)                see `room_failures`
 from __future__ import annotations
 
 import logging
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.kv_layout import (
+    Bounds,
     LayoutError,
     PeerPlan,
     Pointers,
@@ -23,9 +25,9 @@ from sglang.srt.disaggregation.kv_layout import (
     has_layout_frame,
 )
 from sglang.srt.disaggregation.pd.message_checks import (
+    check_numbers,
     rebind_with_limits,
     start_reader_thread,
-    unpack_numbers,
 )
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.room_failures import ABORT
@@ -50,7 +52,7 @@ class PeerRegistration:
     # Empty from a stock rank, which does not describe its buffers.
     layout_frame: bytes = field(default=b"", kw_only=True)
     # The copies to this rank, or why there are none.
-    plan: Optional[PeerPlan] = field(default=None, kw_only=True)
+    plan: PeerPlan | None = field(default=None, kw_only=True)
     refusal: str = field(default="", kw_only=True)
     # Whether to register the rank again, and from when on the monotonic clock.
     can_retry: bool = field(default=False, kw_only=True)
@@ -58,21 +60,35 @@ class PeerRegistration:
     # Whether the rank reads why a room failed, unlike a stock one.
     reads_reasons: bool = field(default=False, kw_only=True)
     # The rank's memory, see `pd.write_bounds`.
-    bounds: Any = field(default=None, kw_only=True)
-    state_slots: Any = field(default=(), kw_only=True)
+    bounds: Bounds | None = field(default=None, kw_only=True)
+    state_slots: Sequence[int | None] = field(default=(), kw_only=True)
+
+    def read_own_frames(self, frames: list[bytes]) -> None:
+        """Reads what stock ranks do not send: the description, and the draft's state pointers.
+
+        They are the 13th and 14th frame: in the target's frame, a stock prefill rank would take
+        the draft's pointers for the target's.
+        """
+        self.layout_frame = frames[12] if len(frames) > 12 else b""
+        if has_layout_frame(frames) and len(frames) > 13:
+            check_numbers(frames[13])
+            self.dst_state_data_ptrs += struct.unpack(f"{len(frames[13]) // 8}Q", frames[13])
 
 
-def state_pointers(frames: List[bytes], position: int) -> List[int]:
-    """Reads the target's state pointers, and the draft's if the rank describes its buffers.
+@dataclass
+class RoomRequest:
+    """A decode rank's request for a room.
 
-    The frame at `position` has the target's. The 14th frame, after the description, has the
-    draft's: in the target's frame, a stock prefill rank would take them for the target's.
+    A backend's `TransferInfo` has the engine's fields, among them `room`, `endpoint`, `dst_port`,
+    `dst_kv_indices` and `dst_state_indices` (its pages and slots), `dst_aux_index` (its metadata
+    row) and `required_dst_info_num` (decode ranks that request the room); and `name`, the rank's.
     """
-    positions = (position, 13) if has_layout_frame(frames) else (position,)
-    return [n for at in positions if at < len(frames) for n in unpack_numbers("Q", frames[at])]
+
+    # Whether the rank was notified that the room concluded, or failed.
+    is_notified: bool = field(default=False, kw_only=True)
 
 
-def split_state(args: KVArgs) -> Tuple[List[int], List[int]]:
+def split_state(args: KVArgs) -> tuple[list[int], list[int]]:
     """Returns the target's state pointers, and the draft's, which stock peers do not have."""
     targets = sum(not buffer.draft for buffer in args.layout.state)
     return args.state_data_ptrs[:targets], args.state_data_ptrs[targets:]
@@ -82,10 +98,9 @@ class PeerTable:
     """Handles decode ranks' messages in a prefill rank's KV manager.
 
     A backend provides `_read_registration(frames)` and `_read_room(frames)`;
-    `_peer_name(room_info)`, which returns a rank's name; `_check_registration(registration)`, which
-    may reject one; `watch_peer(name, registration)` and `note_peer_alive(name, registration)` (see
-    `peer_silence`); `_add_remote_peer(registration)`, which records the rank; and
-    `_notify_failed(room, peers, reason)`.
+    `_check_registration(registration)`, which may reject one; `watch_peer(name, registration)` and
+    `note_peer_alive(name, registration)` (see `peer_silence`); `_add_remote_peer(registration)`,
+    which records the rank; and `_notify_failed(room, peers, reason)`.
     """
 
     # Whether the transfer plan covers state.
@@ -99,7 +114,7 @@ class PeerTable:
         """Starts the thread that reads decode ranks' messages and drops unreadable ones."""
         start_reader_thread(self.server_socket, self._handle_bootstrap_message)
 
-    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+    def _handle_bootstrap_message(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT:
             self.handle_abort(*frames[1:5])
         elif frames[0] == b"None":
@@ -145,14 +160,13 @@ class PeerTable:
             info.can_retry = True
         logger.error(f"Refusing decode {info.name}: {info.refusal}")
 
-    def _open_room(self, info: Any) -> None:
-        peer = self._peer_name(info)
-        known = self._registration_of(info, peer)
-        failed = self._add_room_peer(info, peer, known.refusal)
+    def _open_room(self, info: RoomRequest) -> None:
+        refusal = self._registration_of(info).refusal
+        failed = self._add_room_peer(info, refusal)
         if failed:
-            self._notify_failed(info.room, {peer: info}, failed)
+            self._notify_failed(info.room, {info.name: info}, failed)
 
-    def _registration_of(self, info: Any, peer: str) -> PeerRegistration:
+    def _registration_of(self, info: RoomRequest) -> PeerRegistration:
         """Returns the registration of the decode rank that requests a room.
 
         Retries a registration that failed through no fault of the peer, first at once and then at
@@ -161,34 +175,35 @@ class PeerTable:
         Raises:
             LayoutError: The rank is not registered, or its request contains negative numbers.
         """
-        known = self.decode_kv_args_table.get(peer)
+        who = f"decode {info.name} requested room {info.room}"
+        known = self.decode_kv_args_table.get(info.name)
         if known is None:
-            raise LayoutError(f"decode {peer} requested room {info.room} and is not registered")
+            raise LayoutError(f"{who} and is not registered")
         numbers = (info.room, info.required_dst_info_num - 1, info.dst_aux_index or 0)
         slots = np.concatenate([info.dst_kv_indices, info.dst_state_indices])
         if min(numbers) < 0 or slots.min(initial=0) < 0:
-            raise LayoutError(f"decode {peer} requested room {info.room} with negative numbers")
-        self.note_peer_alive(peer, known)  # prevents the release of what the peer needs
+            raise LayoutError(f"{who} with negative numbers")
+        self.note_peer_alive(info.name, known)  # prevents the release of what the peer needs
         now = time.monotonic()
         if known.can_retry and now >= known.retry_at:
             known.retry_at = now + REGISTRATION_RETRY_SECONDS
             self._register_decode(known)
         return known
 
-    def _add_room_peer(self, info: Any, peer: str, refusal: str) -> Optional[str]:
+    def _add_room_peer(self, info: RoomRequest, refusal: str) -> str | None:
         """Adds a decode rank to the room it requests; returns why if the room has already failed.
 
         A rank that was notified of the failure and requests the room again has a new request.
         """
         with self.rooms_lock:
             failed = self.failed_rooms.get(info.room)
-            if failed is not None and peer not in failed.notified:
-                failed.notified.add(peer)
+            if failed is not None and info.name not in failed.notified:
+                failed.notified.add(info.name)
                 return failed.reason
             self.failed_rooms.pop(info.room, None)
             self.aborted_before_request.pop(info.room, None)
-            peers: Dict[str, Any] = self.transfer_infos.setdefault(info.room, {})
-            peers[peer] = info
+            peers: dict[str, RoomRequest] = self.transfer_infos.setdefault(info.room, {})
+            peers[info.name] = info
             if refusal:
                 self.abort_room(info.room, refusal)
             elif len(peers) == info.required_dst_info_num:

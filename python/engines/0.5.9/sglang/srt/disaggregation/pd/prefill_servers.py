@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Set, Tuple
 
 import requests
 from aiohttp import web
@@ -50,23 +49,20 @@ class PrefillServer:
     attn_tp_size: int
     dp_size: int
     pp_size: int
-    page_size: Optional[int]
+    page_size: int | None
     takes_aborts: bool
     verifies: bool = False
 
     @classmethod
-    def read(cls, answer: dict) -> Optional[PrefillServer]:
+    def read(cls, answer: dict) -> PrefillServer | None:
         """Reads a bootstrap server's answer; returns None if its sizes are invalid."""
         names = ("attn_tp_size", "dp_size", "pp_size", "page_size")
         sizes = [answer.get(f"prefill_{name}") for name in names]
-        if not all(map(_is_size, sizes if sizes[3] is not None else sizes[:3])):
+        given = sizes if sizes[3] is not None else sizes[:3]
+        if not all(type(size) is int and 0 < size <= MAX_SIZE for size in given):
             return None
         announced = {name: bool(answer.get(name)) for name in ("takes_aborts", "verifies")}
         return cls(*sizes, **announced)
-
-
-def _is_size(number: object) -> bool:
-    return type(number) is int and 0 < number <= MAX_SIZE
 
 
 def start_thread(act: Callable[..., None], *args) -> bool:
@@ -86,15 +82,15 @@ class PrefillServers:
     """
 
     # By bootstrap address: servers in use, and when to query those again that timed out.
-    prefill_servers: Dict[str, PrefillServer] = PerInstance(dict)
-    retry_bootstrap_at: Dict[str, float] = PerInstance(dict)
+    prefill_servers: dict[str, PrefillServer] = PerInstance(dict)
+    retry_bootstrap_at: dict[str, float] = PerInstance(dict)
     # By bootstrap address: one rank's numbers (TP, DP, PP), and its last known endpoint.
-    seen_ranks: Dict[str, Tuple[Tuple[int, int, int], Tuple[str, int]]] = PerInstance(dict)
-    pending_queries: Dict[str, Future] = PerInstance(dict)
+    seen_ranks: dict[str, tuple[tuple[int, int, int], tuple[str, int]]] = PerInstance(dict)
+    pending_queries: dict[str, Future] = PerInstance(dict)
     # By room: the prefill ranks that it was requested from, and why it waits no longer.
-    requested_ranks: Dict[int, List[dict]] = PerInstance(dict)
-    silent_rooms: Dict[int, str] = PerInstance(dict)
-    lost_rooms: Dict[int, str] = PerInstance(dict)
+    requested_ranks: dict[int, list[dict]] = PerInstance(dict)
+    silent_rooms: dict[int, str] = PerInstance(dict)
+    lost_rooms: dict[int, str] = PerInstance(dict)
 
     def query_in_thread(self, address: str, ask: Callable[[], None]) -> Future:
         """Has a thread query a bootstrap server with `ask`, which must not raise; one at a time.
@@ -115,7 +111,7 @@ class PrefillServers:
                 query.set_result(None)
         return query
 
-    def prefill_server(self, address: str) -> Optional[PrefillServer]:
+    def prefill_server(self, address: str) -> PrefillServer | None:
         """Returns a server's sizes, queried the first time; None if the query fails."""
         known = self.prefill_servers.get(address)
         if known is None:
@@ -124,9 +120,7 @@ class PrefillServers:
                 self.prefill_servers[address] = known
         return known
 
-    def prefill_rank(
-        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
-    ) -> Optional[dict]:
+    def prefill_rank(self, address: str, tp_rank: int, dp_group: int, pp_rank: int) -> dict | None:
         """Returns where a rank reads messages (`rank_ip`, `rank_port`); None if it is unknown."""
         numbers = (tp_rank, dp_group, pp_rank)
         rank = self.query_route(address, *numbers)
@@ -135,20 +129,17 @@ class PrefillServers:
         self.seen_ranks[address] = (numbers, _endpoint(rank))
         return rank
 
-    def query_route(
-        self, address: str, tp_rank: int, dp_group: int, pp_rank: int
-    ) -> Optional[dict]:
+    def query_route(self, address: str, tp_rank: int, dp_group: int, pp_rank: int) -> dict | None:
         """Queries a bootstrap server for one rank, or for the server's sizes if all three are -1.
 
         Returns None if the query fails, or if the last one timed out a short time ago.
         """
         if time.monotonic() < self.retry_bootstrap_at.get(address, 0.0):
             return None
+        url = f"http://{address}/route"
         query = {"engine_rank": tp_rank, "target_dp_group": dp_group, "target_pp_rank": pp_rank}
         try:
-            response = requests.get(
-                f"http://{address}/route", params=query, timeout=HTTP_TIMEOUT_SECONDS
-            )
+            response = requests.get(url, params=query, timeout=HTTP_TIMEOUT_SECONDS)
             answer = response.json() if response.status_code == 200 else None
             if isinstance(answer, dict):
                 return answer
@@ -165,7 +156,7 @@ class PrefillServers:
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""
 
-        def look(address: str, failures: Dict[str, int]) -> None:
+        def look(address: str, failures: dict[str, int]) -> None:
             is_healthy = _is_healthy(address)
             failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
             if is_healthy and self.is_replaced(address):
@@ -175,10 +166,12 @@ class PrefillServers:
                 self._handle_node_failure(address)
 
         def watch() -> None:
-            failures: Dict[str, int] = {}
+            failures: dict[str, int] = {}
             while True:
                 time.sleep(self.heartbeat_interval)
-                for address in self._addresses():
+                tracked = list(self.addr_to_rooms_tracker.items())
+                # A dropped server may still have rooms here.
+                for address in {*self.prefill_servers, *(one for one, rooms in tracked if rooms)}:
                     try:
                         look(address, failures)
                     except Exception:  # one address must not stop the others' heartbeats
@@ -186,11 +179,6 @@ class PrefillServers:
 
         threading.Thread(target=watch, daemon=True).start()
         peer_sockets.call_periodically(self.check_prefill_servers)
-
-    def _addresses(self) -> List[str]:
-        """Returns servers in use, and dropped servers that still have rooms here."""
-        tracked = list(self.addr_to_rooms_tracker.items())
-        return list({*self.prefill_servers, *(address for address, rooms in tracked if rooms)})
 
     def is_replaced(self, address: str) -> bool:
         """Whether another server has this address now, while the old one's ranks may live on.
@@ -238,7 +226,7 @@ class PrefillServers:
         """
         self._drop_server(failed_bootstrap_addr)
         with self.connection_lock:
-            rooms: Set[int] = set(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
+            rooms: set[int] = set(self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, ()))
         asked = {room: ranks for room, ranks in list(self.requested_ranks.items()) if room in rooms}
         places = {_endpoint(rank) for ranks in asked.values() for rank in ranks}
         gone = asked if all(map(_is_port_closed, places)) else {}
@@ -256,13 +244,13 @@ class PrefillServers:
         )
 
 
-def _endpoint(rank: dict) -> Optional[Tuple[str, int]]:
+def _endpoint(rank: dict) -> tuple[str, int] | None:
     """Returns where a rank reads messages; None if the answer does not contain it."""
     host, port = rank.get("rank_ip"), rank.get("rank_port")
     return (host, port) if isinstance(host, str) and type(port) is int else None
 
 
-def _is_port_closed(place: Tuple[str, int]) -> bool:
+def _is_port_closed(place: tuple[str, int]) -> bool:
     """Whether no process listens there; a suspended or unreachable rank may still write."""
     try:
         socket.create_connection(place, PROBE_SECONDS).close()
@@ -275,10 +263,8 @@ def _is_port_closed(place: Tuple[str, int]) -> bool:
 
 def _is_healthy(address: str) -> bool:
     try:
-        return (
-            requests.get(f"http://{address}/health", timeout=HEALTH_TIMEOUT_SECONDS).status_code
-            == 200
-        )
+        response = requests.get(f"http://{address}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        return response.status_code == 200
     except Exception as error:  # `requests` also raises exceptions of other libraries
         logger.info(f"Prefill server {address}: {error}")
         return False

@@ -6,8 +6,8 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Iterable, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,11 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import prefill_ranks_of, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, start_thread
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers, start_thread
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,8 @@ class Receiver:
 
     A backend provides `_register_kv_args()`; `_metadata_frames(is_dummy, pages, aux, state)`, the
     message that requests a room; `_reset_room_state(has_state)`, called before that message is
-    sent; and `_rank_name()`, by which prefill knows this rank.
+    sent; `_read_results()`, which returns whether a sender has failed the room; and `_rank_name()`,
+    by which prefill knows this rank. Mori polls, requests and clears rooms in the engine's way.
 
     Attributes:
         init_time: When the room was requested from prefill, on the monotonic clock; None before.
@@ -45,15 +43,15 @@ class Receiver:
         failing_since: When the first sender failed, or this side aborted; None before.
     """
 
-    init_time: Optional[float] = None
-    conclude_state: Optional[KVPoll] = None
-    failing_since: Optional[float] = None
+    init_time: float | None = None
+    conclude_state: KVPoll | None = None
+    failing_since: float | None = None
     abort_sent = False
     aborted_by_engine = False
-    prefill: Optional[PrefillServer] = None
+    prefill: PrefillServer | None = None
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
-    pending_query: Optional[Future] = None
-    found_ranks: Optional[List[dict]] = None
+    pending_query: Future | None = None
+    found_ranks: list[dict] | None = None
     # Another request has the room.
     is_duplicate_room = False
     # Prefill ranks send digests of their pages (`verify`).
@@ -63,13 +61,13 @@ class Receiver:
         self,
         mgr: PrefillServers,
         bootstrap_addr: str,
-        bootstrap_room: Optional[int] = None,
-        prefill_dp_rank: Optional[int] = None,
+        bootstrap_room: int | None = None,
+        prefill_dp_rank: int | None = None,
     ):
         self.bootstrap_room = bootstrap_room
         self.bootstrap_addr = bootstrap_addr
         self.kv_mgr = mgr
-        self.bootstrap_infos: Optional[List[dict]] = None
+        self.bootstrap_infos: list[dict] | None = None
         if bootstrap_room in mgr.request_status:
             # Only this request fails: the room's entries belong to the first one.
             self.is_duplicate_room, self.conclude_state = True, KVPoll.Failed
@@ -137,13 +135,18 @@ class Receiver:
     def _pool_key(self) -> str:
         return f"{self.bootstrap_addr}_{self.target_dp_group}_{self.target_tp_rank}"
 
-    def _use_ranks(self, ranks: List[dict]) -> None:
+    def _use_ranks(self, ranks: list[dict]) -> None:
         """Uses these prefill ranks; registers our buffers with them once, not for each request."""
         manager = self.kv_mgr
         manager.required_prefill_response_num_table[self.bootstrap_room] = (
             self.required_prefill_response_num
         )
-        self.expects_digests = self._expects_digests()
+        self.expects_digests = manager.verifier is not None and self.prefill.verifies
+        if manager.verifier is not None and not self.prefill.verifies:
+            logger.warning_once(
+                f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
+                f"set {VARIABLE} there, too"
+            )
         self.bootstrap_infos = ranks
         # Another thread empties the pool when a prefill server is lost.
         if manager.connection_pool.get(self._pool_key()) is not ranks:
@@ -151,16 +154,7 @@ class Receiver:
             if manager.check_status(self.bootstrap_room) != KVPoll.Failed:
                 manager.connection_pool[self._pool_key()] = ranks
 
-    def _expects_digests(self) -> bool:
-        """Whether prefill ranks send digests of their pages for comparison with ours."""
-        if self.kv_mgr.verifier is not None and not self.prefill.verifies:
-            logger.warning_once(
-                f"Prefill {self.bootstrap_addr} sends no digests, and its KV is not verified; "
-                f"set {VARIABLE} there, too"
-            )
-        return self.kv_mgr.verifier is not None and self.prefill.verifies
-
-    def _incompatibility(self, prefill: PrefillServer) -> Optional[str]:
+    def _incompatibility(self, prefill: PrefillServer) -> str | None:
         """Returns why this decode server cannot work with that prefill server; None if it can."""
         own = self.kv_mgr
         if prefill.page_size not in (None, own.kv_args.page_size):
@@ -194,7 +188,7 @@ class Receiver:
         senders = 1 if own.is_mla_backend else len(served_by)
         self.required_prefill_response_num = senders * (prefill.pp_size // own.pp_size)
 
-    def _fetch_bootstrap_infos(self) -> Optional[List[dict]]:
+    def _fetch_bootstrap_infos(self) -> list[dict] | None:
         """Returns the prefill ranks that serve this one; fails the room if one is unknown."""
         infos = []
         for tp_rank in self.target_tp_ranks:
@@ -212,14 +206,14 @@ class Receiver:
                 infos.append(info)
         return infos
 
-    def _prefill_rank(self, tp_rank: int, pp_rank: int) -> Optional[dict]:
+    def _prefill_rank(self, tp_rank: int, pp_rank: int) -> dict | None:
         return self.kv_mgr.prefill_rank(self.bootstrap_addr, tp_rank, self.target_dp_group, pp_rank)
 
     def init(
         self,
         kv_indices: npt.NDArray[np.int32],
-        aux_index: Optional[int] = None,
-        state_indices: Optional[List[int]] = None,
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
     ):
         """Requests the room: sends prefill ranks its pages, state slots and metadata row.
 
@@ -249,14 +243,20 @@ class Receiver:
                 self._abort(error)
                 return
 
-    def _register(self, frames: List[bytes]) -> None:
+    def _register(self, frames: list[bytes]) -> None:
         """Sends the registration to each prefill rank that serves this one."""
         for info in self.bootstrap_infos:
             error = self._send_to_prefill(info, frames)
             if error:
                 self._fail(error)
 
-    def _send_to_prefill(self, info: dict, frames: List[bytes]) -> Optional[str]:
+    def _own_address(self) -> list[bytes]:
+        """Returns where and under which name a prefill rank reaches this rank."""
+        manager = self.kv_mgr
+        place = (manager.local_ip.encode("ascii"), str(manager.rank_port).encode("ascii"))
+        return [*place, self._rank_name()]
+
+    def _send_to_prefill(self, info: dict, frames: list[bytes]) -> str | None:
         """Sends a message without waiting; returns why the rank does not accept it, or None."""
         try:
             self._socket(info).send_multipart(frames)
@@ -315,14 +315,14 @@ class Receiver:
         else:
             scheduler = threading.get_ident()
 
-            def tell(_: Future) -> None:
+            def abort(_: Future) -> None:
                 """Runs in the query's thread, or in the scheduler's if the query has finished."""
                 if threading.get_ident() == scheduler:
                     start_thread(self._abort_when_known, reason)
                 else:
                     self._abort_when_known(reason)
 
-            self.pending_query.add_done_callback(tell)
+            self.pending_query.add_done_callback(abort)
 
     def _abort_when_known(self, reason: str) -> None:
         if self.found_ranks is None:  # the query was another request's
@@ -335,35 +335,42 @@ class Receiver:
             for info in infos:
                 self._send_to_prefill(info, self._abort_frames(reason))
 
-    def _abort_frames(self, reason: str) -> List[bytes]:
+    def _abort_frames(self, reason: str) -> list[bytes]:
         room, name = str(self.bootstrap_room).encode("ascii"), self._rank_name()
         return [ABORT, room, reason.encode("utf-8"), b"" if self.init_time is None else name, name]
 
-    def _update_conclude_state(self) -> KVPoll:
-        """Returns the room's status, and records it once concluded; a failing room has failed."""
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Success and self.init_time is None:
-            return KVPoll.WaitingForInput  # the room was not requested
-        if status in ENDED and self.failing_since:
+    def poll(self) -> KVPoll:
+        """Returns the room's status; it concludes once every prefill rank has sent its result."""
+        if self.conclude_state is None:
+            if self.is_querying():
+                return KVPoll.Bootstrapping
+            if self.init_time is not None:
+                is_failing = self._read_results()
+                if self.kv_mgr.check_status(self.bootstrap_room) not in ENDED:
+                    self._check_timeout(is_failing)
+            self._update_conclude_state()
+        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
+
+    def _update_conclude_state(self) -> None:
+        """Records how the room concluded, once it has; a failing room has failed."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.check_status(room)
+        if status not in ENDED or (status == KVPoll.Success and self.init_time is None):
+            return  # success of a room that was not requested is an earlier request's
+        if self.failing_since:
             status = KVPoll.Failed
         if status == KVPoll.Success and self.expects_digests:
-            room, pages = self.bootstrap_room, (self.pages, self.state_pages)
             seconds = time.monotonic() - self.init_time
-            reason = self.kv_mgr.verify(room, self.bootstrap_addr, *pages, seconds)
+            pages = (self.pages, self.state_pages)
+            reason = manager.verify(room, self.bootstrap_addr, *pages, seconds)
             if reason:
                 self._fail(reason)
                 status = KVPoll.Failed
-        if status in ENDED:
-            self.conclude_state = status
-        return status
+        self.conclude_state = status
 
     def is_open(self) -> bool:
         """Whether the room was requested from prefill."""
         return self.init_time is not None
-
-    def has_pending_transfers(self) -> bool:
-        """Whether a sender may still write to our pages."""
-        return False
 
     def fail_with_group(self) -> None:
         """Fails a room that another decode rank failed, once no sender writes to our pages."""
@@ -376,23 +383,25 @@ class Receiver:
         """Drops the room, which has succeeded."""
         self._end()
 
-    def _end(self) -> Optional[str]:
-        """Drops the room; returns why it failed, if it did."""
-        if self.is_duplicate_room:
-            self._untrack_room()
-            return DUPLICATE_ROOM
-        self.kv_mgr.requested_ranks.pop(self.bootstrap_room, None)
-        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-        reason = self.kv_mgr.drop_room(self.bootstrap_room)
-        self.kv_mgr.lost_rooms.pop(self.bootstrap_room, None)
-        return reason
+    def _close_failed_room(self) -> str:
+        """Drops the failed room and returns why it failed."""
+        self.conclude_state = KVPoll.Failed
+        return self._end() or "another decode rank failed"
 
-    def _untrack_room(self) -> None:
-        """Removes the engine's entry of this room for the server, unless the first request's."""
-        manager, room = self.kv_mgr, self.bootstrap_room
-        noted = [room in rooms for rooms in list(manager.addr_to_rooms_tracker.values())]
-        if sum(noted) > 1 or room not in manager.request_status:
-            manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+    def _end(self) -> str | None:
+        """Drops the room; returns why it failed, if it did."""
+        manager, room, tracked = self.kv_mgr, self.bootstrap_room, self.kv_mgr.addr_to_rooms_tracker
+        if self.is_duplicate_room:
+            # The engine tracks rooms by server; this entry may be the first request's.
+            noted = [room in rooms for rooms in list(tracked.values())]
+            if sum(noted) > 1 or room not in manager.request_status:
+                tracked[self.bootstrap_addr].discard(room)
+            return DUPLICATE_ROOM
+        manager.requested_ranks.pop(room, None)
+        tracked[self.bootstrap_addr].discard(room)
+        reason = manager.drop_room(room)
+        manager.lost_rooms.pop(room, None)
+        return reason
 
     def _fail(self, reason: str) -> None:
         logger.error(f"Room {self.bootstrap_room}: {reason}")
@@ -408,11 +417,11 @@ class Receiver:
     def _abort_on_all_ranks(self, reason: str) -> None:
         ranks = itertools.product(range(self.prefill.attn_tp_size), range(self.prefill.pp_size))
 
-        def tell(rank: Tuple[int, int]) -> None:
+        def abort(rank: tuple[int, int]) -> None:
             info = self._prefill_rank(*rank)
             if info is not None:
                 self._send_abort(reason, [info])
 
         # In parallel: a busy server answers each query slowly.
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool:
-            list(pool.map(tell, ranks))
+            list(pool.map(abort, ranks))

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Dict, Optional, Set
+from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -44,7 +44,7 @@ class FailedRoom:
     """A room that this prefill rank has failed, and the decode ranks that need no notice."""
 
     reason: str
-    notified: Set[str]
+    notified: set[str]
 
 
 def read_release_seconds() -> float:
@@ -70,7 +70,7 @@ class RoomTable:
     # The scheduler and the threads that read messages share the rooms.
     rooms_lock = PerInstance(threading.RLock)
     release_seconds = PerInstance(read_release_seconds)
-    failure_records: Dict[int, str] = PerInstance(dict)
+    failure_records: dict[int, str] = PerInstance(dict)
     # Prefill's senders by room, and those whose room a later request has taken.
     senders: WeakValueDictionary[int, Sender] = PerInstance(WeakValueDictionary)
     replaced_senders: WeakSet[Sender] = PerInstance(WeakSet)
@@ -105,7 +105,7 @@ class RoomTable:
                 self.record_failure(room, reason)
                 self.update_status(room, KVPoll.Failed)
 
-    def drop_room(self, room: int) -> Optional[str]:
+    def drop_room(self, room: int) -> str | None:
         """Drops all entries for a concluded room; returns why it failed, if it did."""
         with self.rooms_lock:
             self.request_status.pop(room, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -19,7 +19,7 @@ class Sender:
     Its manager has `close_failed_room(room)`, except Mori's.
     """
 
-    conclude_state: Optional[KVPoll] = None
+    conclude_state: KVPoll | None = None
     # Whether the room was dropped; `conclude_state` may be set before that.
     is_closed = False
 
@@ -28,7 +28,7 @@ class Sender:
         mgr: RoomTable,
         bootstrap_addr: str,
         bootstrap_room: int,
-        dest_tp_ranks: List[int],
+        dest_tp_ranks: list[int],
         pp_rank: int,
     ):
         self.kv_mgr = mgr

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, Dict, List, Optional
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation.pd.peers import PeerRegistration
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.verify import Chunk, Verifier
 
@@ -22,11 +22,11 @@ class VerifyingManager:
     """Base of a KV manager; its `verifier`, from `KVArgs`, is None if nothing is compared."""
 
     # By room: on prefill its chunks, on decode its digests by prefill rank.
-    sent_pages: Dict[int, List[Chunk]] = PerInstance(lambda: defaultdict(list))
-    arrived_digests: Dict[int, Dict[Hashable, bytes]] = PerInstance(lambda: defaultdict(dict))
+    sent_pages: dict[int, list[Chunk]] = PerInstance(lambda: defaultdict(list))
+    arrived_digests: dict[int, dict[Hashable, bytes]] = PerInstance(lambda: defaultdict(dict))
 
     @property
-    def verifier(self) -> Optional[Verifier]:
+    def verifier(self) -> Verifier | None:
         return getattr(getattr(self, "kv_args", None), "verifier", None)
 
     def note_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
@@ -37,8 +37,8 @@ class VerifyingManager:
                     self.sent_pages[room].append((index_slice, pages))
 
     def room_digests(
-        self, room: int, info: Any, state_pages: Optional[Sequence[int]]
-    ) -> Optional[bytes]:
+        self, room: int, info: PeerRegistration, state_pages: Sequence[int] | None
+    ) -> bytes | None:
         """Prefill: digests of all that the room sent to a decode rank; None if it expects none.
 
         Args:
@@ -59,9 +59,9 @@ class VerifyingManager:
         room: int,
         address: str,
         pages: npt.NDArray[np.int32],
-        state_pages: Optional[Sequence[int]],
+        state_pages: Sequence[int] | None,
         seconds: float,
-    ) -> Optional[str]:
+    ) -> str | None:
         """Decode: compares a room's KV with prefill's; returns why the room fails, or None.
 
         Args:

@@ -1,7 +1,5 @@
 """NPU pools: the size of their KV pages, and the copy of their KV to the host and back."""
 
-from typing import List, Tuple
-
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
@@ -19,7 +17,7 @@ if is_npu():
 
 
 class NPUMHATokenToKVPool:
-    def get_contiguous_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Returns address, bytes and bytes per page of each layer's K, then of its V (PR #15852).
 
         `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
@@ -49,7 +47,7 @@ class NPUMHATokenToKVPool:
         """
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
         whole = getattr(self, "kv_buffer", None)
         if whole is not None:  # K and V of all layers are one tensor
@@ -62,7 +60,11 @@ class NPUMHATokenToKVPool:
 
 
 class NPUMLATokenToKVPool:
-    def get_state_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
+    # Also of the index keys, if there are any: they copy `_rows`.
+    get_cpu_copy = NPUMHATokenToKVPool.get_cpu_copy
+    load_cpu_copy = NPUMHATokenToKVPool.load_cpu_copy
+
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Returns address, bytes and bytes per page of each layer's index keys, if there are any.
 
         The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), which is how
@@ -75,24 +77,7 @@ class NPUMLATokenToKVPool:
             [buffer[0].nbytes for buffer in buffers],
         )
 
-    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copies the KV and index keys, if any, of these token slots, [tokens], to the host.
-
-        Later releases pass more arguments, which concern other pools.
-        """
-        return copy_to_host(*self._rows(indices))
-
-    def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
-    ) -> None:
-        """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
-
-        Raises:
-            ValueError: The copy does not fit the slots or this pool; nothing has been written.
-        """
-        copy_from_host(kv_cache_cpu, *self._rows(indices))
-
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, rows, ...], rows to copy, and how many at a time.
 
         A row is a token, or with `SGLANG_USE_FIA_NZ` a page.
