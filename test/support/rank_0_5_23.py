@@ -36,7 +36,7 @@ class Rank(MessageRecorder, RankBase):
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *("addr_to_rooms_tracker", "arrived_digests"),
+        *("addr_to_rooms_tracker", "sent_pages", "arrived_digests"),
         *("_deferred_ack_targets", "_deferred_abort_ack_tracker"),
     )
     METADATA = {"max_sampling_mask_tokens": 16}
@@ -141,7 +141,7 @@ class Rank(MessageRecorder, RankBase):
             if (table := self._table(name)) is not None:
                 table.pop(room, None)
         if self.is_prefill:
-            self.manager.rooms_without_sender.pop(room, None)
+            self.manager.failures.rooms_without_sender.pop(room, None)
 
     def _table(self, name):
         table = super()._table(name)

@@ -54,12 +54,12 @@ class TransferCorruptions:
             self._verifier.kv.pages[-1][int(pages[0]), 0] += 1
         return self._compare(room, frames, pages, *rest)
 
-    def _write_blocks(self, peer, what, src_pages, dst_pages):
+    def _write_blocks(self, peer, plan, what, src_pages, dst_pages):
         """Writes blocks; posts copies of parts of pages one by one, as blocks are whole pages."""
         if what == "kv" and self.what in ("heads", "last token"):
-            plan = self._manager.plan_for(peer).kv
-            return self._manager._post_copies(peer, plan.copies(src_pages, dst_pages))
-        return self._write(peer, what, src_pages, dst_pages)
+            copies = plan.kv.copies(src_pages, dst_pages)
+            return self._manager._post_copies(peer, plan, copies)
+        return self._write(peer, plan, what, src_pages, dst_pages)
 
     def pages(self, src_pages, dst_pages):
         """Returns a request's source and destination pages, corrupted if `what` says so."""

@@ -106,12 +106,7 @@ TABLES = {
     ),
 }
 if SINCE_0_5_20:
-    COMMON_TABLES = {
-        "request_status",
-        "failure_records",
-        "arrived_digests",
-        "_deferred_ack_targets",
-    }
+    COMMON_TABLES |= {"_deferred_ack_targets"}
     TABLES_0_5_23 = (
         {"transfer_infos", "req_to_decode_prefix_len"},
         {

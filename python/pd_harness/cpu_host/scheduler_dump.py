@@ -130,10 +130,11 @@ class SchedulerDump:
 
 
 def rooms(manager) -> dict[str, list[int]]:
-    """Rooms in each of the manager's tables: its keys or elements, and those in sets of values."""
+    """Rooms in the tables of a manager and its `RoomFailures`: keys, elements, sets of values."""
     classes = reversed(type(manager).__mro__)
     tables = {name: value for one in classes for name, value in vars(one).items()}
-    tables.update(vars(manager))
+    for owner in (manager, getattr(manager, "failures", manager)):  # not in 0.5.9 nor in stock
+        tables.update(vars(owner))
     found = {name: _room_keys(table) for name, table in tables.items()}
     return {name: numbers for name, numbers in found.items() if numbers}
 

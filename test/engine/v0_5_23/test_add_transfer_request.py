@@ -184,9 +184,23 @@ def test_each_chunk_is_recorded_for_its_digests(backend):
     prefill.kv_args.verifier = object()
     add(prefill, 0, 2, False)
     add(prefill, 2, 4)
-    (info,) = prefill.transfer_infos[ROOM].values()
-    noted = [(where, pages.tolist()) for where, pages in info.sent_chunks]
+    noted = [(where, pages.tolist()) for where, pages in prefill.sent_pages[ROOM].chunks]
     assert noted == [(slice(0, 2), [0, 1]), (slice(2, 4), [2, 3])]
+
+
+@backends
+@pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
+def test_recorded_chunks_are_dropped_with_their_room(backend, status):
+    prefill = requested_prefill(backend)
+    prefill.kv_args.verifier = object()
+    sender = SENDERS[backend](prefill, "127.0.0.1:8998", ROOM)
+    add(prefill, 0, 4)
+    assert list(prefill.sent_pages) == [ROOM]
+    prefill.update_status(ROOM, status)
+    assert sender.poll() == status
+    sender.clear()
+    add(prefill, 0, 4)  # the room is over
+    assert not prefill.sent_pages
 
 
 @backends

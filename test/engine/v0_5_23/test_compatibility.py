@@ -197,7 +197,7 @@ def test_incompatible_server_is_queried_again_after_a_while(backend, bootstrap, 
     decode = decode_rank(backend)
     reason_of(receiver_of(decode, bootstrap))
     bootstrap.server = COMPATIBLE
-    now[0] += compatibility.INCOMPATIBLE_SECONDS - 1
+    now[0] += prefill_servers.INCOMPATIBLE_SECONDS - 1
     reason_of(receiver_of(decode, bootstrap))
     assert bootstrap.count_server_queries() == 1
     now[0] += 2
@@ -209,7 +209,7 @@ def test_incompatible_server_is_queried_again_after_a_while(backend, bootstrap, 
 
 @backends
 def test_server_that_is_still_incompatible_stays_refused(backend, bootstrap, monkeypatch):
-    monkeypatch.setattr(compatibility, "INCOMPATIBLE_SECONDS", -1)
+    monkeypatch.setattr(prefill_servers, "INCOMPATIBLE_SECONDS", -1)
     bootstrap.server = {**COMPATIBLE, "page_size": 16}
     decode = decode_rank(backend)
     for times in range(1, 4):
@@ -235,7 +235,7 @@ def test_server_lost_between_lookup_and_init_keeps_its_reason(
     backend, bootstrap, until, monkeypatch
 ):
     """Its heartbeats failed after the scheduler had looked it up."""
-    monkeypatch.setattr(compatibility, "INCOMPATIBLE_SECONDS", until)
+    monkeypatch.setattr(prefill_servers, "INCOMPATIBLE_SECONDS", until)
     bootstrap.server = {**COMPATIBLE, "page_size": 16}
     decode = decode_rank(backend)
     receiver = RECEIVERS[backend](decode, bootstrap.address, 7)

@@ -49,6 +49,21 @@ def is_left_to_the_engine(info) -> bool:
     return info.plan is None and not info.refusal
 
 
+@backends
+def test_rank_without_a_layout_leaves_all_to_the_engine(backend):
+    """Its `KVArgs` lacks the patch set's fields, as where other code makes one."""
+    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
+    decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
+    for manager in (prefill, decode):
+        del manager.kv_args.layout, manager.kv_args.verifier
+    ask = fake_managers.metadata_message(decode, 7, range(4))
+    prefill.request_status[7] = KVPoll.Bootstrapping
+    fake_managers.process_messages(prefill, registration_message(decode), ask)
+    assert is_left_to_the_engine(fake_managers.registered_peer(prefill))
+    prefill.add_transfer_request(7, np.arange(4), slice(0, 4), True, aux_index=0)
+    assert fake_managers.queued_chunks(prefill) == 1
+
+
 # Decode context parallelism
 
 

@@ -94,7 +94,7 @@ def test_metadata_during_a_failure_is_answered(backend):
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_metadata_racing_with_a_failure_is_answered(backend, first, monkeypatch):
     prefill, decode = prefill_rank(backend), decode_rank(backend)
-    sender, note = new_sender(prefill), prefill.record_failed_room
+    sender, note = new_sender(prefill), prefill.failures.record_failed_room
 
     def noted(*room_failures):
         if first:
@@ -103,7 +103,7 @@ def test_metadata_racing_with_a_failure_is_answered(backend, first, monkeypatch)
         if not first:
             send_metadata(prefill, decode)
 
-    monkeypatch.setattr(prefill, "record_failed_room", noted)
+    monkeypatch.setattr(prefill.failures, "record_failed_room", noted)
     sender.abort()
     assert sent_statuses(prefill) == [FAILED]
 
@@ -152,25 +152,25 @@ def test_blocked_reader_does_not_block_the_scheduler(backend):
     """It postpones the end of the room whose message is being stored, and of no other."""
     prefill = prefill_rank(backend)
     senders = {room: new_sender(prefill, room) for room in (ROOM, ROOM + 1)}
-    prefill.message_room = ROOM
+    prefill.failures.message_room = ROOM
     for sender in senders.values():
         sender.abort()
         assert finish_request(sender) == ABORTED
     assert prefill.request_status == {ROOM: KVPoll.Failed}
-    prefill.end_message()
+    prefill.failures.end_message()
     assert not prefill.request_status and not prefill.failure_records
-    assert set(prefill.failed_rooms) == set(senders)
+    assert set(prefill.failures.failed_rooms) == set(senders)
 
 
 @backends
 def test_postponed_end_of_a_room_spares_a_new_request_in_it(backend):
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
-    prefill.message_room = ROOM
+    prefill.failures.message_room = ROOM
     sender.abort()
     new = new_sender(prefill)
-    prefill.end_message()
-    assert prefill.senders[ROOM] is new and ROOM in prefill.request_status
+    prefill.failures.end_message()
+    assert prefill.failures.senders[ROOM] is new and ROOM in prefill.request_status
 
 
 @backends
@@ -224,14 +224,14 @@ def test_aborting_decode_is_not_notified_while_its_abort_is_read(backend):
 @backends
 def test_abort_by_decode_racing_with_a_failure_is_not_notified(backend, monkeypatch):
     prefill = prefill_rank(backend)
-    sender, note = new_sender(prefill), prefill.record_failed_room
+    sender, note = new_sender(prefill), prefill.failures.record_failed_room
     send_metadata(prefill, decode_rank(backend))
 
     def noted(*room_failures):
         note(*room_failures)
         fake_managers.process_messages(prefill, ABORT_MESSAGE)
 
-    monkeypatch.setattr(prefill, "record_failed_room", noted)
+    monkeypatch.setattr(prefill.failures, "record_failed_room", noted)
     prefill.update_status(ROOM, KVPoll.Failed)
     finish_request(sender)
     assert sent_statuses(prefill) == []
@@ -260,7 +260,7 @@ def test_abort_racing_with_a_new_request_is_remembered(backend):
                 prefill, [common.ABORT_TAG, b"%d" % room, b"127.0.0.1", b"5555"]
             )
 
-    prefill.senders = Requested()
+    prefill.failures.senders = Requested()
     assert new_sender(prefill).notified == {("127.0.0.1", 5555)}
 
 
@@ -523,11 +523,11 @@ def test_sender_can_be_collected_while_another_thread_holds_the_lock(backend):
     prefill, decode = prefill_rank(backend), decode_rank(backend)
     senders = [new_sender(prefill)]
     prefill.update_status(ROOM, KVPoll.Failed)
-    with ThreadPoolExecutor(1) as other, prefill.rooms_lock:
+    with ThreadPoolExecutor(1) as other, prefill.failures.lock:
         other.submit(senders.clear).result(timeout=5)
     send_metadata(prefill, decode)
     assert [status for _, _, status, _ in sent_statuses(prefill)] == [KVPoll.Failed]
-    assert not prefill.collected_rooms and ROOM not in prefill.request_status
+    assert not prefill.failures.collected_rooms and ROOM not in prefill.request_status
 
 
 @backends
@@ -580,7 +580,8 @@ def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(backend, ranks,
     assert prefill.decode_kv_args_table  # a request still has a room with it
     requested.clear()
     prefill.check_peers()
-    assert not prefill.decode_kv_args_table and list(prefill.rooms_without_sender) == [1, 2]
+    assert not prefill.decode_kv_args_table
+    assert list(prefill.failures.rooms_without_sender) == [1, 2]
     send_metadata(prefill, decode, 3)
     abort_by_decode(prefill, 3)
     assert set(prefill.transfer_infos) == {2, 3}
@@ -600,7 +601,7 @@ def test_aborts_of_unknown_rooms_are_not_kept(backend):
     prefill = prefill_rank(backend)
     for room in (b"8", b"-1", b"x", b"\xff", b"99999999999999999999"):
         fake_managers.process_messages(prefill, [common.ABORT_TAG, room])
-    assert not prefill.rooms_without_sender and not prefill.request_status
+    assert not prefill.failures.rooms_without_sender and not prefill.request_status
 
 
 @backends
@@ -622,7 +623,7 @@ def test_malformed_abort_does_not_stop_the_reader_thread(backend, frames):
     prefill = prefill_rank(backend)
     sender = new_sender(prefill)
     fake_managers.process_messages(prefill, [common.ABORT_TAG, *frames])
-    assert not prefill.rooms_without_sender
+    assert not prefill.failures.rooms_without_sender
     del sender
 
 
@@ -641,7 +642,7 @@ def test_request_refused_before_it_has_a_sender_notifies_decode(backend, metadat
         send_metadata(prefill, decode)
     assert sent_statuses(prefill) == [REFUSED]
     assert not prefill.request_status and not prefill.transfer_infos
-    assert not prefill.rooms_without_sender and not prefill.senders
+    assert not prefill.failures.rooms_without_sender and not prefill.failures.senders
     send_metadata(prefill, decode)  # another request of the room, as decode was notified
     assert sent_statuses(prefill) == []
     assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
@@ -687,7 +688,7 @@ def test_aborted_room_is_tracked_while_the_last_sender_of_its_room_lives(backend
     last = succeeded_sender(prefill, decode)
     send_metadata(prefill, decode)
     abort_by_decode(prefill, ROOM)
-    assert list(prefill.rooms_without_sender) == [ROOM]
+    assert list(prefill.failures.rooms_without_sender) == [ROOM]
     last.clear()
 
 

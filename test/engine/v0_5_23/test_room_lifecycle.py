@@ -188,8 +188,10 @@ class Room(RuleBasedStateMachine):
         for number in list(self.waiting):
             self.decode_aborts(number)
         kept = set(self.prefill.request_status) | set(self.prefill.transfer_infos)
-        assert kept <= set(self.prefill.rooms_without_sender), "nothing bounds what is kept"
-        assert not self.prefill.senders
+        assert kept <= set(self.prefill.failures.rooms_without_sender), (
+            "nothing bounds what is kept"
+        )
+        assert not self.prefill.failures.senders
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

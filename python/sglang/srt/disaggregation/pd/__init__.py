@@ -39,9 +39,9 @@ In 0.5.9 only:
 
 In 0.5.23 only:
 
-    compatibility        fails requests of decode to an incompatible prefill server
+    compatibility        checks sizes of prefill servers, and aborts on them what decode refuses
     host_memory          names the memory kind of pools on the host (NIXL)
-    silent_peers         applies peer_silence and peer_queue to the engine's managers
+    prefill_manager      overrides of the engine's managers on prefill, the same for all backends
 
 No module imports a backend. Classes are bases that the patched modules put before the engine's own;
 their docstrings name what they need from a backend.

@@ -6,16 +6,17 @@ import contextlib
 import json
 import logging
 import threading
-from typing import TYPE_CHECKING, List, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
-from sglang.srt.disaggregation.kv_layout import encode_layout, is_extension_frame
-from sglang.srt.disaggregation.pd.compatibility import AbortNotifier, CompatibilityCheck
+from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout, is_extension_frame
+from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import NotifyingSender
-from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, VerifyingReceiver
+from sglang.srt.disaggregation.pd.verify import Verifier
+from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, SentPages, VerifyingReceiver
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 
@@ -40,8 +41,26 @@ RENAMED = (
 )
 
 
-class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCommonKVManager):
+class CommonKVManager(PrefillServers, EngineCommonKVManager):
     status_lock = PerInstance(threading.RLock)
+    # By room, see `pd.verify_exchange`.
+    sent_pages: dict[int, SentPages] = PerInstance(dict)
+    arrived_digests: DigestInbox = PerInstance(DigestInbox)
+
+    @property
+    def layout(self) -> RankLayout | None:
+        """This rank's buffers; None leaves them to the engine, as does a `KVArgs` without it."""
+        return getattr(getattr(self, "kv_args", None), "layout", None)
+
+    @property
+    def memory(self) -> str:
+        """Where this rank's KV is: `DRAM` or `VRAM`."""
+        return getattr(getattr(self, "kv_args", None), "memory", "VRAM")
+
+    @property
+    def verifier(self) -> Verifier | None:
+        """Compares digests of what is sent with what arrives; None if nothing is compared."""
+        return getattr(getattr(self, "kv_args", None), "verifier", None)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Updates a room's status, one thread at a time. Extends the engine's: takes a lock.
@@ -79,7 +98,7 @@ class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCom
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def _send_multipart_locked(
-        self, endpoint: str, parts: List[bytes], is_ipv6: bool = False
+        self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
     ) -> None:
         """Queues a message to a decode rank, without waiting.
 
@@ -98,9 +117,9 @@ class CommonKVManager(PrefillServers, CompatibilityCheck, DigestInbox, EngineCom
         unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
         return PrefillServerInfo(**sizes, **unknown)
 
-    def append_layout(self, message: List[bytes]) -> List[bytes]:
+    def append_layout(self, message: list[bytes]) -> list[bytes]:
         """Returns a registration's frames with this rank's layout appended, if it is known."""
-        layout = self.kv_args.layout
+        layout = self.layout
         return message if layout is None else [*message, encode_layout(layout)]
 
     def abort_on_prefill(self, bootstrap_addr: str, room: int) -> None:
@@ -196,7 +215,7 @@ class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
         self,
         *,
         bootstrap_info: dict,
-        message: List[bytes],
+        message: list[bytes],
         operation: Literal["_register_kv_args", "send_metadata"],
     ) -> bool:
         """Sends a message to a prefill rank; returns whether that succeeded.

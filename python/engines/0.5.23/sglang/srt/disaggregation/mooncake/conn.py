@@ -6,8 +6,9 @@ import concurrent.futures
 import logging
 import struct
 import threading
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
     LayoutError,
-    PeerPlan,
     Sizes,
     TransferPlan,
     decode_layout,
@@ -38,11 +38,14 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_staging_message,
     drop_invalid,
 )
-from sglang.srt.disaggregation.pd.peers import PlannedTransfers, check_state_pages
-from sglang.srt.disaggregation.pd.room_failures import RoomFailures
+from sglang.srt.disaggregation.pd.peers import (
+    PeerRegistration,
+    check_state_pages,
+    pair_state_pages,
+    plan_or_refusal,
+)
+from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
-from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
-from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
 from sglang.srt.environ import envs
 
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
         DisaggregationMode,
         EngineKVArgsRegisterInfo,
         EngineMooncakeKVManager,
+        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
@@ -66,39 +70,22 @@ RENAMED = (
 )
 
 
-class TransferInfo:
-    # What has been sent for this request, see `pd.verify_exchange`.
-    sent_chunks = ()
-    sent_state = None
-
-
-class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
-    # What it says of its buffers; empty and None if it does not describe them.
-    layout_frame = b""
-    sizes: Optional[Sizes] = None
-    # How this decode rank is served, see `pd.peers`.
-    plan: Optional[PeerPlan] = None
-    refusal = ""
+class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
+    # Sizes of its buffers; None if it does not report them.
+    sizes: Sizes | None = None
     # The memory it has registered, see `pd.write_bounds`.
-    bounds: Optional[Bounds] = None
+    bounds: Bounds | None = None
     state_slots = ()
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
+    def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: with the buffers' layout and sizes."""
         info = super().from_zmq(msg)
         info.layout_frame, info.sizes = find_layout_frame(msg), find_sizes(msg)
         return info
 
 
-class MooncakeKVManager(
-    BoundedWrites,
-    DigestSender,
-    SilentPeers,
-    RoomFailures,
-    PlannedTransfers,
-    EngineMooncakeKVManager,
-):
+class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
     # Per transfer worker: the last room that may still be written to.
@@ -134,9 +121,9 @@ class MooncakeKVManager(
         recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return drop_invalid(recv, self._check_decode_message)
-        return drop_invalid(recv, self._check_prefill_message, self.end_message)
+        return drop_invalid(recv, self._check_prefill_message, self.failures.end_message)
 
-    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.
 
         Returns True for a request for a room that has failed here; notifies its decode rank.
@@ -159,17 +146,18 @@ class MooncakeKVManager(
                 self.note_metadata_sender(info.mooncake_session_id)
                 if unreachable_reason(info.mooncake_session_id):
                     frames[7] = b"1"  # ranks without a port share a session id: one opens the room
-                return self.reject_failed_room(info)
+                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
         return False
 
-    def _check_decode_message(self, frames: List[bytes]) -> bool:
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] == self.AUX_DATA_HEADER:
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
             check_staging_message(frames, self._staging_handler)
-        return self.handle_digests_message(frames)
+        return self.arrived_digests.store(frames, self.request_status)
 
-    def _check_aux_data(self, frames: List[bytes]) -> None:
+    def _check_aux_data(self, frames: list[bytes]) -> None:
         """Raises ValueError for a metadata row that fits no open room or no buffer."""
         _, room, buffer, slot, length, data = frames
         args, number, row = self.kv_args, int(buffer), int(slot)
@@ -192,14 +180,15 @@ class MooncakeKVManager(
 
     def _publish_peer_registration(
         self, mooncake_session_id: str, decode_kv_args: KVArgsRegisterInfo
-    ) -> Optional[str]:
+    ) -> str | None:
         """Registers a decode rank; returns why it is refused, or None.
 
         Extends the engine's: makes a plan, and notes the rank's memory.
         """
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
-            self.set_plan(mooncake_session_id, info, tp, info.dst_kv_item_len)
+            own = (self.kv_args, self.layout)
+            info.plan, info.refusal = plan_or_refusal(mooncake_session_id, *own, info, tp)
             info.refusal = unreachable_reason(mooncake_session_id) or info.refusal
             self._set_peer_bounds(mooncake_session_id, info)
             super()._publish_peer_registration(mooncake_session_id, info)
@@ -244,7 +233,7 @@ class MooncakeKVManager(
             return True, None
         return super()._validate_peer_state_layout(registration_info)
 
-    def build_receiver_registration_message(self) -> List[bytes]:
+    def build_receiver_registration_message(self) -> list[bytes]:
         """Builds the registration. Extends the engine's: adds buffer layouts and sizes."""
         args = self.kv_args
         lens = (args.kv_data_lens, map(tuple, args.state_data_lens), args.aux_data_lens)
@@ -257,11 +246,11 @@ class MooncakeKVManager(
         self,
         mooncake_session_id: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: Sequence[int],
         dst_kv_indices: npt.NDArray[np.int32],
         executor: concurrent.futures.ThreadPoolExecutor,
-        dst_layer_ids: Optional[List[int]] = None,
-        dst_device_kv_indices: Optional[npt.NDArray[np.int32]] = None,
+        dst_layer_ids: list[int] | None = None,
+        dst_device_kv_indices: npt.NDArray[np.int32] | None = None,
         *more,
         **options,
     ) -> int:
@@ -278,7 +267,7 @@ class MooncakeKVManager(
         self,
         mooncake_session_id: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: Sequence[int],
         dst_kv_indices: npt.NDArray[np.int32],
         dst_tp_rank: int,
         dst_attn_tp_size: int,
@@ -365,9 +354,9 @@ class MooncakeKVManager(
     def maybe_send_extra(
         self,
         req: TransferInfo,
-        prefill_state_indices: List,
+        prefill_state_indices: list,
         executor: concurrent.futures.ThreadPoolExecutor,
-        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+        target_rank_registration_info: KVArgsRegisterInfo | None = None,
     ):
         """Writes state to the peer. Returns the transfer engine's status."""
         plan = self.plan_for(req.mooncake_session_id)
@@ -377,10 +366,11 @@ class MooncakeKVManager(
             return super().maybe_send_extra(
                 req, prefill_state_indices, executor, target_rank_registration_info
             )
-        pages = self.pair_state_pages(prefill_state_indices, req.dst_state_indices)
+        kind = self.kv_args.state_types[0]
+        pages = pair_state_pages(kind, prefill_state_indices, req.dst_state_indices)
         return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
 
-    def _check_state_lists(self, req: TransferInfo, own: List) -> None:
+    def _check_state_lists(self, req: TransferInfo, own: list) -> None:
         """Raises LayoutError for page lists of different lengths; the engine would cut one.
 
         Leaves kinds of state that decode has not registered to the engine.
@@ -392,7 +382,7 @@ class MooncakeKVManager(
             if kind not in STATE_WITHOUT_PAGES and ours is not None and ptrs:
                 check_state_pages(kind, ours, theirs or ())
 
-    def _state_slots(self, req: TransferInfo) -> List:
+    def _state_slots(self, req: TransferInfo) -> list:
         """Returns decode's slots by kind of state; only the first number of a DSA tail, its row.
 
         A DSA tail's other numbers are places within that row.
@@ -412,7 +402,7 @@ class MooncakeKVManager(
             except Exception as error:
                 self._fail_unsettled(error.__context__ or error)
 
-    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
+    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Concludes a room. Extends the engine's: success resets its peers' failure counts."""
         if status == KVPoll.Success:
             self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from sglang.srt.disaggregation.kv_layout import (
     LayoutError,
     PeerPlan,
     PreparedPlan,
-    RankLayout,
     TransferPlan,
     find_layout_frame,
     prepare,
@@ -33,11 +32,9 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_rank_name,
     check_staging_message,
 )
-from sglang.srt.disaggregation.pd.peers import PlannedTransfers
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
-from sglang.srt.disaggregation.pd.room_failures import RoomFailures
-from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
-from sglang.srt.disaggregation.pd.verify_exchange import DigestSender
+from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
         GUARD,
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
+        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
@@ -63,25 +61,14 @@ REGISTRATION_RETRY_SECONDS = 10.0
 METADATA_FRAME = 5
 
 
-class TransferInfo:
-    # What has been sent for this request, see `pd.verify_exchange`.
-    sent_chunks = ()
-    sent_state = None
-
-
-class KVArgsRegisterInfo(EngineKVArgsRegisterInfo):
-    # What it says of its buffers; empty if it does not describe them.
-    layout_frame = b""
-    # How this decode rank is served, see `pd.peers`.
-    plan: Optional[PeerPlan] = None
-    refusal = ""
+class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     # Whether its next request for a room is to register it again, and from when on; on the
     # monotonic clock.
     needs_retry = False
     retry_at = 0.0
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
+    def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: with the buffers' layout."""
         info = super().from_zmq(msg)
         info.layout_frame = find_layout_frame(msg)
@@ -94,7 +81,7 @@ class ConnectionState(threading.local):
     peer = ""
 
     def __init__(self):
-        self.lost: Set[str] = set()
+        self.lost: set[str] = set()
 
 
 class QueueingState(threading.local):
@@ -103,20 +90,18 @@ class QueueingState(threading.local):
     wait_event: Any = None
 
 
-class NixlKVManager(
-    EarlyConnections, DigestSender, SilentPeers, RoomFailures, PlannedTransfers, EngineNixlKVManager
-):
+class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     connection = ConnectionState()
     queuing = QueueingState()
 
     # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
     # rank's; None if each transfer lists its own copies.
-    prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = PerInstance(dict)
-    own_dlists: Dict[tuple, Any] = PerInstance(dict)
+    prepared: dict[tuple[str, str], tuple[PreparedPlan, Any, Any] | None] = PerInstance(dict)
+    own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's: they may be in host memory."""
-        if self.kv_args.memory == "DRAM":
+        if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
 
@@ -125,7 +110,7 @@ class NixlKVManager(
     def _start_bootstrap_thread(self):
         """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.end_message
+            self.server_socket, self._check_prefill_message, self.failures.end_message
         )
         super()._start_bootstrap_thread()
 
@@ -134,7 +119,7 @@ class NixlKVManager(
         self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
 
-    def _check_prefill_message(self, frames: List[bytes]) -> bool:
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.
 
         Returns True for a request for a room that has failed here; notifies its decode rank.
@@ -156,7 +141,8 @@ class NixlKVManager(
                 check_metadata_message(info)
                 self.note_metadata_sender(info.agent_name)
                 self._retry_registration(info.agent_name)
-                return self.reject_failed_room(info)
+                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
         return False
 
     @functools.cached_property
@@ -185,10 +171,10 @@ class NixlKVManager(
             info.retry_at = now + REGISTRATION_RETRY_SECONDS
             self._add_remote_peer(info)
 
-    def _check_decode_message(self, frames: List[bytes]) -> bool:
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
             check_staging_message(frames, self._staging_handler)
-        return self.handle_digests_message(frames)
+        return self.arrived_digests.store(frames, self.request_status)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""
@@ -202,7 +188,8 @@ class NixlKVManager(
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
             info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
-            self.set_plan(name, info, tp, info.dst_kv_item_len)
+            own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
+            info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
             if not info.refusal:
                 super()._add_remote_peer(info)
         except Exception as error:
@@ -241,12 +228,7 @@ class NixlKVManager(
         with contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.agent.remove_remote_agent(name)
 
-    def matches_inferred_layout(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
-        return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().matches_inferred_layout(
-            info, layout
-        )
-
-    def build_receiver_registration_message(self) -> List[bytes]:
+    def build_receiver_registration_message(self) -> list[bytes]:
         """Builds the registration. Extends the engine's: adds the buffers' layout."""
         return self.append_layout(super().build_receiver_registration_message())
 
@@ -261,7 +243,7 @@ class NixlKVManager(
         super().add_transfer_request(*chunk, wait_event=wait_event, **options)
         self.queuing.wait_event = None
 
-    def _note_queued(self, chunk: Any) -> FrozenSet[str]:
+    def _note_queued(self, chunk: Any) -> frozenset[str]:
         chunk.wait_event = self.queuing.wait_event
         return super()._note_queued(chunk)
 
@@ -285,7 +267,7 @@ class NixlKVManager(
             return super()._prepare_payload_xfer(peer_info)
         plan: PeerPlan = peer_info.plan
         slots = self._num_slots_src
-        memory = peer_memory_kind(self.kv_args.layout, plan.layout)
+        memory = peer_memory_kind(self.layout, plan.layout)
         peer_info.dst_homogeneous_mem_kind = memory
         kv = self._prepare(peer_info, plan.kv, memory, slots, peer_info.dst_num_slots or slots)
         self.prepared[peer, "kv"] = kv
@@ -294,7 +276,7 @@ class NixlKVManager(
 
     def _prepare(
         self, info: KVArgsRegisterInfo, plan: TransferPlan, memory: str, *pages: int
-    ) -> Optional[tuple[PreparedPlan, Any, Any]]:
+    ) -> tuple[PreparedPlan, Any, Any] | None:
         """Returns a plan with NIXL's lists of both sides' blocks; None for too many, or none.
 
         Args:
@@ -325,17 +307,18 @@ class NixlKVManager(
         self,
         peer_name: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: list[int],
         dst_kv_indices: npt.NDArray[np.int32],
         *more,
         **options,
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        if plan is None:
             sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, *more)
             return super().send_kvcache(*sent, **options)
-        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
     def send_kvcache_slice(
         self,
@@ -345,20 +328,28 @@ class NixlKVManager(
     ):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
         self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        if plan is None:
             return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
-        return self._post_planned(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def _post_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
-        """Starts to write these pages of "kv" or "state"."""
+    def _post_planned(
+        self,
+        peer: str,
+        plan: PeerPlan,
+        what: Literal["kv", "state"],
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+    ) -> Any | None:
+        """Starts to write these pages. Returns NIXL's handle, None for nothing."""
         if (peer, what) not in self.prepared:
             raise RuntimeError(
                 f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
             )
         known = self.prepared[peer, what]
         if known is None:
-            plan = getattr(self.plan_for(peer), what)
-            return self._post_copies(peer, plan.copies(src_pages, dst_pages))
+            copies = getattr(plan, what).copies(src_pages, dst_pages)
+            return self._post_copies(peer, plan, copies)
         prepared, ours, theirs = known
         src, dst = prepared.blocks(src_pages, dst_pages)
         if not src.size:
@@ -372,7 +363,7 @@ class NixlKVManager(
         return handle
 
     def send_aux(
-        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: List[int], dst_aux_index: int
+        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
     ):
         """Starts to write the request's metadata. Returns NIXL's handle."""
         self.connection.peer = peer_name
@@ -388,9 +379,9 @@ class NixlKVManager(
     def maybe_send_extra(
         self,
         peer_name: str,
-        prefill_state_indices: List[List[int]],
-        dst_state_data_ptrs: List[List[int]],
-        dst_state_indices: List[List[int]],
+        prefill_state_indices: list[list[int]],
+        dst_state_data_ptrs: list[list[int]],
+        dst_state_indices: list[list[int]],
         *more,
         **options,
     ):
@@ -401,17 +392,18 @@ class NixlKVManager(
             state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
             yield from super().maybe_send_extra(peer_name, *state, *more, **options)
             return
-        pages = self.pair_state_pages(prefill_state_indices, dst_state_indices)
-        handle = self._post_planned(peer_name, "state", *pages)
+        kind = self.kv_args.state_types[0]
+        pages = pair_state_pages(kind, prefill_state_indices, dst_state_indices)
+        handle = self._post_planned(peer_name, plan, "state", *pages)
         if handle is not None:
             yield handle
 
-    def _post_copies(self, peer: str, copies: Copies) -> Optional[Any]:
+    def _post_copies(self, peer: str, plan: PeerPlan, copies: Copies) -> Any | None:
         if not len(copies):
             return None
         gpu_id = self.decode_kv_args_table[peer].gpu_id
         sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
-        memory = peer_memory_kind(self.kv_args.layout, self.plan_for(peer).layout)
+        memory = peer_memory_kind(self.layout, plan.layout)
         return self._post(peer, *sides, "VRAM", memory)
 
     def _post(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
@@ -426,7 +418,7 @@ class NixlKVManager(
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
+    def _await_handles(self, handles: list[Any], *, failure_seen: bool) -> tuple[bool, bool]:
         """Waits for transfers. Returns whether all have settled, and whether any has failed.
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
@@ -436,7 +428,7 @@ class NixlKVManager(
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
-    def _any_running(self, handles: List[Any]) -> bool:
+    def _any_running(self, handles: list[Any]) -> bool:
         """Returns whether some are running and none has failed; False if a state is unreadable."""
         try:
             states = {self.agent.check_xfer_state(handle) for handle in handles}
@@ -455,7 +447,7 @@ class NixlKVManager(
                 self.connection.lost.add(self.connection.peer)
             raise
 
-    def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
+    def _reload_invalidated_peers(self, room_transfer_infos: dict[str, Any]) -> None:
         """Adds the room's peers that NIXL has dropped to NIXL again.
 
         Extends the engine's: also peers that NIXL still knows but has no connection to. It removes

@@ -8,18 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Deque, Dict, List, Optional, Tuple
 
 import requests
 from sglang.srt.disaggregation.kv_layout import tp_size_conflict
-from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 logger = logging.getLogger(__name__)
 
 # How long to wait for a bootstrap server to accept a connection, and to answer.
 HTTP_TIMEOUT_SECONDS = (2, 5)
-# How long a server counts as incompatible before it is queried again: it may have restarted.
-INCOMPATIBLE_SECONDS = 10.0
 # When prefill is notified, repeatedly: it handles an abort only of a request that has arrived,
 # which on a busy server may be later than decode refuses it.
 NOTIFY_AFTER_SECONDS = (0.5, 2.0, 10.0, 30.0)
@@ -32,63 +28,13 @@ UNANSWERED_RETRY_SECONDS = 10.0
 MAX_KNOWN_SERVERS = 1024
 
 
-class CompatibilityCheck:
-    """Mixin for a decode rank's KV manager: remembers which prefill servers are incompatible.
-
-    A backend's receivers call `incompatibility` before they request a room.
-
-    Attributes:
-        placeholder_prefill_info: Returns the engine's record of a server with one rank.
-    """
-
-    placeholder_prefill_info: Callable[[], Any]
-
-    # By bootstrap address: why its prefill server is incompatible, and until when that holds.
-    incompatible: Dict[str, Tuple[str, float]] = PerInstance(dict)
-
-    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Returns whether a server's sizes are known, querying it if they are not.
-
-        Extends the engine's: True also if it is incompatible; `incompatibility` then says why.
-        """
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        try:
-            is_known = super().try_ensure_parallel_info(bootstrap_addr)
-            if is_known:
-                self.incompatible.pop(bootstrap_addr, None)
-            return is_known
-        except Exception as error:  # also for an invalid answer
-            why = str(error) or repr(error)
-        logger.error(f"Prefill {bootstrap_addr} cannot serve this decode server: {why}")
-        self.incompatible[bootstrap_addr] = (why, time.monotonic() + INCOMPATIBLE_SECONDS)
-        self.prefill_info_table[bootstrap_addr] = self.placeholder_prefill_info()
-        return True
-
-    def _resolve_rank_mapping(self, info: Any) -> None:
-        """Maps this rank to the prefill ranks that serve it.
-
-        Extends the engine's: raises RuntimeError for sizes that are invalid or leave a rank out.
-        """
-        names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
-        sizes = {name: getattr(info, name) for name in names}
-        if min(sizes.values()) < 1:
-            raise RuntimeError(f"prefill's bootstrap server returned invalid sizes: {sizes}")
-        conflict = tp_size_conflict(info.attn_tp_size, self.attn_tp_size)
-        if conflict:
-            raise RuntimeError(conflict)
-        super()._resolve_rank_mapping(info)
-
-    def incompatibility(self, bootstrap_addr: str) -> Optional[str]:
-        """Returns why this prefill server cannot serve this rank; None if it can."""
-        known = self.incompatible.get(bootstrap_addr)
-        if known is None:
-            return None
-        why, until = known
-        if time.monotonic() > until:
-            self.incompatible.pop(bootstrap_addr, None)
-            self.prefill_info_table.pop(bootstrap_addr, None)
-        return why
+def check_sizes(sizes: dict[str, int], own_tp_size: int) -> None:
+    """Raises RuntimeError if a prefill server's sizes are invalid or leave one of its ranks out."""
+    if min(sizes.values()) < 1:
+        raise RuntimeError(f"prefill's bootstrap server returned invalid sizes: {sizes}")
+    conflict = tp_size_conflict(sizes["attn_tp_size"], own_tp_size)
+    if conflict:
+        raise RuntimeError(conflict)
 
 
 class AbortNotifier:
@@ -103,12 +49,12 @@ class AbortNotifier:
         """send_abort: Sends one rank, given its bootstrap server's answer, the abort of a room."""
         self.send_abort = send_abort
         # For each of `NOTIFY_AFTER_SECONDS`: when a room failed, its bootstrap address, the room.
-        self.rooms: List[Deque[Tuple[float, str, int]]] = [
+        self.rooms: list[deque[tuple[float, str, int]]] = [
             deque(maxlen=MAX_PENDING_NOTICES) for _ in NOTIFY_AFTER_SECONDS
         ]
         self.arrived = threading.Event()
         # By bootstrap address: its ranks, and until when they are valid.
-        self.known: Dict[str, Tuple[list[dict], float]] = {}
+        self.known: dict[str, tuple[list[dict], float]] = {}
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def add(self, bootstrap_addr: str, room: int) -> None:

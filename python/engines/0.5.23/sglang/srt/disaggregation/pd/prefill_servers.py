@@ -12,13 +12,13 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from concurrent.futures import Future, TimeoutError
-from typing import Any, Dict, List, Optional, Tuple
 
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
-from sglang.srt.disaggregation.pd.compatibility import query_route
+from sglang.srt.disaggregation.pd.compatibility import check_sizes, query_route
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE, read_silent_seconds
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -27,29 +27,35 @@ logger = logging.getLogger(__name__)
 
 # How long the scheduler waits, once, for an answer that is about to arrive.
 ANSWER_WAIT_SECONDS = 0.03
+# How long a server counts as incompatible before it is queried again: it may have restarted.
+INCOMPATIBLE_SECONDS = 10.0
 
-RankNumbers = Tuple[int, int, int, int]  # DP, CP, TP, PP
+RankNumbers = tuple[int, int, int, int]  # DP, CP, TP, PP
 
 
 class PrefillServers:
-    """Mixin for a decode rank's KV manager, over `CompatibilityCheck`.
+    """Base of a decode rank's KV manager, before the engine's.
 
-    Only the scheduler may call `try_ensure_parallel_info`.
+    Only the scheduler may call `try_ensure_parallel_info`. `placeholder_prefill_info`, the record
+    of a server of which nothing is known, is `CommonKVManager`'s.
     """
 
     silent_seconds = PerInstance(read_silent_seconds)
-    pending_queries: Dict[str, Future] = PerInstance(dict)
+    pending_queries: dict[str, Future[bool]] = PerInstance(dict)
     # Held while a request starts, which looks a server up twice, and while one is dropped.
     servers_lock = PerInstance(threading.RLock)
+    # By bootstrap address: why its prefill server is incompatible, and until when that holds.
+    incompatible: dict[str, tuple[str, float]] = PerInstance(dict)
     # By bootstrap address: the server's record when it was queried, and its ranks.
-    routes: Dict[str, Tuple[Any, Dict[RankNumbers, dict]]] = PerInstance(dict)
+    routes: dict[str, tuple[object, dict[RankNumbers, dict]]] = PerInstance(dict)
     # By room: the prefill ranks from which it was requested.
-    requested_ranks: Dict[int, List[dict]] = PerInstance(dict)
+    requested_ranks: dict[int, list[dict]] = PerInstance(dict)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Returns whether a server's sizes and ranks are known; False also during a query.
 
-        Extends the engine's: queries the server in a thread.
+        Extends the engine's: queries the server in a thread. Also True for an incompatible server;
+        `incompatibility` then says why it is.
         """
         query, patience = self.pending_queries.get(bootstrap_addr), 0.0
         if query is None:
@@ -57,8 +63,7 @@ class PrefillServers:
                 return True
             query, patience = Future(), ANSWER_WAIT_SECONDS
             self.pending_queries[bootstrap_addr] = query
-            find = super().try_ensure_parallel_info
-            given = (bootstrap_addr, find, query)
+            given = (bootstrap_addr, query)
             threading.Thread(target=self._query_server, args=given, daemon=True).start()
         try:
             is_known = query.result(patience)
@@ -67,10 +72,10 @@ class PrefillServers:
         del self.pending_queries[bootstrap_addr]
         return is_known and bootstrap_addr in self.prefill_info_table
 
-    def _query_server(self, address: str, find: Any, query: Future) -> None:
+    def _query_server(self, address: str, query: Future[bool]) -> None:
         is_known = False
         try:
-            is_known = find(address)
+            is_known = self._query_sizes(address)
             if is_known:
                 peer_sockets.call_periodically(self.check_prefill_servers)
                 self._query_ranks(address)
@@ -83,12 +88,46 @@ class PrefillServers:
             is_known = False
         query.set_result(is_known)
 
+    def _query_sizes(self, address: str) -> bool:
+        """Queries a server that is not known; returns whether it has answered."""
+        try:
+            is_known = super().try_ensure_parallel_info(address)
+            if is_known:
+                self.incompatible.pop(address, None)
+            return is_known
+        except Exception as error:  # also for an invalid answer
+            why = str(error) or repr(error)
+        logger.error(f"Prefill {address} cannot serve this decode server: {why}")
+        self.incompatible[address] = (why, time.monotonic() + INCOMPATIBLE_SECONDS)
+        self.prefill_info_table[address] = self.placeholder_prefill_info()
+        return True
+
+    def _resolve_rank_mapping(self, info) -> None:
+        """Maps this rank to the prefill ranks that serve it.
+
+        Extends the engine's: raises RuntimeError for sizes that are invalid or leave a rank out.
+        """
+        names = ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size")
+        check_sizes({name: getattr(info, name) for name in names}, self.attn_tp_size)
+        super()._resolve_rank_mapping(info)
+
+    def incompatibility(self, bootstrap_addr: str) -> str | None:
+        """Returns why this prefill server cannot serve this rank; None if it can."""
+        known = self.incompatible.get(bootstrap_addr)
+        if known is None:
+            return None
+        why, until = known
+        if time.monotonic() > until:
+            self.incompatible.pop(bootstrap_addr, None)
+            self.prefill_info_table.pop(bootstrap_addr, None)
+        return why
+
     def _query_ranks(self, address: str) -> None:
         """Queries the ranks that serve this one, of all DP ranks of the server."""
         info = self.prefill_info_table.get(address)
         if info is None or address in self.incompatible or not info.target_tp_ranks:
             return
-        ranks: Dict[RankNumbers, dict] = {}
+        ranks: dict[RankNumbers, dict] = {}
         self.routes[address] = (info, ranks)
         targets = (info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks)
         with requests.Session() as session:
@@ -159,7 +198,7 @@ class PrefillServers:
         )
         self.update_status(room, KVPoll.Failed)
 
-    def cached_rank(self, address: str, numbers: RankNumbers) -> Optional[dict]:
+    def cached_rank(self, address: str, numbers: RankNumbers) -> dict | None:
         """Returns the bootstrap server's answer for this rank; None if unknown or outdated."""
         info, ranks = self.routes.get(address, (None, {}))
         if info is None or self.prefill_info_table.get(address) is not info:
@@ -168,5 +207,5 @@ class PrefillServers:
         return None if rank is None else dict(rank)
 
 
-def _endpoint(rank: dict) -> Tuple[str, int]:
+def _endpoint(rank: dict) -> tuple[str, int]:
     return rank["rank_ip"], rank["rank_port"]

@@ -1,6 +1,7 @@
 """`SGLANG_PD_VERIFY`: prefill sends digests of its pages before it reports that a room is done.
 
 prefill                                            decode
+each chunk is noted
 all chunks written
 (PD_DIGESTS, room, prefill rank, digests)     ->   stored
 the engine's status                           ->   the room is done; the receiver's next poll
@@ -11,17 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Dict, List, Optional, Tuple
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.kv_layout import PeerPlan, RankLayout
 from sglang.srt.disaggregation.pd.verify import Verifier
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg
-from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ DIGESTS = b"PD_DIGESTS"
 BACKENDS = ("ascend", "mooncake", "nixl")
 
 
-def require_verifiable(layout: object, why_not: str) -> None:
+def require_verifiable(layout: RankLayout | None, why_not: str) -> None:
     """Raises ValueError if pages cannot be compared: a server set to compare must not start.
 
     Args:
@@ -49,73 +50,64 @@ def require_verifiable(layout: object, why_not: str) -> None:
         raise ValueError(f"{VARIABLE} cannot compare KV with {', '.join(found)}; unset it")
 
 
-class DigestSender:
-    """Mixin for a prefill rank's KV manager, over `PlannedTransfers`."""
+@dataclass
+class SentPages:
+    """Prefill: what a room has queued, of which digests will be sent.
 
-    def note_chunk(self, room: int, index_slice: slice, pages: Any, state: Any) -> None:
-        """Notes pages that are about to be sent.
+    Attributes:
+        chunks: Each chunk's place among the request's pages, and its pages of this rank's pool,
+            whose numbers may still be on their way to the host.
+        state: The last chunk's pages or slots by kind of state; None if it has none.
+    """
+
+    chunks: list[tuple[slice, npt.ArrayLike]] = field(default_factory=list)
+    state: list | None = None
+
+    def note(self, index_slice: slice, pages: npt.ArrayLike, state: list | None) -> None:
+        """Notes a chunk that is about to be queued."""
+        self.chunks.append((index_slice, pages))
+        self.state = state
+
+    def message(self, room: int, sender: int, verifier: Verifier, plan: PeerPlan) -> list[bytes]:
+        """Returns the frames with digests of what a decode rank was sent.
 
         Args:
-            index_slice: Their place among the request's pages.
-            pages: Pages of this rank's pool, whose numbers may still be on their way to the host.
-            state: Pages or slots by kind of state, or None.
+            sender: This prefill rank's number, unique in its server.
+            plan: The decode rank's.
         """
-        if self.kv_args.verifier is not None:
-            for info in list(self.transfer_infos.get(room, {}).values()):
-                info.sent_chunks = (*info.sent_chunks, (index_slice, pages))
-                info.sent_state = state
-
-    def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> Optional[KVPoll]:
-        """Concludes a room. Extends the engine's: first sends digests to ranks that compare."""
-        is_open = self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed
-        if status == KVPoll.Success and is_open and self.kv_args.verifier is not None:
-            for peer, info in list(self.transfer_infos.get(bootstrap_room, {}).items()):
-                self._send_digests(bootstrap_room, peer, info)
-        return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
-
-    def _send_digests(self, room: int, peer: str, info: Any) -> None:
-        plan = None if info.is_dummy else self.plan_for(peer)
-        if plan is None or not plan.layout.verifies:
-            return
-        verifier: Verifier = self.kv_args.verifier
-        state = None if plan.state is None or not info.sent_state else info.sent_state[0]
-        chunks = [(where, np.asarray(pages)) for where, pages in info.sent_chunks]
-        found = verifier.digests(room, chunks, plan.layout, state, True)
-        numbers = (str(number).encode("ascii") for number in (room, self._prefill_unique_rank()))
-        address = NetworkAddress(info.endpoint, info.dst_port)
-        try:
-            frames = [DIGESTS, *numbers, found]
-            self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
-        except Exception as error:
-            logger.warning(f"Room {room}: could not send digests to decode {peer}: {error}")
+        state = None if plan.state is None or not self.state else self.state[0]
+        chunks = [(where, np.asarray(pages)) for where, pages in self.chunks]
+        digests = verifier.digests(room, chunks, plan.layout, state, True)
+        return [DIGESTS, b"%d" % room, b"%d" % sender, digests]
 
 
-class DigestInbox:
-    """Mixin for a decode rank's KV manager: stores the digests that arrive."""
+class DigestInbox(dict[int, dict[int, bytes]]):
+    """Decode: the digests that have arrived, by open room and by prefill rank."""
 
-    # By open room, then by prefill rank.
-    arrived_digests: Dict[int, Dict[int, bytes]] = PerInstance(dict)
+    def store(self, frames: list[bytes], open_rooms: Container[int]) -> bool:
+        """Stores the digests in a message; returns whether it has any.
 
-    def handle_digests_message(self, frames: List[bytes]) -> bool:
-        """Stores the digests in a message; returns whether it has any."""
+        Raises:
+            ValueError or IndexError: The message is invalid.
+        """
         if frames[0] != DIGESTS:
             return False
         room, sender, digests = int(frames[1]), int(frames[2]), frames[3]
-        if room in self.request_status:  # else the room is over
-            self.arrived_digests.setdefault(room, {})[sender] = digests
+        if room in open_rooms:  # else the room is over
+            self.setdefault(room, {})[sender] = digests
         return True
 
 
 class VerifyingReceiver:
-    """Mixin for a decode rank's KV receiver, over the engine's: compares what arrived."""
+    """Base of a decode rank's KV receiver, before the engine's: compares what arrived."""
 
     # Pages and state pages that were requested, and when; None if nothing is compared.
-    expected_pages: Optional[Tuple[np.ndarray, Optional[Sequence[int]], float]] = None
+    expected_pages: tuple[npt.NDArray[np.int32], Sequence[int] | None, float] | None = None
 
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, *more, **options):
         """Sends the metadata. Extends the engine's: notes the pages that are to be compared."""
         infos = getattr(self, "bootstrap_infos", None)
-        if self.kv_mgr.kv_args.verifier is not None and infos:
+        if self.kv_mgr.verifier is not None and infos:
             if all(info["is_dummy"] or info.get("verifies") for info in infos):
                 state = state_indices[0] if state_indices else None
                 self.expected_pages = (kv_indices, state, time.time())
@@ -138,18 +130,19 @@ class VerifyingReceiver:
             self.conclude_state = status = KVPoll.Failed
         return status
 
-    def _verify(self, pages: np.ndarray, state, asked_at: float) -> Optional[str]:
-        manager = self.kv_mgr
-        verifier: Verifier = manager.kv_args.verifier
-        frames = manager.arrived_digests.pop(self.bootstrap_room, {})
-        missing = self.required_prefill_response_num - len(frames)
-        frames = [*frames.values(), *[b""] * missing]
-        state = state if manager.kv_args.layout.state else None
+    def _verify(
+        self, pages: npt.NDArray[np.int32], state: Sequence[int] | None, requested_at: float
+    ) -> str | None:
+        manager, verifier = self.kv_mgr, self.kv_mgr.verifier
+        arrived = manager.arrived_digests.pop(self.bootstrap_room, {})
+        missing = self.required_prefill_response_num - len(arrived)
+        frames = [*arrived.values(), *[b""] * missing]
+        state = state if manager.layout.state else None
         at = f"{manager.local_ip}:{manager.rank_port}"
         with verifier.reports.lock:
             report = verifier.reports.report_for(self.bootstrap_addr, at)
-            room, seconds = self.bootstrap_room, time.time() - asked_at
-            reason = verifier.compare(room, frames, pages, state, report, seconds)
+            seconds = time.time() - requested_at
+            reason = verifier.compare(self.bootstrap_room, frames, pages, state, report, seconds)
             verifier.reports.mark_changed(self.bootstrap_addr)
         return reason
 
