@@ -1,23 +1,19 @@
 """Ports for servers on this machine, each reserved until `MAX_RESERVED` more have been chosen.
 
-Nothing binds a port between its choice and its use. The reservation is a lock on the port's byte in
-a file that all of this user's processes share, so concurrent runs never choose the same port.
+A reserved port is bound, and nothing listens on it. A server can bind it, too, because servers set
+SO_REUSEADDR; a library that looks for any free port (MemFabric, Mooncake) does not get it.
 """
 
-import fcntl
-import functools
 import itertools
-import os
 import random
 import socket
-import tempfile
 from collections.abc import Sequence
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)  # below the kernel's range for outgoing connections
-MAX_RESERVED = (
-    1_000  # per process; the fleets of a nightly run would otherwise reserve nearly all ports
-)
+MAX_RESERVED = 200  # per process; a fleet has fewer, and binds them soon
+
+_reserved: dict[int, socket.socket] = {}  # the oldest first
 
 
 def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
@@ -49,42 +45,21 @@ def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
         if len(taken) == length:
             return start
         for port in taken:
-            _release(port)
+            _reserved.pop(port).close()
     raise OSError(f"no {length} consecutive free ports between {ports[0]} and {ports[-1]}")
 
 
 def _reserve(port: int) -> bool:
     """Reserve the port if it is free; returns whether it was."""
-    file, held = _reservations(os.getpid())
-    if port in held:
-        return False
+    holder = socket.socket()
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        holder.bind((HOST, port))
     except OSError:
+        holder.close()
         return False
-    held[port] = None
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            _release(port)
-            return False
-    if len(held) > MAX_RESERVED:
-        _release(next(iter(held)))
+    # Only now: before, it would let us bind a port that another process has reserved.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved[port] = holder
+    if len(_reserved) > MAX_RESERVED:
+        _reserved.pop(next(iter(_reserved))).close()
     return True
-
-
-def _release(port: int) -> None:
-    file, held = _reservations(os.getpid())
-    fcntl.lockf(file, fcntl.LOCK_UN, 1, port)
-    del held[port]
-
-
-@functools.cache
-def _reservations(process: int) -> tuple[int, dict[int, None]]:
-    """The lock file, and the ports that this process has reserved, oldest first.
-
-    A fork does not inherit its parent's locks.
-    """
-    path = os.path.join(tempfile.gettempdir(), f"sglang-pd-ports-{os.getuid()}")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), {}

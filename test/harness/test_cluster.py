@@ -1,5 +1,6 @@
 """Child processes start and stop: none survives, and failures are reported at once."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -152,7 +153,7 @@ print("newest", ports.free_ports(1, [newest]))
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == "oldest True\n", found
-    assert "OSError: no 1 free ports" in found.stderr
+    assert "OSError: only 0 of 1 free ports" in found.stderr
 
 
 def test_all_ports_of_dp_attention_are_reserved(tmp_path, monkeypatch):
@@ -177,7 +178,19 @@ def test_port_reserved_by_one_process_is_not_chosen_by_another():
         listener.bind((cluster.HOST, other))
         listener.listen()
         found = choose_ports_in_other_process(mine, other)
-    assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
+    assert f"OSError: only 0 of 1 free ports between {mine} and {other}" in found.stderr
+
+
+@pytest.mark.parametrize("reuses_address", [True, False], ids=["server", "library"])
+def test_reserved_port_is_for_servers(reuses_address):
+    """A library that looks for any free port must not get it before the server has bound it."""
+    (port,) = free_ports(1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses_address)
+        refused = contextlib.nullcontext() if reuses_address else pytest.raises(OSError)
+        with refused:
+            other.bind((cluster.HOST, port))
+            other.listen()
 
 
 def test_port_in_use_is_not_reserved():

@@ -237,7 +237,7 @@ class ForkServer:
 
     def spawn(self) -> Rank:
         """Starts a new rank process."""
-        connection = self.server.connected(socket.SOCK_STREAM)
+        connection = self.server.connect(socket.SOCK_STREAM)
         with self.log.open("ab") as log:
             socket.send_fds(connection, [self.folder.name.encode()], [log.fileno()])
         return Rank(connection)

@@ -166,7 +166,7 @@ class HangDetector:
         return time.monotonic() - self.busy_at > self.seconds
 
     def _is_idle(self) -> bool:
-        if any(server.has_finished() for server in (self.prefill, self.decode)):
+        if any(server.has_ended() for server in (self.prefill, self.decode)):
             return True
         raised = self._raised() > self.raised_before
         try:
