@@ -117,8 +117,8 @@ def test_free_ports_are_distinct_and_free():
     chosen = free_ports(20)
     assert len(set(chosen)) == 20
     for port in chosen:
-        with socket.socket() as probe:
-            probe.bind((cluster.HOST, port))
+        with socket.create_server((cluster.HOST, port)):
+            pass
 
 
 def test_port_range_is_reserved_completely():
@@ -174,9 +174,7 @@ def choose_ports_in_other_process(*ports: int) -> subprocess.CompletedProcess:
 def test_port_reserved_by_one_process_is_not_chosen_by_another():
     """No process listens on the reserved port yet."""
     mine, other = free_ports(2)
-    with socket.socket() as listener:
-        listener.bind((cluster.HOST, other))
-        listener.listen()
+    with socket.create_server((cluster.HOST, other)):
         found = choose_ports_in_other_process(mine, other)
     assert f"OSError: only 0 of 1 free ports between {mine} and {other}" in found.stderr
 

@@ -36,7 +36,7 @@ ABORTED = "Aborted by AbortReq."
 DECODE_ABORTED = (
     {
         "nixl": "Aborted by decode-side abort notification",
-        "mooncake": "unknown reason from another rank",
+        "mooncake": "the request failed on another rank",
     }
     if SINCE_0_5_20
     else dict.fromkeys(("nixl", "mooncake"), ABORTED)

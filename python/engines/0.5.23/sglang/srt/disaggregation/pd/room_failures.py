@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.pd.per_instance import PerInstance
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
 ABORTED = "Aborted on prefill"
-FAILED_ELSEWHERE = "another prefill rank failed"
+FAILED_ELSEWHERE = "the request failed on another rank, whose log may have the reason"
 # How many decode ranks to remember per room as notified, or as having aborted; a fleet has fewer.
 MAX_NOTIFIED_RANKS = 1024
 # How many rooms to remember that may still be written to; a rank has fewer open.

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation import kv_layout
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -32,7 +31,7 @@ from sglang.srt.disaggregation.kv_layout import (
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
 from sglang.srt.disaggregation.pd.nixl_transfers import NixlTransfers, RoomFailed, Transfer
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
+from sglang.srt.disaggregation.pd.peers import Pages, PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -189,8 +188,8 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         self,
         peer_name: str,
         plan: TransferPlan,
-        prefill_data_indices: npt.NDArray[np.int32],
-        dst_data_indices: npt.NDArray[np.int32],
+        prefill_data_indices: Pages,
+        dst_data_indices: Pages,
         notif: str,
     ) -> Transfer | None:
         """Starts writing pages by a KV or state plan; with nothing to write, returns None."""
@@ -209,9 +208,9 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     def send_kvcache(
         self,
         peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
+        prefill_kv_indices: Pages,
         dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
+        dst_kv_indices: Pages,
         dst_gpu_id: int,
         notif: str,
     ) -> Transfer | None:
@@ -251,7 +250,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     def add_transfer_request(
         self,
         bootstrap_room: int,
-        kv_indices: npt.NDArray[np.int32],
+        kv_indices: Pages,
         index_slice: slice,
         is_last: bool,
         chunk_id: int,
@@ -408,7 +407,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
 
 
 class NixlKVSender(CommonKVSender):
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None):
+    def send(self, kv_indices: Pages, state_indices: list[int] | None = None):
         """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
@@ -33,6 +34,8 @@ from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.room_failures import ABORT
 
 logger = logging.getLogger(__name__)
+
+Pages = npt.NDArray[np.int32]  # indices into a pool: [pages]
 
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
