@@ -16,6 +16,7 @@ if not PATCHED:
         "test_peer_reconnect.py",
         "test_peers.py",
         "test_room_failures.py",
+        "test_room_state_machine.py",
         "test_transfer_worker.py",
         "test_verify_elided_index_keys.py",
     ]

@@ -103,7 +103,6 @@ class PrefillManager(SilenceWatch, PeerQueues):
         Args:
             targets: Decode ranks to notify; None for all that requested the room.
         """
-        self.drop_collected_rooms()  # which may notify them
         if status == KVPoll.Success and self.verifier is not None:
             self._send_digests(bootstrap_room)
         if targets is None:

@@ -147,6 +147,10 @@ class RoomFailures:
             sender = self.senders.get(room)
             if sender is not None:
                 sender.notified.update(targets)
+                return
+            for collected, notified in self.collected_rooms.copy():
+                if collected == room:
+                    notified.update(targets)
 
     def note_abort(self, room: int, decode: Endpoint) -> None:
         """Notes that a decode rank aborts the room, and is not to be notified of the failure."""
