@@ -1,10 +1,10 @@
-"""Stock's planning against ours, in one process that has the stock engine: `scripts/bench.sh`.
+"""Stock's transfer planning against ours, in one process with the stock engine: `scripts/bench.sh`.
 
-Both sides are asked for the same transfer by the engine's own call, on managers without a network:
-a stand-in takes what a transport takes, three lists (MemFabric, Mooncake), two arrays `[n, 3]`
-(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_later`). Ours is that of
-the patched engine, imported after the stock one. That both copy the same bytes is checked before
-anything is timed.
+Both sides get the same transfer by the engine's own call, on managers without a network. A fake
+transport accepts what a real one accepts: three lists (MemFabric, Mooncake), two arrays `[n, 3]`
+(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_0_5_23`). "Ours" is the
+patched engine, imported after the stock one. The bench checks that both copy the same bytes before
+it times anything.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated
 
-import bench_later
+import bench_0_5_23
 import bench_windows
 import numpy as np
 import typer
@@ -33,25 +33,25 @@ PATCHED = Path(sys.prefix).parent / "patched"
 ENGINE = "sglang.srt.disaggregation"
 BACKENDS = {"ascend": "AscendKVManager", "mooncake": "MooncakeKVManager", "nixl": "NixlKVManager"}
 PEER = "peer"
-NOTICE = "1_kv_0_1_0"  # of room 1
+NOTIFICATION = "1_kv_0_1_0"  # of room 1
 PAGE_SIZE = 128  # tokens
 ELEMENT = 2  # bytes, bfloat16
-CHECKED = [1, 2, 5, 16]
-SWEEP = [1, 2, 4, 16, 64, 256]
-LARGE = [1024, 8192]
-HELD = 2 * max(LARGE)  # pages of each buffer, for fragmented ones are apart
-# Elements of a token of each component: as NPU pools hold them, and as others do.
+CHECKED_PAGES = [1, 2, 5, 16]
+PAGE_COUNTS = [1, 2, 4, 16, 64, 256]
+LARGE_PAGE_COUNTS = [1024, 8192]
+POOL_PAGES = 2 * max(LARGE_PAGE_COUNTS)  # pages per buffer: fragmented pages have gaps
+# Elements of a token in each component: of NPU pools, and of other pools (`MLA`).
 NPU_MLA = {"k": 512, "v": 64}
 NPU_INDEXED_MLA = {**NPU_MLA, "index_k": 128}
 MLA = {"kv": 576}
-# Pages that follow one another on both sides, in pages a run; None: all of them.
+# Pages per contiguous run on both sides; None: all pages in one run.
 FRAGMENTS = {"contiguous": None, "half": 2, "full": 1}
-SECONDS = 0.6  # of timing a row, but within this many repeats of each side
+ROW_SECONDS = 0.6  # of timing per row, within these numbers of repeats of each side
 MIN_REPEATS, MAX_REPEATS = 7, 300
-# Else: not slower. Medians of the same code against itself lie up to a tenth apart here,
-# for memory is shared with other machines.
-NO_SLOWER = 0.9
-# (kind, pages, fragmented, figure): at least this many times as fast as stock.
+# For cases without a target: not slower. Medians of the same code differ by up to a tenth here,
+# because other machines share the memory.
+MIN_SPEEDUP = 0.9
+# (kind, pages, fragmented, figure): least speed relative to stock's.
 TARGETS = {
     ("MLA k v index_k, Ascend", 1024, "full", "arrays"): 25.0,
     ("MLA k v index_k, Ascend", 1024, "full", "ours"): 6.0,
@@ -62,8 +62,8 @@ TARGETS = {
 }
 
 
-class Transport:
-    """Stands in for a transfer engine and for a NIXL agent; keeps the copies if asked to."""
+class FakeTransport:
+    """A fake transfer engine and NIXL agent; with ``keep`` it records the copies."""
 
     def __init__(self, keep: bool = False):
         self.keep = keep
@@ -83,7 +83,7 @@ class Transport:
     def make_prepped_xfer(self, operation, src, src_blocks, dst, dst_blocks) -> int:
         if self.keep:
             sides = ((src, src_blocks), (dst, dst_blocks))
-            descriptors = (bench_later.descriptors(*side) for side in sides)
+            descriptors = (bench_0_5_23.descriptors(*side) for side in sides)
             self.initialize_xfer(operation, *descriptors, PEER)
         return 1
 
@@ -99,52 +99,52 @@ class Transport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A pool, a backend, and both sides' manager classes; `later` ones are `bench_later`'s."""
+class TransferCase:
+    """A pool, a backend, and both sides' manager classes; `later` is for releases since 0.5.20."""
 
     name: str
     stock: type
     ours: type
     own: object  # `RankLayout` of the prefill rank
-    peer: object  # and of the decode rank
-    sliced: bool
-    lists: bool
+    peer: object  # `RankLayout` of the decode rank
+    sliced: bool  # stock sends by head slices
+    lists: bool  # the transport takes lists, not arrays
     later: bool = False
-    held: int = HELD
+    held: int = POOL_PAGES  # pages per buffer
 
     def transport(self):
-        """What takes the copies where a call is timed."""
-        return Transport()
+        """The transport of a timed call."""
+        return FakeTransport()
 
     def addresses(self, layout, side: int) -> tuple[list[int], ...]:
-        """Of KV's buffers, and of the state's if there are any."""
+        """Addresses of the KV buffers, and of the state buffers if there are any."""
         return (pointers(layout, side),)
 
-    def caller(self, manager_class: type, transport: Transport) -> Callable:
+    def make_call(self, manager_class: type, transport: FakeTransport) -> Callable:
         """A function `(src_pages, dst_pages)` that makes the engine's call on such a manager."""
         manager = self._manager(manager_class, transport)
         (dst, *_), page_bytes = self.addresses(self.peer, 2), self.peer.kv[0].page_bytes
-        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one way for both
+        sliced = self.sliced and hasattr(manager, "send_kvcache_slice")  # ours has one method
         if self.lists:
-            executor = ThreadPoolExecutor(1)  # as the engine's on hosts of less than 128 cores
+            executor = ThreadPoolExecutor(1)  # as in the engine on hosts with fewer than 128 cores
             tail = (self.peer.tp_rank, self.peer.tp_size, page_bytes) if sliced else ()
             tail = (*tail, executor)
         elif self.later:
             tail = (0,)
         else:
             sizes = (self.own.tp_size, self.peer.tp_size, self.peer.tp_rank, page_bytes)
-            tail = (0, NOTICE, *(sizes if sliced else ()))
+            tail = (0, NOTIFICATION, *(sizes if sliced else ()))
         send = manager.send_kvcache_slice if sliced else manager.send_kvcache
         if self.later and sliced and not self.lists:
             return lambda src_pages, dst_pages: send(PEER, src_pages, dst_pages)
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
-    def _manager(self, manager_class: type, transport: Transport):
-        """With what the call uses, and no more."""
+    def _manager(self, manager_class: type, transport: FakeTransport):
+        """A manager with only the attributes that the call reads."""
         own = self.own
         manager = manager_class.__new__(manager_class)
         manager.agent = manager.engine = transport
-        manager.request_status = {1: 2}  # the notice's room waits for KV
+        manager.request_status = {1: 2}  # the notification's room waits for KV
         manager.attn_tp_size = own.tp_size
         manager.is_mla_backend = own.kv[0].heads is None
         manager.enable_custom_mem_pool = False
@@ -164,11 +164,11 @@ class Kind:
         )
         manager.decode_kv_args_table = {PEER: info}
         if self.later:
-            bench_later.complete(manager, info, own, self.peer, self.held)
+            bench_0_5_23.complete_manager(manager, info, own, self.peer, self.held)
         return manager
 
     def plan(self):
-        """Ours for this pair of ranks, as made when decode registers."""
+        """Our transfer plan for this pair of ranks, as made when decode registers."""
         kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
         own, peer = (
             kv_layout.Pointers(*self.addresses(layout, side))
@@ -177,48 +177,48 @@ class Kind:
         return kv_layout.plan_for_peer(self.own, own, self.peer, peer)
 
 
-class Windows(Kind):
-    """A request's state; NIXL is real where it is timed."""
+class WindowCase(TransferCase):
+    """A transfer of a request's sliding-window state; timed calls use the real NIXL."""
 
     def transport(self):
-        return bench_windows.Nixl(self.own, self.peer, PEER)
+        return bench_windows.NixlAgents(self.own, self.peer, PEER)
 
     def addresses(self, layout, side: int) -> tuple[list[int], ...]:
         return bench_windows.memory(layout, side)[1:]
 
-    def caller(self, manager_class: type, transport) -> Callable:
+    def make_call(self, manager_class: type, transport) -> Callable:
         manager = self._manager(manager_class, transport)
         info = manager.decode_kv_args_table[PEER]
         bench_windows.add_state(manager, info, self.own, self.peer, self.later)
-        return bench_windows.sender(manager, info, PEER, NOTICE, self.later)
+        return bench_windows.make_state_call(manager, info, PEER, NOTIFICATION, self.later)
 
 
-def windows(page_size: int, **more) -> Windows:
+def window_case(page_size: int, **more) -> WindowCase:
     pool = bench_windows.layout(sys.modules[f"{ENGINE}.kv_layout"], page_size)
     held = 2 * bench_windows.held(page_size)
     name = f"Windows, pages of {page_size}, NIXL"
-    return Windows(name, held=held, **more, **whole(pool))
+    return WindowCase(name, held=held, **more, **between_equal_ranks(pool))
 
 
 def pointers(layout, side: int) -> list[int]:
-    """Made-up addresses, far enough apart for any pool."""
+    """Invented addresses of a side's KV buffers, far enough apart for any pool."""
     return [(side << 50) + (i << 40) for i in range(len(layout.kv))]
 
 
-def managers() -> dict[str, dict[str, type]]:
+def manager_classes() -> dict[str, dict[str, type]]:
     """Each backend's KV manager, stock and ours; this process has the stock engine.
 
     Raises:
-        FileNotFoundError: There is no patched engine.
+        FileNotFoundError: The patched engine does not exist.
     """
-    if bench_later.is_later():
-        bench_later.publish_defaults()
+    if bench_0_5_23.is_since_0_5_20():
+        bench_0_5_23.publish_defaults()
     found = {name: {"stock": manager(name)} for name in BACKENDS}
     patched = next(PATCHED.glob("lib/python*/site-packages/sglang/srt/disaggregation"), None)
     if patched is None:
         raise FileNotFoundError(f"no engine in {PATCHED}: run scripts/setup.sh")
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{ENGINE}.")]:
-        bench_later.forget_metrics(sys.modules.pop(name))
+        bench_0_5_23.forget_metrics(sys.modules.pop(name))
     sys.modules[ENGINE] = package = ModuleType(ENGINE)
     package.__path__ = [str(patched)]
     for name in BACKENDS:
@@ -230,39 +230,41 @@ def manager(backend: str) -> type:
     return getattr(importlib.import_module(f"{ENGINE}.{backend}.conn"), BACKENDS[backend])
 
 
-def kinds() -> list[Kind]:
-    """What is compared."""
-    found, later = managers(), bench_later.is_later()
+def transfer_cases() -> list[TransferCase]:
+    """All cases of this release."""
+    found, later = manager_classes(), bench_0_5_23.is_since_0_5_20()
     ascend, mooncake, nixl = (
         {**found[name], "lists": name != "nixl", "later": later} for name in BACKENDS
     )
-    plain, indexed, mla_kv = (whole(mla(widths)) for widths in (NPU_MLA, NPU_INDEXED_MLA, MLA))
+    plain, indexed, mla_kv = (
+        between_equal_ranks(mla(widths)) for widths in (NPU_MLA, NPU_INDEXED_MLA, MLA)
+    )
     gathered = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
     spread = {"own": gqa(0, 1), "peer": gqa(1, 2), "sliced": True}
-    state = [windows(page_size, **nixl) for page_size in bench_windows.PAGE_SIZES]
+    state = [window_case(page_size, **nixl) for page_size in bench_windows.PAGE_SIZES]
     if later:
         return [
-            Kind("MLA k v index_k, Ascend", **ascend, **indexed),
-            Kind("MLA, Mooncake", **mooncake, **mla_kv),
-            Kind("GQA, Mooncake", **mooncake, **whole(gqa(0, 1))),
-            Kind("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
-            Kind("MLA, NIXL", **nixl, **mla_kv),
-            Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
-            Kind("GQA TP 1 to 2, NIXL", **nixl, **spread),
+            TransferCase("MLA k v index_k, Ascend", **ascend, **indexed),
+            TransferCase("MLA, Mooncake", **mooncake, **mla_kv),
+            TransferCase("GQA, Mooncake", **mooncake, **between_equal_ranks(gqa(0, 1))),
+            TransferCase("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
+            TransferCase("MLA, NIXL", **nixl, **mla_kv),
+            TransferCase("GQA TP 2 to 1, NIXL", **nixl, **gathered),
+            TransferCase("GQA TP 1 to 2, NIXL", **nixl, **spread),
             *state,
         ]
     return [
-        Kind("MLA k v, Ascend", **ascend, **plain),
-        Kind("MLA k v index_k, Ascend", **ascend, **indexed),
-        Kind("MLA k v index_k, NIXL", **nixl, **indexed),
-        Kind("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
-        Kind("GQA TP 2 to 1, NIXL", **nixl, **gathered),
+        TransferCase("MLA k v, Ascend", **ascend, **plain),
+        TransferCase("MLA k v index_k, Ascend", **ascend, **indexed),
+        TransferCase("MLA k v index_k, NIXL", **nixl, **indexed),
+        TransferCase("GQA TP 2 to 1, Mooncake", **mooncake, **gathered),
+        TransferCase("GQA TP 2 to 1, NIXL", **nixl, **gathered),
         *state,
     ]
 
 
-def whole(pool) -> dict:
-    """Between two ranks that hold the same."""
+def between_equal_ranks(pool) -> dict:
+    """Options of a case between two ranks with the same layout."""
     return {"own": pool, "peer": pool, "sliced": False}
 
 
@@ -272,7 +274,7 @@ def rank(tp: tuple[int, int], layers: int, buffers: list):
 
 
 def mla(widths: dict[str, int]):
-    """DeepSeek V3's 61 layers, V3.2's with index keys."""
+    """Layout of DeepSeek V3's 61 layers, or V3.2's with index keys."""
     layout = sys.modules[f"{ENGINE}.kv_layout"]
     return rank(
         (0, 1),
@@ -286,7 +288,7 @@ def mla(widths: dict[str, int]):
 
 
 def gqa(tp_rank: int, tp_size: int):
-    """64 layers of 8 KV heads of 128 elements."""
+    """A TP rank's layout of 64 layers with 8 KV heads of 128 elements."""
     layout = sys.modules[f"{ENGINE}.kv_layout"]
     held = 8 // tp_size
     heads = layout.Heads(tp_rank * held, tp_rank * held + held, 8)
@@ -301,30 +303,30 @@ def gqa(tp_rank: int, tp_size: int):
     )
 
 
-def pages_of(count: int, fragments: str, seed: int) -> np.ndarray:
-    """`count` pages in runs of the length that `fragments` names; int32, as the engine has them."""
+def make_pages(count: int, fragments: str, seed: int) -> np.ndarray:
+    """`count` pages in runs of the length that `fragments` names; int32, as in the engine."""
     run = FRAGMENTS[fragments] or count
     starts = np.random.default_rng(seed).permutation(-(-count // run)) * (run + 1)
     return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
 
 
-def cases(every: list[Kind]) -> Iterator[tuple[Kind, int, str]]:
-    """Kind, pages, fragmentation of each row."""
+def row_parameters(every: list[TransferCase]) -> Iterator[tuple[TransferCase, int, str]]:
+    """Case, pages and fragmentation of each row."""
     for kind in every:
-        if isinstance(kind, Windows):
+        if isinstance(kind, WindowCase):
             yield from ((kind, kind.held // 2, fragments) for fragments in FRAGMENTS)
             continue
-        for count in SWEEP if kind.sliced else SWEEP + LARGE:
-            if kind.sliced or count == 1:  # tokens are copied alike however their pages lie
+        for count in PAGE_COUNTS if kind.sliced else PAGE_COUNTS + LARGE_PAGE_COUNTS:
+            if kind.sliced or count == 1:  # slices are copied token by token in any case
                 wanted = ["full"]
             else:
-                wanted = FRAGMENTS if count in LARGE else ["contiguous", "full"]
+                wanted = FRAGMENTS if count in LARGE_PAGE_COUNTS else ["contiguous", "full"]
             for fragments in wanted:
                 yield kind, count, fragments
 
 
-def merged(copies: list[np.ndarray]) -> np.ndarray:
-    """`[3, n]` of source, destination, bytes: in order of source, neighbours made one copy."""
+def canonical_copies(copies: list[np.ndarray]) -> np.ndarray:
+    """`[3, n]` of source, destination, bytes: sorted by source, adjacent copies merged."""
     src, dst, length = np.concatenate([np.empty((3, 0), np.int64), *copies], axis=1)
     order = np.lexsort((dst, src))
     src, dst, length = src[order], dst[order], length[order]
@@ -334,26 +336,27 @@ def merged(copies: list[np.ndarray]) -> np.ndarray:
     return np.array([src[first], dst[first], total])
 
 
-def check(kind: Kind, src: np.ndarray, dst: np.ndarray) -> int:
-    """How many copies our side makes.
+def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
+    """Check that both sides copy the same bytes; returns how many copies ours makes.
 
     Raises:
-        ValueError: The two sides do not copy the same bytes to the same places.
+        ValueError: They do not copy the same bytes to the same places.
     """
     kept = {}
     for side in (kind.stock, kind.ours):
-        transport = Transport(keep=True)
-        kind.caller(side, transport)(src, dst)
+        transport = FakeTransport(keep=True)
+        kind.make_call(side, transport)(src, dst)
         kept[side] = transport.copies
-    if not np.array_equal(merged(kept[kind.stock]), merged(kept[kind.ours])):
-        raise ValueError(f"{kind.name}, {src.size} pages: stock and ours copy different bytes")
+    if not np.array_equal(canonical_copies(kept[kind.stock]), canonical_copies(kept[kind.ours])):
+        raise ValueError(f"{kind.name}, {src.size} pages: stock and patched copy different bytes")
     return sum(part.shape[1] for part in kept[kind.ours])
 
 
 def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median of each side's processor time, taken in turns; it is less noisy than the clock's.
+    """Median processor time of each side in seconds, measured in turns.
 
-    Neither side computes in more than one thread at a time here.
+    Processor time is less noisy than wall time, and here neither side computes in more than one
+    thread at a time.
     """
     times = {name: [] for name in sides}
     for _ in range(repeats):
@@ -365,7 +368,7 @@ def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 
 def peak_mb(side: Callable) -> float:
-    """Most memory that one call holds at once, in 10^6 bytes; NumPy's counts too."""
+    """Peak memory of one call, in 10^6 bytes, including NumPy's."""
     tracemalloc.start()
     side()
     peak = tracemalloc.get_traced_memory()[1]
@@ -373,20 +376,20 @@ def peak_mb(side: Callable) -> float:
     return peak / 1e6
 
 
-def measure(kind: Kind, count: int, fragments: str) -> dict:
+def measure(kind: TransferCase, count: int, fragments: str) -> dict:
     """One row of the table."""
-    src, dst = (pages_of(count, fragments, seed) for seed in (1, 2))
+    src, dst = (make_pages(count, fragments, seed) for seed in (1, 2))
     copies = check(kind, src, dst)
     calls = {
-        "stock": kind.caller(kind.stock, kind.transport()),
-        "ours": kind.caller(kind.ours, kind.transport()),
+        "stock": kind.make_call(kind.stock, kind.transport()),
+        "ours": kind.make_call(kind.ours, kind.transport()),
     }
     if kind.lists and not kind.sliced:
         plan = kind.plan().kv
         calls["arrays"] = lambda src, dst: plan.copies(src, dst).arrays()
     sides = {name: lambda call=call: call(src, dst) for name, call in calls.items()}
-    once = sum(seconds(sides, 3).values())  # and warm
-    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(SECONDS / once)))
+    once = sum(seconds(sides, 3).values())  # also warms up
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(ROW_SECONDS / once)))
     times = seconds(sides, repeats)
     return {
         "kind": kind.name,
@@ -400,26 +403,26 @@ def measure(kind: Kind, count: int, fragments: str) -> dict:
     }
 
 
-def misses(rows: list[dict]) -> list[str]:
-    """What is slower than it has to be, in words."""
+def regressions(rows: list[dict]) -> list[str]:
+    """A sentence for each figure that misses its target."""
     found = []
     for row in rows:
         case = (row["kind"], row["pages"], row["fragmented"])
         for figure, faster in row["faster"].items():
-            wanted = TARGETS.get((*case, figure), NO_SLOWER)
+            wanted = TARGETS.get((*case, figure), MIN_SPEEDUP)
             if faster < wanted:
                 found.append(
                     f"{case[0]}, {case[1]} pages, {case[2]}: {figure} {faster:.2f} times "
-                    f"as fast as stock, {wanted:g} wanted"
+                    f"as fast as stock, target {wanted:g}"
                 )
     return found
 
 
 def table(rows: list[dict]) -> Table:
-    shown = Table(title="One transfer planned: medians, stock and ours in turns")
+    shown = Table(title="Planning one transfer: medians, stock and patched in turns")
     for heading in ("kind", "pages", "fragmented"):
         shown.add_column(heading)
-    for heading in ("copies", "stock ms", "ours ms", "faster", "arrays ms", "faster", "peak MB"):
+    for heading in ("copies", "stock ms", "patched ms", "faster", "arrays ms", "faster", "peak MB"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
@@ -452,26 +455,26 @@ def plan(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     only_check: Annotated[
-        bool, typer.Option("--check", help="Only compare what both sides copy, at small sizes.")
+        bool, typer.Option("--check", help="Only compare what both engines copy, at small sizes.")
     ] = False,
 ) -> None:
     """Time both sides; status 1 if ours is a tenth slower anywhere or misses a target."""
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    every = kinds()
+    every = transfer_cases()
     if only_check:
-        for kind, count, fragments in itertools.product(every, CHECKED, FRAGMENTS):
-            check(kind, *(pages_of(count, fragments, seed) for seed in (1, 2)))
-        console.print(f"{len(every)} kinds of transfer: stock and ours copy the same bytes")
+        for kind, count, fragments in itertools.product(every, CHECKED_PAGES, FRAGMENTS):
+            check(kind, *(make_pages(count, fragments, seed) for seed in (1, 2)))
+        console.print(f"{len(every)} kinds of transfer: stock and patched copy the same bytes")
         return
-    gc.disable()  # it would cost stock most, whose tuples it follows
+    gc.disable()  # it would slow stock most, since it scans stock's tuples
     rows = []
-    for case in cases(every):
+    for case in row_parameters(every):
         row = measure(*case)
-        if misses([row]):  # once more, for the machine may have been busy
+        if regressions([row]):  # repeat, since the machine may have been busy
             row = measure(*case)
         rows.append(row)
         gc.collect()
-    missed = misses(rows)
+    missed = regressions(rows)
     console.print(table(rows))
     for line in missed:
         console.print(line, style="red", highlight=False, soft_wrap=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Time what the patch set does beside what it replaces; see scripts/bench.py, bench_cpu_copy.py,
+# Time the patch set against the code that it replaces; see scripts/bench.py, bench_cpu_copy.py,
 # bench_serve.py, bench_verify.py, bench_scale.py.
 #
 # usage: scripts/bench.sh [--release RELEASE] plan [--json FILE] [--check]
@@ -8,19 +8,19 @@
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
 #        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
 #
-#   plan          times and peak memory of both, and their ratios, a few minutes; status 1 if ours is
-#                 slower anywhere (by a tenth, for noise), or misses a target; of sliding windows
-#                 with what NIXL takes to make the transfer
-#   cpu-copy      a request's KV to the host and back, against a loop and one memcpy, a minute
+#   plan          times and peak memory of planning a transfer, stock and patched, and their ratios;
+#                 for sliding windows also the time that NIXL takes to make the transfer; a few
+#                 minutes; status 1 if patched is slower anywhere (by a tenth) or misses a target
+#   cpu-copy      a request's KV to the host and back, against a loop and one memcpy; a minute
 #   serve         real pairs of servers, stock and patched in turns: time to the first token and
-#                 requests a second, half an hour; status 1 if ours is slower by more than the noise
-#   verify        SGLANG_PD_VERIFY: digests against memcpy, time to the first token without and with
-#                 it, ten minutes
+#                 requests per second; half an hour; status 1 if patched is slower beyond the noise
+#   verify        SGLANG_PD_VERIFY: digests against memcpy, and the time to the first token without
+#                 and with it; ten minutes
 #   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched
-#                 in turns: what they cost each other, an hour; status 1 if a figure
-#                 grows faster with ranks than in stock
-#   --only WORD   of these the fleets with WORD in their name
-#   --json FILE   the figures, for scripts/evidence.sh
+#                 in turns: what they cost each other; an hour; status 1 if a figure grows faster
+#                 with the number of ranks than in stock
+#   --only WORD   only the fleets with WORD in their name
+#   --json FILE   write the figures to FILE, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -1,8 +1,8 @@
-"""KV of a request to the host and back, against the obvious loop and one memcpy.
+"""Copying a request's KV to the host and back, against the obvious loop and one memcpy.
 
-Run by `scripts/bench.sh cpu-copy`, with the patched engine's own NPU pools, on an NPU where there
-is one. 0.5.9's copy by what the patches add, a later one's by itself. The loop is what the engine
-does on CUDA: layer by layer, chunk by chunk.
+Run by `scripts/bench.sh cpu-copy`, with the patched engine's own NPU pools, on an NPU if there is
+one. In 0.5.9 the patch set adds the pools' copy methods; later releases have their own. The loop is
+the engine's way on CUDA: layer by layer, chunk by chunk.
 """
 
 import json
@@ -22,7 +22,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 
 from pd_harness.device import device
-from pd_harness.ranks import one_rank
+from pd_harness.parallel_context import single_rank_context
 
 PAGE_SIZE = 128  # tokens
 TOKENS = (1024, 16384)
@@ -46,8 +46,8 @@ def pools() -> dict:
     }
 
 
-class Loop:
-    """The same copies, one layer and chunk after the other."""
+class LayerLoop:
+    """The same copies as a pool's, one layer and chunk after the other."""
 
     def __init__(self, pool):
         self.chunk = pool.cpu_offloading_chunk_size
@@ -65,7 +65,7 @@ class Loop:
 
 
 def milliseconds(sides: dict[str, Callable]) -> dict[str, float]:
-    """Median of each side, taken in turns after one call of each."""
+    """Median milliseconds of each side, measured in turns after one call of each."""
     times = {name: [] for name in sides}
     for turn in range(REPEATS + 1):
         for name, side in sides.items():
@@ -77,7 +77,7 @@ def milliseconds(sides: dict[str, Callable]) -> dict[str, float]:
 
 
 def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a pool gave, however deep its lists are."""
+    """All tensors of a pool's copy, whatever the depth of its lists."""
     if isinstance(copied, torch.Tensor):
         yield copied
     else:
@@ -86,8 +86,8 @@ def tensors(copied: list | torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def measure(name: str, pool, tokens: int) -> dict:
-    """One row: both directions, each with its ratio to the loop and to the memcpy."""
-    loop = Loop(pool)
+    """One row: milliseconds of the pool and the loop in both directions, and of the memcpy."""
+    loop = LayerLoop(pool)
     slots = torch.randperm(pool.size)[:tokens].to(pool.device)
     targets = torch.randperm(pool.size)[:tokens].to(pool.device)
     ours, loops = pool.get_cpu_copy(slots), loop.get_cpu_copy(slots)
@@ -133,7 +133,7 @@ def main(
     """Time the copy of a request's KV to the host and back."""
     rows = []
     for name, make in pools().items():
-        with one_rank():
+        with single_rank_context():
             pool = make()
         rows += [measure(name, pool, tokens) for tokens in TOKENS]
         del pool

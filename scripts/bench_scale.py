@@ -1,8 +1,8 @@
-"""What many ranks cost each other, stock beside patched: `scripts/bench.sh scale`.
+"""What many ranks cost each other, in stock and patched: `scripts/bench.sh scale`.
 
-Prefill has PP 4 and TP `ranks / 4`; decode are as many servers of one rank, so that each rank has
-to do with all of the other side. Ranks are processes with the engine's managers and no model, and
-a transfer library that writes nothing (`null_transfer`).
+Prefill has PP 4 and TP `ranks / 4`; decode has `ranks` servers of one rank, so that each rank
+works with all ranks of the other side. Ranks are processes with the engine's managers, without a
+model, and with a transfer library that writes nothing (`null_transfer`).
 """
 
 import contextlib
@@ -26,56 +26,62 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
 import fleet as fleets  # noqa: E402
-from of_release import IS_LATER  # noqa: E402
+from engine_release import SINCE_0_5_20  # noqa: E402
 
 ENGINES = ("stock", "patched")
-# NIXL's requests end in 0.5.9 by the library's own notifications.
-BACKENDS = ("mooncake", "nixl") if IS_LATER else ("mooncake",)
+# In 0.5.9 NIXL requests conclude by NIXL's own notifications, which `null_transfer` lacks.
+BACKENDS = ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
 RANKS = (8, 16, 32, 64)  # of each side
 STAGES = 4
 REQUESTS = 256  # of all decode ranks together, while processor time is measured
-SECONDS = 20.0  # under load, in the first third of which a decode rank is killed
-REST = 0.2  # of that: at rest
-MANY = 4000  # requests, more than are served meanwhile
-LIMIT = 600.0  # seconds, which only a hang reaches
-# What a fleet costs that has lost more of its requests says nothing; stock loses some.
-ATTEMPTS, MOST_LOST = 2, 0.05
-# What grows with ranks. The clock's seconds are noisier than the processor's, and shown beside.
+SECONDS = 20.0  # under load; a decode rank is killed after a third of it
+IDLE_FRACTION = 0.2  # idle time, as a part of `SECONDS`
+ENOUGH_REQUESTS = 4000  # more than a rank serves in `SECONDS`
+HANG_TIMEOUT_S = 600.0  # reached only by a hang
+# The costs of a fleet that lost more of its requests mean nothing; stock loses some.
+ATTEMPTS, MAX_LOST_FRACTION = 2, 0.05
+# Figures that grow with ranks. Wall time is noisier than processor time, and only shown.
 GROWTHS = ("meet_cpu_s", "kib_a_peer", "messages", "cpu_ms")
-# Exponents of patched's growth and stock's may be so far apart at least: a fifth from 8 to 64.
-LEAST_NOISE = 0.1
+# Exponents of patched and stock may always differ by this much: a fifth from 8 to 64 ranks.
+MIN_NOISE = 0.1
 
 
-Rooms = tuple[int, int]  # the first, and the one after the last
+Rooms = tuple[int, int]  # the first room, and the one after the last
 
 
-class Ranks:
-    """A running fleet, all of whose ranks can be asked at once."""
+class RunningRanks:
+    """A running fleet, with calls to many ranks at once."""
 
     def __init__(self, servers: fleets.Servers, ranks: int):
         self.servers, self.next_room = servers, 1
         self.pool = ThreadPoolExecutor(2 * ranks + 1)
-        self.decode = [*servers.decode, *self._more(ranks - 1)]
+        self.decode = [*servers.decode, *self._start_decode_ranks(ranks - 1)]
 
-    def _more(self, count: int) -> list[fleets.Rank]:
+    def _start_decode_ranks(self, count: int) -> list[fleets.Rank]:
         with ThreadPoolExecutor(4) as few:
-            return [one for (one,) in few.map(lambda _: self.servers.more("decode"), range(count))]
+            return [
+                one
+                for (one,) in few.map(lambda _: self.servers.start_another("decode"), range(count))
+            ]
 
     @property
-    def every(self) -> list[fleets.Rank]:
+    def all_ranks(self) -> list[fleets.Rank]:
         return [*self.servers.prefill, *self.decode]
 
-    def ask(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
-        ranks = self.every if ranks is None else ranks
+    def call_ranks(self, do: str, ranks: list[fleets.Rank] | None = None, **given) -> list[dict]:
+        ranks = self.all_ranks if ranks is None else ranks
         return list(self.pool.map(lambda one: one.call(do, **given), ranks))
 
-    def take(self, count: int) -> Rooms:
-        """New rooms."""
+    def new_rooms(self, count: int) -> Rooms:
+        """``count`` unused rooms."""
         first, self.next_room = self.next_room, self.next_room + count
         return first, self.next_room
 
-    def begin(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
-        """Have decode ranks serve these rooms, and prefill `more`, too; futures, decode's last."""
+    def start_serving(self, lanes: dict[fleets.Rank, Rooms], seconds: float, *more: Rooms) -> list:
+        """Start serving: decode ranks their lane, prefill ranks all lanes and `more`.
+
+        Returns futures: prefill's, then decode's.
+        """
         given = [(one, [*lanes.values(), *more]) for one in self.servers.prefill]
         given += [(one, [lane]) for one, lane in lanes.items()]
         return [
@@ -83,16 +89,20 @@ class Ranks:
         ]
 
     def serve(self, requests: int, decode: list[fleets.Rank] | None = None) -> tuple[float, int]:
-        """So many requests of each decode rank; seconds until the last was served, and how many.
+        """Serve `requests` requests of each decode rank.
 
-        Raises RuntimeError where a rank has ended.
+        Returns:
+            Seconds until the last was served, and how many were served in all.
+
+        Raises:
+            RuntimeError: a rank has exited.
         """
         begun = time.monotonic()
-        lanes = {one: self.take(requests) for one in decode or self.decode}
-        answers = [one.result() for one in self.begin(lanes, LIMIT)]
+        lanes = {one: self.new_rooms(requests) for one in decode or self.decode}
+        answers = [one.result() for one in self.start_serving(lanes, HANG_TIMEOUT_S)]
         for answer in answers:
             if "ends" not in answer:
-                raise RuntimeError(f"a rank does not serve: {answer}")
+                raise RuntimeError(f"a rank does not serve requests: {answer}")
         last = max(end for answer in answers for *_, end in answer["ends"])
         for why in sorted({str(lost) for answer in answers for lost in answer["lost"]})[:5]:
             print(f"lost, or open after all others: room, why: {why}", file=sys.stderr)
@@ -105,8 +115,8 @@ def fork_server(engine: str) -> fleets.ForkServer:
 
 
 @contextlib.contextmanager
-def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
-    # Stock NIXL has wrong results, or hangs, for GQA between such sides.
+def running(engine: str, backend: str, ranks: int) -> Iterator[RunningRanks]:
+    # Stock NIXL gives wrong results, or hangs, for GQA between such sides.
     fleet = fleets.Fleet(
         prefill=fleets.Side(tp=ranks // STAGES, pp=STAGES),
         backend=backend,
@@ -117,26 +127,28 @@ def running(engine: str, backend: str, ranks: int) -> Iterator[Ranks]:
     )
     server = fork_server(engine)
     with fleets.running(fleet, server, server) as servers:
-        yield Ranks(servers, ranks)
+        yield RunningRanks(servers, ranks)
 
 
 def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> dict:
-    """One row; `seconds` are under load."""
+    """One row of figures; `seconds` is the time under load."""
     requests = max(2, REQUESTS // ranks)
     with running(engine, backend, ranks) as fleet:
-        fleet.serve(2, fleet.decode[:1])  # what the first peer costs is what many share
-        before = fleet.ask("figures")
+        fleet.serve(2, fleet.decode[:1])  # the first peer's costs include those that all share
+        before = fleet.call_ranks("figures")
         meet_seconds, met_ranks = fleet.serve(1)
-        met = fleet.ask("figures")
+        met = fleet.call_ranks("figures")
         prefill = slice(len(fleet.servers.prefill))
         grown = [
             after["private_kib"] - one["private_kib"]
             for one, after in zip(before[prefill], met[prefill])
         ]
-        rest = statistics.mean(one["part"] for one in fleet.ask("rest", seconds=REST * seconds))
-        start = fleet.ask("figures")
+        rest = statistics.mean(
+            one["part"] for one in fleet.call_ranks("rest", seconds=IDLE_FRACTION * seconds)
+        )
+        start = fleet.call_ranks("figures")
         _, each = fleet.serve(requests)
-        end = fleet.ask("figures")
+        end = fleet.call_ranks("figures")
         spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
         asked = ranks * (1 + requests)
         row = {
@@ -153,32 +165,35 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
             "cpu_ms": 1e3 * (spent["scheduler_s"] + spent["reader_s"]) / each,
             "all_ms": 1e3 * spent["all_s"] / each,
             "rest_percent": 100 * rest,
-            **restarted(fleet, seconds),
+            **measure_rank_replacement(fleet, seconds),
         }
     return {"engine": engine, "backend": backend, "ranks": ranks, **row}
 
 
-def measured(*fleet) -> dict:
-    """The first row of several in which few requests were lost, else the last; see `measure`."""
+def measure_with_retry(*fleet) -> dict:
+    """The first row of `ATTEMPTS` that lost few requests, else the last one; see `measure`."""
     for attempt in range(1, ATTEMPTS + 1):
         row = {**measure(*fleet), "attempt": attempt}
-        if row["lost_part"] <= MOST_LOST:
+        if row["lost_part"] <= MAX_LOST_FRACTION:
             break
     return row
 
 
-def restarted(fleet: Ranks, seconds: float) -> dict:
-    """One decode rank is killed under load, and another takes its place; others' longest gaps.
+def measure_rank_replacement(fleet: RunningRanks, seconds: float) -> dict:
+    """Kill a decode rank under load, start another, and measure the other ranks' longest gaps.
 
-    A gap is the longest time in which a decode rank has no request end.
+    A gap is a time in which none of a decode rank's requests ends.
     """
-    lanes, new = {one: fleet.take(MANY) for one in fleet.decode}, fleet.take(MANY)
+    lanes, new = (
+        {one: fleet.new_rooms(ENOUGH_REQUESTS) for one in fleet.decode},
+        fleet.new_rooms(ENOUGH_REQUESTS),
+    )
     begun = time.monotonic()
-    serving = fleet.begin(lanes, seconds, new)
+    serving = fleet.start_serving(lanes, seconds, new)
     time.sleep(seconds / 3)
     os.kill(fleet.decode[0].pid, signal.SIGKILL)
     killed = time.monotonic()
-    (other,) = fleet.servers.more("decode")
+    (other,) = fleet.servers.start_another("decode")
     left = max(1.0, begun + seconds - time.monotonic())
     answer = other.call("serve", lanes=[new], seconds=left)
     answers = [one.result() for one in serving]
@@ -194,19 +209,19 @@ def restarted(fleet: Ranks, seconds: float) -> dict:
 
 
 def longest_gap(ends: list[float], since: float, until: float) -> float:
-    """The longest time between two of these within the two limits, which count as well."""
+    """The longest time between two `ends` from `since` to `until`, which count as ends, too."""
     within = [since, *sorted(end for end in ends if since < end < until), until]
     return max(b - a for a, b in itertools.pairwise(within))
 
 
 def growth(rows: list[dict], figure: str) -> float:
-    """The exponent with which it grows with ranks: least squares of logarithms."""
+    """The exponent of a figure's growth with ranks: least squares of logarithms."""
     points = [(math.log(row["ranks"]), math.log(max(row[figure], 1e-9))) for row in rows]
     return statistics.linear_regression(*zip(*points)).slope
 
 
 def growths(rows: list[dict], rounds: int) -> list[dict]:
-    """Of each backend and figure: exponents of both engines, and how far rounds are apart."""
+    """For each backend and figure both engines' exponents, and how much they vary by round."""
     found = []
     for backend, figure in itertools.product(dict.fromkeys(r["backend"] for r in rows), GROWTHS):
         own = {
@@ -222,27 +237,27 @@ def growths(rows: list[dict], rounds: int) -> list[dict]:
     return found
 
 
-def faster(found: list[dict]) -> list[str]:
-    """What grows faster than in stock, in words."""
+def faster_growing(found: list[dict]) -> list[str]:
+    """A sentence for each figure that grows faster than in stock."""
     return [
         f"{one['backend']}: {one['figure']} grows with ranks to the power {one['patched']:.2f}, "
-        f"in stock {one['stock']:.2f}, noise {one['noise']:.2f}"
+        f"on stock {one['stock']:.2f}, noise {one['noise']:.2f}"
         for one in found
-        if one["patched"] > one["stock"] + max(one["noise"], LEAST_NOISE)
+        if one["patched"] > one["stock"] + max(one["noise"], MIN_NOISE)
     ]
 
 
-def lossy(rows: list[dict]) -> list[str]:
-    """Where patched has lost requests, in words."""
+def lost_requests(rows: list[dict]) -> list[str]:
+    """A sentence for each row in which patched lost requests."""
     return [
-        f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests of patched were lost"
+        f"{row['backend']}, {row['ranks']} ranks: {row['lost']} requests were lost on patched"
         for row in rows
         if row["engine"] == "patched" and (row["lost"] or row["attempt"] > 1)
     ]
 
 
 def table(rows: list[dict]) -> Table:
-    shown = Table(title="Ranks of each side, and what they cost; see docs/evidence")
+    shown = Table(title="Ranks per side, and their costs; see docs/evidence")
     names = [name for name in rows[0] if name != "round"]
     for name in names:
         shown.add_column(name.replace("_", " "), justify="right")
@@ -257,21 +272,28 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     ranks: Annotated[
-        list[int] | None, typer.Option(show_default=False, help="Of each side, multiples of 4.")
+        list[int] | None,
+        typer.Option(show_default=False, help="Ranks per side, a multiple of 4; may be repeated."),
     ] = None,
-    only: Annotated[str, typer.Option("--only", metavar="WORD", help="This backend.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Of stock and patched in turns.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Under load while a rank is killed.")] = SECONDS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORD", help="Only backends with WORD in their name.")
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds, each of stock and patched in turns.")
+    ] = 2,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds under load while a rank is killed.")
+    ] = SECONDS,
 ) -> None:
     """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
     console, rows = Console(width=200), []
     sizes = sorted(ranks or RANKS)
     for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
         for size, engine in itertools.product(sizes, ENGINES):
-            rows.append({**measured(engine, backend, size, seconds), "round": number})
+            rows.append({**measure_with_retry(engine, backend, size, seconds), "round": number})
             console.print(rows[-1], highlight=False)
     found = growths(rows, rounds) if len(sizes) > 1 else []
-    missed = [*faster(found), *lossy(rows)]
+    missed = [*faster_growing(found), *lost_requests(rows)]
     console.print(table(rows))
     for line in missed:
         console.print(line, style="red", highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""Stock and patched pairs of prefill and decode servers beside each other, on the CPU host.
+"""Stock and patched pairs of prefill and decode servers compared, on the CPU host.
 
-Run by `scripts/bench.sh serve`. Of each fleet both pairs are up, and one of them is stopped
-(SIGSTOP) while the other is asked: stock, patched, patched, stock in each round, the same prompts
-for both, whose tokens must agree. Clients post to both servers of a pair, without a router.
+Run by `scripts/bench.sh serve`. For each fleet both pairs run, and one is stopped (SIGSTOP) while
+the other serves: stock, patched, patched, stock in each round. Both get the same prompts, and their
+tokens must agree. Clients post to both servers of a pair, without a router.
 """
 
 import asyncio
@@ -33,39 +33,39 @@ ENGINES = ("stock", "patched")
 ROUNDS = 6
 PROMPT = 200  # tokens, sent in one piece
 NEW_TOKENS = 16
-ALONE = 6  # requests in a block, one after the other
-AT_ONCE = 16  # then so many together
+SEQUENTIAL_REQUESTS = 6  # in a block, one after the other
+BURST_REQUESTS = 16  # then, in the same block, all at once
 SECONDS = 120  # for an answer
-# What is measured, and whether more of it is better.
+# The figures, and whether higher is better.
 FIGURES = {
     "first token, alone, ms": False,
     "answer, alone, ms": False,
-    f"first token, {AT_ONCE} at once, ms": False,
-    f"requests a second, {AT_ONCE} at once": True,
+    f"first token, {BURST_REQUESTS} at once, ms": False,
+    f"requests a second, {BURST_REQUESTS} at once": True,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class BenchCase:
     topology: cluster.Topology
     model: TinyModel = dataclasses.field(default_factory=TinyGQA)
 
 
-# Where stock is right.
-FLEETS = {
-    "nixl TP 1 to 1": Fleet(cluster.Topology("nixl", page_size=16)),
-    "nixl TP 1 to 2": Fleet(cluster.Topology("nixl", page_size=16, decode_tp=2)),
-    "mooncake TP 1 to 1": Fleet(cluster.Topology("mooncake", page_size=16)),
-    "mooncake TP 2 to 1": Fleet(cluster.Topology("mooncake", page_size=16, prefill_tp=2)),
-    "ascend MLA TP 1 to 1": Fleet(cluster.Topology("ascend", page_size=16), TinyMLA()),
-    "ascend GQA TP 2 to 1": Fleet(cluster.Topology("ascend", page_size=16, prefill_tp=2)),
+# Fleets whose tokens stock gets right.
+BENCH_CASES = {
+    "nixl TP 1 to 1": BenchCase(cluster.Topology("nixl", page_size=16)),
+    "nixl TP 1 to 2": BenchCase(cluster.Topology("nixl", page_size=16, decode_tp=2)),
+    "mooncake TP 1 to 1": BenchCase(cluster.Topology("mooncake", page_size=16)),
+    "mooncake TP 2 to 1": BenchCase(cluster.Topology("mooncake", page_size=16, prefill_tp=2)),
+    "ascend MLA TP 1 to 1": BenchCase(cluster.Topology("ascend", page_size=16), TinyMLA()),
+    "ascend GQA TP 2 to 1": BenchCase(cluster.Topology("ascend", page_size=16, prefill_tp=2)),
 }
 
-Pair = tuple[cluster.Server, cluster.Server]  # prefill and decode
+ServerPair = tuple[cluster.Server, cluster.Server]  # prefill and decode
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class RequestTimes:
     """One request: seconds to its first token and to its last, and its tokens."""
 
     first: float
@@ -73,39 +73,45 @@ class Timed:
     ids: tuple[int, ...]
 
 
-def pair(name: str, fleet: Fleet, engine: str) -> Pair:
+def pair(name: str, fleet: BenchCase, engine: str) -> ServerPair:
     folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
-    model = fleet.model.make(cluster.OF_RELEASE / "models")
+    model = fleet.model.make(cluster.RELEASE_ENV / "models")
     servers = cluster.pd_servers(fleet.topology, model, folder, engine, engine, idle_sleep=False)
     return servers[:2]
 
 
 @contextlib.contextmanager
-def all_running(pairs: dict[str, Pair]) -> Iterator[None]:
-    """Both pairs, each stopped when it is ready."""
+def all_running(pairs: dict[str, ServerPair]) -> Iterator[None]:
+    """Start all pairs, and stop each (SIGSTOP) when it is ready."""
     with contextlib.ExitStack() as stack:
         for servers in pairs.values():
             stack.enter_context(cluster.running(servers))
-            send(servers, signal.SIGSTOP)
+            send_signal(servers, signal.SIGSTOP)
         yield
 
 
-def send(servers: Pair, number: signal.Signals) -> None:
+def send_signal(servers: ServerPair, number: signal.Signals) -> None:
     """Send a signal to all processes of a pair."""
     for server in servers:
-        # The keeper's children; it must itself be able to end them.
+        # Only the supervisor's children: it must stay able to kill them.
         for process in psutil.Process(server.process.pid).children(recursive=True):
             process.send_signal(number)
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
-    """Others for each block: prefill keeps for reuse what it has computed."""
+    """Random prompts; each block needs new ones, since prefill has a radix cache."""
     source = random.Random(seed)
     return [[source.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
 
 
-async def ask(client: httpx.AsyncClient, servers: Pair, prompt: list[int]) -> Timed:
-    """Post to both servers, and read decode's tokens as they come."""
+async def time_request(
+    client: httpx.AsyncClient, servers: ServerPair, prompt: list[int]
+) -> RequestTimes:
+    """Post to both servers, and time decode's tokens as they arrive.
+
+    Raises:
+        RuntimeError: The answer does not have `NEW_TOKENS` tokens.
+    """
     prefill, decode = servers
     body = {
         "input_ids": prompt,
@@ -131,32 +137,37 @@ async def ask(client: httpx.AsyncClient, servers: Pair, prompt: list[int]) -> Ti
     await prefilling
     ids = json.loads(last).get("output_ids", ())
     if len(ids) != NEW_TOKENS:
-        raise RuntimeError(f"no {NEW_TOKENS} tokens, but: {last[:500]}")
-    return Timed(times[0], times[-1], tuple(ids))
+        raise RuntimeError(f"expected {NEW_TOKENS} tokens, got: {last[:500]}")
+    return RequestTimes(times[0], times[-1], tuple(ids))
 
 
-async def block(servers: Pair, seed: int) -> tuple[list[float], list[tuple[int, ...]]]:
+async def measure_block(
+    servers: ServerPair, seed: int
+) -> tuple[list[float], list[tuple[int, ...]]]:
     """The figures of one block, in the order of `FIGURES`, and the tokens of its answers."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=SECONDS, trust_env=False, limits=limits) as client:
-        await ask(client, servers, prompts(-seed - 1, 1)[0])  # it was stopped: let it wake
-        alone = [await ask(client, servers, prompt) for prompt in prompts(seed, ALONE)]
+        await time_request(client, servers, prompts(-seed - 1, 1)[0])  # wakes the stopped pair
+        alone = [
+            await time_request(client, servers, prompt)
+            for prompt in prompts(seed, SEQUENTIAL_REQUESTS)
+        ]
         start = time.perf_counter()
         together = await asyncio.gather(
-            *(ask(client, servers, prompt) for prompt in prompts(seed + 1, AT_ONCE))
+            *(time_request(client, servers, prompt) for prompt in prompts(seed + 1, BURST_REQUESTS))
         )
         seconds = time.perf_counter() - start
     figures = [
         1e3 * statistics.median(one.first for one in alone),
         1e3 * statistics.median(one.last for one in alone),
         1e3 * statistics.median(one.first for one in together),
-        AT_ONCE / seconds,
+        BURST_REQUESTS / seconds,
     ]
     return figures, [one.ids for one in [*alone, *together]]
 
 
-def measure(name: str, fleet: Fleet, rounds: int) -> list[dict]:
-    """Rows of the table: for each figure both engines' medians, their ratio, and the noise.
+def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
+    """A fleet's rows: for each figure both engines' medians, their ratio, and the noise.
 
     Raises:
         RuntimeError: An answer is missing, or the engines' tokens differ.
@@ -164,20 +175,20 @@ def measure(name: str, fleet: Fleet, rounds: int) -> list[dict]:
     pairs = {engine: pair(name, fleet, engine) for engine in ENGINES}
     blocks: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
     with all_running(pairs):
-        # Before the first round one to warm up, which is not kept.
+        # Round -1 warms up and is not recorded.
         for number in range(-1, rounds):
             for half, order in enumerate((ENGINES, ENGINES[::-1])):
                 seed = 10_000 + 4 * number + 2 * half
                 tokens = []
                 for engine in order:
-                    send(pairs[engine], signal.SIGCONT)
-                    figures, ids = asyncio.run(block(pairs[engine], seed))
-                    send(pairs[engine], signal.SIGSTOP)
+                    send_signal(pairs[engine], signal.SIGCONT)
+                    figures, ids = asyncio.run(measure_block(pairs[engine], seed))
+                    send_signal(pairs[engine], signal.SIGSTOP)
                     tokens.append(ids)
                     if number >= 0:
                         blocks[engine].append(figures)
                 if tokens[0] != tokens[1]:
-                    raise RuntimeError(f"{name}: stock and patched give other tokens")
+                    raise RuntimeError(f"{name}: stock and patched give different tokens")
     return [
         row(name, figure, {engine: [one[at] for one in blocks[engine]] for engine in ENGINES})
         for at, figure in enumerate(FIGURES)
@@ -185,7 +196,7 @@ def measure(name: str, fleet: Fleet, rounds: int) -> list[dict]:
 
 
 def row(name: str, figure: str, blocks: dict[str, list[float]]) -> dict:
-    """`ratio` is above 1 where patched is better; `noise` is an engine's distance from itself."""
+    """One row; `ratio` is above 1 if patched is better, `noise` is that of `blocks`."""
     medians = {engine: statistics.median(values) for engine, values in blocks.items()}
     ratio = medians["patched"] / medians["stock"]
     return {
@@ -198,9 +209,9 @@ def row(name: str, figure: str, blocks: dict[str, list[float]]) -> dict:
 
 
 def noise(blocks: dict[str, list[float]]) -> float:
-    """How far the medians of two halves of one engine's blocks are apart, as a part of one.
+    """Relative difference between the medians of two halves of one engine's blocks.
 
-    The largest of both engines and three ways to halve: first and second of a round, every other
+    The largest of both engines and three ways to halve: first and second in a round, every other
     round, and early and late.
     """
     apart = []
@@ -214,8 +225,8 @@ def noise(blocks: dict[str, list[float]]) -> float:
     return max(apart)
 
 
-def slower(rows: list[dict]) -> list[str]:
-    """What is slower than stock by more than the noise, in words."""
+def regressions(rows: list[dict]) -> list[str]:
+    """A sentence for each figure that is worse than stock's by more than the noise."""
     return [
         f"{row['fleet']}: {row['figure']}: {row['ratio']:.2f} of stock, noise {row['noise']:.2f}"
         for row in rows
@@ -243,19 +254,19 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     only: Annotated[
-        str, typer.Option("--only", metavar="WORD", help="Fleets with this in their name.")
+        str, typer.Option("--only", metavar="WORD", help="Only fleets with WORD in their name.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
-    """Time requests through both pairs; status 1 if ours is slower by more than the noise."""
+    """Time requests to both pairs; status 1 if patched is slower by more than the noise."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = []
-    for name, fleet in FLEETS.items():
+    for name, fleet in BENCH_CASES.items():
         if only in name:
             rows += measure(name, fleet, rounds)
             console.print(f"{name}: measured", highlight=False)
     console.print(table(rows))
-    missed = slower(rows)
+    missed = regressions(rows)
     for line in missed:
         console.print(line, style="red", highlight=False, soft_wrap=True)
     if json_file:

@@ -1,8 +1,8 @@
-"""What `SGLANG_PD_VERIFY` costs: digests beside memcpy, and the time to the first token.
+"""What `SGLANG_PD_VERIFY` costs: digests against memcpy, and the time to the first token.
 
-Run by `scripts/bench.sh verify`. Digests are of the patched engine's own NPU pools, and on an NPU
-where there is one. For the time to the first token two patched pairs of servers are up, of which
-one compares; one is stopped (SIGSTOP) while the other is asked, as in `bench_serve.py`.
+Run by `scripts/bench.sh verify`. Digests are of the patched engine's own NPU pools, on an NPU if
+there is one. For the time to the first token two patched pairs of servers run, of which one
+verifies; one pair is stopped (SIGSTOP) while the other serves, as in `bench_serve.py`.
 """
 
 import asyncio
@@ -26,29 +26,29 @@ from bench_cpu_copy import PAGE_SIZE, TOKENS, pools
 from rich.console import Console
 from rich.table import Table
 from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent_parts
-from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.page_digests import PageViews
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA
 from pd_harness.ports import free_ports
 
 REPEATS = 5
-LENGTHS = (1024, 8192)  # of prompts, tokens
+LENGTHS = (1024, 8192)  # of prompts, in tokens
 ROUNDS = 6
 MODES = {"off": "0", "on": "1"}
-CONTEXT = 16_384  # tokens; also of each pool
+CONTEXT = 16_384  # tokens; also each pool's size
 TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 
 
-def page_memory(pool) -> tuple[PageMemory, tuple]:
-    """A pool's buffers, and all that a rank of the same sizes would be sent of them."""
+def page_memory(pool) -> tuple[PageViews, tuple]:
+    """A pool's buffers, and the parts of them that a rank with the same layout would be sent."""
     ptrs, lens, item_lens = pool.get_contiguous_buf_infos()
     heads = getattr(pool, "head_num", None)
     buffers = describe_pools(pool, None, item_lens, lens, False, (0, 1), heads, None, None)
     layout = RankLayout(
         0, 1, 0, 1, PAGE_SIZE, "bfloat16", "DRAM", pool.layer_num, kv=tuple(buffers)
     )
-    memory = PageMemory(layout, layout.kv, [pool], ptrs, lens)
+    memory = PageViews(layout, layout.kv, [pool], ptrs, lens)
     return memory, sent_parts(layout, layout, layout.kv, layout.kv)
 
 
@@ -64,7 +64,7 @@ def median_seconds(act: Callable[[], object], device: str) -> float:
 
 
 def digest_rows() -> list[dict]:
-    """GB/s of digests, and of copying the same pages, all of them and one buffer at a time."""
+    """GB/s of digesting a request's pages, and of copying the same pages buffer by buffer."""
     rows = []
     for name, make in pools().items():
         pool = make()
@@ -96,8 +96,8 @@ def digest_rows() -> list[dict]:
 
 
 def long_model() -> Path:
-    """The tests' model, told that it may have longer prompts."""
-    short = TinyGQA().make(cluster.OF_RELEASE / "models")
+    """The tests' model with a longer context in its config."""
+    short = TinyGQA().make(cluster.RELEASE_ENV / "models")
     folder = short.with_name(f"{short.name}-long")
     if not folder.exists():
         draft = short.with_name(f"{folder.name}.{os.getpid()}")
@@ -109,8 +109,8 @@ def long_model() -> Path:
     return folder
 
 
-def pair(mode: str) -> bench_serve.Pair:
-    """Patched servers over NIXL that compare or do not, for long prompts."""
+def pair(mode: str) -> bench_serve.ServerPair:
+    """Patched servers over NIXL for long prompts; with mode "on" they verify."""
     logs, (store_port,) = bench_serve.LOGS / f"verify-{mode}", free_ports(1)
     common = {
         "environment": {"SGLANG_PD_VERIFY": MODES[mode]},
@@ -122,30 +122,31 @@ def pair(mode: str) -> bench_serve.Pair:
     return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
 
 
-async def first_tokens(servers: bench_serve.Pair, seed: int) -> list[float]:
-    """Milliseconds for one prompt of each length."""
+async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float]:
+    """Milliseconds to the first token of one prompt of each length."""
     rng = random.Random(seed)
     async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
-        await bench_serve.ask(client, servers, rng.choices(range(256), k=32))  # let it wake
+        # Wakes the servers, which were stopped.
+        await bench_serve.time_request(client, servers, rng.choices(range(256), k=32))
         timed = [
-            await bench_serve.ask(client, servers, rng.choices(range(256), k=length))
+            await bench_serve.time_request(client, servers, rng.choices(range(256), k=length))
             for length in LENGTHS
         ]
     return [1e3 * one.first for one in timed]
 
 
 def serving_rows(rounds: int) -> list[dict]:
-    """Medians of both modes for each length, in turns; and how far a mode's halves are apart."""
+    """Medians of both modes for each length, measured in turns, with their ratio and noise."""
     pairs = {mode: pair(mode) for mode in MODES}
     blocks: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     with bench_serve.all_running(pairs):
         for number in range(-1, rounds):  # the first warms up
             for half, order in enumerate((list(MODES), list(reversed(MODES)))):
-                seed = 100 + 2 * number + half  # other prompts, for prefixes are kept
+                seed = 100 + 2 * number + half  # new prompts, as prefixes are cached
                 for mode in order:
-                    bench_serve.send(pairs[mode], signal.SIGCONT)
+                    bench_serve.send_signal(pairs[mode], signal.SIGCONT)
                     figures = asyncio.run(first_tokens(pairs[mode], seed))
-                    bench_serve.send(pairs[mode], signal.SIGSTOP)
+                    bench_serve.send_signal(pairs[mode], signal.SIGSTOP)
                     if number >= 0:
                         blocks[mode].append(figures)
     rows = []
@@ -177,13 +178,13 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Of four blocks each.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
-    """Measure both."""
+    """Measure digests, and the time to the first token."""
     console = Console(width=120)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # the engine's loggers say all
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # with the engine it logs every request
     digests = digest_rows()
-    console.print(table("Digests, and copying the same pages", digests))
+    console.print(table("Digests, compared with copying the same pages", digests))
     serving = serving_rows(rounds)
     console.print(table("Milliseconds to the first token, without and with", serving))
     if json_file:

@@ -1,8 +1,8 @@
-"""What `bench.py plan` has of sliding windows: state that is written over NIXL, and NIXL's cost.
+"""The sliding-window part of `bench.py plan`: state that is sent over NIXL, and NIXL's own cost.
 
-A request's window is written in every layer that has one, so with pages of one token that is a
-quarter of a million copies. NIXL is real here, between two agents of this process; it makes each
-transfer and does not begin it. The memory is the host's, and its pages are never touched.
+A request's window is sent in every layer that has one: with pages of one token that is a quarter of
+a million copies. NIXL is real here, between two agents of this process; it makes each transfer but
+does not start it. The memory is the host's, and its pages are never touched.
 """
 
 import functools
@@ -14,18 +14,18 @@ import numpy as np
 WINDOW = 4096  # tokens
 LAYERS = 30
 HEADS = 8
-TOKEN = 64  # bytes of all heads; NIXL's cost is by the copy
+TOKEN_BYTES = 64  # of all heads; NIXL's cost depends on the number of copies, not their size
 PAGE_SIZES = (1, 64)
-HOST = "DRAM"
+HOST_MEMORY = "DRAM"
 
 
 def layout(kv_layout, page_size: int):
-    """`RankLayout` of a model with windows in `LAYERS` layers, and one layer without."""
+    """`RankLayout` of a model with `LAYERS` layers that have a window, and one that has none."""
     pages = 2 * held(page_size)
     heads = kv_layout.Heads(0, HEADS, HEADS)
 
     def buffer(component: str, layer: int):
-        return kv_layout.Buffer(component, False, layer, page_size * TOKEN, heads, pages)
+        return kv_layout.Buffer(component, False, layer, page_size * TOKEN_BYTES, heads, pages)
 
     kv = tuple(buffer(component, LAYERS) for component in "kv")
     state = tuple(buffer(f"swa_{component}", n) for component in "kv" for n in range(LAYERS))
@@ -34,13 +34,13 @@ def layout(kv_layout, page_size: int):
 
 
 def held(page_size: int) -> int:
-    """Pages of a window."""
+    """The number of pages in a window."""
     return WINDOW // page_size
 
 
 @functools.cache
 def memory(of_rank, side: int) -> tuple[np.ndarray, list[int], list[int]]:
-    """All buffers of this rank in one piece, and where KV's begin and the state's."""
+    """All buffers of this rank in one block, and the addresses of KV's and of the state's."""
     buffers = (*of_rank.kv, *of_rank.state)
     sizes = [buffer.page_bytes * buffer.pages for buffer in buffers]
     block = np.zeros(sum(sizes), np.uint8)
@@ -48,25 +48,25 @@ def memory(of_rank, side: int) -> tuple[np.ndarray, list[int], list[int]]:
     return block, starts[: len(of_rank.kv)], starts[len(of_rank.kv) :]
 
 
-class Nixl:
-    """An agent that makes transfers to `peer` in host memory, and does not begin them."""
+class NixlAgents:
+    """An agent that makes transfers to `peer` in host memory, but does not start them."""
 
     def __init__(self, own, theirs, peer: str):
-        from nixl._api import nixl_agent, nixl_agent_config  # an engine's environment alone has it
+        from nixl._api import nixl_agent, nixl_agent_config  # only in an engine's environment
 
         self.blocks = [memory(one, side)[0] for side, one in enumerate((own, theirs), 1)]
-        alone = nixl_agent_config(enable_prog_thread=False)  # its time would be counted, too
+        alone = nixl_agent_config(enable_prog_thread=False)  # the bench would count its time
         self.agents = [nixl_agent(name, alone) for name in (str(uuid.uuid4()), peer)]
         for agent, block in zip(self.agents, self.blocks):
-            agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], HOST)
+            agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], HOST_MEMORY)
         self.agent, other = self.agents
         self.agent.add_remote_agent(other.get_agent_metadata())
 
     def get_xfer_descs(self, rows, kind):
-        return self.agent.get_xfer_descs(rows, HOST)
+        return self.agent.get_xfer_descs(rows, HOST_MEMORY)
 
     def prep_xfer_dlist(self, peer, runs, kind):
-        return self.agent.prep_xfer_dlist(peer, runs, HOST)
+        return self.agent.prep_xfer_dlist(peer, runs, HOST_MEMORY)
 
     def make_prepped_xfer(self, *chosen):
         return self.agent.make_prepped_xfer(*chosen)
@@ -79,7 +79,7 @@ class Nixl:
 
 
 def add_state(manager, info: SimpleNamespace, own, peer, later: bool) -> None:
-    """Set what a manager has of state; in later releases these are lists by kind."""
+    """Set the manager's and the peer's state attributes; later releases have lists by type."""
     lengths = [buffer.page_bytes for buffer in own.state]
     sizes = [buffer.page_bytes * buffer.pages for buffer in own.state]
     lists = {"data_ptrs": memory(own, 1)[2], "item_lens": lengths, "data_lens": sizes}
@@ -98,21 +98,21 @@ def add_state(manager, info: SimpleNamespace, own, peer, later: bool) -> None:
     vars(manager).update(
         _prepared_state_plans={},
         _state_layout_rejections={},
-        _prepared_state_components=frozenset({0}),  # as on CUDA
+        _prepared_state_components=frozenset({0}),  # the same as on CUDA
         attn_cp_size=1,
         dcp_size=1,
         state_tp_size=1,
     )
 
 
-def sender(manager, info: SimpleNamespace, peer: str, notice: str, later: bool):
+def make_state_call(manager, info: SimpleNamespace, peer: str, notice: str, later: bool):
     """A function `(src_pages, dst_pages)` that makes the engine's call for a request's state."""
     send, pointers = manager.maybe_send_extra, info.dst_state_data_ptrs
     if not later:
         return lambda src, dst: send(peer, src, pointers, dst, 0, notice, 1)
-    if not hasattr(manager, "prepared"):  # the engine's own lists
+    if not hasattr(manager, "prepared"):  # stock prepares its own lists
         manager._prepare_state_xfer(info)
         if peer not in manager._prepared_state_plans:
-            raise RuntimeError("the engine prepares no lists of this state")
+            raise RuntimeError("the engine prepares no lists for this state")
     more = {"dst_state_item_lens": info.dst_state_item_lens, "dst_state_layer_ids": [[]]}
     return lambda src, dst: list(send(peer, [src], pointers, [dst], 0, 1, **more))

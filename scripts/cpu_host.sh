@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a command with the engine on a machine that has no accelerator.
+# Run a command with the engine on a machine without an accelerator.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/release.sh"
@@ -31,7 +31,7 @@ while [[ $# -gt 0 ]]; do
     esac
 done
 if [[ $engine != stock && $engine != patched ]]; then
-    echo "cpu_host: --engine is '$engine', it must be stock or patched" >&2
+    echo "cpu_host: --engine is '$engine', expected stock or patched" >&2
     exit 2
 fi
 choose_release "${given[@]}"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Set up, apply the patch set, and see a prefill and a decode server give a single server's tokens.
+# Set up, apply the patch set, and compare a prefill and a decode server with a single server.
 #
 # usage: scripts/demo.sh [nixl|ascend] [--stock] [--release RELEASE]
 #
-#   scripts/demo.sh                  a GQA model, prefill PP 2 -> decode PP 1 over NIXL; status 0 if all are equal
-#   scripts/demo.sh ascend           the same on the ascend backend, with ASCEND_USE_FIA
+#   scripts/demo.sh                  a GQA model, prefill PP 2 -> decode PP 1 over NIXL; status 0 if all tokens are equal
+#   scripts/demo.sh ascend           the same with the ascend backend and ASCEND_USE_FIA
 #   scripts/demo.sh --stock          on the stock engine: no answer comes within a minute; status 1
 #   scripts/demo.sh ascend --stock   on the stock engine: wrong tokens; status 1
 #
-# With --release 0.5.9: prefill TP 2 -> decode TP 1 over NIXL; an MLA model, PP 2 -> 1, on ascend.
+# With --release 0.5.9: prefill TP 2 -> decode TP 1 over NIXL; an MLA model, PP 2 -> 1, with ascend.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
@@ -18,7 +18,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/release.sh"
 choose_release "$@"
 set -- "${words[@]}"
-for word in "$@"; do # before the set-up, which may take minutes
+for word in "$@"; do # check before the set-up, which may take minutes
     if [[ $word != nixl && $word != ascend && $word != --stock ]]; then
         echo "demo: '$word' is not nixl, ascend or --stock; see --help" >&2
         exit 2

@@ -1,4 +1,4 @@
-"""The steps of `scripts/evidence.sh`, which says what each measures."""
+"""The steps of `scripts/evidence.sh`, which describes what each measures."""
 
 import datetime
 import enum
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from evidence_rows import RELEASE, ROOT, bench, bench_file, keep, measure, measures
+from evidence_rows import RELEASE, ROOT, bench, bench_file, measures, save_measures, save_rows
 from evidence_tables import tables
 from scale_plot import draw
 
 REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
 
 
-def timed(command: list[str], folder: Path) -> tuple[int, float, str]:
-    """Run a command, its output shown as it comes; returns status, seconds and output."""
+def run_timed(command: list[str], folder: Path) -> tuple[int, float, str]:
+    """Run a command and show its output as it comes; returns status, seconds and output."""
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -46,18 +46,18 @@ def measure_setup() -> None:
         for name in filter(None, listed.stdout.split("\0")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-        cold_status, cold, _ = timed(["scripts/setup.sh"], copy)
-        warm_status, warm, _ = timed(["scripts/setup.sh"], copy)
+        cold_status, cold, _ = run_timed(["scripts/setup.sh"], copy)
+        warm_status, warm, _ = run_timed(["scripts/setup.sh"], copy)
         if cold_status or warm_status:
             sys.exit("evidence: scripts/setup.sh failed in a fresh copy")
         size = sum(path.lstat().st_size for path in (copy / ".pd-env").rglob("*") if path.is_file())
-    measure(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
+    save_measures(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
 
 
 def measure_demo() -> None:
-    status, seconds, output = timed(["scripts/demo.sh"], ROOT)
-    stock_status, stock_seconds, stock_output = timed(["scripts/demo.sh", "--stock"], ROOT)
-    measure(
+    status, seconds, output = run_timed(["scripts/demo.sh"], ROOT)
+    stock_status, stock_seconds, stock_output = run_timed(["scripts/demo.sh", "--stock"], ROOT)
+    save_measures(
         demo={"status": status, "seconds": seconds, "verdict": verdict(output)},
         demo_stock={
             "status": stock_status,
@@ -74,31 +74,31 @@ def verdict(output: str) -> str:
 
 
 def measure_tests() -> None:
-    measure(tests=tested(["scripts/test.sh"]))
+    save_measures(tests=run_tests(["scripts/test.sh"]))
 
 
 def measure_nightly() -> None:
-    measure(nightly=tested(["scripts/test.sh", "--nightly", "--durations=25"]))
+    save_measures(nightly=run_tests(["scripts/test.sh", "--nightly", "--durations=25"]))
 
 
-def benched(name: str) -> None:
-    """What is slower than it may be is in the figures; without figures something went wrong."""
+def run_bench(name: str) -> None:
+    """Run a benchmark; its figures record missed targets, so only missing figures are an error."""
     file = bench_file(name)
     file.unlink(missing_ok=True)
-    timed(["scripts/bench.sh", name, "--json", str(file)], ROOT)
+    run_timed(["scripts/bench.sh", name, "--json", str(file)], ROOT)
     if not file.exists():
         sys.exit(f"evidence: scripts/bench.sh {name} failed")
 
 
-def tested(command: list[str]) -> dict:
-    status, seconds, output = timed(command, ROOT)
+def run_tests(command: list[str]) -> dict:
+    status, seconds, output = run_timed(command, ROOT)
     found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
     summary = "; ".join(found) if found else "pytest did not finish"
     return {"status": status, "seconds": seconds, "summary": summary}
 
 
 def report() -> None:
-    """Write the report, whole or not at all."""
+    """Write the report atomically, the plot, and copies of all measurements."""
     lines = tables()
     text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ def report() -> None:
     draft.replace(REPORT)
     if (found := bench("scale")) is not None:
         draw(found["rows"], REPORT.with_name(f"scale-{RELEASE}.svg"))
-    keep()
+    save_rows()
     print(f"evidence: wrote {REPORT.relative_to(ROOT)}")
 
 
@@ -116,11 +116,11 @@ STEPS = {
     "demo": measure_demo,
     "tests": measure_tests,
     "nightly": measure_nightly,
-    "planning": functools.partial(benched, "plan"),
-    "cpu-copy": functools.partial(benched, "cpu-copy"),
-    "serve": functools.partial(benched, "serve"),
-    "verify": functools.partial(benched, "verify"),
-    "scale": functools.partial(benched, "scale"),
+    "planning": functools.partial(run_bench, "plan"),
+    "cpu-copy": functools.partial(run_bench, "cpu-copy"),
+    "serve": functools.partial(run_bench, "serve"),
+    "verify": functools.partial(run_bench, "verify"),
+    "scale": functools.partial(run_bench, "scale"),
     "report": report,
 }
 
@@ -130,14 +130,14 @@ Step = enum.StrEnum("Step", {name: name for name in STEPS})
 
 def main(
     steps: Annotated[
-        list[Step] | None, typer.Argument(show_default=False, help="All of them without one.")
+        list[Step] | None, typer.Argument(show_default=False, help="Default: all steps.")
     ] = None,
 ) -> None:
-    """Take these steps, one after the other."""
+    """Run these steps, one after the other."""
     for step in steps or Step:
         STEPS[step]()
         if step != Step.report:
-            measure(days={**measures().get("days", {}), step: str(datetime.date.today())})
+            save_measures(days={**measures().get("days", {}), step: str(datetime.date.today())})
 
 
 if __name__ == "__main__":

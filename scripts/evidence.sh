@@ -6,18 +6,18 @@
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
-#   tests    scripts/test.sh; serving scenarios and faults are recorded
-#   nightly  scripts/test.sh --nightly; the soaks and attacks are recorded, too
-#   planning scripts/bench.sh plan; take it on a quiet machine
-#   cpu-copy scripts/bench.sh cpu-copy; as well
-#   serve    scripts/bench.sh serve; as well
-#   verify   scripts/bench.sh verify; as well
-#   scale    scripts/bench.sh scale; as well
-#   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from what was measured last
+#   tests    scripts/test.sh; records serving scenarios and faults
+#   nightly  scripts/test.sh --nightly; also records soaks and attacks
+#   planning scripts/bench.sh plan, on a quiet machine
+#   cpu-copy scripts/bench.sh cpu-copy, likewise
+#   serve    scripts/bench.sh serve, likewise
+#   verify   scripts/bench.sh verify, likewise
+#   scale    scripts/bench.sh scale, likewise
+#   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from the last measurements
 #
-# Without a step: all of them, about four hours on two cores; what is measured is in
-# .pd-env/RELEASE/evidence, and with the report in docs/evidence/RELEASE, so that the next report
-# has it, too, wherever it is made. Without a release: the default one.
+# Without a step: all of them, about four hours on two cores. Measurements are written to
+# .pd-env/RELEASE/evidence; the report also copies them to docs/evidence/RELEASE, where the next
+# report finds them on any machine. Without a release: the default one.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

@@ -1,22 +1,21 @@
-"""What was measured, on this machine (.pd-env/) or on another (docs/evidence/RELEASE/), the last.
+"""The latest measurements, of this machine (.pd-env/) or of others (docs/evidence/RELEASE/).
 
-All steps together take longer than a machine may be had for: the report takes what is new, and
-keeps it beside itself, as the next one finds it.
+All steps together take longer than one machine may be available: the report combines new
+measurements with those in docs/evidence, and saves all of them there for the next report.
 """
 
 import json
 from pathlib import Path
 
-from pd_harness.cluster import OF_RELEASE
+from pd_harness.cluster import RELEASE_ENV
 from pd_harness.releases import release
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE = release()
-NEW = OF_RELEASE / "evidence"
-KEPT = ROOT / "docs" / "evidence" / RELEASE
-# Of each file of rows, which tests append to, what a row is known by.
+NEW = RELEASE_ENV / "evidence"
+SAVED = ROOT / "docs" / "evidence" / RELEASE
+# The fields that identify a row in each file of rows; tests append to these files.
 KEYS = {
-    "accuracy": ("fleet",),
     "attacks": ("case", "backend", "engine"),
     "back_off": ("timeout",),
     "draft": ("scenario", "engine"),
@@ -30,10 +29,10 @@ KEYS = {
 BENCHES = ("plan", "cpu-copy", "serve", "verify", "scale")
 
 
-def latest(kind: str) -> dict[tuple, dict]:
-    """The last row of each key of `KEYS`, by that key."""
+def latest_rows(kind: str) -> dict[tuple, dict]:
+    """The last row for each key, by key; `KEYS` names a key's fields."""
     found = {}
-    for folder in (KEPT, NEW):
+    for folder in (SAVED, NEW):
         file = folder / f"{kind}.jsonl"
         for line in file.read_text().splitlines() if file.exists() else ():
             row = json.loads(line)
@@ -42,40 +41,40 @@ def latest(kind: str) -> dict[tuple, dict]:
 
 
 def bench_file(name: str) -> Path:
-    """Where one of `BENCHES` is to write its figures."""
+    """The file to which one of `BENCHES` writes its figures."""
     return NEW / f"bench-{name}.json"
 
 
 def bench(name: str) -> dict | list | None:
-    """The last figures of one of `BENCHES`, None where it never ran."""
+    """The last figures of one of `BENCHES`; None if it never ran."""
     return _last(bench_file(name).name)
 
 
 def measures() -> dict:
-    """Times of set-up, demo and tests, and the day on which each step was taken."""
+    """Times of set-up, demo and tests, and the day on which each step last ran."""
     return _last("measures.json") or {}
 
 
-def measure(**more) -> None:
-    """Add to `measures`."""
+def save_measures(**more) -> None:
+    """Add or replace entries of `measures`."""
     NEW.mkdir(parents=True, exist_ok=True)
     (NEW / "measures.json").write_text(json.dumps({**measures(), **more}, indent=1))
 
 
 def _last(name: str):
-    for folder in (NEW, KEPT):
+    for folder in (NEW, SAVED):
         if (folder / name).exists():
             return json.loads((folder / name).read_text())
     return None
 
 
-def keep() -> None:
-    """Write all of it to docs/evidence/RELEASE/; delete a file there to have its rows forgotten."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+def save_rows() -> None:
+    """Write all measurements to docs/evidence/RELEASE/; deleting a file there drops its rows."""
+    SAVED.mkdir(parents=True, exist_ok=True)
     for kind in KEYS:
-        if rows := latest(kind):
+        if rows := latest_rows(kind):
             lines = "".join(json.dumps(row) + "\n" for row in rows.values())
-            (KEPT / f"{kind}.jsonl").write_text(lines)
+            (SAVED / f"{kind}.jsonl").write_text(lines)
     for name in ("measures.json", *(bench_file(name).name for name in BENCHES)):
         if (found := _last(name)) is not None:
-            (KEPT / name).write_text(json.dumps(found, indent=1) + "\n")
+            (SAVED / name).write_text(json.dumps(found, indent=1) + "\n")

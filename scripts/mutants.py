@@ -1,8 +1,8 @@
 """Put one fault at a time into the patch set; `scripts/test.sh` must find each.
 
-Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: of what every release gets
-(`shared.toml`), and of the seams of some or one. Each is made in a copy of the checkout with
-environments of its own, in which the tests run, the quick ones first, until one fails.
+Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: for the tree that all releases
+share (`shared.toml`), and for the seams of one or some. Each fault is applied to a copy of the
+checkout with its own environments, where the tests run, quick ones first, until one fails.
 """
 
 import contextlib
@@ -25,17 +25,20 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutants"
 DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
-SHARED = "sglang"  # the tree that every release has; its faults are run for one
-RINGS = ("unit", "engine", "transport", "harness", "serving")  # the tool's do not look at it
-NOT_COPIED = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
-LINKED = ("packages", "models", "references")
+SHARED = "sglang"  # the tree that every release has; its faults run with one release
+SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's tests do not use it
+NOT_COPIED_NAMES = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
+LINKED_FOLDERS = ("packages", "models", "references")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In a file below `python/`, each text is replaced by another; it must be there once.
+    """A fault in one file of the patch set.
 
-    first: Tests that find it soon; without them the rings are run in turn.
+    Attributes:
+        file: Path below `python/`.
+        change: (old, new) texts; each old text must occur exactly once.
+        first: Tests to run first, since they find the fault soon; then the suites in order.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Fault:
 
 
 def faults(release: str) -> list[Fault]:
-    """Of the trees of this release; of the shared one for the default release alone."""
+    """The faults of this release's trees; the shared tree's only for the default release."""
     engine = tomllib.loads((ROOT / "python" / "engines" / release / "release.toml").read_text())
     found = []
     for tree in engine["trees"]:
@@ -57,11 +60,11 @@ def faults(release: str) -> list[Fault]:
     return found
 
 
-def copied(folder: Path, releases: list[str]) -> Path:
-    """A copy of the checkout that shares packages, the models and the references."""
+def copy_checkout(folder: Path, releases: list[str]) -> Path:
+    """Copy the checkout, with links to base and each release's packages, models, references."""
     copy = folder / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
-    for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED)]:
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED_NAMES), symlinks=True)
+    for name in ["base", *(f"{release}/{name}" for release in releases for name in LINKED_FOLDERS)]:
         link = copy / ".pd-env" / name
         link.parent.mkdir(parents=True, exist_ok=True)
         (ROOT / ".pd-env" / name).mkdir(parents=True, exist_ok=True)
@@ -70,17 +73,18 @@ def copied(folder: Path, releases: list[str]) -> Path:
 
 
 @contextlib.contextmanager
-def having(fault: Fault, checkout: Path) -> Iterator[None]:
-    """The checkout has the fault within the block.
+def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
+    """Apply the fault to the checkout within the block.
 
     Raises:
-        SystemExit: the text that is to be replaced is not there once.
+        SystemExit: an old text does not occur exactly once.
     """
     file = checkout / "python" / fault.file
     whole = text = file.read_text()
     for old, new in fault.change:
         if text.count(old) != 1:
-            sys.exit(f"mutants: {fault.name}: {old!r} is {text.count(old)} times in {fault.file}")
+            count = text.count(old)
+            sys.exit(f"mutants: {fault.name}: {old!r} occurs {count} times in {fault.file}")
         text = text.replace(old, new)
     file.write_text(text)
     yield
@@ -88,7 +92,11 @@ def having(fault: Fault, checkout: Path) -> Iterator[None]:
 
 
 def first_failure(checkout: Path, release: str, tests: str) -> str | None:
-    """Of these tests; None if all pass."""
+    """Run these tests; returns the first that fails, None if all pass.
+
+    Raises:
+        SystemExit: the tests did not run.
+    """
     done = subprocess.run(
         ["scripts/cpu_host.sh", "--release", release]
         + ["pytest", "-x", "-q", "-m", "not nightly or elsewhere", tests],
@@ -98,7 +106,7 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = done.stdout.splitlines()  # a log's may begin with ERROR, too
+    lines = done.stdout.splitlines()  # a log's lines may begin with ERROR, too
     failed = [line for line in lines if line.startswith(("FAILED test/", "ERROR test/"))]
     if done.returncode == 1 and failed:
         return failed[0].partition(" ")[2].partition(" - ")[0]  # parameters may have spaces
@@ -107,49 +115,49 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
     return None
 
 
-def caught_by(fault: Fault, checkout: Path, release: str) -> str | None:
-    """The first test that fails with the fault, and passes without; None if there is none.
+def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
+    """The first test that fails with the fault, and passes without it; None if all pass with it.
 
     Raises:
-        SystemExit: a test fails without the fault, too.
+        SystemExit: that test fails without the fault, too.
     """
-    with having(fault, checkout):
-        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in RINGS)]
+    with apply_fault(fault, checkout):
+        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in SUITES)]
         found = next(filter(None, (first_failure(checkout, release, one) for one in tests)), None)
     if found and first_failure(checkout, release, found):
-        sys.exit(f"mutants: {found} fails without a fault, too, and has found none")
+        sys.exit(f"mutants: {found} fails without the fault, too, so it proves nothing")
     return found
 
 
 def main(
-    releases: Annotated[list[str], typer.Argument(help="Of the engine.")],
-    only: Annotated[str, typer.Option(help="Of these the faults with WORD in their name.")] = "",
+    releases: Annotated[list[str], typer.Argument(help="Releases of the engine.")],
+    only: Annotated[str, typer.Option(help="Only the faults with WORD in their name.")] = "",
     check: Annotated[
-        bool, typer.Option("--check", help="Only see that each fault can be made.")
+        bool, typer.Option("--check", help="Only check that each fault can be applied.")
     ] = False,
 ) -> None:
-    """Exit status 0 if each fault is found."""
+    """Run the tests with each fault; exit status 0 if all faults are found."""
     console = Console()
     title = "Faults in the patch set, one at a time"
     table = Table("release", "fault", "found by", "seconds", title=title)
     missed = 0
     chosen = [(name, one) for name in releases for one in faults(name) if only in one.name]
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
-        checkout = copied(Path(folder), releases)
+        checkout = copy_checkout(Path(folder), releases)
         if not check:
             asked = [f"--release={release}" for release in releases]
             subprocess.run(["scripts/setup.sh", *asked], cwd=checkout, check=True)
         for release, fault in chosen:
             if check:
-                with having(fault, checkout):
+                with apply_fault(fault, checkout):
                     continue
             start = time.monotonic()
-            found = caught_by(fault, checkout, release)
+            found = find_failing_test(fault, checkout, release)
             missed += found is None
             seconds = f"{time.monotonic() - start:.0f}"
             console.print(f"{release}: {fault.name}: {found or 'NOT FOUND'}, {seconds} s")
             table.add_row(release, fault.name, found or "NOT FOUND", seconds)
-    console.print(f"{len(chosen)} faults can be made" if check else table)
+    console.print(f"{len(chosen)} faults can be applied" if check else table)
     sys.exit(1 if missed else 0)
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Put one fault at a time into the patch set, and see that scripts/test.sh finds it.
+# Put one fault at a time into the patch set, and check that scripts/test.sh finds it.
 #
 # usage: scripts/mutants.sh [--release RELEASE]... [--only WORD] [--check]
 #
-#   --release RELEASE  faults of this release's seams; all releases without one
-#   --only WORD        of these the faults with WORD in their name
-#   --check            only see that each fault can be made
+#   --release RELEASE  faults of this release's seams; without one, of all releases
+#   --only WORD        only the faults with WORD in their name
+#   --check            only check that each fault can be applied
 #
-# Half an hour a release on two cores; status 1 if a fault is not found. See scripts/mutants.py.
+# Half an hour per release on two cores; status 1 if a fault is not found. See scripts/mutants.py.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

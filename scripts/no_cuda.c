@@ -1,5 +1,5 @@
-/* The calls to CUDA's driver that NIXL 0.9's UCX plug-in is linked with, where there is no CUDA:
-   each says that there is no device. */
+/* Stubs for the CUDA driver functions that NIXL 0.9's UCX plug-in is linked with, on machines
+   without CUDA: each returns "no device". */
 
 #define NO_DEVICE(call) int call(void) { return 100; }
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What .github/workflows/npu.yml runs, and why it runs nothing: lines for $GITHUB_OUTPUT.
+"""Print what .github/workflows/npu.yml runs, or why it runs nothing, for $GITHUB_OUTPUT.
 
-Reads the event and the repository's variables from the environment, needs nothing but Python 3.10,
-and prints `matrix=JSON` and `why=TEXT`, of which one is empty. docs/npu.md has the variables.
+Reads the event and the repository's variables from the environment, needs only Python 3.10, and
+prints `matrix=JSON` and `why=TEXT`, one of which is empty. docs/npu.md describes the variables.
 """
 
 import json
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ENGINES = Path(__file__).resolve().parents[1] / "python" / "engines"
-LABEL = "run-ci"  # of a pull request that may use NPUs
-PROTOCOLS = {"A3": "sdma", "A2": "device_rdma"}  # how each generation's MemFabric writes
-# Fleets that fit two NPUs run there, larger ones on four, so that nothing runs twice.
+LABEL = "run-ci"  # marks a pull request that may use NPUs
+PROTOCOLS = {"A3": "sdma", "A2": "device_rdma"}  # MemFabric's protocol on each generation
+# Fleets that fit on two NPUs run there, larger ones on four, so that nothing runs twice.
 TESTS = {
     2: {"tests": "test/engine test/npu test/transport test/serving", "from_ranks": 1},
     4: {"tests": "test/transport test/serving", "from_ranks": 3},
@@ -24,24 +24,24 @@ ALL = "all"
 
 
 def releases() -> list[str]:
-    """All that the patch set is for."""
+    """All releases that the patch set supports."""
     return sorted(file.parent.name for file in ENGINES.glob("*/release.toml"))
 
 
-def variable(generation: str, what: str, which: object) -> str:
-    """Name of a repository's variable, as NPU_A3_IMAGE_0_5_9."""
+def variable_name(generation: str, what: str, which: object) -> str:
+    """The name of a repository's variable, such as NPU_A3_IMAGE_0_5_9."""
     return f"NPU_{generation}_{what}_{str(which).replace('.', '_')}"
 
 
-def why_not(event: str, labels: list[str], is_fork: bool) -> str:
-    """Why this event runs nothing on NPUs; empty where it does."""
+def skip_reason(event: str, labels: list[str], is_fork: bool) -> str:
+    """Why this event runs nothing on NPUs; empty if it does."""
     if event != "pull_request":
         return ""
     if is_fork:
         return (
-            "GitHub gives no variables to a pull request of a fork, so no image and no runner is "
-            "known here. A maintainer runs it by hand: Actions, npu, Run workflow, with "
-            "`refs/pull/NUMBER/head` for its ref."
+            "GitHub gives no variables to pull requests from forks, so no image and no runner is "
+            "known here. A maintainer can run it by hand: Actions, npu, Run workflow, with "
+            "`refs/pull/NUMBER/head` as its ref."
         )
     if LABEL not in labels:
         return (
@@ -50,11 +50,11 @@ def why_not(event: str, labels: list[str], is_fork: bool) -> str:
     return ""
 
 
-def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> list[dict]:
+def jobs(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> list[dict]:
     """A job for each release, generation and number of NPUs that has an image and a runner.
 
-    Pull requests have what is not nightly, on A3; the rest is for the night, and for runs by hand,
-    which may have one release or one protocol ``asked`` for.
+    Pull requests run the tests that are not nightly, on A3; nightly and manual runs run all tests.
+    ``asked`` are a manual run's inputs, which may select few tests, one release or one protocol.
     """
     few = event == "pull_request" or asked.get("tests") == "few"
     found = []
@@ -67,8 +67,8 @@ def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> 
             if asked.get("release", ALL) not in (ALL, release):
                 continue
             for npus, tests in TESTS.items():
-                image = variables.get(variable(generation, "IMAGE", release))
-                runner = variables.get(variable(generation, "RUNNER", npus))
+                image = variables.get(variable_name(generation, "IMAGE", release))
+                runner = variables.get(variable_name(generation, "RUNNER", npus))
                 if image and runner:
                     found.append(
                         {
@@ -86,32 +86,32 @@ def rows(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> 
     return found
 
 
-def decided(
+def plan_jobs(
     event: str,
     variables: Mapping[str, str],
     asked: Mapping[str, str],
     labels: list[str],
     is_fork: bool,
 ) -> tuple[list[dict], str]:
-    """The jobs, and why there are none."""
-    if why := why_not(event, labels, is_fork):
+    """The jobs, or the reason why there are none."""
+    if why := skip_reason(event, labels, is_fork):
         return [], why
-    if found := rows(event, variables, asked):
+    if found := jobs(event, variables, asked):
         return found, ""
-    image, runner = variable("A3", "IMAGE", releases()[0]), variable("A3", "RUNNER", 2)
+    image, runner = variable_name("A3", "IMAGE", releases()[0]), variable_name("A3", "RUNNER", 2)
     return [], (
-        "No release has both an image and a runner for what was asked. Set the repository's "
-        f"variables, as {image} and {runner}: docs/npu.md."
+        "No release has both an image and a runner for this request. Set the repository's "
+        f"variables, such as {image} and {runner}: docs/npu.md."
     )
 
 
 def main() -> int:
-    """Read the environment, print."""
+    """Read the environment and print the jobs."""
     given = {
         name: json.loads(os.environ.get(name) or "null")
         for name in ("VARIABLES", "ASKED", "LABELS")
     }
-    found, why = decided(
+    found, why = plan_jobs(
         os.environ["EVENT"],
         given["VARIABLES"] or {},
         given["ASKED"] or {},

@@ -1,7 +1,7 @@
-# Sourced by scripts that know `root`.
+# Sourced by scripts that have set `root`.
 
-# Takes each `--release RELEASE` out of the arguments, and says the last to all that is started. All
-# of them are in `releases`, the rest in `words`.
+# Removes each `--release RELEASE` from the arguments: exports the last one as SGLANG_PD_RELEASE,
+# puts all of them in `releases`, and the remaining arguments in `words`.
 choose_release() {
     words=() releases=()
     while [[ $# -gt 0 ]]; do
@@ -20,14 +20,14 @@ choose_release() {
     for release in "${releases[@]}" "$SGLANG_PD_RELEASE"; do
         if [[ $release != [0-9]* || ! -f $root/scripts/requirements/$release.txt ]]; then
             known=$(cd "$root/scripts/requirements" && ls -- [0-9]*.txt | sed 's/\.txt$//' | paste -sd ' ')
-            echo "${0##*/}: --release is '$release', it must be of: $known" >&2
+            echo "${0##*/}: --release is '$release', expected one of: $known" >&2
             exit 2
         fi
     done
     export SGLANG_PD_RELEASE
 }
 
-# All that there are in `releases`, the chosen one first.
+# Puts all releases in `releases`, the chosen one first.
 all_releases() {
     releases=("$SGLANG_PD_RELEASE")
     for file in "$root"/scripts/requirements/[0-9]*.txt; do

@@ -1,4 +1,4 @@
-"""The picture of `scripts/bench.sh scale`: four figures by ranks, of both engines and backends."""
+"""The plot of `scripts/bench.sh scale`: four figures by ranks, for both engines and backends."""
 
 import re
 import statistics
@@ -9,17 +9,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 PANELS = {
-    "meet_s": "seconds until all know each other",
-    "kib_a_peer": "memory of a prefill rank a peer, KiB",
-    "messages": "messages a request",
-    "cpu_ms": "processor time a request, ms",
+    "meet_s": "seconds until all ranks are connected",
+    "kib_a_peer": "memory of a prefill rank per peer, KiB",
+    "messages": "messages per request",
+    "cpu_ms": "processor time per request, ms",
 }
 COLOURS = {"stock": "#999999", "patched": "#1f6fb4"}
 STYLES = {"mooncake": "-", "nixl": "--"}
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Write an SVG of the rows that the bench has measured, medians where there are several."""
+    """Write an SVG of the bench's rows, with medians over rounds."""
     sizes = sorted({row["ranks"] for row in rows})
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scale", "font.size": 8}):
         figure = Figure(figsize=(7, 5), layout="constrained")
@@ -33,15 +33,15 @@ def draw(rows: list[dict], path: Path) -> None:
             panel.xaxis.set_minor_locator(NullLocator())
             panel.set_ylim(bottom=0)
             panel.locator_params(axis="y", nbins=4)
-            panel.set_title(f"{title}; ranks of each side", fontsize=8)
+            panel.set_title(f"{title}; by ranks per side", fontsize=8)
         panel.legend()
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    # Two of three lines only part points of a line, or attributes, or begin or end groups.
+    # Join lines: two of three only separate a line's points or attributes, or delimit groups.
     path.write_text(re.sub(r"\s*\n\s*(?=</g>|<use|[^<\s])", " ", path.read_text()))
 
 
 def lines(rows: list[dict], name: str, sizes: list[int]) -> dict[tuple, list[float]]:
-    """Of each engine and backend the medians by size."""
+    """The medians of figure `name` by size, for each engine and backend."""
     found = {}
     for row in rows:
         found.setdefault((row["engine"], row["backend"]), {}).setdefault(row["ranks"], []).append(

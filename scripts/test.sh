@@ -3,10 +3,10 @@
 #
 # usage: scripts/test.sh [--release RELEASE]... [--nightly] [PYTEST ARGUMENT...]
 #
-#   scripts/test.sh                      everything that fits into an ordinary CI run, all releases
+#   scripts/test.sh                      all tests of an ordinary CI run, for all releases
 #   scripts/test.sh --release 0.5.9      the same for one release of the engine
-#   scripts/test.sh --nightly            the rest; what is marked `alone` with nothing beside it
-#   scripts/test.sh test/unit -k wire    a part, likewise, for the default release
+#   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one
+#   scripts/test.sh test/unit -k wire    some tests, for the default release
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
@@ -19,8 +19,8 @@ choose_release "$@"
 set -- "${words[@]}"
 cd "$root"
 
-# Most tests wait as long as they compute: three at a time, those of a file one after the other.
-# At night files are long, so that only tests that share a fleet follow each other.
+# Most tests wait as long as they compute: run three at a time, but a file's tests in sequence.
+# Nightly files are long, so only tests that share a fleet run in sequence.
 passes=("not nightly") dist=loadfile
 if [[ ${1:-} == --nightly ]]; then
     passes=("nightly and not alone" alone) dist=loadgroup
@@ -41,7 +41,7 @@ scripts/setup.sh "${releases[@]/#/--release=}"
 
 default=$(<scripts/default_release) failed=0
 for release in "${releases[@]}"; do
-    # What concerns no engine is run with the default release alone.
+    # Tests without an engine run with the default release alone.
     rings=()
     [[ $release == "$default" || -z $whole ]] || rings=(test/engine test/transport test/serving)
     for pass in "${passes[@]}"; do
@@ -51,7 +51,7 @@ for release in "${releases[@]}"; do
         status=0
         scripts/cpu_host.sh --release "$release" --engine patched pytest \
             -m "$pass" "${beside[@]}" "$@" "${rings[@]}" || status=$?
-        # 5: of what is named none is of this pass.
+        # 5: none of the named tests is in this pass.
         [[ $status -eq 0 || ( $status -eq 5 && ${#passes[@]} -gt 1 ) ]] || failed=$status
     done
 done

@@ -1,4 +1,4 @@
-"""What tests share is found, what fails is said, and two workers share the work."""
+"""Sets up import paths, failure reports, nightly marks and the order for several workers."""
 
 import os
 import sys
@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from pd_harness.forks import SHARED
+from pd_harness.forks import SHARED_FOLDER_VARIABLE
 from pd_harness.releases import default_release, release
 
-# pytest's importlib mode leaves that to us.
+# pytest's importlib mode does not extend `sys.path`; the last line of this block does.
 HERE = Path(__file__).parent
-LONG = ("serving", "transport")
-LONG_SECONDS = 900  # a limit above that is a test's own
-# Of these every run has the default release alone, others the night: they are long, and what they
-# look at is shared by all, or has quicker tests.
-LONG_AND_SHARED = {
+LONG_RUNNING_RINGS = ("serving", "transport")
+LONG_SECONDS = 900  # tests with a longer timeout start early
+# Releases other than the default run these at night only: they are long, and what they check is
+# the same in all releases or has quicker tests.
+NIGHTLY_FOR_OTHER_RELEASES = {
     "engine/test_peer_sockets.py",
-    "engine/test_silence.py",
+    "engine/test_peer_silence.py",
     *(
         f"transport/test_{subject}.py"
         for subject in (
-            "bounds",
+            "page_bounds",
             "faults",
             "fuzz",
             "memfabric_faults",
             "memory",
             "metadata",
-            "one_peers_trouble",
+            "stopped_peer",
             "verify",
         )
     ),
@@ -37,8 +37,8 @@ LONG_AND_SHARED = {
 sys.path += [str(HERE / "serving"), str(HERE / "support")]
 
 
-class Failed:
-    """Says at once what has failed: the whole may take an hour."""
+class FailureReporter:
+    """Prints each failure at once: the whole run may take an hour."""
 
     def __init__(self, terminal):
         self.terminal = terminal
@@ -51,32 +51,38 @@ class Failed:
 
 
 def pytest_configure(config):
-    """Workers share what imports the engine for their servers and ranks."""
+    """Lets workers share fork servers, which import the engine for servers and ranks."""
     if getattr(config.option, "numprocesses", None):
         folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
-        os.environ[SHARED] = folder.name
+        os.environ[SHARED_FOLDER_VARIABLE] = folder.name
         config.add_cleanup(folder.cleanup)
 
 
 def pytest_sessionstart(session):
     plugins = session.config.pluginmanager
-    if (terminal := plugins.get_plugin("terminalreporter")) and not plugins.has_plugin("Failed"):
-        plugins.register(Failed(terminal), "Failed")
+    if (terminal := plugins.get_plugin("terminalreporter")) and not plugins.has_plugin(
+        "FailureReporter"
+    ):
+        plugins.register(FailureReporter(terminal), "FailureReporter")
 
 
 def pytest_itemcollected(item):
     file = "/".join(item.path.parts[-2:])
-    if file in LONG_AND_SHARED and release() != default_release() and not is_nightly(item):
+    if (
+        file in NIGHTLY_FOR_OTHER_RELEASES
+        and release() != default_release()
+        and not is_nightly(item)
+    ):
         item.add_marker("nightly")
         item.add_marker("elsewhere")
 
 
-@pytest.hookimpl(trylast=True)  # what is left out is, by then
+@pytest.hookimpl(trylast=True)  # after the hooks that deselect items
 def pytest_collection_modifyitems(config, items):
-    """For several workers: servers beside ranks, which mostly wait, and what is short last.
+    """Interleaves server tests with rank tests for several workers, and puts short tests last.
 
-    So neither is slowed down by its like, and none is busy for long when the others have ended.
-    At night the few that take many minutes come first.
+    Ranks mostly wait, so they hardly slow down the servers beside them; with short tests last, no
+    worker is busy for long after the others. At night the few very long tests come first.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -84,22 +90,22 @@ def pytest_collection_modifyitems(config, items):
     rings = defaultdict(list)
     for item in items:
         ring = item.path.parent.name
-        # By day those of a file follow each other, and files take turns.
+        # By day the tests of a file stay together, and files alternate.
         unit = item if at_night else item.path
-        rings[ring if ring in LONG or is_nightly(item) else ""].append(unit)
+        rings[ring if ring in LONG_RUNNING_RINGS or is_nightly(item) else ""].append(unit)
     order = {}
     for ring, found in rings.items():
         found = list(dict.fromkeys(found))
         each = 1 / len(found) if at_night else 1
         order |= {one: (at * each if ring else len(items)) for at, one in enumerate(found)}
     if at_night:
-        items.sort(key=lambda item: (not is_long(item), order[item]))
+        items.sort(key=lambda item: (not has_long_timeout(item), order[item]))
     else:
         items.sort(key=lambda item: order[item.path])
 
 
-def is_long(item) -> bool:
-    """Whether it may take so long that others must not be done before it begins."""
+def has_long_timeout(item) -> bool:
+    """Whether a test may take so long that it must start before the others finish."""
     limit = item.get_closest_marker("timeout")
     return limit is not None and limit.args[0] > LONG_SECONDS
 

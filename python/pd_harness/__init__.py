@@ -1,1 +1,1 @@
-"""Real servers on this machine, for tests, the demo and measurements; no part of the tool."""
+"""Real servers on this machine, for tests, the demo and benchmarks; not part of the tool."""

@@ -1,7 +1,7 @@
-"""Start real prefill, decode and single servers and the router, ask them, and stop them for sure.
+"""Start real prefill, decode and single servers and the router, send requests, and stop them all.
 
-For the demo and the serving tests: everything runs on this machine, on the CPU host, in the
-environments that `scripts/setup.sh` makes; or on its NPUs, in the Python that runs this.
+For the demo and the serving tests: everything runs on this machine, either on the CPU host in the
+environments that `scripts/setup.sh` makes, or on NPUs in the Python that runs this module.
 """
 
 import asyncio
@@ -20,52 +20,55 @@ import httpx
 
 from pd_harness import forks
 from pd_harness.cpu_host import ENVIRONMENT, thread_binding
-from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import MEMFABRIC_VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import DTYPES, device, npus
-from pd_harness.ports import HOST, free_ports, free_run
+from pd_harness.ports import HOST, free_port_range, free_ports
 from pd_harness.releases import release
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PD_ENV = CHECKOUT / ".pd-env"
-# Of one release of the engine: its environments, the models it reads, and what it answered.
-OF_RELEASE = PD_ENV / release()
-KEEPER = Path(__file__).with_name("keeper.py")
-START_SECONDS = 300  # a TP 4 server on two busy cores takes about a minute
+# One engine release's environments, the models it reads, and its recorded answers.
+RELEASE_ENV = PD_ENV / release()
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+START_TIMEOUT_S = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
-# From `--dist-init-addr` on: a few for its processes, and the last for DP attention's handshake.
+# Ports from `--dist-init-addr` on: a few for its processes, the last for DP attention's handshake.
 DIST_PORTS = 14
-NPU_PAGE_SIZE = 128  # tokens; what the NPU's attention is made for
-# Two tokens drafted by computing and one that is there already, all verified at once.
-DRAFTING = (
+NPU_PAGE_SIZE = 128  # tokens; the size that the NPU's attention expects
+# Each round computes two drafted tokens, has one already, and verifies all at once.
+DRAFT_OPTIONS = (
     *("--speculative-algorithm", "EAGLE"),
     *("--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
-    "--disable-cuda-graph",  # of the draft model; there are others on accelerators only
+    "--disable-cuda-graph",  # the draft model's; others exist on accelerators only
 )
-# Its own size, 4 GiB for each rank, is for larger models.
-STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64"}
-RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: the ranks of the smallest fleet that is run
-NO_STOCK = "on an NPU there is one engine, that of this Python, and it is patched"
+# The engine's default size, 4 GiB per rank, is for larger models.
+STAGING_VARIABLES = {
+    "SGLANG_DISAGG_STAGING_BUFFER": "1",
+    "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64",
+}
+RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: how many ranks the smallest fleet to run has
+NO_STOCK_ON_NPU = "on an NPU the only engine is this Python's, and it is patched"
 
 
 class ServerFailed(RuntimeError):
-    """A server ended, or was not ready in time; the message holds the tail of its log."""
+    """A server exited, or was not ready in time; the message has the tail of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Sizes of the two sides, and how KV travels between them.
 
-    With a ``dp`` above 1 attention is data parallel over the TP ranks, in so many groups.
-    ``page_size`` is in tokens, of both sides or of prefill alone, if there is a
-    ``decode_page_size``; ``fia`` is the NPU pools' other layout, with ``ascend`` only.
-    ``retract`` makes decode take a request's KV away from it and give it back later, every third
-    step; so does of itself a pool of ``decode_tokens`` that is too small for all requests.
-    With ``decode_prefixes`` decode, and not prefill, keeps prefixes for reuse, which prefill then
-    does not send; with ``staging`` heads that go to other ranks are first copied together. 0.5.9
-    knows neither.
+    With a ``dp`` above 1 that side's attention is data parallel: its TP ranks form ``dp`` groups.
+    ``page_size`` is in tokens, for both sides, or for prefill alone if ``decode_page_size`` is
+    set; ``fia`` selects the NPU pools' other layout, with ``ascend`` only.
+    ``retract`` makes decode retract a request every third step and resume it later; a pool of
+    ``decode_tokens`` that is too small for all requests has the same effect.
+    With ``decode_prefixes`` decode has a radix cache and prefill has none, and prefill does not
+    send the prefixes that decode has; with ``staging`` the engine gathers heads for other ranks
+    in a buffer first. 0.5.9 supports neither.
     """
 
     backend: str = "nixl"
@@ -85,33 +88,33 @@ class Topology:
 
     @property
     def attention(self) -> str:
-        """The attention backend; it decides which pools hold the KV."""
+        """The attention backend, which decides the type of the KV pools."""
         return "ascend" if self.backend == "ascend" else "torch_native"
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Of prefill and of decode."""
+        """The numbers of prefill ranks and of decode ranks."""
         return self.prefill_tp * self.prefill_pp, self.decode_tp * self.decode_pp
 
     @property
-    def retracts(self) -> bool:
-        """Whether decode is meant to retract requests."""
+    def expects_retractions(self) -> bool:
+        """Whether this topology makes decode retract requests."""
         return self.retract or self.decode_tokens < MAX_TOKENS
 
     def memfabric(self, decode_engine: str) -> dict[str, str]:
-        """Variables with which both servers take one MemFabric of those that the CPU host has."""
+        """Variables that select one of the CPU host's MemFabric releases for both servers."""
         if self.backend != "ascend" or device() != "cpu":
             return {}
         return {MEMFABRIC: memfabric_for(decode_engine)}
 
     def decode_environment(self, store_port: int) -> dict[str, str]:
-        """As `environment`, of the decode server."""
+        """Variables of the decode server: `environment`, and what ``retract`` needs."""
         retract = {"SGLANG_TEST_RETRACT": "1"} if self.retract else {}
         return {**self.environment(store_port), **retract}
 
     def environment(self, store_port: int) -> dict[str, str]:
-        """Variables of servers with this backend; prefill opens MemFabric's store at the port."""
-        staging = STAGING if self.staging else {}
+        """Variables of both servers; with ``ascend``, prefill's MemFabric store is at the port."""
+        staging = STAGING_VARIABLES if self.staging else {}
         if self.backend != "ascend":
             return staging
         store = f"tcp://{HOST}:{store_port}"
@@ -122,35 +125,35 @@ class Topology:
 class Answer:
     """Generated token ids and the log-probability of each, or why there are none.
 
-    ``rounds`` is how often the target has verified what a draft model proposed, ``cached`` how many
-    tokens of the prompt a server had from before.
+    ``rounds`` counts how often the target verified a draft model's tokens, ``cached`` how many of
+    the prompt's tokens a server already had.
     """
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    failure: str | None = None  # "hang", or "http 500: ..." with the body's beginning
+    failure: str | None = None  # "hang", "connection: ...", or "http 500: ..." and the body's start
     seconds: float = 0.0
     rounds: int = 0
     cached: int = 0
 
 
 def interpreter(environment: str) -> Path:
-    """Python of ``stock``, ``patched`` or ``base``, which has all but an engine.
+    """The Python of ``stock``, ``patched`` or ``base``, which has everything but an engine.
 
-    On an NPU that is the Python that runs this, for ``patched`` and ``base``.
+    On an NPU ``patched`` and ``base`` are the Python that runs this module.
 
     Raises:
-        FileNotFoundError: the environment has not been made, or is ``stock`` on an NPU.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
     """
     if device() == "npu":
         if environment == "stock":
-            raise FileNotFoundError(NO_STOCK)
+            raise FileNotFoundError(NO_STOCK_ON_NPU)
         return Path(sys.executable)
-    folder = PD_ENV if environment == "base" else OF_RELEASE
+    folder = PD_ENV if environment == "base" else RELEASE_ENV
     python = folder / environment / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError(
-            f"{python} is not there: run scripts/setup.sh --release {release()} first"
+            f"{python} does not exist: run scripts/setup.sh --release {release()} first"
         )
     return python
 
@@ -160,39 +163,39 @@ def engine_folder(environment: str) -> Path:
     """The folder `sglang/` that servers of ``stock`` or ``patched`` import.
 
     Raises:
-        FileNotFoundError: as `interpreter`.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
     """
     ask = "import importlib.util; print(importlib.util.find_spec('sglang').origin)"
     command = [str(interpreter(environment)), "-c", ask]
-    # `-c` looks into the working folder, too: into one without a `sglang/`.
+    # `-c` also imports from the working folder: use one without a `sglang/`.
     found = subprocess.run(
-        command, cwd=KEEPER.parent, stdout=subprocess.PIPE, text=True, check=True
+        command, cwd=SUPERVISOR.parent, stdout=subprocess.PIPE, text=True, check=True
     )
     return Path(found.stdout.splitlines()[-1]).parent
 
 
-def why_not_here(backend: str, ranks: int, engines: Collection[str]) -> str | None:
-    """Why a fleet of so many ranks cannot run on this device; None if it can."""
+def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | None:
+    """Why a fleet with this many ranks cannot run on this device; None if it can."""
     if device() == "cpu":
         return None
     if backend != "ascend":
-        return f"on an NPU KV travels by ascend, not by {backend}"
+        return f"on an NPU the backend is ascend, not {backend}"
     if "stock" in engines:
-        return NO_STOCK
+        return NO_STOCK_ON_NPU
     least = int(os.environ.get(RANKS_FROM, "1"))
     if ranks < least:
         return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"
     if ranks > npus():
-        return f"it takes {ranks} NPUs, one for each rank; here are {npus()}"
+        return f"it needs {ranks} NPUs, one for each rank; this machine has {npus()}"
     return None
 
 
-class Kept(subprocess.Popen):
-    """A command under a keeper, which ends it when this process ends, however that is."""
+class SupervisedProcess(subprocess.Popen):
+    """A command under a supervisor, which kills it when this process exits for any reason."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log):
         super().__init__(
-            [sys.executable, "-I", "-S", str(KEEPER), *command],
+            [sys.executable, "-I", "-S", str(SUPERVISOR), *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -201,14 +204,14 @@ class Kept(subprocess.Popen):
         )
 
     def stop(self) -> None:
-        """Kill it and all that it started."""
+        """Kill the command and everything it started."""
         self.stdin.close()
         self.wait()
 
 
 @dataclasses.dataclass
 class Server:
-    """One child process with a port and a log, ended with its whole process group."""
+    """One child process with a port and a log; it is stopped with its whole process group."""
 
     name: str
     command: Sequence[str]
@@ -216,15 +219,15 @@ class Server:
     log: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     ready_path: str = "/health"
-    needs_others: bool = False  # started when the others are ready
-    bootstrap_port: int | None = None  # of a prefill server
+    needs_others: bool = False  # `running` starts it when the others are ready
+    bootstrap_port: int | None = None  # prefill servers only
     fork: bool = False  # start it as a fork of a process that has imported its engine
 
     def start(self) -> None:
-        """Start it under a keeper, which ends it when this process ends, however that is.
+        """Start it under a supervisor, which kills it when this process exits for any reason.
 
         Raises:
-            ForkServerFailed: its engine could not be imported.
+            ForkServerFailed: the engine could not be imported.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -232,7 +235,7 @@ class Server:
                 python, _, module, *arguments = self.command
                 self.process = forks.fork(python, module, arguments, self.environment, log)
             else:
-                self.process = Kept(self.command, self.environment, log)
+                self.process = SupervisedProcess(self.command, self.environment, log)
 
     @property
     def url(self) -> str:
@@ -242,13 +245,13 @@ class Server:
         return self.process.poll() is not None
 
     def check_running(self) -> None:
-        """Raise `ServerFailed` if it has ended."""
+        """Raise `ServerFailed` if the process has exited."""
         if self.has_ended():
             status = self.process.returncode
-            raise ServerFailed(f"{self.name} ended with status {status}\n{self.log_tail()}")
+            raise ServerFailed(f"{self.name} exited with status {status}\n{self.log_tail()}")
 
     def is_ready(self, client: httpx.Client) -> bool:
-        """Whether it answers ``client``."""
+        """Whether the server answers ``client`` with status 200 at ``ready_path``."""
         try:
             return client.get(self.url + self.ready_path).status_code == 200
         except httpx.HTTPError:
@@ -259,7 +262,7 @@ class Server:
         return "\n".join([f"end of {self.log}:", *text[-lines:]])
 
     def stop(self) -> None:
-        """End the process and all that it started, at once."""
+        """Kill the process and everything it started."""
         self.process.stop()
 
 
@@ -288,13 +291,13 @@ def engine_server(
 ) -> Server:
     """An engine server, small and quick to start, on the CPU host or on NPUs.
 
-    ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` a batch is
-    scheduled while the one before it is computed; with ``idle_sleep`` an idle scheduler leaves the
-    core to others (`cpu_host.idle`). ``kv_dtype`` is
-    that of the KV pool, "auto" the model's. With the folder of a ``draft`` model it speculates.
-    ``options`` are added to its command, ``environment`` to its environment. With ``fork`` its
-    processes are forks where they can be, see `forks`. On NPUs its ranks have one each, from
-    ``first_npu`` on; attention and page size are then those that NPUs have, and nothing is forked.
+    ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` the engine
+    schedules a batch while it computes the previous one; with ``idle_sleep`` an idle scheduler
+    yields its core (`cpu_host.idle`). ``kv_dtype`` is the KV pool's dtype, "auto" the model's.
+    With ``draft``, a draft model's folder, the server speculates. ``options`` are added to its
+    command, ``environment`` to its environment. With ``fork`` its processes are forks where
+    possible, see `forks`. On NPUs each rank has one, from ``first_npu`` on; attention and page
+    size are then fixed, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -308,7 +311,7 @@ def engine_server(
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     if dp > 1:
         command += ["--dp-size", str(dp), "--enable-dp-attention"]
-        command += ["--dist-init-addr", f"{HOST}:{free_run(DIST_PORTS)}"]
+        command += ["--dist-init-addr", f"{HOST}:{free_port_range(DIST_PORTS)}"]
     command += ["--max-total-tokens", str(max_tokens)]
     command += ["--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
@@ -320,7 +323,7 @@ def engine_server(
     if not overlap:
         command += ["--disable-overlap-schedule"]
     if draft is not None:
-        command += ["--speculative-draft-model-path", str(draft), *DRAFTING]
+        command += ["--speculative-draft-model-path", str(draft), *DRAFT_OPTIONS]
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
@@ -340,9 +343,9 @@ def pd_servers(
     environment: Mapping[str, str] = MappingProxyType({}),
     **both,
 ) -> tuple[Server, Server, Server]:
-    """A prefill server, a decode server and the router before them.
+    """A prefill server, a decode server and the router in front of them.
 
-    ``environment`` and ``both``, options of `engine_server`, are for the two engine servers.
+    ``environment`` and ``both`` (options of `engine_server`) apply to the two engine servers.
     """
     (store_port,) = free_ports(1)
     both["environment"] = {**topology.memfabric(decode_engine), **environment}
@@ -362,7 +365,7 @@ def prefill_server(
     environment: Mapping[str, str] = MappingProxyType({}),
     **more,
 ) -> Server:
-    """The prefill server of a topology, with more options of `engine_server`."""
+    """The prefill server of a topology; ``more`` are options of `engine_server`."""
     (bootstrap_port,) = free_ports(1)
     server = engine_server(
         name,
@@ -398,7 +401,7 @@ def decode_server(
     environment: Mapping[str, str] = MappingProxyType({}),
     **more,
 ) -> Server:
-    """The decode server of a topology, with more options of `engine_server`."""
+    """The decode server of a topology; ``more`` are options of `engine_server`."""
     return engine_server(
         name,
         engine,
@@ -414,9 +417,9 @@ def decode_server(
         options=[
             *("--disaggregation-mode", "decode"),
             *("--disaggregation-transfer-backend", topology.backend),
-            # Tokens kept free for each request: with few, decode admits more than it can finish.
-            *("--num-reserved-decode-tokens", "1" if topology.retracts else "512"),
-            # By default later releases back up in pinned memory, which takes an accelerator.
+            # Reserved per request: with few tokens, decode admits more requests than it can finish.
+            *("--num-reserved-decode-tokens", "1" if topology.expects_retractions else "512"),
+            # Later releases back up to pinned memory by default, which needs an accelerator.
             *(
                 []
                 if release() == "0.5.9"
@@ -432,9 +435,9 @@ def decode_server(
 def router(
     prefills: Sequence[Server], decodes: Sequence[Server], logs: Path, name: str = "router"
 ) -> Server:
-    """The router before these servers, to be started when they are ready."""
+    """The router in front of these servers; it starts when they are ready."""
     port, metrics_port = free_ports(2)
-    # From base: where it finds an engine, the router's launcher imports it, and starts 3 s later.
+    # From base: the router's launcher imports an engine if it finds one, which takes 3 s.
     command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
@@ -446,7 +449,7 @@ def router(
     # A retry would hide the first answer, an open circuit the next ones.
     command += ["--disable-retries", "--disable-circuit-breaker"]
     server = Server(name, command, port, logs / f"{name}.log", ready_path="/readiness")
-    # It gives up on a server that does not answer for about 100 s.
+    # The router drops a server that does not answer for about 100 s.
     server.needs_others = True
     return server
 
@@ -454,13 +457,13 @@ def router(
 @contextlib.contextmanager
 def running(
     servers: Sequence[Server],
-    seconds: float = START_SECONDS,
+    seconds: float = START_TIMEOUT_S,
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> Iterator[None]:
-    """Start the servers, wait until all are ready, and stop them when the block is left.
+    """Start the servers, wait until all are ready, and stop them when the block exits.
 
     Raises:
-        ServerFailed: one ended early, or was not ready after ``seconds``.
+        ServerFailed: a server exited early, or was not ready after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -476,9 +479,12 @@ def running(
 def wait_ready(
     servers: Sequence[Server], deadline: float, on_ready: Callable[[Server], None]
 ) -> None:
-    """Poll the servers in order until each is ready, and say so of each once.
+    """Poll the servers in order until all are ready, and call ``on_ready`` once for each.
 
     ``deadline`` is a time of ``time.monotonic()``.
+
+    Raises:
+        ServerFailed: a server exited, or was not ready at the deadline.
     """
     waiting = list(servers)
     with httpx.Client(timeout=5, trust_env=False) as client:
@@ -502,9 +508,9 @@ def ask(
     at_once: int | None = None,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
-    """Send prompts (token ids), all or so many at once, greedily decode ``new_tokens`` of each.
+    """Send prompts (token ids), all or ``at_once`` at a time; greedily decode ``new_tokens`` each.
 
-    One that has no answer after ``seconds``, or as soon as none will come, is a hang.
+    A prompt without an answer after ``seconds``, or once ``is_lost()`` is true, is a hang.
     """
     asking = ask_all(url, prompts, new_tokens, seconds, at_once or len(prompts), is_lost)
     return asyncio.run(asking)
@@ -513,12 +519,12 @@ def ask(
 async def ask_all(
     url, prompts, new_tokens, seconds, at_once, is_lost=lambda: False
 ) -> list[Answer]:
-    """The same, for a client that may hang up."""
+    """`ask` as a coroutine; a client that hangs up cancels it."""
     places = asyncio.Semaphore(at_once)
 
     async def one(prompt) -> Answer:
         async with places:
-            return await _ask_one(client, url, list(prompt), new_tokens, seconds)
+            return await _send_prompt(client, url, list(prompt), new_tokens, seconds)
 
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
@@ -541,7 +547,7 @@ def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
     return answer
 
 
-async def _ask_one(client, url, prompt, new_tokens, seconds) -> Answer:
+async def _send_prompt(client, url, prompt, new_tokens, seconds) -> Answer:
     body = {
         "input_ids": prompt,
         "sampling_params": {

@@ -1,9 +1,10 @@
-"""Show disaggregated serving beside a single server: a fleet that the stock engine gets wrong.
+"""Compare a fleet that the stock engine gets wrong with a single server.
 
-Run by `scripts/demo.sh`.  On the patched engine both give the same tokens; on the stock engine no
-answer comes over NIXL, and wrong tokens with the ``ascend`` backend.  Which fleet shows that is by
-release.  In the end the tool has the KV of more requests compared.  Exit status 0 if every prompt
-was answered with equal tokens and all KV is equal, 1 if not, 2 if the servers did not start.
+Run by `scripts/demo.sh`.  With the patched engine both give the same tokens; with the stock engine
+no answer comes over NIXL, and wrong tokens come with the ``ascend`` backend.  The fleet depends on
+the release.  At the end the tool compares the KV of more requests, on the patched engine.  Exit
+status 0 if all prompts have equal tokens and all KV is equal, 1 if not, 2 if the servers did not
+start.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ from rich.text import Text
 from pd_harness import cluster
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
-from pd_harness.device import await_peers
+from pd_harness.device import wait_for_memfabric_peers
 from pd_harness.releases import release
 
 LOGS = cluster.PD_ENV / "logs" / "demo"
 NEW_TOKENS = 16
-LENGTHS = "1,2,100,600,1024"  # of the prompts whose KV is compared, tokens
-PATIENCE = 60  # seconds; a right answer takes a few
+VERIFY_LENGTHS = "1,2,100,600,1024"  # in tokens, of the prompts whose KV is compared
+ANSWER_TIMEOUT_S = 60  # a right answer takes a few
 PROMPTS = [
     "A",
     "Hello, world.",
@@ -43,7 +44,7 @@ PROMPTS = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Show:
+class DemoCase:
     """A fleet, its model, and the fleet in words."""
 
     topology: cluster.Topology
@@ -52,31 +53,31 @@ class Show:
 
 
 class Backend(str, enum.Enum):
-    """What carries the KV."""
+    """The transfer backend."""
 
     nixl = "nixl"
     ascend = "ascend"
 
 
-OLDER_SHOWS = {
-    Backend.nixl: Show(
+DEMO_CASES_0_5_9 = {
+    Backend.nixl: DemoCase(
         cluster.Topology("nixl", prefill_tp=2, page_size=16),
         TinyGQA(),
         "prefill TP 2, decode TP 1 over NIXL",
     ),
-    Backend.ascend: Show(
+    Backend.ascend: DemoCase(
         cluster.Topology("ascend", prefill_pp=2, page_size=16),
         TinyMLA(layers=7),
         "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
     ),
 }
-SHOWS = {
-    Backend.nixl: Show(
+DEMO_CASES = {
+    Backend.nixl: DemoCase(
         cluster.Topology("nixl", prefill_pp=2, page_size=16),
         TinyGQA(layers=5),
         "GQA, prefill PP 2 (5 layers), decode PP 1 over NIXL",
     ),
-    Backend.ascend: Show(
+    Backend.ascend: DemoCase(
         cluster.Topology("ascend", prefill_pp=2, page_size=16, fia=True),
         TinyGQA(layers=5),
         "GQA with FIA, prefill PP 2 (5 layers), decode PP 1 with the ascend backend",
@@ -91,13 +92,13 @@ class Completion:
     text: str = ""
     failure: str | None = None
 
-    def shown(self) -> Text:
+    def as_text(self) -> Text:
         if self.failure is not None:
             return Text(self.failure, style="red")
         return Text(self.text)
 
 
-def complete(url: str, seconds: float) -> list[Completion]:
+def complete_prompts(url: str, seconds: float) -> list[Completion]:
     """Send all prompts at once to ``url``'s completions endpoint, decoding greedily."""
 
     async def one(client: httpx.AsyncClient, prompt: str) -> Completion:
@@ -145,7 +146,7 @@ def running(servers: list[cluster.Server], console: Console) -> Iterator[None]:
 
 
 def report(served: list[Completion], single: list[Completion], console: Console) -> int:
-    """Print the answers side by side; returns how many prompts have equal tokens."""
+    """Print the answers side by side and return how many prompts have equal tokens."""
     table = Table(title=f"{NEW_TOKENS} tokens each, one character per token", show_lines=True)
     for heading in ("prompt", "through the router", "single server", "equal"):
         table.add_column(heading, overflow="fold")
@@ -155,40 +156,40 @@ def report(served: list[Completion], single: list[Completion], console: Console)
         equal += same
         short = prompt if len(prompt) <= 24 else f"{prompt[:20]}... ({len(prompt)} tokens)"
         mark = Text("yes", style="green") if same else Text("NO", style="red")
-        table.add_row(Text(short), got.shown(), want.shown(), mark)
+        table.add_row(Text(short), got.as_text(), want.as_text(), mark)
     console.print(table)
     return equal
 
 
 def verify(router: str, console: Console) -> bool:
-    """Have all KV of some more requests compared, by the tool; whether it is right."""
-    words = ["verify", "--router", router, "--lengths", LENGTHS, "--requests", "8"]
+    """Let the tool compare all KV of some more requests; returns whether it is right."""
+    words = ["verify", "--router", router, "--lengths", VERIFY_LENGTHS, "--requests", "8"]
     console.print(f"sglang-pd {' '.join(words)}", highlight=False, soft_wrap=True)
     tool = [sys.executable, "-m", "sglang_pd", *words]
     return subprocess.run(tool, cwd=cluster.CHECKOUT / "python").returncode == 0
 
 
-def run(show: Show, stock: bool) -> int:
-    """Start the servers, ask them, print the report; returns the exit status."""
+def run(case: DemoCase, stock: bool) -> int:
+    """Start the servers, send the prompts, print the report and return the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
-    model = show.model.make(cluster.OF_RELEASE / "models")
+    model = case.model.make(cluster.RELEASE_ENV / "models")
     environment = {} if stock else {"SGLANG_PD_VERIFY": "1"}
     prefill, decode, router = cluster.pd_servers(
-        show.topology, model, LOGS, engine, engine, environment
+        case.topology, model, LOGS, engine, engine, environment
     )
     single = cluster.engine_server("single", "stock", model, LOGS)
     console.print(
-        f"{engine} engine: router, {show.fleet}; and one single server (stock). Starting ..."
+        f"{engine} engine: router, {case.fleet}; and a single server (stock). Starting ..."
     )
     try:
         with running([prefill, decode, router, single], console):
-            if show.topology.backend == "ascend":
-                await_peers(memfabric_for(engine))
-            console.print(f"{len(PROMPTS)} prompts, sent together to each")
-            expected = complete(single.url, PATIENCE)
+            if case.topology.backend == "ascend":
+                wait_for_memfabric_peers(memfabric_for(engine))
+            console.print(f"sending {len(PROMPTS)} prompts to each, all at once")
+            expected = complete_prompts(single.url, ANSWER_TIMEOUT_S)
             start = time.monotonic()
-            served = complete(router.url, PATIENCE)
+            served = complete_prompts(router.url, ANSWER_TIMEOUT_S)
             seconds = time.monotonic() - start
             equal = report(served, expected, console)
             verified = stock or verify(router.url, console)
@@ -202,15 +203,15 @@ def run(show: Show, stock: bool) -> int:
 
 def main(
     backend: Annotated[
-        Backend, typer.Argument(help="What carries the KV; which fleet is by release.")
+        Backend, typer.Argument(help="Transfer backend; the fleet depends on the release.")
     ] = Backend.nixl,
     stock: Annotated[
         bool, typer.Option("--stock", help="Serve with the stock engine, which fails.")
     ] = False,
 ) -> None:
-    """Serve with a prefill and a decode server, and compare with a single server."""
+    """Serve with a prefill and a decode server and compare the answers with a single server's."""
     try:
-        shows = OLDER_SHOWS if release() == "0.5.9" else SHOWS
+        shows = DEMO_CASES_0_5_9 if release() == "0.5.9" else DEMO_CASES
         sys.exit(run(shows[backend], stock))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,32 +1,33 @@
-"""What servers and tests run on: Ascend NPUs where there are any, the CPU host elsewhere."""
+"""The device that servers and tests run on: Ascend NPUs if there are any, else the CPU host."""
 
 import importlib.util
 import os
 import time
 
-from pd_harness.cpu_host.memfabric import knows_peers_late
+from pd_harness.cpu_host.memfabric import discovers_peers_late
 
-VARIABLE = "SGLANG_PD_DEVICE"
-# On a busy machine 14 were not always enough.
-PEERS_KNOWN_SECONDS = 20
-# Attention on an NPU knows no float32. Of its types float16 is nearest to what is right.
+DEVICE_VARIABLE = "SGLANG_PD_DEVICE"
+# 14 s were not always enough on a busy machine.
+PEER_DISCOVERY_S = 20
+# NPU attention does not support float32; of its types float16 is the most precise.
 DTYPES = {"cpu": "float32", "npu": "float16"}
 
 
 def device() -> str:
-    """``cpu`` or ``npu``: what ``SGLANG_PD_DEVICE`` names, else ``npu`` where one is seen.
+    """``cpu`` or ``npu``: what ``SGLANG_PD_DEVICE`` names, else ``npu`` if this process sees one.
 
     Raises:
-        ValueError: it names something else.
-        RuntimeError: it names ``npu``, and there is none; so a runner's tests cannot all skip.
+        ValueError: the variable names something else.
+        RuntimeError: the variable names ``npu`` without an NPU, where a CI runner would otherwise
+            skip all its tests.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(DEVICE_VARIABLE)
     if named is None:
         return "npu" if npus() else "cpu"
     if named not in DTYPES:
-        raise ValueError(f"{VARIABLE} is {named!r}; set it to one of {', '.join(DTYPES)}")
+        raise ValueError(f"{DEVICE_VARIABLE} is {named!r}; set it to one of {', '.join(DTYPES)}")
     if named == "npu" and not npus():
-        raise RuntimeError(f"{VARIABLE} is npu, but {_what_lacks()}")
+        raise RuntimeError(f"{DEVICE_VARIABLE} is npu, but {_missing_npu()}")
     return named
 
 
@@ -35,28 +36,32 @@ def npus() -> int:
     if importlib.util.find_spec("torch_npu") is None:
         return 0
     import torch
-    import torch_npu  # noqa: F401 - gives torch its `npu`
+    import torch_npu  # noqa: F401 - adds `torch.npu`
 
     return torch.npu.device_count()
 
 
-def why_no_npu() -> str | None:
-    """Why tests that need an NPU do not run; None where they do."""
+def npu_skip_reason() -> str | None:
+    """Why tests that need an NPU are skipped; None if they run."""
     if device() == "npu":
         return None
-    return f"no NPU: {VARIABLE} is cpu" if VARIABLE in os.environ else f"no NPU: {_what_lacks()}"
+    return (
+        f"no NPU: {DEVICE_VARIABLE} is cpu"
+        if DEVICE_VARIABLE in os.environ
+        else f"no NPU: {_missing_npu()}"
+    )
 
 
-def _what_lacks() -> str:
+def _missing_npu() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     return "torch_npu sees no device"
 
 
-def await_peers(memfabric: str) -> None:
-    """Wait until this release of MemFabric knows a peer that has started now.
+def wait_for_memfabric_peers(memfabric: str) -> None:
+    """Wait until this release of MemFabric has discovered a peer that starts now.
 
-    Before 1.1.3 it looks for peers every 3 s, and not for their memory the first two times.
+    Before 1.1.3 it polls for peers every 3 s, and ignores their memory the first two times.
     """
-    if device() == "npu" or knows_peers_late(memfabric):
-        time.sleep(PEERS_KNOWN_SECONDS)
+    if device() == "npu" or discovers_peers_late(memfabric):
+        time.sleep(PEER_DISCOVERY_S)

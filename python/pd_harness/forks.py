@@ -1,12 +1,12 @@
 """Start servers as forks of a process that has imported their engine: in a second, not in ten.
 
-On the CPU host only. There is one such process, a fork server, for each engine and for each value
-of the variables that the engine reads while it is imported: a fork cannot change what they made,
-nor what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). All end with the
-process that asked for them, however that is, and servers with them.
+On the CPU host only. There is one such process, a fork server, for each engine and for each set of
+values of the variables that the engine's import reads: a fork cannot undo their effects, nor change
+what C libraries read when they are loaded (MALLOC_ARENA_MAX, LD_PRELOAD). Fork servers and their
+servers exit with the process that started them, for whatever reason that exits.
 
-Workers of one test run share their fork servers: SGLANG_PD_FORKS names a folder where each finds
-those of the others. A worker must not end before all have done their work.
+The workers of one test run share their fork servers: each finds the others' in the folder that
+SGLANG_PD_FORKS names. No worker may exit before all have finished.
 """
 
 import atexit
@@ -24,59 +24,59 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
-START_SECONDS = 120
+START_TIMEOUT_S = 120
 MODULE = "pd_harness.cpu_host.fork_server"
-SHARED = "SGLANG_PD_FORKS"
-LIMIT = 1 << 20  # bytes of a message
+SHARED_FOLDER_VARIABLE = "SGLANG_PD_FORKS"
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 class ForkServerFailed(RuntimeError):
-    """The engine could not be imported, or may not be forked; the message holds the log's end."""
+    """The engine could not be imported, or may not be forked; the message has the log's tail."""
 
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A process of this or another worker, with the variables that its import has read."""
+    """A fork server of this or another worker, and the variables that its import read."""
 
     command: list[str]
-    read: dict[str, str | None]
+    read: dict[str, str | None]  # None: the variable was not set
     path: str  # of its Unix socket
     pid: int
 
-    def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether it runs, and an import with this environment would make the same."""
+    def matches(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether it runs, and an import with this environment would have the same result."""
         return (
             self.command == list(command)
             and all(environment.get(name) == value for name, value in self.read.items())
-            and _runs(self.pid)
+            and _is_running(self.pid)
         )
 
-    def connected(self, kind: socket.SocketKind) -> socket.socket:
-        """A new connection to it."""
+    def connect(self, kind: socket.SocketKind) -> socket.socket:
+        """A new connection to the fork server."""
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.connect(self.path)
         return connection
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: dead, and not yet buried
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty for a zombie
     return False
 
 
-_started: list[subprocess.Popen] = []
+_started_servers: list[subprocess.Popen] = []
 
 
 @atexit.register
-def close_all() -> None:
-    """End the fork servers of this process; what they have forked goes on until it is stopped."""
-    while _started:
-        _end(_started.pop())
+def stop_fork_servers() -> None:
+    """Stop this process's fork servers; servers that they forked run on until they are stopped."""
+    while _started_servers:
+        _kill(_started_servers.pop())
 
 
-def _end(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen) -> None:
     process.stdin.close()
     process.kill()
     process.wait()
@@ -92,21 +92,21 @@ def fork_server(
     environment: Mapping[str, str],
     read: Callable[[ForkServer], dict[str, str | None]],
 ) -> ForkServer:
-    """Find a fork server that fits, or start one.
+    """Find a fork server that matches, or start one.
 
-    A new one gets the path of its socket as its last argument, and ``read`` says which variables
-    its import has read.
+    A new one gets its socket's path as its last argument; ``read`` returns the variables that its
+    import read.
 
     Raises:
         ForkServerFailed: It does not start.
     """
-    folder = Path(os.environ.get(SHARED) or _own_folder().name)
+    folder = Path(os.environ.get(SHARED_FOLDER_VARIABLE) or _own_folder().name)
     name = hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
     with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # else two would import the same side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else two workers would import the same engine
         for offer in folder.glob("*.json"):
             known = ForkServer(**json.loads(offer.read_text()))
-            if known.fits(command, environment):
+            if known.matches(command, environment):
                 return known
         started = _start(command, environment, folder)
         started.read.update(read(started))
@@ -129,71 +129,74 @@ def _start(command: Sequence[str], environment: Mapping[str, str], folder: Path)
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-    awaited(lambda: path.exists() or process.poll() is not None, START_SECONDS)
+    wait_until(lambda: path.exists() or process.poll() is not None, START_TIMEOUT_S)
     if not path.exists():
-        _end(process)
+        _kill(process)
         tail = Path(log).read_text(errors="replace")[-4000:]
         raise ForkServerFailed(f"{' '.join(command)} did not start:\n{tail}")
-    _started.append(process)
+    _started_servers.append(process)
     return ForkServer(list(command), {}, str(path), process.pid)
 
 
 class Fork:
-    """A server's keeper, with what is used of ``subprocess.Popen``. ``pid`` is the keeper's."""
+    """A forked server's supervisor, with the part of ``subprocess.Popen`` that callers use.
+
+    ``pid`` is the supervisor's.
+    """
 
     def __init__(self, connection: socket.socket):
         self.connection = self.stdin = connection
         self.returncode: int | None = None
-        self.pid: int = _message(connection)["keeper"]
+        self.pid: int = _receive_message(connection)["keeper"]
 
     def poll(self) -> int | None:
         """The server's exit status, or None while it runs."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
-            self._take_status()
+            self._receive_status()
         return self.returncode
 
     def wait(self) -> int:
-        """Its status, when all its processes have been killed."""
+        """Wait until all of the server's processes are killed; returns its exit status."""
         if self.returncode is None:
-            self._take_status()
+            self._receive_status()
         self.connection.close()
         return self.returncode
 
     def stop(self) -> None:
-        """Kill the server and all that it started."""
+        """Kill the server and everything it started."""
         if self.returncode is None:
             self.connection.shutdown(socket.SHUT_WR)
         self.wait()
 
-    def _take_status(self) -> None:
-        # A keeper that was killed says nothing.
-        self.returncode = _message(self.connection).get("status", -9)
+    def _receive_status(self) -> None:
+        # A supervisor that was killed sends nothing.
+        self.returncode = _receive_message(self.connection).get("status", -9)
 
 
-def _message(connection: socket.socket) -> dict:
-    """The next one; empty at the end of the connection."""
-    text = connection.recv(LIMIT)
+def _receive_message(connection: socket.socket) -> dict:
+    """The next message; empty when the other end has closed the connection."""
+    text = connection.recv(MAX_MESSAGE_BYTES)
     return json.loads(text) if text else {}
 
 
 def fork(python: str, module: str, arguments: Sequence[str], environment, log) -> Fork:
-    """Fork a process that runs a module of the engine, or a file whose name ends in ``.py``.
+    """Fork a process that runs ``module``: the engine's, or a file whose name ends in ``.py``.
 
-    Its output goes to the open file ``log``.
+    ``environment`` is added to this process's; output goes to the open file ``log``.
 
     Raises:
-        ForkServerFailed: There is no fork server for it, and none could be started.
+        ForkServerFailed: No fork server matches, and none could be started.
     """
     full = {**os.environ, **environment}
-    full.pop("PYTEST_CURRENT_TEST", None)  # another for each test, and libraries read it
-    server = fork_server([python, "-m", MODULE], full, _read_by)
-    connection = server.connected(socket.SOCK_SEQPACKET)
-    _message(connection)
-    asked = {"module": module, "arguments": list(arguments), "environment": full}
-    socket.send_fds(connection, [json.dumps(asked).encode()], [log.fileno()])
+    full.pop("PYTEST_CURRENT_TEST", None)  # libraries read it, and it differs for each test
+    server = fork_server([python, "-m", MODULE], full, _variables_read_by)
+    connection = server.connect(socket.SOCK_SEQPACKET)
+    _receive_message(connection)
+    request = {"module": module, "arguments": list(arguments), "environment": full}
+    socket.send_fds(connection, [json.dumps(request).encode()], [log.fileno()])
     return Fork(connection)
 
 
-def _read_by(server: ForkServer) -> dict[str, str | None]:
-    with server.connected(socket.SOCK_SEQPACKET) as connection:
-        return _message(connection)["read"]
+def _variables_read_by(server: ForkServer) -> dict[str, str | None]:
+    with server.connect(socket.SOCK_SEQPACKET) as connection:
+        return _receive_message(connection)["read"]

@@ -1,88 +1,65 @@
-"""Ports for servers on this machine, held from their choice until `MOST` others have been chosen.
+"""Ports for servers on this machine, each reserved until `MAX_RESERVED` more have been chosen.
 
-Between its choice and its use nothing binds a port. What holds it is a lock on its byte of a file
-that all of this user's processes share; so two runs beside each other never choose the same.
+A reserved port is bound, and nothing listens on it. A server can bind it, too, because servers set
+SO_REUSEADDR; a library that looks for any free port (MemFabric, Mooncake) does not get it.
 """
 
-import fcntl
-import functools
 import itertools
-import os
 import random
 import socket
-import tempfile
 from collections.abc import Sequence
 
 HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)  # below what the kernel hands to outgoing connections
-MOST = 1_000  # that a process holds; those of a whole night's fleets would be nearly all there are
+PORTS = range(20_000, 32_000)  # below the kernel's range for outgoing connections
+MAX_RESERVED = 200  # per process; a fleet has fewer, and binds them soon
+
+_reserved: dict[int, socket.socket] = {}  # the oldest first
 
 
 def free_ports(count: int, ports: Sequence[int] = PORTS) -> list[int]:
-    """Distinct ports that nothing listens on, and that nobody else of ours will take.
+    """``count`` distinct ports that are free, reserved for this process.
 
     Raises:
-        OSError: there are not so many.
+        OSError: fewer are free.
     """
     found: list[int] = []
     for port in random.sample(ports, len(ports)):
         if len(found) == count:
             break
-        if _hold(port):
+        if _reserve(port):
             found.append(port)
     if len(found) < count:
-        raise OSError(f"no {count} free ports between {ports[0]} and {ports[-1]}")
+        raise OSError(f"only {len(found)} of {count} free ports between {ports[0]} and {ports[-1]}")
     return found
 
 
-def free_run(length: int, ports: Sequence[int] = PORTS) -> int:
-    """The first of so many ports in a row, free and held as those of `free_ports`.
+def free_port_range(length: int, ports: Sequence[int] = PORTS) -> int:
+    """The first of ``length`` consecutive ports, all free and reserved for this process.
 
     Raises:
-        OSError: there are not so many.
+        OSError: no such range is free.
     """
     starts = ports[: len(ports) - length + 1]
     for start in random.sample(starts, len(starts)):
-        taken = list(itertools.takewhile(_hold, range(start, start + length)))
+        taken = list(itertools.takewhile(_reserve, range(start, start + length)))
         if len(taken) == length:
             return start
         for port in taken:
-            _let_go(port)
-    raise OSError(f"no {length} free ports in a row between {ports[0]} and {ports[-1]}")
+            _reserved.pop(port).close()
+    raise OSError(f"no {length} consecutive free ports between {ports[0]} and {ports[-1]}")
 
 
-def _hold(port: int) -> bool:
-    """Whether the port was free, and is now held."""
-    file, held = _held(os.getpid())
-    if port in held:
-        return False
+def _reserve(port: int) -> bool:
+    """Reserve the port if it is free; returns whether it was."""
+    holder = socket.socket()
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        holder.bind((HOST, port))
     except OSError:
+        holder.close()
         return False
-    held[port] = None
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            _let_go(port)
-            return False
-    if len(held) > MOST:
-        _let_go(next(iter(held)))
+    # Only now: before, it would let us bind a port that another process has reserved.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved[port] = holder
+    if len(_reserved) > MAX_RESERVED:
+        _reserved.pop(next(iter(_reserved))).close()
     return True
-
-
-def _let_go(port: int) -> None:
-    file, held = _held(os.getpid())
-    fcntl.lockf(file, fcntl.LOCK_UN, 1, port)
-    del held[port]
-
-
-@functools.cache
-def _held(process: int) -> tuple[int, dict[int, None]]:
-    """The file, and the ports that this process holds, the oldest first.
-
-    A fork has none of its parent's locks.
-    """
-    path = os.path.join(tempfile.gettempdir(), f"sglang-pd-ports-{os.getuid()}")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), {}

@@ -1,43 +1,47 @@
-"""Which release of the engine is meant, where several are at hand."""
+"""The engine release that the harness works with."""
 
 import importlib.metadata
 import os
 from pathlib import Path
 
-VARIABLE = "SGLANG_PD_RELEASE"
-DEFAULT = Path(__file__).resolve().parents[2] / "scripts" / "default_release"
+RELEASE_VARIABLE = "SGLANG_PD_RELEASE"
+DEFAULT_RELEASE_FILE = Path(__file__).resolve().parents[2] / "scripts" / "default_release"
 
 
 def release() -> str:
-    """The release that the engine of this Python is taken for, of those that we know.
+    """The supported release that this Python's engine counts as.
 
-    Without an engine, what the variable says, or the default.
+    Without an engine it is `chosen_release`.
     """
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return chosen_release()
-    return taken_for(version) or chosen_release()
+    return known_release_for(version) or chosen_release()
 
 
-def taken_for(version: str) -> str | None:
-    """The newest release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
+def known_release_for(version: str) -> str | None:
+    """The newest supported release that is not later: 0.5.9 for ``0.5.9.post1``, ``0.5.9+acme``.
 
-    A version that is made of a commit names the release to come (``0.5.24.dev3``). None where all
+    A version built from a commit names the next release (``0.5.24.dev3``). Returns None if all
     releases are later, as for ``0.0.0``.
     """
-    # Not above: set-up reads this file, and runs before what the tool needs is installed.
-    from sglang_pd.patchset.patches import age, public, supported
+    # Imported here because set-up imports this module before the tool's dependencies exist.
+    from sglang_pd.patchset.patches import public_version, supported_releases, version_key
 
-    earlier = [known for known in supported() if age(known) <= age(public(version))]
+    earlier = [
+        known
+        for known in supported_releases()
+        if version_key(known) <= version_key(public_version(version))
+    ]
     return earlier[-1] if earlier else None
 
 
 def chosen_release() -> str:
-    """What the variable says, or the default."""
-    return os.environ.get(VARIABLE) or default_release()
+    """The release that ``SGLANG_PD_RELEASE`` names, or the default."""
+    return os.environ.get(RELEASE_VARIABLE) or default_release()
 
 
 def default_release() -> str:
-    """The one that scripts take, and that every run tries most of."""
-    return DEFAULT.read_text().strip()
+    """The release that scripts use by default, and that every test run covers most."""
+    return DEFAULT_RELEASE_FILE.read_text().strip()

@@ -1,3 +1,3 @@
-"""`sglang-pd`: applies the prefill/decode patch set to an SGLang engine, and undoes it."""
+"""`sglang-pd`: applies the prefill/decode patch set to an SGLang engine, and reverts it."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""`python -m sglang_pd` is the command `sglang-pd`."""
+"""Runs `sglang-pd` as `python -m sglang_pd`."""
 
 from sglang_pd.cli import main
 

@@ -14,28 +14,28 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
-from sglang_pd.doctor.examine import examine
-from sglang_pd.doctor.host import Host, Launch, import_error
+from sglang_pd.doctor.host import Host, LaunchOptions, import_error
 from sglang_pd.doctor.packages import choose_backend
+from sglang_pd.doctor.run_checks import run_checks
 from sglang_pd.doctor.show import as_json as findings_as_json
 from sglang_pd.doctor.show import show as show_findings
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.install.matching import release_of, remarks
+from sglang_pd.install.release_detection import detect_release, release_notes
 from sglang_pd.install.show import as_json as status_as_json
 from sglang_pd.install.show import patch_as_json, patch_state, show_patch
 from sglang_pd.install.show import show as show_status
-from sglang_pd.patchset.patches import Release, load, read_records, supported
-from sglang_pd.verifying.check import Verdict, check
-from sglang_pd.verifying.fleet import Fleet
-from sglang_pd.verifying.show import as_json as verdict_as_json
-from sglang_pd.verifying.show import show as show_verdict
+from sglang_pd.patchset.patches import Release, load_release, read_records, supported_releases
+from sglang_pd.verify.check import Verdict, check
+from sglang_pd.verify.servers import FleetClient
+from sglang_pd.verify.show import as_json as verdict_as_json
+from sglang_pd.verify.show import show as show_verdict
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Applies the prefill/decode patch set to an SGLang engine, and undoes it.",
+    help="Applies the prefill/decode patch set to an SGLang engine, and reverts it.",
 )
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -44,50 +44,50 @@ EnginePath = Annotated[
     Path | None,
     typer.Option(
         "--engine",
-        help="The engine: its folder `sglang/`, the site-packages folder that holds it, or a "
-        "source checkout. Default: the one that this Python imports.",
+        help="The engine: its `sglang/` folder, the site-packages folder that contains it, or a "
+        "source checkout. Default: the engine that this Python imports.",
     ),
 ]
 ReleaseName = Annotated[
     str | None,
     typer.Option(
         "--release",
-        help="Take the engine for this release. Default: the one that it says it is, or, of a "
-        "version that is not known, the one whose symbols it has.",
+        help="Treat the engine as this release. Default: detected from its version, or, if that "
+        "is unknown, from its symbols.",
     ),
 ]
 
 ApiKey = Annotated[
     str,
-    typer.Option(envvar="SGLANG_PD_API_KEY", help="Of servers that were started with --api-key."),
+    typer.Option(envvar="SGLANG_PD_API_KEY", help="API key of servers started with --api-key."),
 ]
 
 BackendName = Literal["nixl", "mooncake", "ascend"]
-LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
-EXIT = {
+DEFAULT_LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
+EXIT_CODES = {
     "applied": 0,
-    "absent": Code.ABSENT,
-    "half-applied": Code.HALF_APPLIED,
-    "outdated": Code.OUTDATED,
-    "drifted": Code.DRIFTED,
+    "absent": ExitCode.ABSENT,
+    "half-applied": ExitCode.HALF_APPLIED,
+    "outdated": ExitCode.OUTDATED,
+    "drifted": ExitCode.DRIFTED,
     "carried": 0,
-    "missing": Code.ABSENT,
-    "unknown": Code.ABSENT,
+    "missing": ExitCode.ABSENT,
+    "unknown": ExitCode.ABSENT,
 }
 
 
-def refusing(command: Callable) -> Callable:
-    """Turns a Refusal or OSError into its exit code and text: on stderr, or as JSON if asked."""
+def exit_on_refusal(command: Callable) -> Callable:
+    """Makes a command print a Refusal or OSError, if asked as JSON, and exit with its code."""
 
     @functools.wraps(command)
     def run(*args, **kwargs):
         try:
             return command(*args, **kwargs)
         except (Refusal, OSError) as error:
-            refusal = error if isinstance(error, Refusal) else Refusal(Code.IO, str(error))
+            refusal = error if isinstance(error, Refusal) else Refusal(ExitCode.IO, str(error))
             if kwargs.get("as_json"):
-                told = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
-                print(json.dumps({"error": told}))
+                result = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
+                print(json.dumps({"error": result}))
             else:
                 err.print(
                     Text("refused: ", style="bold red") + Text(str(refusal), style="not bold")
@@ -97,18 +97,18 @@ def refusing(command: Callable) -> Callable:
     return run
 
 
-def locate(path: Path | None, release: str | None) -> tuple[Engine, Release]:
-    """The engine and the patch set for it."""
+def find_engine_and_release(path: Path | None, release: str | None) -> tuple[Engine, Release]:
+    """Finds the engine and loads the patch set of its release."""
     engine = find_engine(path, release)
-    return engine, load(release) if release else release_of(engine)
+    return engine, load_release(release) if release else detect_release(engine)
 
 
-def authorization(api_key: str) -> dict[str, str]:
-    """The header that servers started with `--api-key` want."""
+def auth_headers(api_key: str) -> dict[str, str]:
+    """Returns the header that servers started with `--api-key` require; empty without a key."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"sglang-pd {__version__}")
         raise typer.Exit
@@ -118,17 +118,19 @@ def _say_version(wanted: bool) -> None:
 def top(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def status(
     patch: Annotated[
-        str | None, typer.Argument(help="Show this patch alone, with its whole record.")
+        str | None, typer.Argument(help="Show only this patch, with its full record.")
     ] = None,
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -136,43 +138,45 @@ def status(
 ) -> None:
     """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
 
-    Exit code, of the engine or of the one patch: 0 applied (of a patch: or carried by the engine),
-    10 absent, 11 half-applied, 12 outdated, 5 drifted.
+    Exit code, for the engine or for the one PATCH: 0 applied (or, for a patch, carried by the
+    engine), 10 absent, 11 half-applied, 12 outdated, 5 drifted.
     """
     records = {} if patch is None else {record.id: record for record in read_records()}
     if patch is not None and patch not in records:
         known = ", ".join(records)
-        raise typer.BadParameter(f"there is no patch {patch!r}; there are {known}")
-    found, patch_set = locate(engine, release)
-    told = operations.status(found, patch_set)
-    what = (found, patch_set, told) if patch is None else (records[patch], found, patch_set, told)
+        raise typer.BadParameter(f"unknown patch {patch!r}; the patches are {known}")
+    found, patch_set = find_engine_and_release(engine, release)
+    result = operations.status(found, patch_set)
+    what = (
+        (found, patch_set, result) if patch is None else (records[patch], found, patch_set, result)
+    )
     if as_json:
-        said = status_as_json(*what) if patch is None else patch_as_json(*what)
-        print(json.dumps(said, indent=1))
+        output = status_as_json(*what) if patch is None else patch_as_json(*what)
+        print(json.dumps(output, indent=1))
     elif patch is None:
         show_status(*what, out)
     else:
         show_patch(*what, out)
-    state = told.state if patch is None else patch_state(records[patch], patch_set, told)
-    raise typer.Exit(int(EXIT[state]))
+    state = result.state if patch is None else patch_state(records[patch], patch_set, result)
+    raise typer.Exit(int(EXIT_CODES[state]))
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def apply(
     engine: EnginePath = None,
     release: ReleaseName = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
     preview: Annotated[
-        bool, typer.Option("--preview", help="Also apply to a release that is a preview.")
+        bool, typer.Option("--preview", help="Apply even if the release is a preview.")
     ] = False,
 ) -> None:
-    """Applies every patch, or none."""
-    found, patch_set = locate(engine, release)
+    """Applies all patches, or none."""
+    found, patch_set = find_engine_and_release(engine, release)
     edits = operations.apply(found, patch_set, dry_run, preview)
-    for remark in remarks(found, patch_set):
+    for remark in release_notes(found, patch_set):
         out.print(Text(remark))
     if not edits:
         out.print(f"already applied to SGLang {patch_set.name} at", Text(str(found.root)))
@@ -187,7 +191,7 @@ def apply(
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def revert(engine: EnginePath = None) -> None:
     """Restores every byte of the engine."""
     found = find_engine(engine)
@@ -196,11 +200,11 @@ def revert(engine: EnginePath = None) -> None:
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
-    """Prints the edit as a unified diff, for review or `git apply`."""
-    found, patch_set = locate(engine, release)
-    for remark in remarks(found, patch_set):
+    """Prints the patch set's edits as a unified diff, for review or `git apply`."""
+    found, patch_set = find_engine_and_release(engine, release)
+    for remark in release_notes(found, patch_set):
         err.print(Text(remark))
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
@@ -208,81 +212,96 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def doctor(
     engine: EnginePath = None,
     release: ReleaseName = None,
     role: Annotated[
-        Literal["prefill", "decode"] | None, typer.Option(help="Of the server that is meant.")
+        Literal["prefill", "decode"] | None,
+        typer.Option(help="Role of the server that will be launched. Default: either role."),
     ] = None,
     backend: Annotated[
         BackendName | None,
-        typer.Option(help="Default: what the installed packages are for."),
+        typer.Option(help="Transfer backend. Default: detected from the installed packages."),
     ] = None,
-    port: Annotated[int, typer.Option(help="The server's.")] = 30000,
-    bootstrap_port: Annotated[int, typer.Option(help="Prefill's.")] = 8998,
-    nnodes: Annotated[int, typer.Option(help="Nodes of the server, as it is told.")] = 1,
+    port: Annotated[int, typer.Option(help="Port of the server that will be launched.")] = 30000,
+    bootstrap_port: Annotated[int, typer.Option(help="Port of prefill's bootstrap server.")] = 8998,
+    nnodes: Annotated[
+        int, typer.Option(help="Number of the server's nodes, as in its launch command.")
+    ] = 1,
     url: Annotated[
-        list[str] | None, typer.Option(help="A running server to ask, too; give several.")
+        list[str] | None,
+        typer.Option(help="URL of a running server to check, too; may be repeated."),
     ] = None,
     api_key: ApiKey = "",
     image: Annotated[
-        bool, typer.Option("--image", help="Leave out what only a host has: for an image's build.")
+        bool, typer.Option("--image", help="Skip what only a host has: for an image build.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Looks at a host before servers are launched, and at running ones, and says what is wrong.
+    """Checks a host before servers are launched, and running servers, and reports problems.
 
-    Exit code: 0 nothing is wrong (there may be warnings), 17 something is.
+    Exit code: 0 nothing is wrong (there may be warnings), 17 something is wrong.
     """
-    found, patch_set = locate(engine, release)
-    # Packages beside the engine are its own; another Python's cannot be imported by this one.
+    found, patch_set = find_engine_and_release(engine, release)
+    # Packages beside the engine belong to it; with --engine this Python may not be able to import
+    # them.
     folders = [str(found.root.parent), *sys.path]
     host = Host(folders=folders, import_error=None if engine else import_error)
     backend = backend or choose_backend(host)
-    launch = Launch(role or "", backend, port, bootstrap_port, image, nnodes)
-    findings = list(examine(found, patch_set, host, launch, url or (), authorization(api_key)))
+    launch = LaunchOptions(role or "", backend, port, bootstrap_port, image, nnodes)
+    findings = list(run_checks(found, patch_set, host, launch, url or (), auth_headers(api_key)))
     if as_json:
         print(json.dumps(findings_as_json(findings, launch), indent=1))
     else:
         show_findings(findings, launch, out)
-    raise typer.Exit(int(Code.UNFIT_HOST) if any(f.level == "wrong" for f in findings) else 0)
+    raise typer.Exit(int(ExitCode.HOST_PROBLEM) if any(f.level == "wrong" for f in findings) else 0)
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def verify(
     router: Annotated[str, typer.Option(help="URL of the router.")] = "",
-    prefill: Annotated[str, typer.Option(help="Without a router: of the prefill server.")] = "",
-    decode: Annotated[str, typer.Option(help="Without a router: of the decode server.")] = "",
-    requests: Annotated[int, typer.Option(help="How many are sent at once, in the end.")] = 16,
-    lengths: Annotated[str, typer.Option(help="Tokens of single prompts.")] = LENGTHS,
-    reference: Annotated[
-        str, typer.Option(help="A server of the same model that does not disaggregate.")
+    prefill: Annotated[
+        str, typer.Option(help="URL of the prefill server (instead of --router).")
     ] = "",
-    new_tokens: Annotated[int, typer.Option(help="Decoded for each request.")] = 8,
-    seconds: Annotated[float, typer.Option(help="That an answer may take.")] = 120.0,
+    decode: Annotated[
+        str, typer.Option(help="URL of the decode server (instead of --router).")
+    ] = "",
+    requests: Annotated[int, typer.Option(help="Size of the final concurrent burst.")] = 16,
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths to test, in tokens, separated by commas.")
+    ] = DEFAULT_LENGTHS,
+    reference: Annotated[
+        str, typer.Option(help="URL of a server of the same model without disaggregation.")
+    ] = "",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode per request.")] = 8,
+    seconds: Annotated[
+        float, typer.Option("--timeout", "--seconds", help="Seconds to wait for each answer.")
+    ] = 120.0,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Sends requests to running servers that compare all KV (SGLANG_PD_VERIFY=1), and reports.
+    """Sends requests to servers that compare all KV (SGLANG_PD_VERIFY=1), and reports differences.
 
-    Exit code: 0 all was compared and is equal, 14 it is not, 15 the servers do not compare.
+    Exit code: 0 every request was answered and its KV compared and equal, 14 otherwise, 15 the
+    servers do not verify or cannot be reached.
     """
     if bool(router) == bool(prefill and decode):
-        raise typer.BadParameter("give --router, or --prefill and --decode")
+        raise typer.BadParameter("give either --router, or both --prefill and --decode")
     try:
         wanted = [int(one) for one in lengths.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--lengths takes numbers and commas, not {lengths!r}") from None
+        text = f"--lengths must be numbers separated by commas, not {lengths!r}"
+        raise typer.BadParameter(text) from None
 
     def on_progress(name: str, count: int) -> None:
-        err.print(f"{count} prompts {name}, twice ...")
+        err.print(f"sending {count} prompts ({name}), twice ...")
 
     async def run() -> Verdict:
-        headers = authorization(api_key)
+        headers = auth_headers(api_key)
         async with httpx.AsyncClient(timeout=seconds, trust_env=False, headers=headers) as client:
-            fleet = Fleet(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
+            fleet = FleetClient(client, router.rstrip("/"), prefill.rstrip("/"), decode.rstrip("/"))
             return await check(fleet, wanted, requests, new_tokens, reference, on_progress)
 
     verdict = asyncio.run(run())
@@ -290,59 +309,88 @@ def verify(
         print(json.dumps(verdict_as_json(verdict), indent=1))
     else:
         show_verdict(verdict, out)
-    raise typer.Exit(0 if verdict.is_right else int(Code.WRONG))
+    raise typer.Exit(0 if verdict.passed else int(ExitCode.MISMATCH))
 
 
 @app.command()
-@refusing
+@exit_on_refusal
 def plan(
-    model: Annotated[Path, typer.Option(help="Its config.json, or the folder that has it.")],
-    prefill: Annotated[str, typer.Option(help="Sizes, such as tp=4,pp=2 (or dp, layers=30+31).")],
-    decode: Annotated[str, typer.Option(help="The same; also draft and page, of one server.")],
-    backend: Annotated[BackendName, typer.Option(help="That sends KV.")] = "nixl",
+    model: Annotated[
+        Path, typer.Option(help="The model's config.json, or the folder that contains it.")
+    ],
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="Sizes of the prefill server, such as tp=4,pp=2; also dp, layers=30+31, draft "
+            "and page."
+        ),
+    ],
+    decode: Annotated[
+        str,
+        typer.Option(
+            help="Sizes of the decode server, such as tp=4,dp=2; also pp, layers=30+31, draft "
+            "and page."
+        ),
+    ],
+    backend: Annotated[BackendName, typer.Option(help="Transfer backend.")] = "nixl",
     release: Annotated[
-        str | None, typer.Option("--engine-release", help="Default: the newest that is known.")
+        str | None,
+        typer.Option(
+            "--release",
+            "--engine-release",
+            help="Release of the engine. Default: the newest supported one.",
+        ),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=0, help="0: as the engine chooses.")] = 0,
-    draft_layers: Annotated[int, typer.Option(min=0, help="Of both servers' drafts.")] = 0,
-    fia: Annotated[bool, typer.Option("--fia", help="NPU pools with ASCEND_USE_FIA.")] = False,
+    page_size: Annotated[
+        int, typer.Option(min=0, help="Tokens per page, on both servers; 0: the engine's default.")
+    ] = 0,
+    draft_layers: Annotated[
+        int, typer.Option(min=0, help="Layers of the draft model, on both servers.")
+    ] = 0,
+    fia: Annotated[
+        bool, typer.Option("--fia", help="Use the layout of NPU pools with ASCEND_USE_FIA.")
+    ] = False,
     compare: Annotated[
-        str, typer.Option(help="Other sizes to set beside these, such as tp=8:tp=4,dp=2.")
+        str, typer.Option(help="Other sizes to compare with, such as tp=8:tp=4,dp=2.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a picture into this .svg or .png file.")
+    ] = None,
 ) -> None:
-    """Says whether two servers of a model work together, who sends what to whom, and how much.
+    """Shows whether two servers of a model work together, and which rank sends what to which.
 
-    Exit code: 0 it works on the patched engine, 19 it does not, or is not known to; 18 the model
-    is not known.
+    Exit code: 0 they work on the patched engine, 19 they do not, or were never tested; 18 the
+    model's configuration is missing or not supported.
     """
-    # Only here: it needs NumPy, and an engine must be revertible without.
-    from sglang_pd.topology import show as shown
-    from sglang_pd.topology.asked import Asked
-    from sglang_pd.topology.picture import check_name, draw
+    # Imported only here: it needs NumPy, and `revert` must work without NumPy.
+    from sglang_pd.plan import show as shown
+    from sglang_pd.plan.picture import check_picture_path, draw
+    from sglang_pd.plan.request import PlanRequest
 
-    asked = Asked(model, backend, release or supported()[-1], page_size, draft_layers, fia)
+    request = PlanRequest(
+        model, backend, release or supported_releases()[-1], page_size, draft_layers, fia
+    )
     try:
-        pairs = [(prefill, decode), *([_two(compare)] if compare else [])]
-        summaries = [asked.summary(*sizes) for sizes in pairs]
+        pairs = [(prefill, decode), *([_split_compare(compare)] if compare else [])]
+        summaries = [request.summary(*sizes) for sizes in pairs]
         if picture:
-            check_name(picture)
+            check_picture_path(picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        told = [shown.as_json(one) for one in summaries]
-        print(json.dumps(told if compare else told[0], indent=1))
+        result = [shown.as_json(one) for one in summaries]
+        print(json.dumps(result if compare else result[0], indent=1))
     elif compare:
         shown.compare(*summaries, out)
     else:
         shown.show(summaries[0], out)
     if picture:
         draw(summaries, picture)
-    raise typer.Exit(0 if summaries[0].works else int(Code.UNFIT))
+    raise typer.Exit(0 if summaries[0].works else int(ExitCode.INCOMPATIBLE))
 
 
-def _two(text: str) -> tuple[str, str]:
+def _split_compare(text: str) -> tuple[str, str]:
     prefill, colon, decode = text.partition(":")
     if not colon:
         raise ValueError(f"--compare {text!r}: give prefill's and decode's sizes, as tp=8:tp=4")

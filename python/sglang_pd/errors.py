@@ -1,10 +1,10 @@
-"""Why the tool refuses, and the exit code of each cause."""
+"""The tool's refusals and their exit codes."""
 
 from enum import IntEnum
 
 
-class Code(IntEnum):
-    """Exit codes. 0 is success, and `applied` for `status`; 2 is a wrong command line."""
+class ExitCode(IntEnum):
+    """Exit codes. 0 is success, and `applied` for `status`; 2 is an invalid command line."""
 
     NO_ENGINE = 3
     UNSUPPORTED = 4
@@ -17,18 +17,21 @@ class Code(IntEnum):
     HALF_APPLIED = 11
     OUTDATED = 12
     PATCH_SET = 13
-    WRONG = 14
+    MISMATCH = 14
     NOT_VERIFYING = 15
     PREVIEW = 16
-    UNFIT_HOST = 17
+    HOST_PROBLEM = 17
     NO_MODEL = 18
-    UNFIT = 19
+    INCOMPATIBLE = 19
     NO_PICTURE = 20
 
 
 class Refusal(Exception):
-    """The command stops; the engine is as it was before. The text names cause and remedy."""
+    """Stops the command; the text names the cause and the remedy.
 
-    def __init__(self, code: Code, text: str):
+    Leaves the engine as it was, or, if a write failed, without any edits.
+    """
+
+    def __init__(self, code: ExitCode, text: str):
         super().__init__(text)
         self.code = code

@@ -1,8 +1,8 @@
-"""The engine's real classes in one process: the patched engine's here, the stock engine's asked.
+"""Tests of the engine's real classes in one process; `stock` probes those of the stock engine.
 
-`before_0.5.20` has the tests of what the patch set replaces in those releases alone, and
-`since_0.5.20` those of what only later ones have. Of a later release the stock engine can run these
-tests, too, and shows in which it fails.
+`v0_5_9` tests what the patch set replaces in releases before 0.5.20 only, `v0_5_23` what only
+later releases have. The stock engine of a later release can run these tests, too, and shows which
+of them it fails.
 """
 
 import importlib.util
@@ -14,26 +14,26 @@ from packaging.version import Version
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
+from pd_harness.polling import wait_until
 from pd_harness.releases import release
-from pd_harness.waiting import awaited
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-STOCK_SECONDS = 120  # for all probes of one question
+STOCK_SECONDS = 120  # for all probes of one call
 
 pytest.importorskip("sglang", reason="no engine here")
-OLD = Version(release()) < Version("0.5.20")
+IS_BEFORE_0_5_20 = Version(release()) < Version("0.5.20")
 PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not None
-if OLD and not PATCHED:
+if IS_BEFORE_0_5_20 and not PATCHED:
     pytest.skip("no patched engine here", allow_module_level=True)
 
-collect_ignore = ["since_0.5.20" if OLD else "before_0.5.20"]
+collect_ignore = ["v0_5_23" if IS_BEFORE_0_5_20 else "v0_5_9"]
 if not PATCHED:
-    collect_ignore += ["test_pretended_npus.py", "test_verify.py"]
+    collect_ignore += ["test_npu_dry_run.py", "test_verify.py"]
 
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory):
-    """A function that runs probes, each [name, arguments...], in the stock engine."""
+    """A function that runs probes [name, arguments...] in the stock engine; returns results."""
     try:
         python = cluster.interpreter("stock")
     except FileNotFoundError as error:
@@ -41,10 +41,10 @@ def stock(tmp_path_factory):
 
     def ask(*calls: list) -> list:
         log = tmp_path_factory.mktemp("stock") / "log"
-        words = str(SUPPORT / "probes.py"), [json.dumps(calls)]
+        words = str(SUPPORT / "engine_calls.py"), [json.dumps(calls)]
         with log.open("wb") as file:
             asked = forks.fork(str(python), *words, ENVIRONMENT, file)
-        awaited(lambda: asked.poll() is not None, STOCK_SECONDS)
+        wait_until(lambda: asked.poll() is not None, STOCK_SECONDS)
         asked.stop()
         said = log.read_text()
         assert asked.returncode == 0, said[-2000:]

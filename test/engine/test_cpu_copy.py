@@ -1,19 +1,19 @@
-"""KV to the host and back to other slots: every byte of every buffer, the untouched ones too."""
+"""Copies KV to the host and back to other slots, and checks every byte of every buffer."""
 
-import probes
+import engine_calls
 import pytest
 import torch
-from copies import assert_moved, by_token, fill, round_trip, snapshot
+from cpu_copy_checks import as_tokens, assert_moved, fill, round_trip, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.engine
 
 POOLS = {
-    "mha": lambda page_size, start: probes.mha_pool(False, page_size, start),
-    "mha_fia": lambda page_size, start: probes.mha_pool(True, page_size, start),
-    "mla": lambda page_size, start: probes.mla_pool(False, page_size, start),
-    "mla_index_keys": lambda page_size, start: probes.mla_pool(True, page_size, start),
+    "mha": lambda page_size, start: engine_calls.mha_pool(False, page_size, start),
+    "mha_fia": lambda page_size, start: engine_calls.mha_pool(True, page_size, start),
+    "mla": lambda page_size, start: engine_calls.mla_pool(False, page_size, start),
+    "mla_index_keys": lambda page_size, start: engine_calls.mla_pool(True, page_size, start),
 }
 
 
@@ -21,7 +21,7 @@ POOLS = {
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("start_layer", [0, 3])
 def test_round_trip_to_other_slots(kind, page_size, start_layer):
-    """The last page is partly filled; a stage of a pipeline has local layer numbers."""
+    """The last page is partly filled; a pipeline stage numbers its layers locally."""
     pool = POOLS[kind](page_size, start_layer)
     tokens = max(1, 2 * page_size - page_size // 2)
     source = list(range(page_size, page_size + tokens))
@@ -32,7 +32,7 @@ def test_round_trip_to_other_slots(kind, page_size, start_layer):
 @pytest.mark.parametrize("kind", POOLS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_slots(kind, data):
+def test_round_trip_between_any_slots(kind, data):
     pool = POOLS[kind](data.draw(st.sampled_from([1, 4])), 0)
     pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 5))
     slots = st.integers(0, pool.size + pool.page_size - 1)
@@ -49,9 +49,9 @@ def fia_nz(monkeypatch):
 @pytest.mark.parametrize("kind", ["mla", "mla_index_keys"])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40])
 def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
-    """A token's bytes lie all over its page: also those of the last, partly filled one survive.
+    """A token's bytes are spread over its page, and survive in a partly filled last page, too.
 
-    Index keys do not lie so, and may be copied with what else is in their pages, or without.
+    Index keys are not spread, so a copy may include the rest of their pages or not.
     """
     pool = POOLS[kind](16, 0)
     fill(pool)
@@ -66,11 +66,11 @@ def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
     source, target = slots(pages)[:tokens], slots(others)[:tokens]
     pool.load_cpu_copy(pool.get_cpu_copy(torch.tensor(source)), torch.tensor(target))
     assert_moved(pool, before, slots(pages), slots(others), but="index_k_buffer")
-    for layer, buffer in enumerate(by_token(pool).get("index_k_buffer", ())):
+    for layer, buffer in enumerate(as_tokens(pool).get("index_k_buffer", ())):
         assert torch.equal(buffer[target], before["index_k_buffer"][layer][source])
 
 
 @pytest.mark.parametrize("slots", [[17, 18], [16, 18], [16, 17, 33]], ids=str)
-def test_a_part_of_a_tile_major_page_is_refused(slots, fia_nz):
+def test_partial_tile_major_page_is_refused(slots, fia_nz):
     with pytest.raises(ValueError, match="not whole pages of 16 tokens"):
-        probes.mla_pool(False, 16).get_cpu_copy(torch.tensor(slots))
+        engine_calls.mla_pool(False, 16).get_cpu_copy(torch.tensor(slots))

@@ -1,4 +1,4 @@
-"""Over `device_rdma` MemFabric is given what its queue bears, one call at a time."""
+"""Over `device_rdma`, MemFabric gets batches that fit into its queue, one call at a time."""
 
 import threading
 import time
@@ -7,27 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
-from sglang.srt.disaggregation.pd import batches
-from sglang.srt.disaggregation.pd.device_rdma import AT_ONCE_VARIABLE, COPIES_VARIABLE
+from sglang.srt.disaggregation.pd import copy_batches
+from sglang.srt.disaggregation.pd.device_rdma import CONCURRENT_CALLS_VARIABLE, COPIES_VARIABLE
 
 pytestmark = pytest.mark.engine
 
 PEER = "10.0.0.1:4000"
 
 
-class Library:
-    """MemFabric's transfer engine: it keeps what it is asked for, and how many ask at a time."""
+class FakeMemFabric:
+    """Replaces MemFabric's transfer engine; records calls and how many of them run at a time."""
 
     def __init__(self, seconds: float = 0.0, statuses: tuple[int, ...] = (), callers: int = 1):
-        """So many callers meet in each call, which takes so many seconds then."""
+        """Each call waits for `callers` concurrent calls, then takes `seconds`."""
         self.seconds, self.statuses = seconds, list(statuses)
         self.meeting = threading.Barrier(callers, timeout=30)
         self.calls, self.threads = [], set()
-        self.inside, self.at_once = 0, 0
+        self.inside, self.max_concurrent_calls = 0, 0
 
     def batch_transfer_sync_write(self, session, src, dst, lengths) -> int:
         self.inside += 1
-        self.at_once = max(self.at_once, self.inside)
+        self.max_concurrent_calls = max(self.max_concurrent_calls, self.inside)
         self.threads.add(threading.get_ident())
         self.meeting.wait()
         time.sleep(self.seconds)
@@ -45,24 +45,24 @@ def rdma(monkeypatch):
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", "DEVICE_RDMA")
 
 
-def transfer_engine(library: Library) -> AscendTransferEngine:
+def transfer_engine(library: FakeMemFabric) -> AscendTransferEngine:
     engine = AscendTransferEngine.__new__(AscendTransferEngine)
     engine.engine = library
     return engine
 
 
-def write(library: Library, copies: int) -> int:
+def write(library: FakeMemFabric, copies: int) -> int:
     lists = (list(range(copies)), list(range(copies, 2 * copies)), [8] * copies)
     return transfer_engine(library).batch_transfer_sync(PEER, *lists)
 
 
-def write_from_four_threads(library: Library) -> None:
+def write_from_four_threads(library: FakeMemFabric) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: write(library, 3000), range(4))) == [0] * 4
 
 
-def test_batches_that_the_queue_takes(rdma):
-    library = Library()
+def test_large_write_is_split_into_batches_of_queue_size(rdma):
+    library = FakeMemFabric()
     assert write(library, 5000) == 0
     assert library.sizes == [2048, 2048, 904]
     assert {session for session, *_ in library.calls} == {PEER}
@@ -71,74 +71,74 @@ def test_batches_that_the_queue_takes(rdma):
 
 
 @pytest.mark.parametrize("text, size", [("100", 100), ("0", 2048), ("-1", 2048), ("many", 2048)])
-def test_their_size_is_chosen(rdma, monkeypatch, text, size):
+def test_batch_size_is_configurable(rdma, monkeypatch, text, size):
     monkeypatch.setenv(COPIES_VARIABLE, text)
-    library = Library()
+    library = FakeMemFabric()
     write(library, 3000)
     assert max(library.sizes) == size
 
 
-def test_what_is_wrong_with_their_size_is_said_once(rdma, monkeypatch, caplog):
+def test_invalid_batch_size_is_logged_once(rdma, monkeypatch, caplog):
     monkeypatch.setenv(COPIES_VARIABLE, "2k")
     for _ in range(3):
-        write(Library(), 3)
+        write(FakeMemFabric(), 3)
     assert caplog.text.count("SGLANG_PD_DEVICE_RDMA_COPIES is '2k'") == 1
 
 
-def test_what_follows_an_error_is_not_begun(rdma):
-    library = Library(statuses=(0, -7, 0))
+def test_batches_after_an_error_are_not_written(rdma):
+    library = FakeMemFabric(statuses=(0, -7, 0))
     assert write(library, 5000) == -7
     assert library.sizes == [2048, 2048]
 
 
-def test_the_library_says_what_becomes_of_no_copies(rdma):
-    library = Library(statuses=(-2000,))
+def test_empty_write_returns_status_of_memfabric(rdma):
+    library = FakeMemFabric(statuses=(-2000,))
     assert write(library, 0) == -2000
 
 
-def test_one_call_at_a_time(rdma):
-    library = Library(seconds=0.01)
+def test_calls_are_serialized(rdma):
+    library = FakeMemFabric(seconds=0.01)
     write_from_four_threads(library)
-    assert library.at_once == 1
+    assert library.max_concurrent_calls == 1
     assert sum(library.sizes) == 12000
 
 
-def test_unless_calls_are_allowed_at_once(rdma, monkeypatch):
-    monkeypatch.setenv(AT_ONCE_VARIABLE, "1")
-    library = Library(seconds=0.1)
+def test_concurrent_calls_can_be_enabled(rdma, monkeypatch):
+    monkeypatch.setenv(CONCURRENT_CALLS_VARIABLE, "1")
+    library = FakeMemFabric(seconds=0.1)
     write_from_four_threads(library)
-    assert library.at_once > 1
+    assert library.max_concurrent_calls > 1
     assert max(library.sizes) == 2048
 
 
 @pytest.mark.parametrize("protocol", [None, "", "sdma", "device_urma"])
-def test_other_protocols_stay_as_they_are(monkeypatch, protocol):
+def test_other_protocols_are_not_batched(monkeypatch, protocol):
     monkeypatch.delenv("ASCEND_MF_TRANSFER_PROTOCOL", raising=False)
     if protocol is not None:
         monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
-    library = Library(seconds=0.1)
+    library = FakeMemFabric(seconds=0.1)
     write_from_four_threads(library)
     assert library.sizes == [3000] * 4
-    assert library.at_once > 1
+    assert library.max_concurrent_calls > 1
 
 
 @pytest.mark.parametrize("protocol, threads", [("device_rdma", 1), ("sdma", 4)])
-def test_slices_are_not_written_from_a_pool_of_threads(monkeypatch, protocol, threads):
+def test_slices_use_one_thread_over_device_rdma_only(monkeypatch, protocol, threads):
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
-    library = Library(seconds=0.02, callers=threads)
-    count = 4 * batches.SLICE_BATCH
+    library = FakeMemFabric(seconds=0.02, callers=threads)
+    count = 4 * copy_batches.SLICE_BATCH
     with ThreadPoolExecutor(4) as pool:
-        copies = slices(count), pool, True, False
-        assert batches.write_copies(transfer_engine(library), PEER, *copies) == 0
+        copies = fake_copies(count), pool, True, False
+        assert copy_batches.write_copies(transfer_engine(library), PEER, *copies) == 0
     assert len(library.threads) == threads
     assert sum(library.sizes) == count
 
 
-def slices(count: int) -> SimpleNamespace:
-    """So many copies, as `kv_layout.Copies` has them."""
+def fake_copies(count: int) -> SimpleNamespace:
+    """Replaces a `kv_layout.Copies` of `count` copies."""
 
-    def parts(at_most: int) -> list[SimpleNamespace]:
+    def split(at_most: int) -> list[SimpleNamespace]:
         lengths = [min(at_most, count - start) for start in range(0, count, at_most)]
         return [SimpleNamespace(lists=lambda size=size: ([0] * size,) * 3) for size in lengths]
 
-    return SimpleNamespace(parts=parts)
+    return SimpleNamespace(split=split)

@@ -1,4 +1,4 @@
-"""NIXL: a decode rank that registers is connected to at once, and holds up nobody."""
+"""NIXL: prefill connects to a decode rank once it registers, without delaying other ranks."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.disaggregation.pd import early_connections
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -15,18 +15,18 @@ THREADS = 4
 AUX = [1 << 20, 1 << 21]
 
 
-class Agent:
-    """NIXL's, of which each call notes its thread; a rank's `states` come one after the other."""
+class FakeNixlAgent:
+    """Replaces NIXL's agent: records calling threads, and returns a peer's `states` in turn."""
 
     def __init__(self):
-        self.begun, self.states, self.unknown, self.threads = {}, {}, set(), set()
+        self.started, self.states, self.unknown, self.threads = {}, {}, set(), set()
         self.registered = []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
         return {"num_threads": str(THREADS)}
 
-    def register_memory(self, regions, memory: str):
-        self.registered += [(*region[:2], memory) for region in regions]
+    def register_memory(self, memory_regions, memory: str):
+        self.registered += [(*region[:2], memory) for region in memory_regions]
 
     def get_xfer_descs(self, rows, memory: str):
         return rows.tolist(), memory
@@ -35,7 +35,7 @@ class Agent:
         self.threads.add(threading.get_ident())
         if peer in self.unknown:
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
-        self.begun[peer] = operation, ours, theirs
+        self.started[peer] = operation, ours, theirs
         return peer
 
     def transfer(self, peer: str) -> str:
@@ -51,9 +51,9 @@ class Agent:
 
 class Manager(EarlyConnections):
     def __init__(self):
-        self.agent, self.failed = Agent(), []
+        self.agent, self.failed = FakeNixlAgent(), []
 
-    def could_not_connect(self, peer: str) -> None:
+    def handle_connect_failure(self, peer: str) -> None:
         self.failed.append(peer)
 
 
@@ -62,85 +62,87 @@ def manager() -> Manager:
     return Manager()
 
 
-def said(caplog, text: str) -> bool:
-    return awaited(lambda: text in caplog.text, 10)
+def is_logged(caplog, text: str) -> bool:
+    return wait_until(lambda: text in caplog.text, 10)
 
 
-def test_each_thread_of_nixl_reads_a_byte_of_the_ranks_metadata(manager, caplog):
+def test_each_nixl_thread_reads_one_byte_of_metadata(manager, caplog):
     caplog.set_level("INFO")
     manager.connect_early("decode", AUX)
-    assert said(caplog, "Connected to decode decode in ")
-    operation, (ours, own_memory), (theirs, memory) = manager.agent.begun["decode"]
+    assert is_logged(caplog, "Connected to decode decode in ")
+    operation, (ours, own_memory), (theirs, memory) = manager.agent.started["decode"]
     assert (operation, own_memory, memory) == ("READ", "DRAM", "DRAM")
-    # NIXL divides a transfer in parts of 1,024 copies at least, one for each thread.
+    # NIXL splits a transfer into parts of at least 1,024 copies, one for each thread.
     assert theirs == [[AUX[0], 1, 0]] * THREADS * 1024
     ((byte, length, kind),) = manager.agent.registered
     assert ours == [[byte, 1, 0]] * len(theirs) and (length, kind) == (1, "DRAM")
     assert threading.get_ident() not in manager.agent.threads
 
 
-def test_one_that_does_not_answer_holds_up_no_other(manager, caplog, monkeypatch):
-    """One thread serves all."""
+def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
+    """One thread makes all connections."""
     caplog.set_level("INFO")
     manager.agent.states["silent"] = ["PROC"]
     before = threading.active_count()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     for peer in ("silent", *map(str, range(20))):
         manager.connect_early(peer, AUX)
-    assert time.monotonic() - begun < 0.5
-    assert said(caplog, "Connected to decode 19 in ") and "silent" not in caplog.text
+    assert time.monotonic() - started_at < 0.5
+    assert is_logged(caplog, "Connected to decode 19 in ") and "silent" not in caplog.text
     assert len(manager.agent.threads) == 1 and threading.active_count() <= before + 1
     monkeypatch.setattr(early_connections, "CONNECT_SECONDS", 0.0)
-    assert said(caplog, "Decode silent has not answered NIXL for ")
+    assert is_logged(caplog, "Decode silent has not answered NIXL for ")
     assert not manager.failed
 
 
 @pytest.mark.parametrize("how", ["unknown", "raises", "ERR"])
-def test_what_fails_is_left_to_the_first_request(manager, caplog, how):
+def test_failed_early_connection_is_left_to_the_first_request(manager, caplog, how):
     caplog.set_level("INFO")
     manager.agent.states["lost"] = ["PROC", how]
     if how == "unknown":
         manager.agent.unknown.add("lost")
     for peer in ("lost", "other"):
         manager.connect_early(peer, AUX)
-    assert said(caplog, "NIXL could not connect to decode lost, a request will: ")
-    assert said(caplog, "Connected to decode other in ")
+    assert is_logged(caplog, "NIXL could not connect to decode lost; a request will try again: ")
+    assert is_logged(caplog, "Connected to decode other in ")
     assert manager.failed == ["lost"] and not manager.connecting
 
 
-def test_nothing_is_held_while_a_rank_is_waited_for(manager):
+def test_agent_lock_is_free_while_a_connection_is_pending(manager):
     manager.agent_lock = threading.Lock()
     manager.agent.states["silent"] = ["PROC"]
     manager.connect_early("silent", AUX)
-    assert awaited(lambda: "silent" in manager.agent.begun, 10)
-    assert awaited(lambda: manager.connecting == {"silent"}, 10)
+    assert wait_until(lambda: "silent" in manager.agent.started, 10)
+    assert wait_until(lambda: manager.connecting == {"silent"}, 10)
     for _ in range(20):
         assert manager.agent_lock.acquire(timeout=1)
         manager.agent_lock.release()
     manager.agent.states["silent"] = ["DONE"]
-    assert awaited(lambda: not manager.connecting, 10)
+    assert wait_until(lambda: not manager.connecting, 10)
 
 
 @pytest.mark.parametrize("aux, backend", [([], "UCX"), (AUX, "LIBFABRIC")])
-def test_what_is_not_connected_early(manager, monkeypatch, aux, backend):
-    """A rank without metadata in host memory, and what is not UCX."""
+def test_no_early_connection_without_aux_or_ucx(manager, monkeypatch, aux, backend):
+    """The rank has no metadata in host memory, or NIXL's backend is not UCX."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", backend)
     manager.connect_early("decode", aux)
     assert not manager.connects and manager.to_connect.empty()
 
 
-def test_no_memory_can_be_registered(manager, caplog):
-    def refuse(regions, memory):
+def test_memory_registration_failure_disables_early_connections(manager, caplog):
+    def refuse(memory_regions, memory):
         raise RuntimeError("NIXL_ERR_BACKEND")
 
     manager.agent.register_memory = refuse
     manager.connect_early("decode", AUX)
-    assert said(caplog, "Decode ranks are connected to by their first requests: NIXL_ERR_BACKEND")
-    assert not manager.agent.begun
+    assert is_logged(
+        caplog, "Decode ranks are connected only at their first requests: NIXL_ERR_BACKEND"
+    )
+    assert not manager.agent.started
 
 
 @pytest.mark.parametrize("said, connects", [("0", False), ("", True)])
-def test_it_can_be_left_to_the_first_request(manager, monkeypatch, said, connects):
+def test_early_connections_can_be_disabled(manager, monkeypatch, said, connects):
     monkeypatch.setenv(early_connections.VARIABLE, said)
     manager.connect_early("decode", AUX)
     assert manager.connects == connects

@@ -1,13 +1,13 @@
-"""Prefill's queue: each group of decode ranks is sent to in order, and none holds up another."""
+"""Prefill's queue: sends to a group of decode ranks are in order, and no group delays another."""
 
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.pd.peer_queue import AtWork, PeerQueue, PeerQueues
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues, WorkerState
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -23,8 +23,8 @@ def new_queue(taken=lambda chunk: None) -> PeerQueue:
 
 
 @pytest.fixture
-def workers():
-    """A function that lets workers serve a queue; they send by `send(chunk)`, and end at None."""
+def start_workers():
+    """A function that starts workers, which call `send(chunk)` on a queue's chunks until None."""
     started = []
 
     def start(queue: PeerQueue, count: int, send) -> None:
@@ -45,7 +45,7 @@ def workers():
         assert not thread.is_alive()
 
 
-def test_chunks_of_the_same_ranks_come_in_order_and_one_at_a_time(workers):
+def test_chunks_to_the_same_ranks_are_sent_in_order_and_serially(start_workers):
     queue, sent, at_once = new_queue(), [], []
     sending = []
 
@@ -56,15 +56,15 @@ def test_chunks_of_the_same_ranks_come_in_order_and_one_at_a_time(workers):
         sent.append(one.room)
         sending.remove(one)
 
-    workers(queue, 4, send)
+    start_workers(queue, 4, send)
     for room in range(50):
         queue.put(chunk(room, "a", "b"))
-    assert awaited(lambda: len(sent) == 50, PATIENCE, 0.01)
+    assert wait_until(lambda: len(sent) == 50, PATIENCE, 0.01)
     assert sent == list(range(50))
     assert set(at_once) == {1}
 
 
-def test_one_that_does_not_return_holds_up_its_own_ranks_alone(workers):
+def test_blocked_send_delays_only_its_own_ranks(start_workers):
     queue, sent, go_on = new_queue(), [], threading.Event()
 
     def send(one) -> None:
@@ -72,18 +72,18 @@ def test_one_that_does_not_return_holds_up_its_own_ranks_alone(workers):
             go_on.wait(PATIENCE)
         sent.append(one.room)
 
-    workers(queue, 2, send)
+    start_workers(queue, 2, send)
     for room in range(100):
         queue.put(chunk(room, "stopped"))
         queue.put(chunk(100 + room, f"live {room % 7}"))
         queue.put(chunk(200 + room, "stopped", "its neighbour"))
-    assert awaited(lambda: len(sent) == 100, PATIENCE, 0.01)
+    assert wait_until(lambda: len(sent) == 100, PATIENCE, 0.01)
     assert min(sent) == 100 and len(queue) == 199
     go_on.set()
-    assert awaited(lambda: len(sent) == 300, PATIENCE, 0.01)
+    assert wait_until(lambda: len(sent) == 300, PATIENCE, 0.01)
 
 
-def test_ranks_that_share_one_wait_for_each_other(workers):
+def test_overlapping_groups_of_ranks_are_serialized(start_workers):
     queue, sent, go_on = new_queue(), [], threading.Event()
 
     def send(one) -> None:
@@ -91,14 +91,14 @@ def test_ranks_that_share_one_wait_for_each_other(workers):
             go_on.wait(PATIENCE)
         sent.append(one.room)
 
-    workers(queue, 2, send)
+    start_workers(queue, 2, send)
     queue.put(chunk(0, "a", "b"))
-    assert awaited(lambda: not len(queue), PATIENCE, 0.01)
+    assert wait_until(lambda: not len(queue), PATIENCE, 0.01)
     queue.put(chunk(1, "b"))
     queue.put(chunk(2, "c"))
-    assert awaited(lambda: sent == [2], PATIENCE, 0.01)
+    assert wait_until(lambda: sent == [2], PATIENCE, 0.01)
     go_on.set()
-    assert awaited(lambda: len(sent) == 3, PATIENCE, 0.01)
+    assert wait_until(lambda: len(sent) == 3, PATIENCE, 0.01)
     assert sent[1:] == [0, 1]
 
 
@@ -111,7 +111,7 @@ def test_lanes_take_turns():
     assert [queue.get().room for _ in range(5)] == [0, 3, 1, 4, 2]
 
 
-def test_what_fails_before_a_chunk_is_sent_does_not_end_the_worker():
+def test_failure_before_a_send_does_not_stop_the_worker():
     def fail(one) -> None:
         raise OSError("no event")
 
@@ -125,25 +125,25 @@ def test_what_fails_before_a_chunk_is_sent_does_not_end_the_worker():
 class Manager(PeerQueues):
     def __init__(self, enable_staging: bool):
         self.enable_staging = enable_staging
-        self.at_work = AtWork()
+        self.worker_state = WorkerState()
         self.transfer_infos = {7: {"a": None, "b": None}}
         self.transfer_queues = [object() for _ in range(4)]
 
 
-def test_all_queues_of_a_manager_are_one():
+def test_transfer_queues_of_a_manager_are_one_peer_queue():
     manager = Manager(enable_staging=False)
     first, *others = manager.transfer_queues
     assert others == [first] * 3
     others[0].put(SimpleNamespace(room=7))
     assert list(first._lanes) == [frozenset("ab")]
-    assert not manager.at_work.peers and not first.busy()
+    assert not manager.worker_state.peers and not first.busy_peers()
     assert first.get().room == 7
-    assert manager.at_work.peers == first.busy() == {"a", "b"}
+    assert manager.worker_state.peers == first.busy_peers() == {"a", "b"}
     manager.transfer_queues = []
     assert manager.transfer_queues == []
 
 
-def test_with_staging_buffers_each_remains_one_of_its_own():
+def test_transfer_queues_stay_separate_with_staging():
     queues = Manager(enable_staging=True).transfer_queues
     assert len(set(map(id, queues))) == 4
     queues[2].put(SimpleNamespace(room=7))

@@ -1,4 +1,4 @@
-"""Sockets between ranks: shared by threads, never waited for; who does not answer is known."""
+"""Sockets between ranks: threads share them, sends never block, and silence is detected."""
 
 import math
 import os
@@ -13,14 +13,14 @@ import zmq
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets
 
+from pd_harness.polling import wait_until
 from pd_harness.ports import free_ports
-from pd_harness.waiting import awaited
 
 pytestmark = pytest.mark.engine
 
 ARRIVAL_MS = 10_000
 PATIENCE = 15.0
-# Reads messages for ever, on the port that it prints.
+# Prints its port, then each message that it receives, forever.
 PEER = """
 import sys, zmq
 sock = zmq.Context.instance().socket(zmq.PULL)
@@ -31,9 +31,9 @@ while True:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Sockets that are none of another test."""
-    sockets = peer_sockets._Sockets()
+def fresh_sockets(monkeypatch):
+    """Gives each test its own pool of sockets."""
+    sockets = peer_sockets._SocketPool()
     monkeypatch.setattr(peer_sockets, "_sockets", sockets)
     yield
     with sockets.lock:
@@ -45,8 +45,8 @@ def fresh(monkeypatch):
 
 
 @pytest.fixture
-def peer():
-    """A function that makes a peer in this process: its socket and its endpoint."""
+def make_peer():
+    """A function that makes a peer in this process; returns its socket and its endpoint."""
     made = []
 
     def make() -> tuple[zmq.Socket, str]:
@@ -62,24 +62,24 @@ def peer():
 
 
 @pytest.fixture
-def other_process():
-    """A peer in a process of its own: that, and its endpoint."""
+def peer_process():
+    """A peer's process, and its endpoint."""
     process = subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True)
     yield process, f"tcp://127.0.0.1:{int(process.stdout.readline())}"
     process.kill()
     process.wait()
 
 
-def test_one_socket_for_an_endpoint(peer):
-    sock, endpoint = peer()
+def test_one_socket_per_endpoint(make_peer):
+    sock, endpoint = make_peer()
     for number in (b"1", b"2"):
         PeerSocket(endpoint).send_multipart([number, b"more"])
         assert sock.recv_multipart() == [number, b"more"]
     assert open_sockets() == [endpoint]
 
 
-def test_threads_share_a_socket(peer):
-    sock, endpoint = peer()
+def test_threads_share_a_socket(make_peer):
+    sock, endpoint = make_peer()
     senders, each = 8, 100
 
     def send(sender: int) -> None:
@@ -96,9 +96,9 @@ def test_threads_share_a_socket(peer):
     assert open_sockets() == [endpoint]
 
 
-def test_a_peer_that_takes_nothing_makes_nobody_wait(peer, monkeypatch):
-    monkeypatch.setattr(peer_sockets, "MAX_WAITING", 1000)
-    gone, endpoint = peer()
+def test_send_to_unreachable_peer_does_not_block(make_peer, monkeypatch):
+    monkeypatch.setattr(peer_sockets, "MAX_QUEUED_MESSAGES", 1000)
+    gone, endpoint = make_peer()
     gone.close(linger=0)
     start = time.monotonic()
     with pytest.raises(zmq.Again):
@@ -107,31 +107,31 @@ def test_a_peer_that_takes_nothing_makes_nobody_wait(peer, monkeypatch):
     assert time.monotonic() - start < 2
 
 
-def test_what_is_sent_before_the_peer_listens_arrives(peer):
-    gone, endpoint = peer()
+def test_messages_sent_before_the_peer_listens_arrive(make_peer):
+    gone, endpoint = make_peer()
     gone.close(linger=0)
-    for number in range(3000):  # the engine's: refused once, and all are lost
+    for number in range(3000):  # the engine's sockets lose all once refused
         PeerSocket(endpoint).send_multipart([b"%d" % number])
-    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0.3, PATIENCE, 0.01)
+    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0.3, PATIENCE, 0.01)
     with zmq.Context.instance().socket(zmq.PULL) as late:
         late.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
         late.bind(endpoint)
         assert [int(late.recv()) for _ in range(3000)] == list(range(3000))
-        assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+        assert wait_until(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
 
 
-def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
-    (gone, first), (_, second) = peer(), peer()
+def test_sockets_of_lost_peers_are_closed(make_peer, monkeypatch):
+    (gone, first), (_, second) = make_peer(), make_peer()
     for endpoint in (first, second):
         PeerSocket(endpoint).send_multipart([b"before"])
     assert gone.recv() == b"before"
     gone.close(linger=0)
-    assert awaited(lambda: PeerSocket(first).silent_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: PeerSocket(first).silent_for() > 0, PATIENCE, 0.01)
     assert open_sockets() == [first, second]
-    monkeypatch.setattr(peer_sockets, "GONE_SECONDS", 0.0)
-    assert awaited(lambda: open_sockets() == [second], PATIENCE, 0.01)
+    monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 0.0)
+    assert wait_until(lambda: open_sockets() == [second], PATIENCE, 0.01)
     since = PeerSocket(first).silent_for()
-    assert 0 < since < PATIENCE  # it is remembered
+    assert 0 < since < PATIENCE  # closing the socket does not reset it
     with zmq.Context.instance().socket(zmq.PULL) as again:
         again.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
         again.bind(first)
@@ -139,62 +139,62 @@ def test_sockets_of_peers_that_are_gone_are_closed(peer, monkeypatch):
         assert again.recv() == b"after"
 
 
-def test_nothing_is_known_of_who_was_never_connected_to():
+def test_peer_without_a_socket_counts_as_always_silent():
     assert PeerSocket("tcp://127.0.0.1:1").silent_for() == math.inf
 
 
 @pytest.mark.parametrize("stops", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_ends_or_stops_is_silent(other_process, stops):
-    process, endpoint = other_process
+def test_killed_or_suspended_peer_is_silent(peer_process, stops):
+    process, endpoint = peer_process
     PeerSocket(endpoint).send_multipart([b"one"])
     assert process.stdout.readline() == "one\n"
     assert PeerSocket(endpoint).silent_for() == 0
     os.kill(process.pid, stops)
     stopped = time.monotonic()
-    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
     took = time.monotonic() - stopped
     assert took < (1 if stops == signal.SIGKILL else 7), took
-    # Also while it takes connections, as the system does for a process that is stopped.
-    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 3, PATIENCE, 0.01)
+    # Also while the system accepts connections for a suspended process.
+    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 3, PATIENCE, 0.01)
     if stops == signal.SIGSTOP:
         PeerSocket(endpoint).send_multipart([b"two"])
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == "two\n"
-        assert awaited(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+        assert wait_until(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
 
 
-def test_a_connection_that_never_was_is_not_lost(peer):
+def test_connection_that_was_never_established_is_not_lost(make_peer):
     (port,) = free_ports(1)
     never = PeerSocket(f"tcp://127.0.0.1:{port}")
     never.open()
-    gone, endpoint = peer()
+    gone, endpoint = make_peer()
     PeerSocket(endpoint).send_multipart([b"before"])
     assert gone.recv() == b"before" and PeerSocket(endpoint).lost_for() == 0
     gone.close(linger=0)
-    assert awaited(lambda: PeerSocket(endpoint).lost_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: PeerSocket(endpoint).lost_for() > 0, PATIENCE, 0.01)
     assert never.silent_for() > 0 and never.lost_for() == 0
 
 
-def test_time_for_which_this_process_stood_still_does_not_count(peer, monkeypatch):
-    """Else all requests of a peer would fail that had just lost its connection before."""
-    monkeypatch.setattr(peer_sockets, "STOOD_STILL_SECONDS", 1.0)
-    gone, endpoint = peer()
+def test_suspension_of_this_process_does_not_count_as_silence(make_peer, monkeypatch):
+    """Otherwise all requests of a peer would fail that had just lost its connection."""
+    monkeypatch.setattr(peer_sockets, "SUSPENDED_SECONDS", 1.0)
+    gone, endpoint = make_peer()
     PeerSocket(endpoint).send_multipart([b"before"])
     assert gone.recv() == b"before"
     gone.close(linger=0)
-    assert awaited(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
     seen, noted = [], threading.Event()
 
     class Watcher:
-        def look(self) -> None:
+        def check(self) -> None:
             if noted.is_set():
                 seen.append(PeerSocket(endpoint).silent_for())
 
     watcher = Watcher()
-    peer_sockets.look_after(watcher.look)
-    with peer_sockets._sockets.lock:  # nobody looks meanwhile
+    peer_sockets.call_periodically(watcher.check)
+    with peer_sockets._sockets.lock:  # blocks the periodic check
         noted.set()
         time.sleep(3)
-    assert awaited(lambda: seen, PATIENCE, 0.01)
+    assert wait_until(lambda: seen, PATIENCE, 0.01)
     assert seen[0] < 1, seen
-    assert awaited(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # it is silent, all the same
+    assert wait_until(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # the peer is silent all the same

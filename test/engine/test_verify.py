@@ -1,4 +1,4 @@
-"""`SGLANG_PD_VERIFY`: its values, digests of memory, and what a bootstrap server gathers."""
+"""`SGLANG_PD_VERIFY`: its values, digests of pages, and reports to a bootstrap server."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from sglang.srt.disaggregation.kv_layout import Buffer, Heads, LayoutError, Part, RankLayout
 from sglang.srt.disaggregation.pd import page_digests, verify_reports
-from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.page_digests import PageViews
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -24,16 +24,16 @@ PAGE_SIZE, PAGES, HEADS = 4, 8, 2
 
 
 @pytest.mark.parametrize("value, mode", [(None, ""), ("0", ""), ("1", "fail"), ("log", "log")])
-def test_values(monkeypatch, value, mode):
+def test_verify_mode_values(monkeypatch, value, mode):
     monkeypatch.delenv("SGLANG_PD_VERIFY", raising=False)
     if value is not None:
         monkeypatch.setenv("SGLANG_PD_VERIFY", value)
     assert verify_mode() == mode
 
 
-def test_another_value_is_refused(monkeypatch):
+def test_invalid_verify_mode_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "yes")
-    with pytest.raises(ValueError, match="SGLANG_PD_VERIFY is 'yes'; it takes 1, log, or 0"):
+    with pytest.raises(ValueError, match="SGLANG_PD_VERIFY is 'yes'; expected 1, log, or 0"):
         verify_mode()
 
 
@@ -53,7 +53,7 @@ def pool(head_dim: int = 3, dtype: torch.dtype = torch.bfloat16) -> MHATokenToKV
     return made
 
 
-def memory(of: MHATokenToKVPool) -> PageMemory:
+def page_views(of: MHATokenToKVPool) -> PageViews:
     ptrs, lens, item_lens = of.get_contiguous_buf_infos()
     heads = Heads(2, 2 + HEADS, 8)
     buffers = tuple(
@@ -61,7 +61,7 @@ def memory(of: MHATokenToKVPool) -> PageMemory:
         for name, size, length in zip("kv", item_lens, lens)
     )
     layout = RankLayout(1, 4, 0, 1, PAGE_SIZE, "bfloat16", "DRAM", 1, buffers)
-    return PageMemory(layout, layout.kv, [of], ptrs, lens)
+    return PageViews(layout, layout.kv, [of], ptrs, lens)
 
 
 WHOLE, ONE_HEAD = Part("k", False, 0, Heads(2, 4, 8)), Part("k", False, 0, Heads(3, 4, 8))
@@ -70,53 +70,53 @@ PARTS = (WHOLE, ONE_HEAD, Part("v", False, 0, Heads(2, 3, 8)))
 
 @pytest.mark.parametrize("head_dim, dtype", [(3, torch.bfloat16), (64, torch.float32)])
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 20])
-def test_digests_are_of_the_bytes(monkeypatch, head_dim, dtype, at_once):
-    """Whatever the width of a head, and however many pages are gathered at a time."""
-    monkeypatch.setattr(page_digests, "AT_ONCE", at_once)
+def test_digests_depend_on_every_byte(monkeypatch, head_dim, dtype, at_once):
+    """For any width of a head, and any number of pages gathered at a time."""
+    monkeypatch.setattr(page_digests, "CHUNK_BYTES", at_once)
     first = pool(head_dim, dtype)
     pages = [5, 1, 7]
-    before = memory(first).digests(PARTS, pages)
-    assert before == memory(first).digests(PARTS, pages)
-    assert before.columns != memory(first).digests(PARTS, [1, 5, 7]).columns
+    before = page_views(first).digests(PARTS, pages)
+    assert before == page_views(first).digests(PARTS, pages)
+    assert before.columns != page_views(first).digests(PARTS, [1, 5, 7]).columns
     last = first.k_buffer[0].view(torch.uint8)[7 * PAGE_SIZE + 3, 1]
-    last[-1] ^= 1  # of the page's last token, its last head
-    after = memory(first).digests(PARTS, pages)
+    last[-1] ^= 1  # the last head of the page's last token
+    after = page_views(first).digests(PARTS, pages)
     rows = [np.frombuffer(one.rows, np.uint64) for one in (before, after)]
     assert (rows[0] != rows[1]).tolist() == [True, True, False]
     columns = [np.frombuffer(one.columns, np.uint64) for one in (before, after)]
     assert (columns[0] != columns[1]).tolist() == [False, False, True]
 
 
-def test_signs_that_change_together_are_seen():
-    """Of two words the same highest bit: a sum without room for it would not change."""
+def test_digest_detects_two_flipped_sign_bits():
+    """Both flips change the highest bit of a word: a sum that overflows would stay the same."""
     first = pool(64, torch.float32)
-    before = memory(first).digests(PARTS, [2])
+    before = page_views(first).digests(PARTS, [2])
     first.k_buffer[0][2 * PAGE_SIZE, 0, :2] *= -1
-    assert memory(first).digests(PARTS, [2]).rows != before.rows
+    assert page_views(first).digests(PARTS, [2]).rows != before.rows
 
 
-def test_nothing_is_copied():
+def test_page_views_do_not_copy_the_pool():
     """The buffers are views of the pool's own tensors."""
     first = pool()
     ptrs = [*map(torch.Tensor.data_ptr, (*first.k_buffer, *first.v_buffer))]
-    assert [pages.data_ptr() for pages in memory(first).pages] == ptrs
+    assert [pages.data_ptr() for pages in page_views(first).pages] == ptrs
 
 
 @pytest.mark.parametrize("pages", [[PAGES], [-1], [0, PAGES + 3]])
-def test_pages_that_are_not_there(pages):
-    with pytest.raises(LayoutError, match=f"of {PAGES}"):
-        memory(pool()).digests(PARTS, pages)
+def test_pages_out_of_range_are_refused(pages):
+    with pytest.raises(LayoutError, match=f"only {PAGES} exist"):
+        page_views(pool()).digests(PARTS, pages)
 
 
-def test_memory_that_is_in_no_pool():
-    held = memory(pool())
+def test_address_outside_of_all_pools_is_refused():
+    held = page_views(pool())
     elsewhere = torch.zeros(4096, dtype=torch.uint8)
-    with pytest.raises(LayoutError, match="k, layer 0: the pools have no tensor at its 64 bytes"):
-        PageMemory(held.layout, held.buffers[:1], [pool()], [elsewhere.data_ptr()], [64])
+    with pytest.raises(LayoutError, match="k, layer 0: no tensor .* contains its 64 bytes"):
+        PageViews(held.layout, held.buffers[:1], [pool()], [elsewhere.data_ptr()], [64])
 
 
-class Bootstrap:
-    """As much of the engine's as is extended."""
+class StockBootstrap:
+    """The part of the engine's bootstrap server that the patch set extends."""
 
     def __init__(self):
         self.app = web.Application()
@@ -129,15 +129,15 @@ class Bootstrap:
         return web.Response(text="OK")
 
 
-class Gathering(verify_reports.GathersReports, Bootstrap):
+class VerifyBootstrap(verify_reports.VerifyRoutes, StockBootstrap):
     pass
 
 
-def answers(*requests) -> list[tuple[int, str]]:
+def responses_to(*requests) -> list[tuple[int, str]]:
     """Status and text of each (method, path, body), from one bootstrap server."""
 
     async def ask():
-        async with TestClient(TestServer(Gathering().app)) as client:
+        async with TestClient(TestServer(VerifyBootstrap().app)) as client:
             found = []
             for method, path, body in requests:
                 answer = await client.request(method, path, data=body)
@@ -148,37 +148,37 @@ def answers(*requests) -> list[tuple[int, str]]:
 
 
 def report(at: str, requests: int) -> bytes:
-    made = verify_reports.Report("TP 0/1 PP 0/1", at, requests)
+    made = verify_reports.VerifyReport("TP 0/1 PP 0/1", at, requests)
     return msgspec.json.encode(made)
 
 
-def test_reports_are_gathered(monkeypatch):
+def test_bootstrap_server_collects_reports(monkeypatch):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "log")
     monkeypatch.setattr(verify_reports, "MAX_RANKS", 2)
     puts = [("PUT", "/verify", report(at, n)) for n, at in enumerate(["a:1", "b:2", "a:1", "c:3"])]
-    *_, (status, text) = answers(*puts, ("GET", "/verify", None))
+    *_, (status, text) = responses_to(*puts, ("GET", "/verify", None))
     told = json.loads(text)
     assert (status, told["mode"]) == (200, "log")
     assert [(rank["at"], rank["requests"]) for rank in told["ranks"]] == [("a:1", 2), ("c:3", 3)]
 
 
 @pytest.mark.parametrize("body", [b"", b"junk", b"[1]", b'{"decode": 3, "at": "x"}'])
-def test_what_is_no_report_is_refused(monkeypatch, body):
+def test_invalid_report_is_refused(monkeypatch, body):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "1")
-    (status, text), (_, told) = answers(("PUT", "/verify", body), ("GET", "/verify", None))
-    assert status == 400 and "this is no report" in text
+    (status, text), (_, told) = responses_to(("PUT", "/verify", body), ("GET", "/verify", None))
+    assert status == 400 and "not a report" in text
     assert json.loads(told)["ranks"] == []
 
 
-def test_without_the_variable_there_is_no_such_route(monkeypatch):
+def test_no_verify_route_unless_enabled(monkeypatch):
     monkeypatch.delenv("SGLANG_PD_VERIFY", raising=False)
-    found = answers(("GET", "/verify", None), ("GET", "/health", None))
+    found = responses_to(("GET", "/verify", None), ("GET", "/health", None))
     assert [status for status, _ in found] == [404, 200]
 
 
-def test_reports_are_sent_after_one_that_could_not_be(monkeypatch):
-    """Clients name the bootstrap server, and not all that `requests` raises is its own."""
-    tried, reports = [], verify_reports.Reports("TP 0/1 PP 0/1")
+def test_reports_are_sent_after_a_failed_one(monkeypatch):
+    """Clients name the bootstrap server, and `requests` raises more than its own exceptions."""
+    tried, reports = [], verify_reports.ReportSender("TP 0/1 PP 0/1")
 
     def put(url: str, **_) -> None:
         tried.append(url)
@@ -186,17 +186,17 @@ def test_reports_are_sent_after_one_that_could_not_be(monkeypatch):
 
     def change() -> None:
         with reports.lock:
-            reports.of("a..b:1", "127.0.0.1:1")
-            reports.is_changed("a..b:1")
+            reports.report_for("a..b:1", "127.0.0.1:1")
+            reports.mark_changed("a..b:1")
 
     def start(thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(verify_reports, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(verify_reports, "REPORT_INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(verify_reports.requests, "put", put)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", start)
         change()
     for count in (1, 2):
         change()
-        assert awaited(lambda count=count: len(tried) == count, 5)
+        assert wait_until(lambda count=count: len(tried) == count, 5)

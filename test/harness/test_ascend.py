@@ -1,4 +1,4 @@
-"""The stand-ins for Ascend: operators, and attention over the real NPU pools."""
+"""The CPU host's stand-ins for Ascend: operators, and attention over the real NPU pools."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
 from pd_harness.cpu_host.npu_operators import _npu_reshape_and_cache, npu_scatter_nd_update_
-from pd_harness.ranks import one_rank
+from pd_harness.parallel_context import single_rank_context
 
 PAGE = 16
 START_LAYER, LAYERS, LAYER = 3, 2, 4  # a later pipeline stage; attention runs on its second layer
@@ -57,7 +57,7 @@ def test_scatter_outside_the_buffer_is_refused(row):
         (torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, 3, dtype=torch.float16)),
     ],
 )
-def test_scatter_refuses_what_does_not_fit(indices, updates):
+def test_scatter_refuses_mismatched_shapes(indices, updates):
     with pytest.raises(ValueError, match="indices have|do not fit"):
         npu_scatter_nd_update_(torch.zeros(40, 1, 3), indices, updates)
 
@@ -75,14 +75,14 @@ def test_keys_and_values_are_written_into_their_slots():
         _npu_reshape_and_cache(key, value, keys, values, torch.tensor([1, 2, 96]).int())
 
 
-def test_nobody_but_the_pools_has_torch_npu():
+def test_only_npu_pools_see_torch_npu():
     assert memory_pool_npu.torch_npu.npu_scatter_nd_update_ is npu_scatter_nd_update_
     assert "torch_npu" not in sys.modules
     assert importlib.util.find_spec("torch_npu") is None
     assert not hasattr(torch, "npu")
 
 
-def test_mla_is_absorbed():
+def test_mla_attention_is_absorbed():
     methods = attention_backend_handler.AttnForwardMethod
     for backend in ("ascend", "torch_native"):
         choose = attention_backend_handler.AttentionBackendRegistry.get_handler(backend)
@@ -90,7 +90,7 @@ def test_mla_is_absorbed():
 
 
 def pools(kind: str, monkeypatch):
-    """An NPU pool, and the pool of the same content that the torch-native backend knows."""
+    """Returns an NPU pool, and a pool of the same sizes for the torch-native backend."""
     monkeypatch.setenv("ASCEND_USE_FIA", str(int(kind == "fia")))
     common = {
         "size": 8 * PAGE,
@@ -128,7 +128,7 @@ def layer_of(kind: str) -> SimpleNamespace:
 
 
 def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
-    """Random (q, k, v) and keywords as the engine gives ``ascend``, and as it gives others."""
+    """Returns random (q, k, v) and keywords for ``ascend``, and (q, k, v) for other backends."""
     if kind != "mla":
         kv = torch.randn(2, tokens, KV_HEADS, WIDTH)
         plain = (torch.randn(tokens, Q_HEADS * WIDTH), kv[0], kv[1])
@@ -140,8 +140,8 @@ def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
 
 
 def batches(table: SimpleNamespace):
-    """Four steps of two requests: a prefill, its next chunk, and two tokens decoded."""
-    slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere but in page 0
+    """Yields four batches of two requests: two prefill chunks, and two decode steps."""
+    slots = PAGE + torch.randperm(8 * PAGE)[:80].view(2, 40)  # anywhere except in page 0
     rows = torch.tensor([1, 3])
     table.req_to_token[rows, :40] = slots.int()
     before = torch.tensor([0, 0])
@@ -161,9 +161,9 @@ def batches(table: SimpleNamespace):
 
 
 @pytest.mark.parametrize("kind", ["paged", "fia", "mla"])
-def test_attention_equals_the_torch_native_one(kind, monkeypatch):
+def test_ascend_attention_equals_torch_native(kind, monkeypatch):
     torch.manual_seed(0)
-    with one_rank(dcp_enabled=False):
+    with single_rank_context(dcp_enabled=False):
         npu_pool, plain_pool = pools(kind, monkeypatch)
     table = SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32))
     ascend, native = (
@@ -172,7 +172,7 @@ def test_attention_equals_the_torch_native_one(kind, monkeypatch):
         )
         for name, pool in (("ascend", npu_pool), ("torch_native", plain_pool))
     )
-    with one_rank(dcp_enabled=False):
+    with single_rank_context(dcp_enabled=False):
         check_steps(kind, ascend, native, npu_pool, plain_pool, table)
 
 

@@ -1,5 +1,6 @@
-"""Starting and stopping child processes: nothing survives, failures show at once."""
+"""Child processes start and stop: none survives, and failures are reported at once."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,10 +21,10 @@ from serving_checks import (
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
-from pd_harness.ports import free_ports, free_run
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
+from pd_harness.ports import free_port_range, free_ports
 
-# A server with a child: answers on a port, or ends at once.
+# A server with a child process, which answers on a port.
 WITH_CHILD = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -41,16 +42,16 @@ def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
 
-def test_all_processes_end_with_the_block(tmp_path):
+def test_context_manager_stops_all_processes(tmp_path):
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
         assert psutil.pid_exists(pid)
-    assert awaited(lambda: not psutil.pid_exists(pid), 20)
+    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
 def test_servers_share_the_session_of_the_test(tmp_path):
-    """Linux would weigh their sessions against each other, and let some wait for seconds."""
+    """With separate sessions, Linux would schedule by session and delay some for seconds."""
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
@@ -58,7 +59,7 @@ def test_servers_share_the_session_of_the_test(tmp_path):
         assert os.getpgid(pid) != os.getpgid(0)
 
 
-def test_all_processes_end_with_a_killed_parent(tmp_path):
+def test_servers_exit_with_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"""
@@ -79,28 +80,28 @@ time.sleep(600)
         env={**os.environ, "PYTHONPATH": paths},
     )
     try:
-        assert awaited(lambda: child.exists() and child.read_text() != "", 20)
+        assert wait_until(lambda: child.exists() and child.read_text() != "", 20)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     pid = int(child.read_text())
-    assert awaited(lambda: not psutil.pid_exists(pid), 20)
+    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
-def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path):
+def test_server_that_exits_early_is_reported_with_log(tmp_path):
     (port,) = free_ports(1)
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = cluster.Server("broken", command, port, tmp_path / "log")
     start = time.monotonic()
     with (
-        pytest.raises(cluster.ServerFailed, match=r"(?s)broken ended with status 3.*no such model"),
+        pytest.raises(cluster.ServerFailed, match=r"(?s)exited with status 3.*no such model"),
         cluster.running([server], seconds=60),
     ):
         pytest.fail("it must not become ready")
     assert time.monotonic() - start < 30
 
 
-def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
+def test_server_not_ready_in_time_is_stopped(tmp_path):
     (port,) = free_ports(1)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     server = cluster.Server("slow", command, port, tmp_path / "log")
@@ -116,35 +117,35 @@ def test_free_ports_are_distinct_and_free():
     chosen = free_ports(20)
     assert len(set(chosen)) == 20
     for port in chosen:
-        with socket.socket() as probe:
-            probe.bind((cluster.HOST, port))
+        with socket.create_server((cluster.HOST, port)):
+            pass
 
 
-def test_a_run_of_ports_is_held_whole():
-    start = free_run(3, range(19_000, 19_500))
-    with pytest.raises(OSError, match="no 1 free ports"):
+def test_port_range_is_reserved_completely():
+    start = free_port_range(3, range(19_000, 19_500))
+    with pytest.raises(OSError, match="only 0 of 1 free ports"):
         free_ports(1, range(start, start + 3))
-    with pytest.raises(OSError, match="no 3 free ports in a row"):
-        free_run(3, range(start - 2, start + 5))
+    with pytest.raises(OSError, match="no 3 consecutive free ports"):
+        free_port_range(3, range(start - 2, start + 5))
 
 
-def test_runs_that_were_too_short_are_not_kept():
-    """Each start would take what is free after it, and a night's runs all ports."""
+def test_short_port_ranges_are_released():
+    """Otherwise each failed attempt would keep ports, and a night's runs would use up all."""
     ports = range(19_500, 20_000)
     (middle,) = free_ports(1, ports[10:490])
     around = range(middle - 3, middle + 4)
-    with pytest.raises(OSError, match="no 4 free ports in a row"):
-        free_run(4, around)
+    with pytest.raises(OSError, match="no 4 consecutive free ports"):
+        free_port_range(4, around)
     assert sorted(free_ports(6, around)) == [port for port in around if port != middle]
 
 
-def test_the_oldest_ports_are_let_go():
-    """In a process of its own: this one's are of servers that run."""
+def test_oldest_reserved_ports_are_released():
+    """Runs in another process, because running servers use this one's ports."""
     script = f"""
 import sys
 sys.path[:0] = {sys.path!r}
 from pd_harness import ports
-ports.MOST = 2
+ports.MAX_RESERVED = 2
 oldest, other, newest = ports.free_ports(3)
 print("oldest", ports.free_ports(1, [oldest]) == [oldest])
 print("newest", ports.free_ports(1, [newest]))
@@ -152,55 +153,65 @@ print("newest", ports.free_ports(1, [newest]))
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == "oldest True\n", found
-    assert "OSError: no 1 free ports" in found.stderr
+    assert "OSError: only 0 of 1 free ports" in found.stderr
 
 
-def test_all_ports_that_dp_attention_takes_are_held(tmp_path, monkeypatch):
+def test_all_ports_of_dp_attention_are_reserved(tmp_path, monkeypatch):
     held = []
-    monkeypatch.setattr(cluster, "free_run", lambda length: held.append(length) or 20_000)
+    monkeypatch.setattr(cluster, "free_port_range", lambda length: held.append(length) or 20_000)
     fleet = cluster.Topology("nixl", prefill_tp=2, prefill_dp=2)
     cluster.pd_servers(fleet, tmp_path, tmp_path, "patched", "patched")
     assert held == [cluster.DIST_PORTS] and held[0] > DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 
-def chosen_elsewhere(*ports: int) -> subprocess.CompletedProcess:
-    """Another process, which prints one of these ports that it has chosen."""
+def choose_ports_in_other_process(*ports: int) -> subprocess.CompletedProcess:
+    """Runs another process that chooses one of these ports and prints it."""
     script = f"import sys; sys.path[:0] = {sys.path!r}; from pd_harness.ports import free_ports; "
     script += f"print(free_ports(1, {list(ports)}))"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-def test_what_one_process_has_chosen_no_other_does():
-    """Nothing listens there yet."""
+def test_port_reserved_by_one_process_is_not_chosen_by_another():
+    """No process listens on the reserved port yet."""
     mine, other = free_ports(2)
-    with socket.socket() as listener:
-        listener.bind((cluster.HOST, other))
-        listener.listen()
-        found = chosen_elsewhere(mine, other)
-    assert f"OSError: no 1 free ports between {mine} and {other}" in found.stderr
+    with socket.create_server((cluster.HOST, other)):
+        found = choose_ports_in_other_process(mine, other)
+    assert f"OSError: only 0 of 1 free ports between {mine} and {other}" in found.stderr
 
 
-def test_a_port_that_was_listened_on_is_not_held():
-    """Another process may have it when nothing listens there any more."""
+@pytest.mark.parametrize("reuses_address", [True, False], ids=["server", "library"])
+def test_reserved_port_is_for_servers(reuses_address):
+    """A library that looks for any free port must not get it before the server has bound it."""
+    (port,) = free_ports(1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses_address)
+        refused = contextlib.nullcontext() if reuses_address else pytest.raises(OSError)
+        with refused:
+            other.bind((cluster.HOST, port))
+            other.listen()
+
+
+def test_port_in_use_is_not_reserved():
+    """Another process may reserve the port once no process listens on it."""
     with socket.socket() as listener:
         listener.bind((cluster.HOST, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(OSError, match="no 1 free ports"):
+        with pytest.raises(OSError, match="only 0 of 1 free ports"):
             free_ports(1, [port])
-    found = chosen_elsewhere(port)
+    found = choose_ports_in_other_process(port)
     assert found.stdout == f"[{port}]\n", found
 
 
 @pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
 @pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_a_fleet_is_started_again_after_a_fault_of_memfabrics(refused, starts, fault, recwarn):
+def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault, recwarn):
     begun = []
 
     def serve() -> str:
         begun.append(1)
         if len(begun) <= refused:
-            raise cluster.ServerFailed(f"decode ended\n{fault}.")
+            raise cluster.ServerFailed(f"decode exited\n{fault}.")
         return "served"
 
     if refused < starts:
@@ -212,7 +223,7 @@ def test_a_fleet_is_started_again_after_a_fault_of_memfabrics(refused, starts, f
     assert [fault in str(one.message) for one in recwarn] == [True] * (starts - 1)
 
 
-def test_a_server_whose_memfabric_has_lost_memory_of_a_peer_is_named(tmp_path):
+def test_server_whose_memfabric_lost_memory_is_named(tmp_path):
     servers = [SimpleNamespace(name=name, log=tmp_path / name) for name in ("prefill", "decode")]
     for server in servers:
         server.log.write_text("ready\n")
@@ -223,7 +234,7 @@ def test_a_server_whose_memfabric_has_lost_memory_of_a_peer_is_named(tmp_path):
         check_no_memory_lost(servers)
 
 
-def test_one_that_fails_otherwise_is_not():
+def test_fleet_is_not_restarted_after_other_failures():
     failures = iter([cluster.ServerFailed("no such model")])
 
     def fails_once() -> None:
@@ -233,7 +244,7 @@ def test_one_that_fails_otherwise_is_not():
         retry_memfabric_faults(fails_once)
 
 
-def test_silence_is_a_hang_and_refusal_is_not(tmp_path):
+def test_silent_server_is_a_hang_but_refused_connection_is_not(tmp_path):
     with socket.socket() as silent:
         silent.bind((cluster.HOST, 0))
         silent.listen()

@@ -1,4 +1,4 @@
-"""The CPU host: off unless asked for, never beside a real NPU, replacing only what is missing."""
+"""The CPU host is off by default, refuses a real torch_npu, and replaces missing parts only."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
 
 def python(code: str, *arguments: str, path: Path | None = None, **environment: str):
-    """Run ``code`` after `activate` in a fresh interpreter with ``environment`` alone."""
+    """Runs ``code`` after `activate` in a new interpreter with ``environment`` only."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     folders = [str(folder) for folder in (path, PACKAGE) if folder]
     return subprocess.run(
@@ -34,19 +34,19 @@ def python(code: str, *arguments: str, path: Path | None = None, **environment: 
     )
 
 
-def test_off_unless_asked_for():
+def test_cpu_host_is_disabled_by_default():
     found = python("import importlib.util as u; print(u.find_spec('sgl_kernel'))")
     assert found.stdout == "None\n"
 
 
-def test_a_misspelt_switch_is_refused():
+def test_misspelt_switch_is_refused():
     found = python("print('ran')", **{SWITCH: "yes"})
     assert found.returncode != 0
     assert f"{SWITCH} is 'yes'" in found.stderr
     assert found.stdout == ""
 
 
-def test_refuses_beside_torch_npu(tmp_path):
+def test_cpu_host_refuses_installed_torch_npu(tmp_path):
     (tmp_path / "torch_npu.py").write_text("")
     found = python("print('ran')", path=tmp_path, **{SWITCH: "1"})
     assert found.returncode != 0
@@ -55,21 +55,21 @@ def test_refuses_beside_torch_npu(tmp_path):
     assert found.stdout == ""
 
 
-def test_a_missing_kernel_has_a_name_but_does_not_compute():
+def test_stub_kernel_raises_when_called():
     found = python(
         "from sgl_kernel.kvcacheio import transfer_kv_all_layer as kernel\nkernel(1)",
         **{SWITCH: "1"},
     )
-    assert "sgl_kernel.kvcacheio.transfer_kv_all_layer was called" in found.stderr
+    assert "sgl_kernel.kvcacheio.transfer_kv_all_layer is only a stub" in found.stderr
 
 
-def test_an_installed_package_is_used_rather_than_its_stand_in(tmp_path):
+def test_installed_package_is_preferred_to_stub(tmp_path):
     (tmp_path / "sgl_kernel.py").write_text("real = True")
     found = python("import sgl_kernel; print(sgl_kernel.real)", path=tmp_path, **{SWITCH: "1"})
     assert found.stdout == "True\n", found.stderr
 
 
-def test_streams_and_events_of_the_pipeline_loop():
+def test_cuda_streams_and_events_are_stubbed():
     found = python(
         """
 import torch
@@ -94,20 +94,20 @@ print(event.query())
         (["--tensor-parallel-size", "3", "--pp-size", "2"], 3, 2),
     ],
 )
-def test_one_core_is_named_per_rank(arguments, tp, pp):
+def test_one_core_per_rank_is_bound(arguments, tp, pp):
     code = "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])"
     found = python(code, *arguments, **{SWITCH: "1"})
     assert found.stdout.strip() == thread_binding(tp, pp), found.stderr
 
 
-def test_stages_have_cores_of_their_own_in_later_releases(monkeypatch):
+def test_pp_stages_have_own_cores_in_later_releases(monkeypatch):
     monkeypatch.setattr("pd_harness.cpu_host.release", lambda: "0.5.9")
     assert thread_binding(2, 2) == "0|1"
     monkeypatch.setattr("pd_harness.cpu_host.release", lambda: "0.5.23")
     assert thread_binding(2, 2) == "0|1|2|3"
 
 
-def test_a_chosen_binding_stays():
+def test_given_thread_binding_is_preserved():
     found = python(
         "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])",
         **{SWITCH: "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"},
@@ -116,7 +116,7 @@ def test_a_chosen_binding_stays():
 
 
 def fake_packages(folder: Path, patched: bool) -> None:
-    """An engine and a NIXL with just enough in them to see which memory kinds are changed."""
+    """Writes an engine and a NIXL just large enough to test which memory kinds are changed."""
     disaggregation = folder / "sglang" / "srt" / "disaggregation"
     if patched:
         (disaggregation / "kv_layout").mkdir(parents=True)
@@ -144,7 +144,7 @@ def test_nixl_memory_kind_is_changed_for_the_stock_engine_only(tmp_path, patched
     assert json.loads(found.stdout) == kinds, found.stderr
 
 
-def test_an_idle_nixl_agent_burns_no_core():
+def test_idle_nixl_agent_uses_no_cpu_time():
     code = """
 import time
 from nixl._api import nixl_agent, nixl_agent_config
@@ -183,7 +183,7 @@ except TimeoutError:
 
 
 @pytest.mark.parametrize(("switch", "state"), [({}, "closed"), ({SWITCH: "1"}, "open")])
-def test_idle_connections_are_kept(switch, state):
+def test_idle_connections_stay_open(switch, state):
     found = python(KEEP_ALIVE, path=Path(httpx.__file__).parents[1], **switch)
     assert found.stdout.splitlines()[-1:] == [state], found.stderr
 
@@ -206,7 +206,7 @@ def test_kv_heads_are_not_padded(tmp_path):
     assert found.stdout == "as it was\n", found.stderr
 
 
-def test_a_hook_runs_once_after_the_module_and_does_not_import_it(tmp_path, monkeypatch):
+def test_import_hook_runs_once_after_import(tmp_path, monkeypatch):
     (tmp_path / "hooked_module.py").write_text("value = 1")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -222,12 +222,13 @@ def test_a_hook_runs_once_after_the_module_and_does_not_import_it(tmp_path, monk
         sys.modules.pop("hooked_module", None)
 
 
-def test_a_hook_on_a_loaded_module_is_refused():
-    with pytest.raises(RuntimeError, match="json is imported already"):
+def test_import_hook_on_loaded_module_is_refused():
+    with pytest.raises(RuntimeError, match="json is already imported"):
         after_import("json", print)
 
 
-# Several callers of one engine write to another, each its own bytes; status and bytes of each.
+# Several callers of one transfer engine write to another one, each its own bytes. Prints the calls'
+# statuses, and whether all bytes arrived.
 WRITE = """
 import ctypes, json, os, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -255,15 +256,15 @@ os._exit(0)
 """
 
 
-def written(callers: int, copies: int, **environment: str) -> str:
+def write_concurrently(callers: int, copies: int, **environment: str) -> str:
     found = python(WRITE, str(callers), str(copies), MC_FORCE_TCP="true", **environment)
     return found.stdout.splitlines()[-1] if found.stdout else found.stderr
 
 
-def test_mooncake_alone_refuses_many_copies():
-    assert written(1, 3000) == "[[-1], false]"
+def test_mooncake_without_cpu_host_refuses_many_copies():
+    assert write_concurrently(1, 3000) == "[[-1], false]"
 
 
 @pytest.mark.parametrize(("callers", "copies"), [(1, 3000), (4, 1300), (1, 512)])
-def test_many_copies_and_callers(callers, copies):
-    assert written(callers, copies, **{SWITCH: "1"}) == f"[{[0] * callers}, true]"
+def test_concurrent_batches_of_many_copies_arrive(callers, copies):
+    assert write_concurrently(callers, copies, **{SWITCH: "1"}) == f"[{[0] * callers}, true]"

@@ -1,4 +1,4 @@
-"""What decides where servers run, and how they would be started there; none is, and no NPU."""
+"""The choice of device for servers and their options there; no server and no NPU is needed."""
 
 import json
 import sys
@@ -7,7 +7,14 @@ from pathlib import Path
 import fleet as fleets
 import pytest
 import serving_checks
-from serving_scenarios import PROMPT_LENGTHS, SCENARIOS, MildMLA, full, long_answer, pages
+from serving_scenarios import (
+    PROMPT_LENGTHS,
+    SCENARIOS,
+    NpuMLA,
+    long_answer,
+    page_count,
+    pool_tokens,
+)
 
 from pd_harness import cluster, device
 
@@ -16,60 +23,60 @@ ASCEND = [scenario for scenario in SCENARIOS if scenario.topology.backend == "as
 
 @pytest.fixture
 def four_npus(monkeypatch):
-    """As on a runner with four NPUs."""
+    """Simulates a runner with four NPUs."""
     monkeypatch.setattr(device, "npus", lambda: 4)
     monkeypatch.setattr(cluster, "npus", lambda: 4)
-    monkeypatch.delenv(device.VARIABLE, raising=False)
+    monkeypatch.delenv(device.DEVICE_VARIABLE, raising=False)
 
 
 @pytest.fixture
 def no_npu(monkeypatch):
     monkeypatch.setattr(device, "npus", lambda: 0)
-    monkeypatch.delenv(device.VARIABLE, raising=False)
+    monkeypatch.delenv(device.DEVICE_VARIABLE, raising=False)
 
 
 def option(server: cluster.Server, name: str) -> str:
     return server.command[server.command.index(name) + 1]
 
 
-def test_an_npu_is_taken_where_there_is_one(four_npus):
-    assert (device.device(), device.why_no_npu()) == ("npu", None)
+def test_npu_is_used_if_present(four_npus):
+    assert (device.device(), device.npu_skip_reason()) == ("npu", None)
 
 
-def test_else_the_cpu_host(no_npu):
+def test_cpu_host_is_used_without_npu(no_npu):
     assert device.device() == "cpu"
-    assert device.why_no_npu() == "no NPU: torch_npu is not installed"
+    assert device.npu_skip_reason() == "no NPU: torch_npu is not installed"
 
 
-def test_the_variable_decides(four_npus, monkeypatch):
-    monkeypatch.setenv(device.VARIABLE, "cpu")
-    assert (device.device(), device.why_no_npu()) == ("cpu", "no NPU: SGLANG_PD_DEVICE is cpu")
-    monkeypatch.setenv(device.VARIABLE, "npu")
+def test_device_variable_overrides_detection(four_npus, monkeypatch):
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "cpu")
+    assert (device.device(), device.npu_skip_reason()) == ("cpu", "no NPU: SGLANG_PD_DEVICE is cpu")
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "npu")
     assert device.device() == "npu"
-    monkeypatch.setenv(device.VARIABLE, "NPU")
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "NPU")
     with pytest.raises(ValueError, match="'NPU'; set it to one of cpu, npu"):
         device.device()
 
 
-def test_an_npu_that_is_named_must_be_there(no_npu, monkeypatch):
-    """Else a runner whose NPUs are lost would skip every test, and be green."""
-    monkeypatch.setenv(device.VARIABLE, "npu")
+def test_requested_npu_must_exist(no_npu, monkeypatch):
+    """Otherwise a runner that lost its NPUs would skip every test and report success."""
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "npu")
     with pytest.raises(RuntimeError, match="is npu, but torch_npu is not installed"):
-        device.why_no_npu()
+        device.npu_skip_reason()
 
 
-def test_old_releases_of_memfabric_and_npus_wait_for_their_peers(no_npu, monkeypatch):
+def test_old_memfabric_and_npus_wait_for_peers(no_npu, monkeypatch):
     waits = []
     monkeypatch.setattr(device.time, "sleep", waits.append)
-    device.await_peers("1.3.0")
+    device.wait_for_memfabric_peers("1.3.0")
     assert not waits
-    device.await_peers("1.0.8")
+    device.wait_for_memfabric_peers("1.0.8")
     monkeypatch.setattr(device, "npus", lambda: 1)
-    device.await_peers("1.3.0")
+    device.wait_for_memfabric_peers("1.3.0")
     assert len(waits) == 2 and min(waits) > 9
 
 
-def test_servers_on_npus(four_npus, tmp_path):
+def test_server_options_on_npus(four_npus, tmp_path):
     topology = cluster.Topology("ascend", prefill_tp=1, prefill_pp=2, page_size=16, fia=True)
     servers = cluster.pd_servers(topology, Path("model"), tmp_path, "patched", "patched")
     prefill, decode, router = servers
@@ -91,11 +98,11 @@ def test_servers_on_npus(four_npus, tmp_path):
 
 
 def test_no_stock_engine_on_npus(four_npus):
-    with pytest.raises(FileNotFoundError, match="there is one engine"):
+    with pytest.raises(FileNotFoundError, match="the only engine"):
         cluster.interpreter("stock")
 
 
-def test_servers_on_the_cpu_host(no_npu, monkeypatch, tmp_path):
+def test_server_options_on_cpu_host(no_npu, monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "interpreter", lambda engine: Path(engine))
     topology = cluster.Topology("ascend", prefill_pp=2, page_size=16)
     prefill, decode, _ = cluster.pd_servers(topology, Path("m"), tmp_path, "stock", "patched")
@@ -107,11 +114,11 @@ def test_servers_on_the_cpu_host(no_npu, monkeypatch, tmp_path):
         assert server.environment["SGLANG_PD_CPU_HOST"] == "1"
 
 
-def test_what_four_npus_serve(four_npus):
+def test_four_npus_run_all_but_largest_scenarios(four_npus):
     served = [
         scenario.name
         for scenario in SCENARIOS
-        if not cluster.why_not_here(
+        if not cluster.skip_reason(
             scenario.topology.backend, sum(scenario.topology.ranks), ("patched", "patched")
         )
     ]
@@ -124,41 +131,41 @@ def test_what_four_npus_serve(four_npus):
 @pytest.mark.parametrize(
     "backend, ranks, engines, reason",
     [
-        ("nixl", 2, ("patched", "patched"), "KV travels by ascend, not by nixl"),
-        ("ascend", 5, ("patched", "patched"), "it takes 5 NPUs, one for each rank; here are 4"),
-        ("ascend", 2, ("stock", "patched"), "one engine, that of this Python"),
+        ("nixl", 2, ("patched", "patched"), "the backend is ascend, not nixl"),
+        ("ascend", 5, ("patched", "patched"), "5 NPUs, one for each rank; this machine has 4"),
+        ("ascend", 2, ("stock", "patched"), "only engine is this Python's"),
     ],
 )
-def test_what_npus_do_not_run_says_why(four_npus, backend, ranks, engines, reason):
-    assert reason in cluster.why_not_here(backend, ranks, engines)
+def test_skip_reason_names_missing_npu_feature(four_npus, backend, ranks, engines, reason):
+    assert reason in cluster.skip_reason(backend, ranks, engines)
 
 
-def test_a_larger_machine_leaves_small_fleets_to_a_smaller_one(four_npus, monkeypatch):
+def test_larger_machine_skips_small_fleets(four_npus, monkeypatch):
     monkeypatch.setenv(cluster.RANKS_FROM, "3")
-    here = [cluster.why_not_here("ascend", ranks, ("patched",)) for ranks in range(2, 6)]
+    here = [cluster.skip_reason("ascend", ranks, ("patched",)) for ranks in range(2, 6)]
     assert [reason is None for reason in here] == [False, True, True, False]
     assert "a smaller machine runs fleets of 2 ranks" in here[0]
 
 
-def test_the_cpu_host_runs_all(no_npu):
-    assert cluster.why_not_here("nixl", 8, ("stock", "patched")) is None
+def test_cpu_host_runs_all_fleets(no_npu):
+    assert cluster.skip_reason("nixl", 8, ("stock", "patched")) is None
 
 
 @pytest.mark.parametrize("page_size", [16, cluster.NPU_PAGE_SIZE])
-def test_a_full_pool_takes_the_prompts_and_not_all_answers(page_size):
-    """Whatever the device's page is; each prompt alone comes to its end beside those that wait."""
+def test_full_pool_fits_prompts_but_not_all_answers(page_size):
+    """With any page size, each request can finish alone while the other prompts wait."""
     answer = long_answer(page_size)
-    pool = full(page_size, answer) // page_size
-    prompts = pages(PROMPT_LENGTHS, page_size)
+    pool = pool_tokens(page_size, answer) // page_size
+    prompts = page_count(PROMPT_LENGTHS, page_size)
     for length in PROMPT_LENGTHS:
-        alone = pages([length + answer], page_size) - pages([length], page_size)
+        alone = page_count([length + answer], page_size) - page_count([length], page_size)
         assert prompts + alone <= pool
-    assert pool < pages([length + answer for length in PROMPT_LENGTHS], page_size)
+    assert pool < page_count([length + answer for length in PROMPT_LENGTHS], page_size)
 
 
 @pytest.mark.parametrize("environment", ["stock", "patched"])
-def test_an_engine_is_found_where_its_python_finds_it(no_npu, environment, tmp_path):
-    """An image's may be installed editable, and have another Python than 3.11."""
+def test_engine_folder_is_that_of_its_python(no_npu, environment, tmp_path):
+    """An image's engine may be an editable install, and its Python may not be 3.11."""
     try:
         folder = cluster.engine_folder(environment)
     except FileNotFoundError as error:
@@ -168,8 +175,8 @@ def test_an_engine_is_found_where_its_python_finds_it(no_npu, environment, tmp_p
     assert is_patched == (environment == "patched")
 
 
-class Spawning:
-    """In the place of a fork server and of its ranks: what was done in which order."""
+class RecordingForkServer:
+    """Stands in for a fork server and its ranks; records their calls in order."""
 
     def __init__(self):
         self.done = []
@@ -189,12 +196,15 @@ class Spawning:
 
 
 @pytest.mark.parametrize("where, early", [("npu", 5), ("cpu", 1)])
-def test_on_npus_the_engine_is_imported_by_all_ranks_at_once(monkeypatch, where, early):
-    """Else each fleet takes three imports, one after the other."""
+def test_ranks_on_npus_import_engine_concurrently(monkeypatch, where, early):
+    """Otherwise each fleet would need three imports, one after the other."""
     monkeypatch.setattr(fleets, "device", lambda: where)
-    monkeypatch.setattr(fleets, "answers", lambda port: True)
-    monkeypatch.setattr(fleets.Rank, "start", Spawning.start)
-    spawning, fleet = Spawning(), fleets.Fleet(fleets.Side(pp=2), fleets.Side(tp=2), layers=4)
+    monkeypatch.setattr(fleets, "is_listening", lambda port: True)
+    monkeypatch.setattr(fleets.Rank, "start", RecordingForkServer.start)
+    spawning, fleet = (
+        RecordingForkServer(),
+        fleets.Fleet(fleets.Side(pp=2), fleets.Side(tp=2), layers=4),
+    )
     with fleets.running(fleet, spawning, spawning):
         assert spawning.done.index("start") == early
         assert spawning.done.count("spawn") == spawning.done.count("start") == 1 + fleet.size
@@ -221,15 +231,15 @@ APART = answers(([1, 2, 3], [-0.5, -0.5, -0.5]), ([4, 5, 6], [-0.1, -0.2, -0.1])
     ],
     ids=["equal", "tie", "no_tie", "apart"],
 )
-def test_answers_are_compared_as_their_precision_allows(got, cpu, npu, monkeypatch):
+def test_answers_may_differ_at_ties_on_npus_only(got, cpu, npu, monkeypatch):
     for where, expected in (("cpu", cpu), ("npu", npu)):
         monkeypatch.setattr(serving_checks, "device", lambda where=where: where)
         assert serving_checks.outcome(got, [], WANT)[0] == expected
 
 
-def test_models_for_npus(tmp_path):
+def test_npu_model_has_own_name_and_initializer_range(tmp_path):
     pytest.importorskip("torch", reason="weights are made by torch")
-    folder = MildMLA(layers=1).make(tmp_path)
+    folder = NpuMLA(layers=1).make(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert folder.name.endswith("-mild")
     assert (config["initializer_range"], config["kv_lora_rank"]) == (0.08, 512)

@@ -1,4 +1,4 @@
-"""Tiny drafts: made of their target, once, with what the engine asks of such a checkpoint."""
+"""Tiny draft models are made once from their target, as checkpoints that the engine accepts."""
 
 import json
 
@@ -21,7 +21,7 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("target", [LLAMA, MLA], ids=["eagle", "nextn"])
-def test_made_once_beside_its_target(target, tmp_path):
+def test_draft_is_made_once_beside_its_target(target, tmp_path):
     first = make_draft(target, tmp_path)
     assert (tmp_path / target.name / "model.safetensors").is_file()
     time = (first / "model.safetensors").stat().st_mtime_ns
@@ -29,7 +29,7 @@ def test_made_once_beside_its_target(target, tmp_path):
     assert (first / "model.safetensors").stat().st_mtime_ns == time
 
 
-def test_eagle_has_one_layer_and_reads_hidden_states(tmp_path):
+def test_eagle_draft_has_one_layer_and_reads_hidden_states(tmp_path):
     folder = make_draft(LLAMA, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
@@ -41,7 +41,7 @@ def test_eagle_has_one_layer_and_reads_hidden_states(tmp_path):
     assert "layers.0.input_layernorm.weight" not in found
 
 
-def test_nextn_is_the_layer_after_the_last(tmp_path):
+def test_nextn_draft_is_the_layer_after_the_last(tmp_path):
     folder = make_draft(MLA, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
@@ -53,15 +53,16 @@ def test_nextn_is_the_layer_after_the_last(tmp_path):
     assert not found["model.layers.3.mlp.experts.0.down_proj.weight"].any()
 
 
-def test_later_layers_say_less(tmp_path):
+def test_later_layers_have_smaller_weights(tmp_path):
     loud, quiet = (
-        weights(TinyLlama(kv_heads=1, later=later, **SIZES).make(tmp_path)) for later in (1, 0.5)
+        weights(TinyLlama(kv_heads=1, later_weight=later_weight, **SIZES).make(tmp_path))
+        for later_weight in (1, 0.5)
     )
     name = "model.layers.{}.mlp.down_proj.weight"
     assert quiet[name.format(0)].equal(loud[name.format(0)])
     assert quiet[name.format(2)].equal(0.5 * loud[name.format(2)])
 
 
-def test_a_family_without_drafts(tmp_path):
-    with pytest.raises(TypeError, match="no draft is known for qwen3"):
+def test_model_family_without_draft_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="no draft model for qwen3"):
         make_draft(TinyGQA(**SIZES), tmp_path)

@@ -1,4 +1,4 @@
-"""Servers that are forks of a process which has imported the engine: as those of ``python -m``."""
+"""Servers as forks of a process that has imported the engine behave like ``python -m`` ones."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ import pytest
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 PYTHON_PATH = str(cluster.CHECKOUT / "python")
 PYTHON = str(cluster.interpreter("stock"))
-# A child by way of "spawn", as the engine makes them; it says what it is.
+# Starts a child with "spawn", as the engine does; the child prints what it is.
 CHILD = """
 import multiprocessing, os, sys, time, threading
 def child():
@@ -35,32 +35,32 @@ process.join()
 
 
 def run(code: str, log: Path, **environment: str) -> forks.Fork:
-    """Run the statements in a fork."""
+    """Runs the statements in a fork, with its output in the log."""
     with log.open("wb") as file:
-        # It runs what it is given, and is in every Python.
+        # `timeit` runs given statements, and is part of every Python.
         return forks.fork(
             PYTHON, "timeit", ["-n1", "-r1", code], {**ENVIRONMENT, **environment}, file
         )
 
 
 def lines(log: Path, count: int, seconds: float = 60) -> list[str]:
-    """The first lines of a log, when they are there."""
-    assert awaited(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
+    """Waits until a log has ``count`` lines, and returns its lines."""
+    assert wait_until(lambda: len(log.read_text().splitlines()) >= count, seconds), log.read_text()
     return log.read_text().splitlines()
 
 
-def gone(pid: int, seconds: float = 20) -> bool:
-    """A container's first process may not bury the dead."""
+def has_exited(pid: int, seconds: float = 20) -> bool:
+    """Returns whether a process exits in time; a zombie, which init may not reap, has exited."""
 
-    def is_gone() -> bool:
+    def is_dead() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         return True
 
-    return awaited(is_gone, seconds)
+    return wait_until(is_dead, seconds)
 
 
-def test_it_has_imported_the_engine_and_has_the_environment_it_was_given(tmp_path):
+def test_fork_has_imported_engine_and_given_environment(tmp_path):
     log = tmp_path / "log"
     code = "import os, sys; print('sglang' in sys.modules, os.environ['SOME'], sys.argv[1])"
     assert run(code, log, SOME="thing").wait() == 0
@@ -77,13 +77,13 @@ def test_forks_share_the_session_of_the_test(tmp_path):
     assert group != os.getpgrp()
 
 
-def test_its_status_is_told(tmp_path):
+def test_exit_status_of_fork_is_reported(tmp_path):
     process = run("import os; os._exit(7)", tmp_path / "log")
     assert process.wait() == 7
     assert process.poll() == 7
 
 
-def test_its_processes_are_forks_and_its_children(tmp_path):
+def test_spawned_processes_are_forked_children(tmp_path):
     log = tmp_path / "log"
     process = run(CHILD.format(seconds=600, threads=False, target="child"), log)
     server, child = (line.split() for line in lines(log, 2))
@@ -92,31 +92,31 @@ def test_its_processes_are_forks_and_its_children(tmp_path):
     assert int(server[1]) in family
     assert len(family) == 2
     process.stop()
-    assert all(gone(pid) for pid in family)
+    assert all(has_exited(pid) for pid in family)
 
 
-def test_beside_a_thread_nothing_is_forked(tmp_path):
-    """It would hold a lock that nobody ever releases."""
+def test_process_with_threads_does_not_fork(tmp_path):
+    """A fork of it could hold a lock that no thread ever releases."""
     log = tmp_path / "log"
-    # A spawned process takes its target by name, from a module that it can import.
+    # A spawned process needs a target from a module that it can import.
     target = "exec, args=('import sys; print(\\'sglang\\' in sys.modules)',)"
     run(CHILD.format(seconds=0, threads=True, target=target), log).wait()
     assert lines(log, 2)[1] == "False"
 
 
-def test_what_is_read_at_import_takes_another_fork_server(tmp_path):
-    """One that nobody reads then does not."""
+def test_variable_read_at_import_needs_another_fork_server(tmp_path):
+    """A variable that the import does not read may differ."""
     given = {**os.environ, **ENVIRONMENT}
     del given["PYTEST_CURRENT_TEST"]
     command = [PYTHON, "-m", forks.MODULE]
-    fork_server = forks.fork_server(command, given, forks._read_by)
+    fork_server = forks.fork_server(command, given, forks._variables_read_by)
     read = next(name for name in fork_server.read if name.startswith("SGLANG"))
-    assert fork_server.fits(command, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
-    assert not fork_server.fits(command, {**given, read: "another value"})
-    assert not fork_server.fits([str(cluster.interpreter("patched")), *command[1:]], given)
+    assert fork_server.matches(command, {**given, "SGLANG_NOBODY_READS_THIS": "1"})
+    assert not fork_server.matches(command, {**given, read: "another value"})
+    assert not fork_server.matches([str(cluster.interpreter("patched")), *command[1:]], given)
 
 
-OFFERS = """
+WORKER = """
 import os, sys
 from pd_harness import forks
 asleep = [sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"]
@@ -127,12 +127,16 @@ sys.stdin.read()
 """
 
 
-def test_workers_of_one_run_share_them_while_they_live(tmp_path):
+def test_workers_share_fork_servers_of_living_workers(tmp_path):
     def worker(value: str) -> tuple[subprocess.Popen, int]:
-        """A worker that asks for one with this value, and its process id."""
+        """Starts a worker that needs this value; returns it and its fork server's process id."""
         process = subprocess.Popen(
-            [sys.executable, "-c", OFFERS, value],
-            env={**os.environ, forks.SHARED: str(tmp_path), "PYTHONPATH": PYTHON_PATH},
+            [sys.executable, "-c", WORKER, value],
+            env={
+                **os.environ,
+                forks.SHARED_FOLDER_VARIABLE: str(tmp_path),
+                "PYTHONPATH": PYTHON_PATH,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -145,19 +149,19 @@ def test_workers_of_one_run_share_them_while_they_live(tmp_path):
         assert worker("1")[1] == made
         assert worker("2")[1] != made
         first.communicate()
-        assert gone(made)
+        assert has_exited(made)
         assert worker("1")[1] != made
 
 
-def test_it_ends_with_who_asked_also_at_once(tmp_path):
+def test_fork_exits_when_its_handle_is_dropped(tmp_path):
     log = tmp_path / "log"
     keepers = [run(CHILD.format(seconds=600, threads=False, target="child"), log).pid]
-    assert all(gone(pid) for pid in keepers)
+    assert all(has_exited(pid) for pid in keepers)
 
 
-@pytest.mark.nightly  # the engine is imported for it
-def test_all_end_with_a_killed_parent(tmp_path, monkeypatch):
-    monkeypatch.delenv(forks.SHARED, raising=False)
+@pytest.mark.nightly  # it imports the engine once more
+def test_forks_exit_with_killed_parent(tmp_path, monkeypatch):
+    monkeypatch.delenv(forks.SHARED_FOLDER_VARIABLE, raising=False)
     log = tmp_path / "log"
     code = CHILD.format(seconds=600, threads=False, target="child")
     script = f"""
@@ -179,18 +183,18 @@ time.sleep(600)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert all(gone(pid) for pid in (server, child.pid, keeper, fork_server))
+    assert all(has_exited(pid) for pid in (server, child.pid, keeper, fork_server))
 
 
-def test_an_engine_that_cannot_be_imported_is_reported(tmp_path):
+def test_unimportable_engine_is_reported(tmp_path):
     with pytest.raises(forks.ForkServerFailed, match="No module named"):
         forks.fork_server(
             [sys.executable, "-m", forks.MODULE], {"PYTHONPATH": PYTHON_PATH}, lambda _: {}
         )
 
 
-def test_nixls_plug_in_is_there_before_a_fork(tmp_path):
-    """Without it each rank would load it anew."""
+def test_nixl_plugin_is_loaded_before_fork(tmp_path):
+    """Otherwise each rank would load the plug-in again."""
     log = tmp_path / "log"
     run("print('libplugin_UCX' in open('/proc/self/maps').read())", log).wait()
     assert lines(log, 1)[0] == "True"

@@ -1,4 +1,4 @@
-"""How long idle schedulers sleep: shortly with a request, longer and longer without."""
+"""Idle schedulers sleep longer and longer without a request, and shortly with one."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,11 @@ from pd_harness.cpu_host import idle
 
 
 class Scheduler:
-    """As much of the engine's as is changed; the milliseconds that it polls for clients."""
+    """Stands in for the parts of the engine's scheduler that the harness changes.
+
+    Attributes:
+        polled: Milliseconds of each poll for clients, and negative, of each sleep.
+    """
 
     def __init__(self, dp: bool = False, sleeps: bool = True):
         self.polled: list[float] = []
@@ -31,9 +35,9 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Function: a scheduler; `slept` has its sleeps of both kinds, in milliseconds."""
+    """A function that makes a throttled `Scheduler`."""
     changed = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
-    idle.rested_schedulers(SimpleNamespace(Scheduler=changed))
+    idle.throttle_schedulers(SimpleNamespace(Scheduler=changed))
 
     def made(**options):
         one = changed(**options)
@@ -44,7 +48,7 @@ def scheduler(monkeypatch):
 
 
 @pytest.mark.parametrize(("dp", "longest"), [(False, 1000), (True, 50)])
-def test_without_a_request_it_sleeps_ever_longer(scheduler, dp, longest):
+def test_idle_scheduler_sleeps_longer_each_time(scheduler, dp, longest):
     one = scheduler(dp=dp)
     for _ in range(12):
         one.self_check_during_idle()
@@ -53,7 +57,7 @@ def test_without_a_request_it_sleeps_ever_longer(scheduler, dp, longest):
     assert one.polled[-1] == max(one.polled) == longest
 
 
-def test_what_it_computes_or_waits_for_wakes_it(scheduler):
+def test_batch_or_waiting_request_resets_idle_sleep(scheduler):
     one = scheduler()
     for _ in range(6):
         one.self_check_during_idle()
@@ -67,14 +71,14 @@ def test_what_it_computes_or_waits_for_wakes_it(scheduler):
     assert one.polled[-2:] == [-2, 2]
 
 
-def test_one_that_must_not_sleep_does_not(scheduler):
+def test_scheduler_without_idle_sleeper_does_not_sleep(scheduler):
     one = scheduler(sleeps=False)
     one.self_check_during_idle()
     assert one.polled == []
 
 
 class Controller:
-    """As much of the engine's: it never waits, but looks again and again at what has come."""
+    """Stands in for the engine's controller, which checks for messages without ever waiting."""
 
     def __init__(self, sleeps: bool, came: list[str]):
         self.server_args = SimpleNamespace(sleep_on_idle=sleeps)
@@ -96,9 +100,9 @@ class Controller:
         (False, ["fed", "one", "fed", "two"]),
     ],
 )
-def test_what_deals_requests_waits_for_them(sleeps, done):
+def test_controller_blocks_on_socket_if_sleep_on_idle(sleeps, done):
     changed = type("Controller", (Controller,), dict(vars(Controller)))
-    idle.rested_controllers(SimpleNamespace(DataParallelController=changed))
+    idle.throttle_controllers(SimpleNamespace(DataParallelController=changed))
     one = changed(sleeps, ["one", "two"])
     one.event_loop()
     assert one.done == done

@@ -1,6 +1,6 @@
-"""What the real MemFabric does here, by release: our patches and docs rely on it.
+"""The real MemFabric's behaviour on this machine, by release; our patches and docs rely on it.
 
-Where one of these fails with a newer release, what relies on it must be looked at.
+If a test fails with a newer release, check the code and docs that rely on the behaviour.
 """
 
 import contextlib
@@ -16,27 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fleet import prepare
+from fleet import install_library
 from memfabric_end import MIB, PAGE
 from serving_checks import LOST_MEMORY
 
 from pd_harness.cpu_host import memfabric
-from pd_harness.cpu_host.memfabric import DEFAULT, MAY_HANG, RELEASES, VARIABLE
+from pd_harness.cpu_host.memfabric import DEFAULT_MEMFABRIC, MAY_HANG, MEMFABRIC_VARIABLE, RELEASES
 from pd_harness.device import device
+from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
-from pd_harness.waiting import awaited
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 END = Path(__file__).resolve().parents[1] / "support" / "memfabric_end.py"
-JOINS_WITHIN = 30  # seconds, after which 1.0 knows a peer and what it has registered
+JOIN_SECONDS = 30  # after which 1.0 knows a peer and its registered memory
 BUFFER, OTHER = [100, MIB], [8 * MIB + 4096, 3 * MIB]  # offset and size
 DATA = 7
 
 pytestmark = pytest.mark.skipif(device() != "cpu", reason="NPUs have a driver: test/npu")
 
 
-class End:
-    """A process of `memfabric_end`, and calls to it."""
+class EndProcess:
+    """A process of `memfabric_end`; calling the object calls the process."""
 
     def __init__(self, role: str, device: int, release: str, folder: Path):
         self.log, self.fault = folder / f"{role}.driver", folder / f"{role}.fault"
@@ -49,7 +49,7 @@ class End:
             text=True,
             env={
                 **os.environ,
-                VARIABLE: release,
+                MEMFABRIC_VARIABLE: release,
                 "PD_DRIVER_LOG": str(self.log),
                 "PD_DRIVER_FAULT": str(self.fault),
             },
@@ -61,7 +61,11 @@ class End:
         self.process.stdin.flush()
 
     def end(self, seconds: float = 60):
-        """The result of the call. Raises TimeoutError if there is none."""
+        """Returns the result of the call that `begin` started.
+
+        Raises:
+            TimeoutError: There is no result within `seconds`.
+        """
         if not select.select([self.process.stdout], [], [], seconds)[0]:
             raise TimeoutError(f"no answer within {seconds} s")
         value, self.seconds = json.loads(self.process.stdout.readline())
@@ -76,37 +80,43 @@ class End:
         self.process.wait()
 
     def exports(self) -> int:
-        """How often MemFabric has asked its driver to let peers reach memory."""
+        """Counts MemFabric's requests to its driver to export memory to peers."""
         return self.log.read_text().count(" export ") if self.log.exists() else 0
 
 
 @dataclass
-class Pair:
-    """A prefill and a decode end. `ports` are decode's before and after its start, `early` is how
-    often prefill had asked its driver to let peers reach memory before it first wrote."""
+class EndPair:
+    """A prefill and a decode end.
+
+    Attributes:
+        session: Decode's session id.
+        remote_address: Address of decode's memory.
+        ports: Decode's ports before and after the start of its engine.
+        early_exports: Prefill's exports (see `EndProcess.exports`) before its first write.
+    """
 
     release: str
-    prefill: End
-    decode: End
+    prefill: EndProcess
+    decode: EndProcess
     session: str = ""
-    there: int = 0
+    remote_address: int = 0
     ports: tuple = ()
-    early: int = 0
+    early_exports: int = 0
 
     @property
     def version(self) -> tuple[int, ...]:
         return tuple(map(int, self.release.split(".")))
 
     def write(self, *copies: list[int]) -> int:
-        return self.prefill("write", self.session, self.there, *copies)
+        return self.prefill("write", self.session, self.remote_address, *copies)
 
     def arrives(self, copy: list[int]) -> bool:
-        """Whether it is taken and found there; 1.0 may need a while."""
+        """Returns whether a copy is accepted and arrives."""
         _, offset, size = copy
         self.decode("fill", 0, offset, size)
-        # From 1.1.3 on at once.
+        # Releases before 1.1.3 may need a while.
         if self.version < (1, 1, 3):
-            awaited(lambda: self.write(copy) == 0, JOINS_WITHIN, pause=1)
+            wait_until(lambda: self.write(copy) == 0, JOIN_SECONDS, pause=1)
         return self.write(copy) == 0 and self.decode("count", DATA, offset, size) == size
 
 
@@ -115,16 +125,18 @@ ATTEMPTS = 5
 
 
 @contextlib.contextmanager
-def started(release: str, folder: Path, protocol: str = "SDMA"):
-    """A pair whose ends know each other; decode has registered BUFFER and OTHER, as prefill has."""
-    prepare("memfabric", release)
+def running_pair(release: str, folder: Path, protocol: str = "SDMA"):
+    """Runs a connected pair; both ends have registered BUFFER and OTHER."""
+    install_library("memfabric", release)
     for attempt in range(ATTEMPTS):
         place = folder / str(attempt)
         place.mkdir()
-        pair = Pair(release, *(End(role, i, release, place) for i, role in enumerate(ROLES)))
+        pair = EndPair(
+            release, *(EndProcess(role, i, release, place) for i, role in enumerate(ROLES))
+        )
         try:
             try:
-                meet(pair, protocol)
+                connect(pair, protocol)
             except TimeoutError:
                 if release not in MAY_HANG:
                     raise
@@ -137,81 +149,83 @@ def started(release: str, folder: Path, protocol: str = "SDMA"):
     pytest.fail(f"MemFabric {release} hung in each of {ATTEMPTS} first writes")
 
 
-def meet(pair: Pair, protocol: str) -> None:
-    """Start both ends, register, and write for the first time.
+def connect(pair: EndPair, protocol: str) -> None:
+    """Starts both ends, registers their memory, and writes for the first time.
 
     Raises:
-        TimeoutError: that does not end.
+        TimeoutError: The write hangs.
     """
     (port,) = free_ports(1)
     url = f"tcp://{HOST}:{port}"
     ends = (pair.prefill, pair.decode)
     assert pair.prefill("create_store", url) == 0
-    for end in ends:  # at once: in 1.0 one waits for the other
+    for end in ends:  # concurrently, because in 1.0 one end waits for the other
         end.begin("start_engine", url, HOST, protocol)
     _, found = (end.end() for end in ends)
     assert found["status"] == 0, found
     pair.ports = (found["before"], found["after"])
-    # Before 1.1.3 it is a name, and the one that was said to the store counts.
+    # Before 1.1.3 the session id is only a name, and the name sent to the store is the valid one.
     pair.session = f"{HOST}:{found['before'] or found['after']}"
-    pair.there = pair.decode("where")
+    pair.remote_address = pair.decode("where")
     pair.prefill("fill", DATA, 0, 32 * MIB)
     for end in ends:
         assert end("register", BUFFER, OTHER) == 0
-    pair.early = pair.prefill.exports()
-    pair.prefill.begin("write", pair.session, pair.there, [100, *BUFFER])
+    pair.early_exports = pair.prefill.exports()
+    pair.prefill.begin("write", pair.session, pair.remote_address, [100, *BUFFER])
     pair.prefill.end(15)
 
 
-def at_night(release: str):
-    return pytest.param(release, marks=[] if release == DEFAULT else [pytest.mark.nightly])
+def nightly_unless_default(release: str):
+    return pytest.param(
+        release, marks=[] if release == DEFAULT_MEMFABRIC else [pytest.mark.nightly]
+    )
 
 
-@pytest.fixture(scope="module", params=[at_night(release) for release in RELEASES])
+@pytest.fixture(scope="module", params=[nightly_unless_default(release) for release in RELEASES])
 def pair(request, tmp_path_factory):
-    with started(request.param, tmp_path_factory.mktemp("memfabric")) as pair:
+    with running_pair(request.param, tmp_path_factory.mktemp("memfabric")) as pair:
         yield pair
 
 
-def test_the_port_of_a_session(pair):
+def test_session_port_depends_on_release(pair):
     before, after = pair.ports
-    if pair.version < (1, 1, 3):  # a name, which int() reads
+    if pair.version < (1, 1, 3):  # a name that int() accepts
         port, pid = before.split("_")
         assert (port.isdecimal(), int(pid)) == (True, pair.decode.process.pid)
     else:
         assert before == 0 < after < 1 << 16
 
 
-def test_prefill_registers_when_it_first_writes(pair):
-    assert (pair.early == 0) == (pair.version >= (1, 1, 3))
+def test_prefill_exports_memory_on_first_write(pair):
+    assert (pair.early_exports == 0) == (pair.version >= (1, 1, 3))
     assert pair.arrives([100, *BUFFER])
     assert pair.prefill.exports() > 0
     assert pair.decode.exports() > 0
 
 
-def test_a_buffer_arrives_and_nothing_beside_it(pair):
+def test_write_changes_only_the_buffer(pair):
     assert pair.arrives([100, *BUFFER])
     for offset in (0, BUFFER[0] + BUFFER[1]):
         assert pair.decode("count", DATA, offset, 100) == 0
 
 
 @pytest.mark.parametrize("offset", [0, BUFFER[0] + BUFFER[1]], ids=["before", "behind"])
-def test_what_lies_beside_a_buffer_in_its_page_can_be_written(pair, offset):
+def test_rest_of_registered_page_is_writable(pair, offset):
     assert pair.arrives([100, *BUFFER])
     assert pair.write([100, offset, 16]) == 0
     assert pair.decode("count", DATA, offset, 16) == 16
     pair.decode("fill", 0, offset, 16)
 
 
-def test_no_other_page_can_be_written(pair):
+def test_other_pages_are_not_writable(pair):
     assert pair.arrives([100, *BUFFER])
     for offset in (PAGE - 8, 2 * PAGE):
         assert pair.write([100, offset, 16]) < 0
         assert pair.decode("count", DATA, PAGE, PAGE) == 0
 
 
-def test_a_wrong_address_is_no_reason_to_start_servers_again(pair):
-    """They are where MemFabric has lost memory; a wrong pointer of ours must fail the test."""
+def test_wrong_address_is_not_logged_as_lost_memory(pair):
+    """Tests restart servers that lost memory; they must fail for a wrong pointer of ours."""
     assert pair.arrives([100, *BUFFER])
     for offset in (PAGE - 8, 2 * PAGE, -PAGE, sum(OTHER) + PAGE, 1 << 40):
         assert pair.write([100, offset, 16]) < 0
@@ -219,24 +233,24 @@ def test_a_wrong_address_is_no_reason_to_start_servers_again(pair):
     assert LOST_MEMORY not in pair.prefill.output.read_text()
 
 
-def test_a_source_need_not_be_registered(pair):
+def test_source_need_not_be_registered(pair):
     assert pair.arrives([30 * MIB, 100, 16])
 
 
-def test_one_bad_address_keeps_the_whole_batch_from_being_written(pair):
+def test_bad_address_fails_the_whole_batch(pair):
     assert pair.arrives([100, *BUFFER])
     pair.decode("fill", 0, *BUFFER)
     assert pair.write([100, 100, 8], [200, 2 * PAGE, 8]) < 0
     assert pair.decode("count", DATA, *BUFFER) == 0
 
 
-def test_copies_of_nothing_are_refused(pair):
+def test_empty_copies_are_refused(pair):
     assert pair.arrives([100, *BUFFER])
     assert pair.write([100, 100, 0]) < 0
     assert pair.write() < 0
 
 
-def test_registering_a_page_again(pair):
+def test_registering_a_page_twice_fails_in_some_releases(pair):
     refused = (1, 1, 4) <= pair.version <= (1, 2, 1)
     offset, size = OTHER
     assert (pair.decode("register", BUFFER) != 0) == refused
@@ -244,22 +258,22 @@ def test_registering_a_page_again(pair):
     assert pair.arrives([offset, offset, size])
 
 
-def test_a_copy_over_the_border_of_neighbours(pair):
-    """From 1.1.3 on they stay two ranges; before, they become one."""
+def test_copy_across_adjacent_registrations(pair):
+    """Adjacent registrations stay two ranges from 1.1.3 on; in older releases they become one."""
     assert pair.decode("register", [20 * MIB, 4 * MIB], [24 * MIB, 4 * MIB]) == 0
     assert pair.arrives([20 * MIB, 20 * MIB, 4 * MIB])
     assert pair.arrives([20 * MIB, 24 * MIB, 4 * MIB])
     assert (pair.write([20 * MIB, 22 * MIB, 4 * MIB]) < 0) == (pair.version >= (1, 1, 3))
 
 
-def test_unregistering_changes_nothing(pair):
+def test_unregistering_has_no_effect(pair):
     assert pair.arrives([100, *BUFFER])
-    address = pair.there + BUFFER[0]
+    address = pair.remote_address + BUFFER[0]
     assert pair.decode("unregister_memory", address) == 0
     assert pair.arrives([100, *BUFFER])
 
 
-def test_what_no_release_has(pair):
+def test_functions_missing_in_all_releases(pair):
     for name in ("send_probe", "batch_unregister_memory", "get_engine"):
         assert pair.decode("has", name) is False
 
@@ -268,15 +282,15 @@ def test_sessions_need_an_ip_address(pair):
     assert pair.arrives([100, *BUFFER])
     port = pair.session.partition(":")[2]
     for session in (f"localhost:{port}", f"{HOST}:9", "nobody"):
-        assert pair.prefill("write", session, pair.there, [100, 100, 16]) < 0
+        assert pair.prefill("write", session, pair.remote_address, [100, 100, 16]) < 0
 
 
-def test_a_store_has_a_url(pair):
+def test_engine_needs_a_store_url(pair):
     engine = pair.decode("start_engine", None, HOST)
     assert "raised" in engine or engine["status"] != 0, engine
 
 
-def test_many_copies_in_a_batch(pair):
+def test_batch_of_many_copies_arrives(pair):
     assert pair.arrives([100, *BUFFER])
     copies = [[at, at, 24] for at in range(OTHER[0], OTHER[0] + 20_000 * 48, 48)]
     pair.decode("fill", 0, *OTHER)
@@ -284,8 +298,8 @@ def test_many_copies_in_a_batch(pair):
     assert pair.decode("count", DATA, OTHER[0], 20_000 * 48) == 20_000 * 24
 
 
-def test_a_copy_that_fails_in_the_driver(pair):
-    """What was written before it stays; the next batch is right."""
+def test_driver_failure_fails_batch_but_next_succeeds(pair):
+    """Copies before the failure stay written; the next batch is right."""
     assert pair.arrives([100, *BUFFER])
     pair.decode("fill", 0, *BUFFER)
     copies = [[at, at, 16] for at in range(1000, 1000 + 10 * 64, 64)]
@@ -297,8 +311,10 @@ def test_a_copy_that_fails_in_the_driver(pair):
     assert pair.decode("count", DATA, *BUFFER) == 10 * 16
 
 
-def checked(*, driver: Path | None = None, release: str = DEFAULT, before: str = "") -> str:
-    """What `scripts/setup.sh` is told of MemFabric, after a process has run the code `before`."""
+def run_check(
+    *, driver: Path | None = None, release: str = DEFAULT_MEMFABRIC, before: str = ""
+) -> str:
+    """Runs the MemFabric check of `scripts/setup.sh` after the code `before`; returns its error."""
     code = ["import sys", "from pathlib import Path", "from pd_harness.cpu_host import memfabric"]
     if driver:
         code += [f"memfabric.LIBRARY = Path({str(driver)!r})"]
@@ -309,44 +325,44 @@ def checked(*, driver: Path | None = None, release: str = DEFAULT, before: str =
     return found.stderr
 
 
-def test_what_is_there_runs():
-    assert checked() == ""
+def test_default_release_passes_check():
+    assert run_check() == ""
 
 
-def test_a_release_that_is_not_known_is_named():
-    assert f"{VARIABLE} is 0.1; set it to one of 1.0.8, 1.1.6, 1.2.1, 1.3.0" in checked(
+def test_unknown_memfabric_release_is_named():
+    assert f"{MEMFABRIC_VARIABLE} is 0.1; set it to one of 1.0.8, 1.1.6, 1.2.1, 1.3.0" in run_check(
         release="0.1"
     )
 
 
-def test_a_driver_that_was_not_built_is_named(tmp_path):
-    said = checked(before=f"memfabric.FOLDER = Path({str(memfabric.FOLDER / 'none')!r})")
+def test_missing_driver_is_named(tmp_path):
+    said = run_check(before=f"memfabric.FOLDER = Path({str(memfabric.FOLDER / 'none')!r})")
     assert ".pd-env/memfabric/none/1.3.0 is missing; run `scripts/setup.sh --memfabric" in said
 
 
-def test_a_driver_of_another_architecture_is_named(tmp_path):
-    """The number of the machine is in bytes 18 and 19 of an ELF file; 243 is RISC-V's."""
+def test_driver_of_another_architecture_is_named(tmp_path):
+    """Bytes 18 and 19 of an ELF file are the machine's number; 243 is RISC-V."""
     library = bytearray(memfabric.LIBRARY.read_bytes())
     library[18:20] = (243).to_bytes(2, "little")
     (tmp_path / "driver.so").write_bytes(library)
-    said = checked(driver=tmp_path / "driver.so")
+    said = run_check(driver=tmp_path / "driver.so")
     assert "the stand-in for the Ascend driver does not load" in said
-    assert f"here it must be built for {os.uname().machine}" in said
+    assert f"it must be built for {os.uname().machine}" in said
 
 
-def test_a_wheel_that_does_not_load_is_named(tmp_path):
-    package = tmp_path / DEFAULT / "memfabric_hybrid"
+def test_unloadable_wheel_is_named(tmp_path):
+    package = tmp_path / DEFAULT_MEMFABRIC / "memfabric_hybrid"
     package.mkdir(parents=True)
     (package / "libmf_smem.so").write_bytes(b"no library")
     load = "import ctypes, os; ctypes.CDLL(os.path.dirname(__file__) + '/libmf_smem.so')"
     (package / "__init__.py").write_text(load)
     moved = f"memfabric.CHECKOUT = memfabric.FOLDER = Path({str(tmp_path)!r})"
-    said = checked(before=moved)
-    assert f"MemFabric {DEFAULT} cannot be imported" in said and "libmf_smem.so" in said
+    said = run_check(before=moved)
+    assert f"MemFabric {DEFAULT_MEMFABRIC} cannot be imported" in said and "libmf_smem.so" in said
 
 
-# A process that may not write into another, as in a container whose seccomp profile says so.
-REFUSED = """
+# Forbids this process to write into another, as a container's seccomp profile may do.
+FORBID_PROCESS_WRITES = """
 import ctypes, errno, os, struct
 number = {"x86_64": 311, "aarch64": 271}[os.uname().machine]
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50000 | errno.EPERM)]
@@ -358,15 +374,15 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter) == 0, ctype
 """
 
 
-def test_a_container_that_refuses_the_drivers_copies_is_named():
-    said = checked(before=REFUSED)
+def test_container_that_forbids_process_vm_writev_is_named():
+    said = run_check(before=FORBID_PROCESS_WRITES)
     assert "process_vm_writev is refused here (EPERM, Operation not permitted)" in said
     assert "seccomp" in said and "SYS_PTRACE" in said
 
 
 @pytest.mark.nightly
-def test_without_a_compiler_one_comes_from_a_wheel(tmp_path):
-    """100 MB, and fetched once."""
+def test_missing_compiler_is_installed_from_wheel(tmp_path):
+    """The wheel has 100 MB and is fetched once."""
     for tool in ("bash", "dirname", "awk", "env", "python3.11"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     sys.path.insert(0, str(SCRIPTS))
@@ -383,17 +399,17 @@ def test_without_a_compiler_one_comes_from_a_wheel(tmp_path):
     sources = sorted(setup_memfabric.SOURCE.glob("*.c"))
     command = [*cc, *setup_memfabric.SHARED, "-o", built, *sources, "-ldl", "-lpthread"]
     subprocess.run([str(word) for word in command], check=True)
-    assert checked(driver=built) == ""
+    assert run_check(driver=built) == ""
 
 
-@pytest.mark.parametrize("release", [at_night(release) for release in RELEASES])
-def test_a_peer_that_dies_in_the_middle_of_a_batch(release, tmp_path):
-    """The call ends, with an error; so does the next one."""
+@pytest.mark.parametrize("release", [nightly_unless_default(release) for release in RELEASES])
+def test_peer_death_during_batch_fails_the_call(release, tmp_path):
+    """The call returns an error, and so does the next one."""
     copies = [[at, at, 16] for at in range(1000, 1000 + 200 * 64, 64)]
-    with started(release, tmp_path) as pair:
+    with running_pair(release, tmp_path) as pair:
         assert pair.arrives([100, *BUFFER])
         pair.prefill.fault.write_text("slow 10000\n")
-        pair.prefill.begin("write", pair.session, pair.there, *copies)
+        pair.prefill.begin("write", pair.session, pair.remote_address, *copies)
         time.sleep(1)
         os.kill(pair.decode.process.pid, signal.SIGKILL)
         assert pair.prefill.end() < 0
@@ -402,10 +418,10 @@ def test_a_peer_that_dies_in_the_middle_of_a_batch(release, tmp_path):
         assert pair.prefill.seconds < 5
 
 
-# DEVICE_RDMA: with it, 1.1.6 registers addresses of an NPU's memory only.
-RDMA_RELEASES = [at_night(release) for release in RELEASES if release != "1.1.6"]
+# With DEVICE_RDMA, 1.1.6 registers NPU memory only.
+RDMA_RELEASES = [nightly_unless_default(release) for release in RELEASES if release != "1.1.6"]
 SEND_QUEUE = 1024
-FITS = SEND_QUEUE - 3  # two entries stay empty, and one is the notify's
+FITS = SEND_QUEUE - 3  # two entries stay empty, and one is for the notification
 
 
 @pytest.fixture(scope="module", params=RDMA_RELEASES)
@@ -413,43 +429,43 @@ def rdma(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_DRIVER_SEND_QUEUE", str(SEND_QUEUE))
         folder = tmp_path_factory.mktemp("rdma")
-        with started(request.param, folder, "DEVICE_RDMA") as pair:
+        with running_pair(request.param, folder, "DEVICE_RDMA") as pair:
             assert pair.arrives([100, *BUFFER])
             yield pair
 
 
 def blocks(count: int) -> list[list[int]]:
-    """Copies that MemFabric cannot join."""
+    """Returns `count` copies that MemFabric cannot merge."""
     return [[at, at, 16] for at in range(OTHER[0], OTHER[0] + count * 64, 64)]
 
 
-def test_rdma_goes_through_the_card(rdma):
+def test_rdma_writes_through_the_nic(rdma):
     assert rdma.arrives([100, *BUFFER])
     assert " write " in rdma.prefill.log.read_text()
     assert " copy " not in rdma.prefill.log.read_text().partition(" write ")[2]
 
 
-def test_rdma_wants_registered_sources(rdma):
-    """1.0 copies what is not registered by a buffer of its own; later ones have none by default."""
+def test_rdma_requires_registered_sources(rdma):
+    """1.0 copies unregistered sources through its own buffer; later ones have none by default."""
     taken = rdma.write([30 * MIB, 100, 16]) == 0
     assert taken == (rdma.version < (1, 1, 3))
 
 
-def test_rdma_batches_are_as_long_as_the_send_queue(rdma):
-    """Of one that is longer, all that fits is written, and the call fails."""
+def test_rdma_batch_is_limited_by_send_queue(rdma):
+    """MemFabric writes the part of a longer batch that fits, and the call fails."""
     rdma.decode("fill", 0, *OTHER)
     assert rdma.write(*blocks(FITS)) == 0
     assert rdma.decode("count", DATA, *OTHER) == FITS * 16
     rdma.decode("fill", 0, *OTHER)
     assert rdma.write(*blocks(4 * FITS)) < 0
     assert rdma.decode("count", DATA, *OTHER) == (SEND_QUEUE - 2) * 16
-    assert rdma.write(*blocks(1)) < 0  # it is still full
+    assert rdma.write(*blocks(1)) < 0  # the queue is still full
     time.sleep(1.5)
     assert rdma.write(*blocks(FITS)) == 0
 
 
-def test_rdma_does_not_recover_from_a_copy_that_fails(rdma):
-    """The last test of this pair: its session takes no more."""
+def test_rdma_does_not_recover_from_failed_copy(rdma):
+    """Must be this pair's last test, because its session accepts no further writes."""
     rdma.decode("fill", 0, *OTHER)
     rdma.prefill.fault.write_text("fail 3\n")
     assert rdma.write(*blocks(10)) < 0

@@ -1,4 +1,4 @@
-"""Tiny models: made once, whole, the same every time."""
+"""Tiny models are made once, completely, and with the same weights every time."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from pd_harness.cpu_host.models import (
     TinyLlama,
     TinyMLA,
     byte_tokenizer,
-    loaded,
+    load_checkpoint,
 )
 
 pytest.importorskip("transformers", reason="needs the packages of .pd-env/base")
@@ -20,13 +20,13 @@ SMALL = TinyGQA(layers=1, heads=2, kv_heads=1, head_dim=16, hidden=32)
 SMALL_MLA = TinyMLA(layers=1, heads=2, latent=16, rope=8, head_dim=16, hidden=32)
 
 
-def test_same_parameters_same_weights(tmp_path):
+def test_equal_parameters_make_equal_weights(tmp_path):
     first = SMALL.make(tmp_path / "a")
     second = SMALL.make(tmp_path / "b")
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
-def test_config_is_what_was_asked_for(tmp_path):
+def test_gqa_config_matches_parameters(tmp_path):
     config = json.loads((SMALL.make(tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["num_key_value_heads"] == 1
@@ -34,7 +34,7 @@ def test_config_is_what_was_asked_for(tmp_path):
     assert config["dtype"] == "float32"
 
 
-def test_mla_config_is_what_the_engine_asks_for(tmp_path):
+def test_mla_config_has_fields_read_by_engine(tmp_path):
     config = json.loads((SMALL_MLA.make(tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["DeepseekV2ForCausalLM"]
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (16, 8)
@@ -46,7 +46,10 @@ def test_mla_config_is_what_the_engine_asks_for(tmp_path):
 
 
 def logprobs_after(network, tokens, damage) -> list[float]:
-    """Of all tokens after ``tokens``, the KV of all but the last of which is damaged before use."""
+    """Returns the logprobs of all candidates for the token after ``tokens``.
+
+    ``damage`` changes the KV cache of all tokens but the last before it is used.
+    """
     import torch
 
     with torch.no_grad():
@@ -58,14 +61,14 @@ def logprobs_after(network, tokens, damage) -> list[float]:
 
 @pytest.mark.parametrize(
     "model",
-    [TinyGQA(), TinyMLA(layers=7), TinyLlama(later=0.1), TinyMLA(later=0.1)],
+    [TinyGQA(), TinyMLA(layers=7), TinyLlama(later_weight=0.1), TinyMLA(later_weight=0.1)],
     ids=["gqa", "mla", "drafted_llama", "drafted_mla"],
 )
 def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
-    """A page of 16 tokens in one layer that is not what it must be can be seen in one token."""
+    """One wrong page of 16 tokens in one layer changes a single token's logprobs."""
     import torch
 
-    network = loaded(model.make(tmp_path))
+    network = load_checkpoint(model.make(tmp_path))
     tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
     right = logprobs_after(network, tokens, lambda cache: None)
     for layer in range(model.layers):
@@ -79,7 +82,7 @@ def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
             assert apart > 0.01, f"{part} of layer {layer}: logprobs differ by {apart:.4f} only"
 
 
-def test_made_at_once_by_two(tmp_path):
+def test_concurrent_make_leaves_one_model(tmp_path):
     threads = [threading.Thread(target=SMALL.make, args=(tmp_path,)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -89,7 +92,7 @@ def test_made_at_once_by_two(tmp_path):
     assert (tmp_path / SMALL.name / "tokenizer.json").is_file()
 
 
-def test_each_token_reads_as_a_text_of_its_own():
+def test_each_token_decodes_to_distinct_text():
     tokenizer = byte_tokenizer()
     assert len({tokenizer.decode([token]) for token in range(VOCABULARY)}) == VOCABULARY
     assert len(tokenizer("wörld")["input_ids"]) == len("wörld".encode())

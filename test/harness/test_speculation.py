@@ -1,4 +1,4 @@
-"""Chains of drafted tokens, and attention over them, beside what they stand in for."""
+"""The CPU host's stand-ins for chains of drafted tokens, and for attention over them."""
 
 import os
 from types import SimpleNamespace
@@ -19,14 +19,14 @@ from sglang.srt.speculative import eagle_utils
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 HEADS, WIDTH = 2, 8
-TOKENS = 4  # of a request that are verified at once
-LENGTHS = (5, 9)  # before them
+TOKENS = 4  # tokens of a request that are verified at once
+LENGTHS = (5, 9)  # tokens of each request before them
 SLOTS = 64
-RETRIEVE = "retrive" if release() == "0.5.9" else "retrieve"  # as the engine spells it
+RETRIEVE = "retrive" if release() == "0.5.9" else "retrieve"  # the engine's spelling
 
 
-def built(topk: int = 1):
-    """What the engine makes of two requests' last tokens, 7 and 8, and three drafted after each."""
+def build_tree(topk: int = 1):
+    """Returns the engine's tree of two requests' last tokens, 7 and 8, and three drafts of each."""
     return eagle_utils.build_tree_kernel_efficient(
         torch.tensor([7, 8]),
         torch.empty(2, 0),
@@ -40,8 +40,8 @@ def built(topk: int = 1):
     )
 
 
-def test_a_chain_is_built():
-    _, positions, places, next_tokens, siblings, tokens = built()
+def test_draft_chain_is_built():
+    _, positions, places, next_tokens, siblings, tokens = build_tree()
     assert tokens.tolist() == [7, 10, 11, 12, 8, 20, 21, 22]
     assert positions.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
     assert places.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -49,21 +49,21 @@ def test_a_chain_is_built():
     assert siblings.tolist() == [[-1] * TOKENS] * 2
 
 
-def test_branches_are_refused():
-    with pytest.raises(ValueError, match="topk is 2"):
-        built(topk=2)
+def test_topk_above_one_is_refused():
+    with pytest.raises(ValueError, match="not topk 2"):
+        build_tree(topk=2)
 
 
 @pytest.mark.parametrize(
     ("says", "accepted", "kept"),
     [
-        ([10, 11, 12, 13], 3, [10, 11, 12, 13]),  # all, and one more of its own
+        ([10, 11, 12, 13], 3, [10, 11, 12, 13]),  # all drafts, and the target's next token
         ([10, 11, 99, 13], 2, [10, 11, 99]),
-        ([99, 11, 12, 13], 0, [99]),  # right after a wrong one is not accepted
+        ([99, 11, 12, 13], 0, [99]),  # right drafts behind a wrong one are rejected
     ],
 )
-def test_drafts_are_accepted_up_to_the_first_that_is_not_the_targets(says, accepted, kept):
-    _, _, places, next_tokens, siblings, tokens = built()
+def test_verify_accepts_matching_prefix(says, accepted, kept):
+    _, _, places, next_tokens, siblings, tokens = build_tree()
     predicts, index, number = eagle_utils.verify_tree_greedy_func(
         predicts=torch.zeros(9, dtype=torch.int32),
         accept_index=torch.full((2, TOKENS), -1, dtype=torch.int32),
@@ -121,7 +121,7 @@ class Batch:
         return attention.forward(q.flatten(1), k, v, self.layer, batch).view_as(q)
 
     def expected(self, q, starts, ends) -> torch.Tensor:
-        """Each new token over all of its request up to itself."""
+        """Returns the attention of each new token over its request up to that token."""
         rows = [
             (row, length)
             for row, a, b in zip(self.rows, starts, ends, strict=True)
@@ -136,12 +136,12 @@ class Batch:
 
 
 def attention(batch: Batch) -> TorchNativeAttnBackend:
-    """After 0.5.9 it takes the pools when it is made, else with each batch."""
+    """Returns a backend; after 0.5.9 it gets the pools here, in 0.5.9 with each batch."""
     pools = {"token_to_kv_pool": batch.pool, "req_to_token_pool": batch.table}
     return TorchNativeAttnBackend(SimpleNamespace(device="cpu", **pools))
 
 
-def test_the_target_verifies_tokens_after_those_that_it_has():
+def test_target_verify_attends_to_prefix_and_drafted_tokens():
     batch, ends = Batch(), [length + TOKENS for length in LENGTHS]
     q = torch.randn(2 * TOKENS, HEADS, WIDTH)
     got = batch.attend(
@@ -157,8 +157,8 @@ def test_the_target_verifies_tokens_after_those_that_it_has():
     torch.testing.assert_close(got, batch.expected(q, LENGTHS, ends))
 
 
-def test_the_draft_takes_in_what_was_accepted():
-    """The engine leaves lengths of an earlier batch, of other requests, beside the new ones."""
+def test_draft_extend_attends_to_accepted_tokens():
+    """The batch also has stale prefix lengths of an earlier batch, which must not be used."""
     batch, accepted = Batch(), (1, 3)
     starts = [length - new for length, new in zip(LENGTHS, accepted, strict=True)]
     q = torch.randn(sum(accepted), HEADS, WIDTH)
@@ -174,7 +174,7 @@ def test_the_draft_takes_in_what_was_accepted():
     torch.testing.assert_close(got, batch.expected(q, starts, LENGTHS))
 
 
-def test_each_step_of_a_draft_sees_those_before_it():
+def test_draft_decode_steps_attend_to_previous_steps():
     batch, q = Batch(), torch.randn(2, HEADS, WIDTH)
     own = attention(batch)
     runner = SimpleNamespace(attn_backend=own, draft_attention_backend=None)

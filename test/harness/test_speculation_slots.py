@@ -1,4 +1,4 @@
-"""Slots of drafted tokens beside the kernels' descriptions: two requests, in rows 2 and 0."""
+"""Slots of drafted tokens as the kernels are documented; two requests, in rows 2 and 0."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ WIDTH = 6
 
 
 def table() -> torch.Tensor:
-    """Row r has the slots 10 r, 10 r + 1 and so on."""
+    """Returns a table whose row r has the slots 10 r, 10 r + 1 and so on."""
     return 10 * torch.arange(3, dtype=torch.int32)[:, None] + torch.arange(WIDTH, dtype=torch.int32)
 
 
@@ -26,41 +26,41 @@ def test_new_slots_are_assigned():
     assert rows[1].tolist() == table()[1].tolist()
 
 
-def test_slots_are_read():
+def test_extend_cache_locs_are_read():
     found = torch.full((4,), -1)
     slots.assign_extend_cache_locs_cpu(ROWS, table(), START, END, found, WIDTH)
     assert found.tolist() == [21, 22, 3, -1]
 
 
-def test_slots_to_draft_into():
+def test_draft_cache_locs_follow_existing_tokens():
     found = torch.empty(4, dtype=torch.int64)
     slots.assign_draft_cache_locs_contiguous_cpu(ROWS, table(), START, found, WIDTH, 1, 2)
     assert found.tolist() == [21, 22, 3, 4]
 
 
-def test_the_last_accepted_token():
+def test_bonus_token_is_last_accepted():
     bonus = torch.empty(2, dtype=torch.int32)
     tokens = torch.tensor([[7, 8, 9], [4, 5, 6]], dtype=torch.int32)
     slots.fill_bonus_tokens_cpu(tokens, torch.tensor([3, 1]), bonus, 3)
     assert bonus.tolist() == [9, 4]
 
 
-def test_slots_of_what_was_accepted():
+def test_accepted_tokens_keep_their_slots():
     found = torch.full((6,), -1)
     accepted = torch.tensor([[0, 1, -1], [3, -1, -1]])
     slots.fill_accept_out_cache_loc_cpu(accepted, 50 + torch.arange(6), found)
     assert found.tolist() == [50, 51, 53, -1, -1, -1]
 
 
-def test_rows_are_copied_from_before_the_copy():
+def test_overlapping_rows_are_copied_correctly():
     buffer = torch.arange(8, dtype=torch.float32).view(4, 2)
     address, stride = torch.tensor([buffer.data_ptr()]), torch.tensor([8])
     slots.copy_all_layer_kv_cache_cpu(address, stride, torch.tensor([1, 2]), torch.tensor([0, 1]))
     assert buffer.tolist() == [[0, 1], [0, 1], [2, 3], [6, 7]]
 
 
-def test_a_module_gets_what_it_names():
+def test_module_gets_only_functions_it_defines():
     module = SimpleNamespace(fill_bonus_tokens_cpu=None, other_cpu=None)
-    slots.put_into(module)
+    slots.install(module)
     assert module.fill_bonus_tokens_cpu is slots.fill_bonus_tokens_cpu
     assert vars(module).keys() == {"fill_bonus_tokens_cpu", "other_cpu"} and not module.other_cpu

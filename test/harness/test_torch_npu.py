@@ -1,6 +1,6 @@
-"""What our code and the pools that it changes call of torch_npu is in the wheel of each image.
+"""Each image's torch_npu wheel has all functions that our code and the patched pools call.
 
-The wheels are read and not imported, which takes an NPU's driver.
+The tests read the wheels without importing them, because an import needs an NPU's driver.
 """
 
 import ast
@@ -16,24 +16,24 @@ from pathlib import Path
 import pytest
 
 from pd_harness.cluster import CHECKOUT, PD_ENV
-from sglang_pd.patchset.patches import supported
+from sglang_pd.patchset.patches import supported_releases
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-# Of each release's image, as upstream's name them: 0.5.9 with CANN 8.5.0, later ones with CANN 9.
+# (version, SHA-256) in each release's upstream image: 0.5.9 with CANN 8.5.0, later with CANN 9.
 WHEELS = {
     "0.5.9": ("2.8.0.post2", "684ec25bb0f40ce316ce15dc342cd2e3812437f0111abf7b247a3d733e1b1b99"),
     "0.5.23": ("2.10.0", "4e14fa849000189c26b006be1d1700e2f46edda48c84a7de05efd9ce6786a215"),
 }
-OURS = ["python/sglang", "python/engines", "test/npu", "python/pd_harness/device.py"]
-OURS += ["test/support/rank_base.py", "test/support/probes.py"]
+PATCH_SOURCES = ["python/sglang", "python/engines", "test/npu", "python/pd_harness/device.py"]
+PATCH_SOURCES += ["test/support/rank_base.py", "test/support/engine_calls.py"]
 POOLS = "srt/hardware_backend/npu/memory_pool_npu.py"
 OPERATORS = "python/pd_harness/cpu_host/npu_operators.py"
 
 
 @functools.cache
 def wheel(release: str) -> zipfile.ZipFile:
-    """The release's torch_npu, which is fetched once (36 MB at most) and checked each time."""
+    """Returns the release's torch_npu wheel; fetches it once (36 MB at most), checks it always."""
     version, digest = WHEELS[release]
     folder = PD_ENV / "wheels"
     name = f"torch_npu-{version}-cp311-cp311-manylinux_2_28_x86_64.whl"
@@ -51,11 +51,11 @@ def wheel(release: str) -> zipfile.ZipFile:
 
 
 def sources(release: str) -> Iterator[Path]:
-    """Ours of this release, and the pools as it has them with our changes."""
-    for name in OURS:
+    """Yields our source files of this release, and its patched pools."""
+    for name in PATCH_SOURCES:
         path = CHECKOUT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            others = {one for one in supported() if one != release}
+            others = {one for one in supported_releases() if one != release}
             if not others & set(file.parts):
                 yield file
     engine = PD_ENV / release / "patched"
@@ -63,8 +63,8 @@ def sources(release: str) -> Iterator[Path]:
     yield pools
 
 
-def called(source: str) -> Iterator[str]:
-    """`torch_npu.NAME`, `torch.npu.NAME` and `Tensor.npu` for each attribute that is read."""
+def npu_calls(source: str) -> Iterator[str]:
+    """Yields `torch_npu.NAME`, `torch.npu.NAME` or `Tensor.npu` per attribute that is read."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
             continue
@@ -77,8 +77,8 @@ def called(source: str) -> Iterator[str]:
             yield "Tensor.npu"
 
 
-def bound(source: bytes) -> set[str]:
-    """Names that a module binds at its top level, and those that it says it has."""
+def bound_names(source: bytes) -> set[str]:
+    """Returns the names that a module imports, defines or assigns."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -92,7 +92,7 @@ def bound(source: bytes) -> set[str]:
 
 @functools.cache
 def libraries(release: str) -> list[bytes]:
-    """Those that register operators."""
+    """Returns the wheel's libraries that register operators."""
     return [
         wheel(release).read(name)
         for name in wheel(release).namelist()
@@ -101,34 +101,34 @@ def libraries(release: str) -> list[bytes]:
 
 
 def is_native(release: str, name: str) -> bool:
-    """By its schema, `NAME(...) -> ...`, which may follow other text at once."""
+    """Returns whether a library has the operator's schema, `NAME(...) -> ...`, in any text."""
     schema = re.compile(re.escape(name.encode()) + rb"\([A-Z][^\0]*?\) -> [A-Z(]")
     return any(schema.search(library) for library in libraries(release))
 
 
-def has(release: str, what: str) -> bool:
+def wheel_has(release: str, what: str) -> bool:
     module, _, name = what.rpartition(".")
     if what == "Tensor.npu":
         made = "generate_methods_for_privateuse1_backend"
         return made.encode() in wheel(release).read("torch_npu/__init__.py")
     if module == "torch.npu":
-        return name in bound(wheel(release).read("torch_npu/npu/__init__.py"))
-    known = bound(wheel(release).read("torch_npu/__init__.py"))
+        return name in bound_names(wheel(release).read("torch_npu/npu/__init__.py"))
+    known = bound_names(wheel(release).read("torch_npu/__init__.py"))
     return name in known or is_native(release, name)
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_each_call_is_in_the_wheel_of_the_image(release):
+def test_torch_npu_calls_exist_in_wheel(release):
     if not (PD_ENV / release / "patched").exists():
         pytest.skip(f"no patched engine of {release} here, whose pools are looked at")
-    calls = {call for file in sources(release) for call in called(file.read_text())}
+    calls = {call for file in sources(release) for call in npu_calls(file.read_text())}
     assert {"torch.npu.synchronize", "torch.npu.device_count", "Tensor.npu"} < calls
     assert {"torch_npu.npu_scatter_nd_update_", "torch_npu._npu_reshape_and_cache"} < calls
-    assert [call for call in sorted(calls) if not has(release, call)] == []
+    assert [call for call in sorted(calls) if not wheel_has(release, call)] == []
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_what_stands_in_for_an_operator_has_one_to_stand_in_for(release):
+def test_stand_in_operators_exist_in_wheel(release):
     functions = ast.parse((CHECKOUT / OPERATORS).read_text()).body
     names = {one.name for one in functions if isinstance(one, ast.FunctionDef)}
     assert len(names) >= 2
@@ -136,10 +136,10 @@ def test_what_stands_in_for_an_operator_has_one_to_stand_in_for(release):
 
 
 @pytest.mark.parametrize("release", WHEELS)
-def test_what_is_not_there_is_missed(release):
+def test_missing_operators_are_detected(release):
     for name in ("torch_npu.npu_scatter_nd_updates_", "torch.npu.wait_for_all"):
-        assert not has(release, name)
+        assert not wheel_has(release, name)
 
 
 def test_every_release_has_a_wheel():
-    assert set(WHEELS) == set(supported())
+    assert set(WHEELS) == set(supported_releases())

@@ -1,4 +1,4 @@
-"""What CI would do: GitHub reads the workflows, and nobody sees before what it makes of them."""
+"""Checks of GitHub's workflows, whose errors would otherwise show only on GitHub."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import tomllib
 import yaml
 
 from pd_harness import cluster, device
-from sglang_pd.patchset.patches import supported
+from sglang_pd.patchset.patches import supported_releases
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = {path.stem: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}
@@ -36,7 +36,7 @@ spec.loader.exec_module(npu_runs)
 
 def read(name: str) -> dict:
     found = yaml.safe_load(WORKFLOWS[name].read_text())
-    found["on"] = found.pop(True, found.get("on"))  # YAML 1.1 takes `on` for a truth value
+    found["on"] = found.pop(True, found.get("on"))  # YAML 1.1 reads `on` as a boolean
     return found
 
 
@@ -51,11 +51,11 @@ def expressions(job: dict) -> list[str]:
 def variables_of(generations=("A3", "A2"), releases=None, npus=(2, 4)) -> dict[str, str]:
     found = {}
     for generation in generations:
-        for release in releases or supported():
-            image = npu_runs.variable(generation, "IMAGE", release)
+        for release in releases or supported_releases():
+            image = npu_runs.variable_name(generation, "IMAGE", release)
             found[image] = f"registry/sglang:v{release}-{generation.lower()}"
         for count in npus:
-            runner = npu_runs.variable(generation, "RUNNER", count)
+            runner = npu_runs.variable_name(generation, "RUNNER", count)
             found[runner] = f"self-hosted, {generation.lower()}-{count}"
     return found
 
@@ -64,12 +64,12 @@ def matrix_keys(workflow: str, job: dict) -> set[str]:
     matrix = job.get("strategy", {}).get("matrix", {})
     if isinstance(matrix, str):  # made by a script
         assert workflow == "npu"
-        return set(npu_runs.rows("schedule", variables_of(), {})[0])
+        return set(npu_runs.jobs("schedule", variables_of(), {})[0])
     return set(matrix)
 
 
 @pytest.mark.parametrize("workflow, name", JOBS)
-def test_expressions_name_what_there_is(workflow, name):
+def test_expressions_refer_to_defined_names(workflow, name):
     whole = read(workflow)
     job = whole["jobs"][name]
     steps = {step["id"] for step in job["steps"] if "id" in step}
@@ -95,7 +95,7 @@ def test_expressions_name_what_there_is(workflow, name):
 
 
 @pytest.mark.parametrize("workflow, name", JOBS)
-def test_commands_are_bash_and_name_files_that_exist(workflow, name):
+def test_commands_are_valid_bash_and_name_existing_files(workflow, name):
     for step in read(workflow)["jobs"][name]["steps"]:
         assert ("run" in step) != ("uses" in step), step
         if "uses" in step:
@@ -111,19 +111,19 @@ def test_commands_are_bash_and_name_files_that_exist(workflow, name):
 
 
 @pytest.mark.parametrize("workflow, name", JOBS)
-def test_each_job_ends(workflow, name):
+def test_each_job_has_a_timeout(workflow, name):
     assert read(workflow)["jobs"][name]["timeout-minutes"]
 
 
-# What runs on NPUs
+# Runs on NPUs
 
 
 def test_every_release_runs_on_two_and_on_four_npus():
-    found = npu_runs.rows("schedule", variables_of(), {})
+    found = npu_runs.jobs("schedule", variables_of(), {})
     jobs = {(row["release"], row["protocol"], row["npus"]) for row in found}
     assert jobs == {
         (release, protocol, npus)
-        for release in supported()
+        for release in supported_releases()
         for protocol in ("sdma", "device_rdma")
         for npus in (2, 4)
     }
@@ -138,7 +138,7 @@ def test_every_release_runs_on_two_and_on_four_npus():
 
 @pytest.mark.parametrize("event, marked", [("pull_request", "few"), ("schedule", "all")])
 def test_tests_and_markers_exist(event, marked):
-    for row in npu_runs.rows(event, variables_of(), {}):
+    for row in npu_runs.jobs(event, variables_of(), {}):
         for folder in row["tests"].split():
             assert (ROOT / folder).is_dir(), folder
         words = set(re.findall(r"\w+", row["marked"])) - {"not", "or", "and"}
@@ -147,38 +147,41 @@ def test_tests_and_markers_exist(event, marked):
         assert row["minutes"] == npu_runs.MINUTES[marked]
 
 
-def test_no_fleet_is_left_out_and_none_runs_twice(monkeypatch):
-    monkeypatch.setenv(device.VARIABLE, "npu")
+def test_each_fleet_runs_on_exactly_one_machine(monkeypatch):
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "npu")
     by_ranks = {ranks: [] for ranks in range(2, 5)}
     for npus, tests in npu_runs.TESTS.items():
         monkeypatch.setenv(cluster.RANKS_FROM, str(tests["from_ranks"]))
         monkeypatch.setattr(device, "npus", lambda npus=npus: npus)
         monkeypatch.setattr(cluster, "npus", lambda npus=npus: npus)
         for ranks, where in by_ranks.items():
-            if cluster.why_not_here("ascend", ranks, ("patched",)) is None:
+            if cluster.skip_reason("ascend", ranks, ("patched",)) is None:
                 where.append(npus)
     assert by_ranks == {2: [2], 3: [4], 4: [4]}
 
 
-def test_a_pull_request_has_the_few_on_a3():
-    found = npu_runs.rows("pull_request", variables_of(), {})
+def test_pull_request_runs_few_tests_on_a3():
+    found = npu_runs.jobs("pull_request", variables_of(), {})
     assert {row["protocol"] for row in found} == {"sdma"}
     assert {row["marked"] for row in found} == {"not nightly"}
-    assert len(found) == 2 * len(supported())
+    assert len(found) == 2 * len(supported_releases())
 
 
-def test_what_is_asked_for_by_hand():
+def test_manual_run_uses_given_inputs():
     asked = {"release": "0.5.9", "protocol": "device_rdma", "tests": "few"}
-    found = npu_runs.rows("workflow_dispatch", variables_of(), asked)
+    found = npu_runs.jobs("workflow_dispatch", variables_of(), asked)
     assert {row["name"] for row in found} == {"0.5.9, A2, 2 NPUs", "0.5.9, A2, 4 NPUs"}
     assert {row["marked"] for row in found} == {"not nightly"}
     inputs = read("npu")["on"]["workflow_dispatch"]["inputs"]
-    assert inputs["release"]["options"] == [npu_runs.ALL, *supported()]
+    assert inputs["release"]["options"] == [npu_runs.ALL, *supported_releases()]
     assert set(inputs["protocol"]["options"]) == {npu_runs.ALL, *npu_runs.PROTOCOLS.values()}
 
 
-def printed(event: str, variables: dict, labels=(), is_fork=False, asked=None) -> dict[str, str]:
-    """As the step `runs` gives what it has read; null is what GitHub writes for nothing."""
+def run_script(event: str, variables: dict, labels=(), is_fork=False, asked=None) -> dict[str, str]:
+    """Runs the script with the variables of the step `runs`, and returns its outputs.
+
+    GitHub passes null for a missing value.
+    """
     environment = {
         "EVENT": event,
         "VARIABLES": json.dumps(variables),
@@ -206,21 +209,21 @@ def printed(event: str, variables: dict, labels=(), is_fork=False, asked=None) -
         ("schedule", variables_of(npus=()), [], False, "docs/npu.md"),
     ],
 )
-def test_where_nothing_runs_it_is_said_why(event, variables, labels, is_fork, says):
-    found = printed(event, variables, labels, is_fork)
+def test_reason_is_given_if_nothing_runs(event, variables, labels, is_fork, says):
+    found = run_script(event, variables, labels, is_fork)
     assert found["matrix"] == ""
     assert says in found["why"]
 
 
-def test_where_something_runs_nothing_is_said():
+def test_no_reason_is_given_if_something_runs():
     only = variables_of(("A3",), ["0.5.23"], npus=(4,))
-    found = printed("pull_request", only, ["run-ci", "docs"])
+    found = run_script("pull_request", only, ["run-ci", "docs"])
     assert found["why"] == ""
     (row,) = json.loads(found["matrix"])["include"]
     assert (row["name"], row["from_ranks"]) == ("0.5.23, A3, 4 NPUs", 3)
 
 
-def test_the_page_names_each_variable():
+def test_npu_page_documents_each_variable():
     page = (ROOT / "docs" / "npu.md").read_text()
     known = {name for name in variables_of() if "_A3_" in name}
     workflow = WORKFLOWS["npu"].read_text()

@@ -1,19 +1,19 @@
-"""What only an NPU can show; elsewhere every test is collected, and skipped with the reason."""
+"""Tests that need an NPU; elsewhere they are collected, and skipped with a reason."""
 
 import importlib
 
 import pytest
 
-from pd_harness.device import why_no_npu
+from pd_harness.device import npu_skip_reason
 
 
 @pytest.fixture(autouse=True)
-def an_npu():
-    if reason := why_no_npu():
+def require_npu():
+    if reason := npu_skip_reason():
         pytest.skip(reason)
 
 
 @pytest.fixture
-def probes(an_npu):
-    """`test/support/probes.py`; it imports the engine."""
-    return importlib.import_module("probes")
+def engine_calls(require_npu):
+    """The module `test/support/engine_calls.py`, which imports the engine."""
+    return importlib.import_module("engine_calls")

@@ -1,15 +1,15 @@
-"""MemFabric itself: it registers a rank's pools in one batch, and moves them between processes."""
+"""MemFabric registers a rank's pools in one batch, and copies them between processes."""
 
 import functools
 from types import SimpleNamespace
 
 import pytest
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 pytestmark = pytest.mark.npu
 
-# MemFabric rounds what is registered to 2 MiB: of a model with 61 small layers, dozens of buffers
-# share such a piece; of the others each layer has several.
+# MemFabric rounds registered memory to 2 MiB pages. With 61 small layers, dozens of buffers share
+# such a page; with large layers, each layer has several pages.
 SMALL = {"layers": 61, "page_size": 2}
 LARGE = {"layers": 2, "page_size": 128, "pages": 60, "k_width": 64, "v_width": 8}
 MODELS = {
@@ -20,8 +20,8 @@ MODELS = {
     "fia_small": {"fia": True, **SMALL},
     "fia_large": {"fia": True, **LARGE},
 }
-# Later releases' metadata have room for what sampling masks, if asked.
-METADATA = {"max_sampling_mask_tokens": 0} if IS_LATER else {}
+# In later releases, metadata buffers can also hold sampling-mask tokens.
+METADATA = {"max_sampling_mask_tokens": 0} if SINCE_0_5_20 else {}
 REQUESTS = [
     ([3], [5], None),
     ([1, 2, 3, 4], [4, 5, 6, 7], None),
@@ -31,15 +31,15 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def fork_server():
-    """A function to the process that makes ranks, which is started when it is first called."""
+    """A function that returns the process that makes ranks; the first call starts it."""
     import fleet
 
     return functools.cache(lambda: fleet.ForkServer("patched"))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_between_two_processes(fork_server, name):
-    """Every byte of the decode rank's pools, each rank on an NPU of its own."""
+def test_pools_transfer_between_processes(fork_server, name):
+    """Compares every byte of the decode rank's pools; each rank has its own NPU."""
     import fleet
 
     model = fleet.Fleet(backend="ascend", **MODELS[name])
@@ -49,8 +49,8 @@ def test_between_two_processes(fork_server, name):
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-class Counting:
-    """MemFabric's engine, and the batches that it registered."""
+class RecordingEngine:
+    """Wraps MemFabric's engine, and records the batches that it registers."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -61,7 +61,7 @@ class Counting:
         return self.engine.batch_register_memory(addresses, lengths)
 
 
-def test_a_rank_registers_in_one_batch(probes, monkeypatch):
+def test_rank_registers_in_one_batch(engine_calls, monkeypatch):
     import torch
     from memfabric_hybrid import create_config_store
     from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
@@ -71,13 +71,13 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
     (port,) = free_ports(1)
     monkeypatch.setenv("ASCEND_MF_STORE_URL", f"tcp://{HOST}:{port}")
     create_config_store(f"tcp://{HOST}:{port}")
-    # Memory must outlive its registration.
-    pool = probes.mla_pool(True, 16, layers=7)
+    # The pools must outlive their registration.
+    pool = engine_calls.mla_pool(True, 16, layers=7)
     metadata = MetadataBuffers(8, 16, torch.float32, **METADATA)
     kv, aux = pool.get_contiguous_buf_infos(), metadata.get_buf_infos()
-    engine = probes.AscendTransferEngine(HOST, 0, DisaggregationMode.PREFILL)
-    engine.engine = counting = Counting(engine.engine)
-    manager = probes.AscendKVManager.__new__(probes.AscendKVManager)
+    engine = engine_calls.AscendTransferEngine(HOST, 0, DisaggregationMode.PREFILL)
+    engine.engine = recording = RecordingEngine(engine.engine)
+    manager = engine_calls.AscendKVManager.__new__(engine_calls.AscendKVManager)
     manager.engine = engine
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=kv[0],
@@ -88,5 +88,5 @@ def test_a_rank_registers_in_one_batch(probes, monkeypatch):
         state_data_lens=[],
         layout=SimpleNamespace(kv=[SimpleNamespace(name=hex(p)) for p in kv[0]], state=[]),
     )
-    manager.register_buffer_to_engine()  # it raises where MemFabric refuses
-    assert counting.batches == [[*kv[1], *aux[1]]]
+    manager.register_buffer_to_engine()  # raises if MemFabric refuses
+    assert recording.batches == [[*kv[1], *aux[1]]]

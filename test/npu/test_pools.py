@@ -1,4 +1,4 @@
-"""The NPU pools on an NPU: what they say of their pages, and the operators that write them."""
+"""The NPU pools on an NPU: the addresses of their pages, and the operators that write them."""
 
 import ctypes
 import importlib
@@ -6,33 +6,33 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 pytestmark = pytest.mark.npu
 
 PAGE = 16
 POOLS = {
-    "paged": lambda probes: probes.mha_pool(False, PAGE, start_layer=3),
-    "fia": lambda probes: probes.mha_pool(True, PAGE, start_layer=3),
-    "mla": lambda probes: probes.mla_pool(False, PAGE, start_layer=3),
-    "mla_index_keys": lambda probes: probes.mla_pool(True, PAGE, start_layer=3),
+    "paged": lambda engine_calls: engine_calls.mha_pool(False, PAGE, start_layer=3),
+    "fia": lambda engine_calls: engine_calls.mha_pool(True, PAGE, start_layer=3),
+    "mla": lambda engine_calls: engine_calls.mla_pool(False, PAGE, start_layer=3),
+    "mla_index_keys": lambda engine_calls: engine_calls.mla_pool(True, PAGE, start_layer=3),
 }
-# Pools whose copy to the host takes the patch set's own memory: of later releases' those alone
-# whose pages are tiles. All others have the engine's copy there, which is not pinned.
+# Pools whose host copies use the patch set's memory. In later releases these are only pools whose
+# pages are tiles; the others use the engine's host copy, which is not pinned.
 OWN_MEMORY = [(kind, "1") for kind in ("mla", "mla_index_keys")]
-OWN_MEMORY += [] if IS_LATER else [(kind, "0") for kind in POOLS]
+OWN_MEMORY += [] if SINCE_0_5_20 else [(kind, "0") for kind in POOLS]
 DEVICE_TO_HOST = 2  # ACL's number for that direction of a copy
 
 
 def tensors(copied) -> list:
-    """Of a copy on the host, however its releases nests them."""
-    import copies
+    """Returns the tensors of a host copy, however the release nests them."""
+    import cpu_copy_checks
 
-    return copies.tensors(copied)
+    return cpu_copy_checks.tensors(copied)
 
 
 def device_memory(address: int, size: int) -> bytes:
-    """What the NPU holds at one of its addresses, by its runtime and without torch."""
+    """Reads `size` bytes at an NPU address with the NPU's runtime, without torch."""
     host = ctypes.create_string_buffer(size)
     status = ctypes.CDLL("libascendcl.so").aclrtMemcpy(
         host,
@@ -46,10 +46,10 @@ def device_memory(address: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_pages_are_found_by_their_device_addresses(probes, kind):
+def test_reported_addresses_hold_the_pages(engine_calls, kind):
     import torch
 
-    pool = POOLS[kind](probes)
+    pool = POOLS[kind](engine_calls)
     keys = getattr(pool, "index_k_buffer", None)
     buffers = [*pool.k_buffer, *pool.v_buffer, *([] if keys is None else keys)]
     for buffer in buffers:
@@ -67,21 +67,21 @@ def test_pages_are_found_by_their_device_addresses(probes, kind):
 
 
 @pytest.mark.parametrize("kind, in_tiles", OWN_MEMORY)
-def test_the_copy_on_the_host_is_pinned(probes, monkeypatch, kind, in_tiles):
-    """Else the device copies through a buffer of the driver, and the caller waits for it."""
+def test_host_copy_is_pinned(engine_calls, monkeypatch, kind, in_tiles):
+    """Otherwise the device would copy through a driver buffer, and the caller would wait."""
     import torch
 
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", in_tiles)
-    copied = POOLS[kind](probes).get_cpu_copy(torch.arange(PAGE, 3 * PAGE, device="npu"))
+    copied = POOLS[kind](engine_calls).get_cpu_copy(torch.arange(PAGE, 3 * PAGE, device="npu"))
     assert copied and all(part.is_pinned() for part in tensors(copied))
 
 
 @pytest.mark.parametrize("kind, in_tiles", OWN_MEMORY)
-def test_the_next_copy_takes_the_same_memory(probes, monkeypatch, kind, in_tiles):
+def test_host_copy_memory_is_reused(engine_calls, monkeypatch, kind, in_tiles):
     import torch
 
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", in_tiles)
-    pool = POOLS[kind](probes)
+    pool = POOLS[kind](engine_calls)
 
     def addresses() -> set[int]:
         copied = pool.get_cpu_copy(torch.arange(PAGE, 3 * PAGE, device="npu"))
@@ -91,38 +91,38 @@ def test_the_next_copy_takes_the_same_memory(probes, monkeypatch, kind, in_tiles
 
 
 LARGE_PAGE, LARGE_LAYERS = 128, 4
-UNCOUNTED = 2**31  # elements: more than 32 bits count; of float16, 4 GiB
+INT32_ELEMENTS = 2**31  # one more than an int32 counts; 4 GiB of float16
 HEADS, WIDTH, LATENT, ROPE = 8, 128, 512, 64
 
 
-def large_pool(probes, kind: str):
-    """A pool of more elements of K, over its layers, than `UNCOUNTED`."""
+def large_pool(engine_calls, kind: str):
+    """Returns a pool whose layers together have more than `INT32_ELEMENTS` elements of K."""
     import torch
 
     def size(elements: int) -> int:
-        pages = UNCOUNTED // (LARGE_LAYERS * LARGE_PAGE * elements) + 1
+        pages = INT32_ELEMENTS // (LARGE_LAYERS * LARGE_PAGE * elements) + 1
         return pages * LARGE_PAGE
 
     common = {"layers": LARGE_LAYERS, "dtype": torch.float16}
     if kind == "mha":
         common |= {"size": size(HEADS * WIDTH), "head_num": HEADS, "head_dim": WIDTH}
-        return probes.mha_pool(False, LARGE_PAGE, **common)
+        return engine_calls.mha_pool(False, LARGE_PAGE, **common)
     common |= {"size": size(LATENT), "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
-    return probes.mla_pool(False, LARGE_PAGE, **common)
+    return engine_calls.mla_pool(False, LARGE_PAGE, **common)
 
 
 @pytest.mark.parametrize("kind, in_tiles", [("mha", "0"), ("mla", "0"), ("mla", "1")])
-def test_copy_of_a_pool_that_32_bits_do_not_count(probes, monkeypatch, kind, in_tiles):
-    """First and last page of every layer, to pages in between and at both ends, and back.
+def test_copy_of_a_pool_larger_than_int32(engine_calls, monkeypatch, kind, in_tiles):
+    """Copies pages at both ends and in the middle of every layer to the host and to other pages.
 
-    Pages are written and read whole, without the index operators that are looked at.
+    The test reads and writes whole pages, without the index operators under test.
     """
     import torch
 
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", in_tiles)
-    pool = large_pool(probes, kind)
+    pool = large_pool(engine_calls, kind)
     buffers = [*pool.k_buffer, *pool.v_buffer]  # [pages, tokens of a page, ...] of each layer
-    assert sum(layer.numel() for layer in pool.k_buffer) > UNCOUNTED
+    assert sum(layer.numel() for layer in pool.k_buffer) > INT32_ELEMENTS
     last = buffers[0].shape[0] - 1
     source, target = [0, 1, last // 2, last], [last, last // 2 + 1, 2, 1]
     held = {}
@@ -146,19 +146,19 @@ def test_copy_of_a_pool_that_32_bits_do_not_count(probes, monkeypatch, kind, in_
             assert not buffer[page].cpu().any(), (number, page)
 
 
-def test_torch_npu_is_bound(probes):
+def test_torch_npu_is_bound(engine_calls):
     module = importlib.import_module("sglang.srt.hardware_backend.npu.memory_pool_npu")
     assert module.torch_npu is sys.modules["torch_npu"]
 
 
 @pytest.mark.parametrize("fia", ["0", "1"])
-def test_tokens_are_written_where_their_pages_are(probes, monkeypatch, fia):
-    """`set_kv_buffer` calls torch_npu; the bytes that it writes are those that are sent."""
+def test_set_kv_buffer_writes_to_reported_pages(engine_calls, monkeypatch, fia):
+    """`set_kv_buffer` uses torch_npu to write the bytes at the addresses that are sent."""
     import torch
 
     monkeypatch.setenv("ASCEND_USE_FIA", fia)
     page, heads, width = 128, 2, 128
-    pool = probes.mha_pool(
+    pool = engine_calls.mha_pool(
         bool(int(fia)), page, layers=1, dtype=torch.float16, head_num=heads, head_dim=width
     )
     places = [page, page + 1, 3 * page + 5]

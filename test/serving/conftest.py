@@ -14,10 +14,10 @@ from pd_harness.device import device
 
 @pytest.fixture(scope="session")
 def reference():
-    """Function: what one stock server, TP 1, answers on a model, to the prompts or to others.
+    """A function that returns one stock server's (TP 1) answers, to `prompts` or other prompts.
 
-    Its answers are kept in .pd-env/, by all that decides them. On an NPU the patched engine is the
-    only one; without disaggregation it does what stock does.
+    The function saves answers in .pd-env/, by a hash of prompts, weights and answer length. On an
+    NPU it uses the patched engine, the only one, which equals stock without disaggregation.
     """
 
     def answers(model: TinyModel, new_tokens: int, asked=None) -> list[cluster.Answer]:
@@ -25,7 +25,7 @@ def reference():
         question = json.dumps([asked, new_tokens]).encode()
         weights = (model_folder(model) / "model.safetensors").read_bytes()
         key = hashlib.sha256(question + weights).hexdigest()[:16]
-        kept = cluster.OF_RELEASE / "references" / f"{device()}-{model.name}-{key}.json"
+        kept = cluster.RELEASE_ENV / "references" / f"{device()}-{model.name}-{key}.json"
         if not kept.exists():
             made = _ask_single_server(model, new_tokens, asked)
             kept.parent.mkdir(parents=True, exist_ok=True)

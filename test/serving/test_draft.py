@@ -1,42 +1,42 @@
-"""Servers that decode speculatively: a draft model on both sides, or on one.
+"""Servers that decode speculatively, with a draft model on both sides or on one.
 
-Whatever a draft proposes, token ids are those of one server without it; how many of its tokens are
-accepted says whether what it needs has come with the KV.
+Token ids equal those of one server without a draft, whatever the draft proposes. The number of
+accepted draft tokens shows whether the draft's KV and hidden states arrived.
 """
 
 import pytest
 from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
-    Lost,
+    HangDetector,
     outcome,
     record,
     retry_memfabric_faults,
+    run_tool,
     running,
-    tool,
 )
 from serving_scenarios import (
     DECODE,
-    DRAFTED,
-    DRAFTED_EVERY_RUN,
+    DRAFT_PUSH_CASES,
+    DRAFT_SCENARIOS,
     SIDES,
-    Drafted,
+    DraftScenario,
     marks,
     model_folder,
     prompts,
 )
 
 from pd_harness import cluster
-from pd_harness.cluster import OF_RELEASE, PD_ENV
+from pd_harness.cluster import PD_ENV, RELEASE_ENV
 from pd_harness.cpu_host.drafts import make_draft
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyModel
-from pd_harness.device import await_peers, device
+from pd_harness.device import device, wait_for_memfabric_peers
 from pd_harness.ports import free_ports
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.timeout(900),  # servers may take START_SECONDS, three times
+    pytest.mark.timeout(900),  # starts may take START_TIMEOUT_S, three times
     pytest.mark.skipif(device() == "npu", reason="its drafts are made for the CPU host"),
 ]
 
@@ -45,14 +45,14 @@ NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def drafted_alone():
-    """Function: rounds, for each prompt, of one stock server with a model's draft."""
+def single_server_rounds():
+    """A function that returns the verify rounds per prompt of one stock server with the draft."""
     known: dict[tuple, list[int]] = {}
 
-    def rounds(drafted: Drafted) -> list[int]:
+    def rounds(drafted: DraftScenario) -> list[int]:
         key = (drafted.model, drafted.topology.page_size, drafted.topology.attention)
         if key not in known:
-            server = alone(drafted)
+            server = single_server(drafted)
             with cluster.running([server]):
                 answers = ask(server)
             known[key] = [answer.rounds for answer in answers]
@@ -61,8 +61,8 @@ def drafted_alone():
     return rounds
 
 
-def alone(drafted: Drafted) -> cluster.Server:
-    """One stock server with the scenario's model and draft."""
+def single_server(drafted: DraftScenario) -> cluster.Server:
+    """Returns one stock server with the scenario's model and draft."""
     return cluster.engine_server(
         "single",
         "stock",
@@ -75,19 +75,19 @@ def alone(drafted: Drafted) -> cluster.Server:
 
 
 def draft_folder(model: TinyModel):
-    return make_draft(model, OF_RELEASE / "models")
+    return make_draft(model, RELEASE_ENV / "models")
 
 
 def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster.Answer]:
-    """Ask one by one, so that a prompt has the same chunks in every fleet.
+    """Asks one by one, so that a prompt has the same chunks in every fleet.
 
-    At the end of a chunk that is not the last the engine's draft reads a token that the target
-    would have said there, and not the one that is.
+    At the end of each chunk but the last, the engine's draft reads the token that the target would
+    generate there, not the prompt's token.
     """
     return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once, **more)
 
 
-def fleet(drafted: Drafted, engine: str, **environment: str) -> tuple[cluster.Server, ...]:
+def fleet(drafted: DraftScenario, engine: str, **environment: str) -> tuple[cluster.Server, ...]:
     (store_port,) = free_ports(1)
     logs = PD_ENV / "logs" / "serving" / f"draft-{drafted.name}-{engine}"
     servers = [
@@ -106,26 +106,27 @@ def fleet(drafted: Drafted, engine: str, **environment: str) -> tuple[cluster.Se
 
 
 @pytest.fixture
-def serves(reference, drafted_alone):
-    """Function: answers of a scenario's fleet, one by one; what became of those and of all at once.
+def serves(reference, single_server_rounds):
+    """A function that runs a scenario's fleet, and returns (answers, outcome, detail).
 
-    The outcome is recorded.
+    It asks the prompts one by one, and if these answers are right, all at once. The answers are
+    those of the first pass; the outcome, which is recorded, covers both.
     """
 
-    def served(drafted: Drafted, engine: str) -> tuple[list[cluster.Answer], str, str]:
-        expected, by_one = reference(drafted.model, NEW_TOKENS), drafted_alone(drafted)
+    def served(drafted: DraftScenario, engine: str) -> tuple[list[cluster.Answer], str, str]:
+        expected, by_one = reference(drafted.model, NEW_TOKENS), single_server_rounds(drafted)
 
         def answered() -> tuple[list[cluster.Answer], str, str]:
             servers = fleet(drafted, engine)
             with running(servers):
                 if drafted.topology.backend == "ascend":
-                    await_peers(memfabric_for(engine))
+                    wait_for_memfabric_peers(memfabric_for(engine))
                 may_hang = engine == "stock" and drafted.stock == "hang"
                 lost_after = LOST_SECONDS if may_hang else SLOW_SECONDS
-                answers = ask(servers[-1], is_lost=Lost(*servers[:2], lost_after))
+                answers = ask(servers[-1], is_lost=HangDetector(*servers[:2], lost_after))
                 result, detail = outcome(answers, ended(servers), expected)
                 if result == "right":
-                    lost = Lost(*servers[:2], lost_after)
+                    lost = HangDetector(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
             return answers, result, detail
@@ -153,19 +154,22 @@ def ended(servers) -> list[str]:
 
 
 def tokens_a_round(rounds: list[int]) -> float:
-    """Of those after a request's first one; 1 without any accepted draft."""
+    """Returns tokens per verify round, without a request's first token; 1 if none is accepted."""
     return round(len(rounds) * (NEW_TOKENS - 1) / sum(rounds), 2) if any(rounds) else 1.0
 
 
 def parameters() -> list:
-    return [pytest.param(one, id=one.name, marks=marks(one, DRAFTED_EVERY_RUN)) for one in DRAFTED]
+    return [
+        pytest.param(one, id=one.name, marks=marks(one, DRAFT_PUSH_CASES))
+        for one in DRAFT_SCENARIOS
+    ]
 
 
 @pytest.mark.parametrize("drafted", parameters())
-def test_patched(drafted, serves, drafted_alone):
+def test_patched(drafted, serves, single_server_rounds):
     answers, result, detail = serves(drafted, "patched")
     assert result == "right", detail
-    rounds, by_one = [answer.rounds for answer in answers], drafted_alone(drafted)
+    rounds, by_one = [answer.rounds for answer in answers], single_server_rounds(drafted)
     assert tokens_a_round(by_one) > 1.1, f"this draft foresees nothing: {by_one}"
     if drafted.sides == SIDES:
         assert rounds == by_one, "the draft lacks what it had in one server"
@@ -178,19 +182,21 @@ def test_patched(drafted, serves, drafted_alone):
 @pytest.mark.nightly
 @pytest.mark.parametrize("drafted", parameters())
 def test_stock(drafted, serves):
-    """Keeps the table honest."""
+    """Checks the table's outcomes on the stock engine."""
     _, result, detail = serves(drafted, "stock")
     assert result == drafted.stock, detail
 
 
 @pytest.mark.nightly
-def test_what_the_tool_says_of_drafts():
-    """Beside one server with that draft."""
-    (drafted,) = (one for one in DRAFTED if one.name == "nixl-both_tp2_to_1")
-    servers, single = fleet(drafted, "patched", SGLANG_PD_VERIFY="1"), alone(drafted)
+def test_verify_reports_draft_acceptance():
+    """`sglang-pd verify` compares the fleet's acceptance with one server's that has the draft."""
+    (drafted,) = (one for one in DRAFT_SCENARIOS if one.name == "nixl-both_tp2_to_1")
+    servers, single = fleet(drafted, "patched", SGLANG_PD_VERIFY="1"), single_server(drafted)
     with cluster.running([*servers, single]):
         asked = ("--router", servers[-1].url, "--reference", single.url, "--lengths", "40")
-        status, found = tool("verify", *asked, "--requests", "2", "--new-tokens", str(NEW_TOKENS))
+        status, found = run_tool(
+            "verify", *asked, "--requests", "2", "--new-tokens", str(NEW_TOKENS)
+        )
     assert status == 0, found
     steps = found["tokens_a_verify_step"]
     assert steps["fleet"] == steps["reference"] > 1.1, steps

@@ -1,4 +1,4 @@
-"""Decode's event loop turns on when prefill dies with many rooms open."""
+"""Decode's event loop keeps running when prefill dies with many open rooms."""
 
 import asyncio
 import time
@@ -6,38 +6,38 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
-from probed import go_first, longest_pause_ms, look, probed
+from scheduler_dumps import dump_environment, dump_schedulers, longest_pause_ms, raise_priority
 from serving_checks import record, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
 from pd_harness import cluster
-from pd_harness.cpu_host.probe import APART
+from pd_harness.cpu_host.scheduler_dump import HEARTBEATS_APART_VARIABLE
 from pd_harness.device import device
 
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
     pytest.mark.nightly,
-    pytest.mark.alone,  # milliseconds are measured
+    pytest.mark.alone,  # it measures milliseconds
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
 ROOMS = 100
 LONGEST_MS = 50
-# What the machine does meanwhile comes and goes (before any failure up to 119 ms have been seen);
-# what the engine does is there each time.
+# Pauses by other work on the machine vary between tries (up to 119 ms were measured before any
+# failure); pauses by the engine occur in each try.
 TRIES = 3
 OPEN_SECONDS = 60  # for all rooms to be open on both ranks
-BEFORE = 5  # seconds with open rooms and nothing else, to compare with
-# Rank 0 looks at prefill's health every 2 s, rank 1 every 6 s: prefill is lost at the second look,
-# for rank 0 after 2 to 4 s and for rank 1 after 6 to 12 s.
+BEFORE = 5  # seconds with open rooms and nothing else, for comparison
+# Rank 0 checks prefill's health every 2 s, rank 1 every 6 s. Prefill is lost at the second failed
+# check: for rank 0 after 2 to 4 s, and for rank 1 after 6 to 12 s.
 HEARTBEATS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
-    APART: "4",
+    HEARTBEATS_APART_VARIABLE: "4",
 }
-LOST_SECONDS = 30  # in which stock has noticed too, though over NIXL it fails no room then
-PATIENCE = 150  # with each room waiting for a second, one after the other, it takes 100 s
+LOST_SECONDS = 30  # within which stock notices, too, although it then fails no room over NIXL
+PATIENCE = 150  # seconds; if each room blocks for a second, the rooms take 100 s
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ PATIENCE = 150  # with each room waiting for a second, one after the other, it t
         ("mooncake", "stock"),
     ],
 )
-def test_prefill_dies_with_open_rooms(backend, engine):
+def test_event_loop_keeps_polling_when_prefill_dies(backend, engine):
     rows = []
     for _ in range(TRIES if engine == "patched" else 1):
-        row, statuses = after_prefill_died(backend, engine)
+        row, statuses = measure_prefill_death(backend, engine)
         record("event_loop", **row)
         rows.append(row)
         if engine == "patched":
@@ -62,8 +62,8 @@ def test_prefill_dies_with_open_rooms(backend, engine):
     assert engine == "stock" or rows[-1]["pause_ms"] <= LONGEST_MS, rows
 
 
-def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None]]:
-    """What was measured, and the status of each request, None where decode ended first."""
+def measure_prefill_death(backend: str, engine: str) -> tuple[dict, list[int | None]]:
+    """Returns the measurements, and each request's HTTP status, None if decode exited first."""
     logs = cluster.PD_ENV / "logs" / "serving" / f"event-loop-{backend}-{engine}"
     # Decode keeps 512 tokens free for each request that it has admitted.
     topology = cluster.Topology(backend, decode_tp=2, page_size=16, decode_tokens=ROOMS * 600)
@@ -73,32 +73,34 @@ def after_prefill_died(backend: str, engine: str) -> tuple[dict, list[int | None
         logs,
         engine,
         engine,
-        environment={**probed(logs / "probe"), **HEARTBEATS},
+        environment={**dump_environment(logs / "probe"), **HEARTBEATS},
         max_requests=ROOMS + 28,
-        idle_sleep=False,  # a loop that is told to stand still is not what is asked for
+        idle_sleep=False,  # an intended sleep would count as a pause
     )
     row = {"backend": backend, "engine": engine, "rooms": ROOMS}
-    # Decode is stopped before the pool waits for those who asked it.
+    # The contexts end in reverse, so decode stops before the pool waits for its clients.
     with ThreadPoolExecutor() as pool, cluster.running([prefill, decode]):
         asking = pool.submit(asyncio.run, ask_decode_alone(prefill, decode))
-        seconds_until(lambda: open_rooms(look(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1)
-        go_first(decode)
-        look(decode)
+        seconds_until(
+            lambda: open_rooms(dump_schedulers(decode)) == [ROOMS] * 2, OPEN_SECONDS, pause=1
+        )
+        raise_priority(decode)
+        dump_schedulers(decode)
         time.sleep(BEFORE)
-        row["before_ms"] = longest_pause_ms(look(decode))
+        row["before_ms"] = longest_pause_ms(dump_schedulers(decode))
         prefill.stop()
-        row |= after_the_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
-        if engine == "patched":  # stock answers nobody over NIXL
+        row |= pauses_after_kill(decode, PATIENCE if engine == "patched" else LOST_SECONDS)
+        if engine == "patched":  # stock does not answer over NIXL
             wait([asking], PATIENCE)
         decode.check_running()
     return row, asking.result()
 
 
-def after_the_kill(decode: cluster.Server, patience: float) -> dict:
-    """How long until no rank has a room, or "never", and the longest pause meanwhile."""
+def pauses_after_kill(decode: cluster.Server, patience: float) -> dict:
+    """Returns the seconds until no rank has a room, or "never", and the longest pause in ms."""
     start, longest = time.monotonic(), 0.0
     while time.monotonic() - start < patience:
-        ranks = look(decode)
+        ranks = dump_schedulers(decode)
         longest = max(longest, longest_pause_ms(ranks))
         if not any(open_rooms(ranks)):
             return {"seconds": round(time.monotonic() - start, 1), "pause_ms": longest}
@@ -107,12 +109,12 @@ def after_the_kill(decode: cluster.Server, patience: float) -> dict:
 
 
 def open_rooms(ranks: list[dict]) -> list[int]:
-    """For each rank of decode how many requests it waits for KV of."""
+    """Returns, for each decode rank, the number of requests that wait for KV."""
     return [seen["queues"]["disagg_decode_transfer_queue.queue"] for seen in ranks]
 
 
 async def ask_decode_alone(prefill, decode) -> list[int | None]:
-    """Requests that prefill is never sent; returns how each ended, None if decode ended first."""
+    """Sends requests to decode only; returns each HTTP status, None if decode exited first."""
     async with httpx.AsyncClient(
         timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None)
     ) as client:

@@ -1,12 +1,12 @@
-"""A server killed in the middle of a transfer: what the client sees, and how the others go on."""
+"""A server is killed in mid-transfer: the client's error, and the recovery of other servers."""
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from of_release import ELSEWHERE_AT_NIGHT
-from probed import held_in_mid_prompt, probed
+from engine_release import NIGHTLY_IF_NOT_DEFAULT
+from scheduler_dumps import dump_environment, paused_in_mid_prompt
 from serving_checks import holds_nothing, open_files, outcome, record, seconds_until
 from serving_scenarios import (
     FOUR_HEADS,
@@ -18,12 +18,12 @@ from serving_scenarios import (
 )
 
 from pd_harness import cluster
-from pd_harness.waiting import busy
+from pd_harness.polling import busy
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 CHUNK = 64
-# The CPU host waits for a silent prefill server for half a minute, as a busy machine needs it.
+# By default the CPU host waits half a minute for a silent prefill server, for busy machines.
 HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
@@ -31,8 +31,9 @@ HEARTBEAT = {
 PATIENCE = 180  # seconds, for an answer
 ERROR_PATIENCE = 60  # for an error
 REFUSED_SECONDS = 3  # for a refusal
-# NIXL's eight workers close theirs to a dead peer when they next work, which such small requests
-# do not make them, and some are the router's; a leak for each of 14 requests would be more.
+# NIXL's eight workers close their sockets to a dead peer when they next have work, which these
+# small requests do not give them, and some sockets are the router's. A leak in each of 14 requests
+# would exceed this.
 MORE_FILES = 20
 
 
@@ -40,13 +41,13 @@ MORE_FILES = 20
     "backend, victim",
     [
         pytest.param("nixl", "prefill", marks=pytest.mark.nightly),
-        pytest.param("nixl", "decode", marks=ELSEWHERE_AT_NIGHT),
+        pytest.param("nixl", "decode", marks=NIGHTLY_IF_NOT_DEFAULT),
         pytest.param("mooncake", "prefill", marks=pytest.mark.nightly),
         pytest.param("mooncake", "decode", marks=pytest.mark.nightly),
     ],
 )
-def test_a_server_killed_in_mid_transfer(backend, victim, reference):
-    if reason := cluster.why_not_here(backend, 2, ("patched", "patched")):
+def test_server_killed_in_mid_transfer(backend, victim, reference):
+    if reason := cluster.skip_reason(backend, 2, ("patched", "patched")):
         pytest.skip(reason)
     expected = reference(FOUR_HEADS, NEW_TOKENS)
     prefill, decode, router = servers = _fleet(backend, f"{backend}-{victim}-killed")
@@ -56,13 +57,13 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
         _check_answers(router, servers, expected)
         seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
         files = open_files(survivor)
-        _hang_up(backend, servers, expected)
+        _disconnect_client(backend, servers, expected)
 
         failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
         row["client"] = failure or "an answer"
         survivor.check_running()
         row["freed"] = round(seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE), 1)
-        _start_again(dying)
+        _restart(dying)
         row["after"] = _check_answers(router, servers, expected)
         seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
         row["more_files"] = open_files(survivor) - files
@@ -75,13 +76,13 @@ def test_a_server_killed_in_mid_transfer(backend, victim, reference):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("nixl", marks=ELSEWHERE_AT_NIGHT),
+        pytest.param("nixl", marks=NIGHTLY_IF_NOT_DEFAULT),
         pytest.param("mooncake", marks=pytest.mark.nightly),
     ],
 )
-def test_an_unfit_pair_is_refused_at_once(backend):
-    """Six heads on three ranks and on two: a head would have to be cut."""
-    if reason := cluster.why_not_here(backend, 5, ("patched", "patched")):
+def test_incompatible_pair_is_refused_at_once(backend):
+    """Prefill has three ranks and decode two, so six KV heads do not map to whole ranks."""
+    if reason := cluster.skip_reason(backend, 5, ("patched", "patched")):
         pytest.skip(reason)
     servers = cluster.pd_servers(
         cluster.Topology(backend, prefill_tp=3, decode_tp=2, page_size=16),
@@ -94,7 +95,7 @@ def test_an_unfit_pair_is_refused_at_once(backend):
     row = {"case": "TP 3 asked by TP 2, six KV heads", "backend": backend}
     with cluster.running(servers):
         answers = []
-        for prompt in prompts()[:3]:  # the first brings the two sides together
+        for prompt in prompts()[:3]:  # the first one connects the two sides
             answers += cluster.ask(router.url, [prompt], NEW_TOKENS, ERROR_PATIENCE)
         row["pace"] = busy()
         row["freed"] = round(seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE), 1)
@@ -109,14 +110,14 @@ def test_an_unfit_pair_is_refused_at_once(backend):
 
 
 def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cluster.Server]:
-    """One prefill and one decode server, with many chunks and quick heartbeats."""
+    """Returns a prefill server, a decode server and a router; small chunks, fast heartbeats."""
     servers = cluster.pd_servers(
         cluster.Topology(backend, page_size=16),
         model_folder(FOUR_HEADS),
         cluster.PD_ENV / "logs" / "serving" / label,
         "patched",
         "patched",
-        environment=probed(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
+        environment=dump_environment(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
         chunk=CHUNK,
     )
     _, decode, _ = servers
@@ -125,7 +126,7 @@ def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cl
 
 
 def _check_answers(router, servers, expected) -> str:
-    """Ask the prompts; returns the outcome, which must be that they are right."""
+    """Sends the prompts, asserts that the answers are right, and returns the outcome."""
     answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
     ended = [server.name for server in servers if server.has_ended()]
     result, detail = outcome(answers, ended, expected)
@@ -133,12 +134,12 @@ def _check_answers(router, servers, expected) -> str:
     return result
 
 
-def _hang_up(backend, servers, expected) -> None:
-    """A client that is gone in mid-transfer: both servers are free again, and answer others."""
+def _disconnect_client(backend, servers, expected) -> None:
+    """Disconnects a client in mid-transfer; asserts that both servers free it and serve others."""
     prefill, decode, router = servers
 
     async def ask_and_hang_up() -> None:
-        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+        with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = asyncio.create_task(
                 cluster.ask_all(router.url, [long_prompt(1)], NEW_TOKENS, PATIENCE, 1)
             )
@@ -161,10 +162,10 @@ def _hang_up(backend, servers, expected) -> None:
 
 
 def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
-    """How the client's request fails, and how long after the kill."""
+    """Kills a server in mid-transfer; returns the client's failure and its seconds after that."""
     with ThreadPoolExecutor() as pool:
-        # What is prefilled of a prompt is sent while its next chunk is computed.
-        with held_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+        # Prefill sends a chunk's KV while it computes the next chunk.
+        with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
             asking = pool.submit(cluster.ask, router.url, [long_prompt(2)], NEW_TOKENS, PATIENCE)
             reached()
             start = time.monotonic()
@@ -173,8 +174,8 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
         return answer.failure, round(time.monotonic() - start, 1)
 
 
-def _start_again(server: cluster.Server) -> None:
-    """In its place, at the same address, as a supervisor would."""
+def _restart(server: cluster.Server) -> None:
+    """Restarts a server at the same address, as a supervisor would."""
     server.log = server.log.with_stem(f"{server.name}-again")
     server.start()
-    cluster.wait_ready([server], time.monotonic() + cluster.START_SECONDS, lambda _: None)
+    cluster.wait_ready([server], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)

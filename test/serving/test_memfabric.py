@@ -1,15 +1,15 @@
-"""Whole servers over each MemFabric that is tried, at night; the other tests use the newest."""
+"""Servers over each MemFabric release, nightly; the other tests use the newest one."""
 
 import httpx
 import pytest
-from fleet import prepare
-from of_release import IS_LATER
-from serving_checks import NOT_JOINED, Lost, outcome
+from engine_release import SINCE_0_5_20
+from fleet import install_library
+from serving_checks import NOT_JOINED, HangDetector, outcome
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
 from pd_harness import cluster
-from pd_harness.cpu_host.memfabric import DEFAULT, MAY_HANG, RELEASES, VARIABLE
-from pd_harness.device import await_peers, device
+from pd_harness.cpu_host.memfabric import DEFAULT_MEMFABRIC, MAY_HANG, MEMFABRIC_VARIABLE, RELEASES
+from pd_harness.device import device, wait_for_memfabric_peers
 
 pytestmark = [
     pytest.mark.serving,
@@ -27,14 +27,14 @@ FLEETS = {
 }
 PATIENCE = 120
 ATTEMPTS = 3
-# What releases of MemFabric do now and then, after which servers are started anew.
-BY_CHANCE = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
+# Occasional failures of MemFabric releases, after which the servers are restarted.
+FLAKY_RESULTS = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
 
 
 @pytest.mark.parametrize("name", FLEETS)
-@pytest.mark.parametrize("memfabric", [one for one in RELEASES if one != DEFAULT])
-def test_right_tokens(memfabric, name, reference):
-    prepare("memfabric", memfabric)
+@pytest.mark.parametrize("memfabric", [one for one in RELEASES if one != DEFAULT_MEMFABRIC])
+def test_tokens_over_each_memfabric(memfabric, name, reference):
+    install_library("memfabric", memfabric)
     topology, model = FLEETS[name]
     expected = reference(model, NEW_TOKENS)
     for _ in range(ATTEMPTS):
@@ -44,42 +44,42 @@ def test_right_tokens(memfabric, name, reference):
             cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-{name}",
             "patched",
             "patched",
-            {VARIABLE: memfabric},
+            {MEMFABRIC_VARIABLE: memfabric},
         )
         try:
             with cluster.running(servers):
                 result, detail = ask(servers, memfabric, expected)
         except cluster.ServerFailed as error:
             result, detail = "not joined" if NOT_JOINED in str(error) else "dead", str(error)
-        if memfabric not in BY_CHANCE.get(result, ()):
+        if memfabric not in FLAKY_RESULTS.get(result, ()):
             break
     assert result == "right", detail
 
 
 def ask(servers, memfabric: str, expected) -> tuple[str, str]:
-    """What became of the prompts."""
-    await_peers(memfabric)
+    """Sends the prompts; returns their outcome and its details."""
+    wait_for_memfabric_peers(memfabric)
     *engines, router = servers
-    lost = Lost(*engines)
+    lost = HangDetector(*engines)
     lost.begin()
     answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE, is_lost=lost)
     return outcome(answers, [server.name for server in servers if server.has_ended()], expected)
 
 
-# Of these the former refuses what it has registered, the latter does nothing.
-PAUSED = {"1.1.6": 1, "1.3.0": 0}
+# 1.1.6 refuses to register the same memory again; 1.3.0 accepts it without effect.
+REFUSALS_PER_RESUME = {"1.1.6": 1, "1.3.0": 0}
 
 
-@pytest.mark.skipif(not IS_LATER, reason="0.5.9 registers nothing again after a pause")
-@pytest.mark.parametrize("memfabric", PAUSED)
-def test_a_pause(memfabric, reference):
-    """KV memory is released and resumed, which MemFabric cannot unregister: it serves as before."""
-    prepare("memfabric", memfabric)
+@pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 registers nothing again after a pause")
+@pytest.mark.parametrize("memfabric", REFUSALS_PER_RESUME)
+def test_memory_release_and_resume(memfabric, reference):
+    """After release and resume of KV memory, which MemFabric cannot unregister, all is right."""
+    install_library("memfabric", memfabric)
     topology, model = FLEETS["mla_pp2"]
     expected = reference(model, NEW_TOKENS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-pause"
     servers = cluster.pd_servers(
-        topology, model_folder(model), logs, "patched", "patched", {VARIABLE: memfabric}
+        topology, model_folder(model), logs, "patched", "patched", {MEMFABRIC_VARIABLE: memfabric}
     )
     prefill, decode, router = servers
     with cluster.running(servers):
@@ -93,4 +93,4 @@ def test_a_pause(memfabric, reference):
             result, detail = outcome(answers, ended, expected)
             assert result == "right", (paused, detail)
     said = (logs / "decode.log").read_text().count("did not register this rank's buffers again")
-    assert said == 2 * PAUSED[memfabric]
+    assert said == 2 * REFUSALS_PER_RESUME[memfabric]

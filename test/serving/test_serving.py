@@ -1,44 +1,49 @@
-"""Real prefill and decode servers behind the real router, against one server's answers.
+"""Real prefill and decode servers behind the real router, compared with one server's answers.
 
-Each scenario runs on the stock engine and on the patched one, and both must do what the table
-says: on the patched one token ids and logprobs are right, or what cannot be is refused.
+Each scenario runs on the stock and on the patched engine, with the outcomes that the table says.
+On the patched engine, token ids and logprobs are right, or an unservable request is refused.
 """
 
 import time
 
 import pytest
-from of_release import IS_DEFAULT
+from engine_release import IS_DEFAULT
 from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
-    Lost,
+    HangDetector,
     outcome,
     record,
     retractions,
     retry_memfabric_faults,
     running,
 )
-from serving_scenarios import EVERY_RUN, MIXED, TABLE, Scenario, marks, model_folder
-from stray import send_stray
+from serving_scenarios import MIXED, PUSH_CASES, TABLE, Scenario, marks, model_folder
+from stray_message import send_stray_message
 
 from pd_harness import cluster
+from pd_harness.cpu_host.adaptations_0_5_23 import STAGING_LOG_LINE
 from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.cpu_host.newer import STAGED
-from pd_harness.device import await_peers
+from pd_harness.device import wait_for_memfabric_peers
 from pd_harness.releases import release
 
-# Starting servers may take START_SECONDS, for the reference once more.
+# Starting servers may take START_TIMEOUT_S, and again for the reference.
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-PATIENCE = 180  # seconds; a right answer takes a few, on a busy machine half a minute
-RETRACTING = 4  # times more that prompts are sent until decode has retracted any
-STOCK_PATIENCE = 60  # the same prompts take the patched engine a tenth of this
+PATIENCE = 180  # seconds; a right answer takes a few, or half a minute on a busy machine
+RETRACTION_ROUNDS = 4  # how often prompts may be sent again until decode retracts a request
+STOCK_PATIENCE = 60  # seconds; the patched engine needs a tenth for the same prompts
 
 
 def serve(
     scenario: Scenario, prefill_engine: str, decode_engine: str, seconds: float, lost_after: float
 ) -> tuple[list[cluster.Answer], list[str]]:
-    """Answers of a fleet made for the scenario and stopped again; names of servers that ended."""
+    """Runs the scenario's fleet; returns its answers, and names of servers that exited.
+
+    Args:
+        seconds: Limit for each answer.
+        lost_after: Seconds without work until the answers count as lost.
+    """
     label = f"{scenario.name}-{prefill_engine}-{decode_engine}"
     servers = cluster.pd_servers(
         scenario.topology,
@@ -48,66 +53,68 @@ def serve(
         decode_engine,
     )
     with running(servers):
-        lost = Lost(*servers[:-1], lost_after)
+        lost = HangDetector(*servers[:-1], lost_after)
         if scenario.topology.backend == "ascend":
-            await_peers(memfabric_for(decode_engine))
-        if scenario.stray is not None:
-            send_stray(servers[0], scenario.topology, scenario.stray)
+            wait_for_memfabric_peers(memfabric_for(decode_engine))
+        if scenario.stray_message is not None:
+            send_stray_message(servers[0], scenario.topology, scenario.stray_message)
         answers = ask_until_done(scenario, servers, seconds, lost)
         return answers, [server.name for server in servers if server.has_ended()]
 
 
-def ask_until_done(scenario: Scenario, servers, seconds: float, lost: Lost) -> list[cluster.Answer]:
-    """The answers of the last time, or of the first that failed."""
+def ask_until_done(
+    scenario: Scenario, servers, seconds: float, lost: HangDetector
+) -> list[cluster.Answer]:
+    """Sends the prompts as often as needed; returns the last answers, or the first failed ones."""
     *engines, router = servers
     topology = scenario.topology
-    # Decode takes KV from all requests but one, and on a busy machine they may come one by one.
-    more = RETRACTING if topology.retracts else 0
+    # Decode retracts all requests but one; on a busy machine, requests may arrive one by one.
+    more = RETRACTION_ROUNDS if topology.expects_retractions else 0
     for turn in range(1, scenario.times + more + 1):
         lost.begin()
         answers = cluster.ask(
-            router.url, scenario.asked(), scenario.new_tokens, seconds, is_lost=lost
+            router.url, scenario.make_prompts(), scenario.new_tokens, seconds, is_lost=lost
         )
         if any(answer.failure for answer in answers):
             return answers
-        missing = what_is_missing(topology, engines[1], answers)
+        missing = missing_behaviour(topology, engines[1], answers)
         if turn >= scenario.times and not missing:
             return answers
     raise AssertionError(missing)
 
 
-def what_is_missing(topology: cluster.Topology, decode: cluster.Server, answers) -> str:
-    """What the scenario is about, and decode has not done."""
+def missing_behaviour(topology: cluster.Topology, decode: cluster.Server, answers) -> str:
+    """Returns what the scenario is meant to test but decode has not done; empty if nothing."""
     log = decode.log.read_text(errors="replace")
-    if topology.retracts and not retractions(log):
+    if topology.expects_retractions and not retractions(log):
         return "decode retracted none"
-    if topology.staging and STAGED not in log:
+    if topology.staging and STAGING_LOG_LINE not in log:
         return "nothing was staged"
     if topology.decode_prefixes and not all(answer.cached for answer in answers):
         return "decode had no prefix"
     return ""
 
 
-def on(test: str, scenarios: list[Scenario]) -> list:
-    """Parameters for the scenarios; what not every run has in ``test`` is marked nightly."""
-    always = EVERY_RUN[release()][test]
+def scenario_params(test: str, scenarios: list[Scenario]) -> list:
+    """Returns the scenarios as parameters, nightly unless they are ``test``'s push cases."""
+    always = PUSH_CASES[release()][test]
     return [pytest.param(one, id=one.name, marks=marks(one, always)) for one in scenarios]
 
 
 @pytest.fixture
 def serves(reference):
-    """Function: serve a scenario, record its outcome, and return it.
+    """A function that serves a scenario, records its outcome, and returns (outcome, detail).
 
-    It skips the test where this device cannot serve it.
+    The function skips the test if this device cannot serve the scenario.
     """
 
     def served(
         scenario, prefill_engine, decode_engine, seconds, lost_after=SLOW_SECONDS
     ) -> tuple[str, str]:
         topology, engines = scenario.topology, (prefill_engine, decode_engine)
-        if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), engines):
+        if reason := cluster.skip_reason(topology.backend, sum(topology.ranks), engines):
             pytest.skip(reason)
-        expected = reference(scenario.model, scenario.new_tokens, scenario.asked())
+        expected = reference(scenario.model, scenario.new_tokens, scenario.make_prompts())
         start = time.monotonic()
         answers, ended = retry_memfabric_faults(
             lambda: serve(scenario, *engines, seconds, lost_after)
@@ -126,25 +133,25 @@ def serves(reference):
     return served
 
 
-@pytest.mark.parametrize("scenario", on("patched", TABLE))
+@pytest.mark.parametrize("scenario", scenario_params("patched", TABLE))
 def test_patched(scenario, serves):
     result, detail = serves(scenario, "patched", "patched", PATIENCE)
     assert result == scenario.patched, detail
     assert "server ended" not in detail
 
 
-@pytest.mark.parametrize("scenario", on("stock", TABLE))
+@pytest.mark.parametrize("scenario", scenario_params("stock", TABLE))
 def test_stock(scenario, serves):
-    """Keeps the table honest: were the stock engine right, the patch would not be needed."""
+    """Checks the table's stock outcomes, which show where the patches are needed."""
     lost_after = LOST_SECONDS if "hang" in scenario.stock else SLOW_SECONDS
     result, detail = serves(scenario, "stock", "stock", STOCK_PATIENCE, lost_after)
     assert result == scenario.stock, detail
 
 
-def both_ways() -> list:
-    """Scenarios, with either side patched; at night by turns in releases other than the default."""
+def mixed_params() -> list:
+    """Returns scenarios with either side patched; other releases alternate the nightly ones."""
     ways, found = [("stock", "patched"), ("patched", "stock")], []
-    always = EVERY_RUN[release()]["mixed"]
+    always = PUSH_CASES[release()]["mixed"]
     for at, one in enumerate(MIXED):
         in_turn = not IS_DEFAULT and one.name not in always
         for way in [ways[at % 2]] if in_turn else ways:
@@ -153,8 +160,8 @@ def both_ways() -> list:
     return found
 
 
-@pytest.mark.parametrize("scenario, engines", both_ways())
+@pytest.mark.parametrize("scenario, engines", mixed_params())
 def test_mixed(scenario, engines, serves):
-    """A rollout goes server by server: each half may be patched before the other."""
+    """A rollout goes server by server, so each side may be patched before the other."""
     result, detail = serves(scenario, *engines, PATIENCE)
     assert result == "right", detail

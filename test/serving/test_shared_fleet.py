@@ -1,6 +1,6 @@
-"""Many servers in one fleet, as the engine starts them by default: each prefill with each decode.
+"""Many servers in one fleet with the engine's defaults: each prefill with each decode server.
 
-Scheduling overlaps where there are no pipeline stages, and prefixes are kept for reuse.
+Scheduling overlaps unless there are pipeline stages, and the radix cache is enabled.
 """
 
 import dataclasses
@@ -11,19 +11,26 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from of_release import ELSEWHERE_AT_NIGHT
-from serving_checks import LOGPROB_TOLERANCE, held, holds_nothing, outcome, record, seconds_until
+from engine_release import NIGHTLY_IF_NOT_DEFAULT
+from serving_checks import (
+    LOGPROB_TOLERANCE,
+    holds_nothing,
+    outcome,
+    record,
+    seconds_until,
+    server_load,
+)
 from serving_scenarios import (
     FIVE_LAYERS,
     NEW_TOKENS,
     SEVEN_LAYERS_MLA,
-    branching,
     model_folder,
     prompts,
+    shared_prefix_prompts,
 )
 
 from pd_harness import cluster
-from pd_harness.cpu_host.models import TinyModel, loaded
+from pd_harness.cpu_host.models import TinyModel, load_checkpoint
 from pd_harness.device import device
 from pd_harness.ports import free_ports
 from pd_harness.releases import release
@@ -33,7 +40,7 @@ pytestmark = [
     pytest.mark.xdist_group("shared fleets"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="it takes more NPUs than one machine has"),
-    *ELSEWHERE_AT_NIGHT,
+    *NIGHTLY_IF_NOT_DEFAULT,
 ]
 
 LOGS = cluster.PD_ENV / "logs" / "serving"
@@ -43,7 +50,7 @@ FREE_SECONDS = 30
 
 @dataclasses.dataclass
 class SharedFleet:
-    """Servers by their sizes, and a router for each pair of them."""
+    """Prefill and decode servers by name, and a router for each pair."""
 
     name: str
     model: TinyModel
@@ -62,7 +69,7 @@ class SharedFleet:
         return [*self.prefills.values(), *self.decodes.values(), *self.routers.values()]
 
     def check(self, pair: tuple[str, str], expected, asked=None) -> None:
-        """Ask a pair the prompts, at once; the answers must be the reference's."""
+        """Sends a pair the prompts, all at once, and asserts that the answers are ``expected``."""
         start = time.monotonic()
         answers = cluster.ask(self.routers[pair].url, asked or prompts(), NEW_TOKENS, PATIENCE)
         ended = [server.name for server in self.servers if server.has_ended()]
@@ -76,13 +83,13 @@ class SharedFleet:
             detail=detail,
         )
         engines = [*self.prefills.values(), *self.decodes.values()]
-        assert result == "right", f"{detail}; {[(one.name, held(one)) for one in engines]}"
+        assert result == "right", f"{detail}; {[(one.name, server_load(one)) for one in engines]}"
 
 
-def shared(
+def make_shared_fleet(
     name: str, model: TinyModel, prefills: dict, decodes: dict, **environment
 ) -> SharedFleet:
-    """Patched servers of these topologies; of each only its side counts."""
+    """Makes patched servers of these topologies, of which each server uses its own side."""
     folder, logs = model_folder(model), LOGS / name
     (store_port,) = free_ports(1)
     both = {"overlap": True, "environment": environment}
@@ -115,7 +122,7 @@ PAIRS = [(p, d) for p in PREFILLS for d in DECODES]
 
 @pytest.fixture(scope="module")
 def nixl():
-    fleet = shared(
+    fleet = make_shared_fleet(
         "nixl-shared",
         FIVE_LAYERS,
         sizes("nixl", **PREFILLS),
@@ -127,7 +134,7 @@ def nixl():
 
 @pytest.fixture(scope="module")
 def ascend():
-    fleet = shared(
+    fleet = make_shared_fleet(
         "ascend-shared",
         SEVEN_LAYERS_MLA,
         sizes("ascend", pp2={"prefill_pp": 2}),
@@ -139,7 +146,7 @@ def ascend():
 
 @pytest.mark.parametrize("decode", ["plain", "retract"])
 def test_mla_from_stages(decode, ascend, reference):
-    # First, for the other fleet takes a minute to be idle.
+    # Runs first, because the other fleet takes a minute to become idle.
     ascend.check(("pp2", decode), reference(ascend.model, NEW_TOKENS))
 
 
@@ -149,7 +156,7 @@ def test_each_pair(pair, nixl, reference):
 
 
 def test_all_pairs_at_once(nixl, reference):
-    """A rank then has rooms of several peers with different layouts under way."""
+    """Each rank then has open rooms of several peers with different layouts."""
     expected = reference(nixl.model, NEW_TOKENS)
     with ThreadPoolExecutor(len(PAIRS)) as pool:
         for done in [pool.submit(nixl.check, pair, expected) for pair in PAIRS]:
@@ -157,9 +164,9 @@ def test_all_pairs_at_once(nixl, reference):
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
-def test_prompts_that_share_a_prefix(pair, nixl, reference):
-    """The first is there when the others come, at once."""
-    asked = branching()
+def test_shared_prefix(pair, nixl, reference):
+    """The first prompt's prefix is cached when the other prompts arrive, all at once."""
+    asked = shared_prefix_prompts()
     expected = reference(nixl.model, NEW_TOKENS, asked)
     nixl.check(pair, expected[:1], asked[:1])
     nixl.check(pair, expected[1:], asked[1:])
@@ -172,7 +179,7 @@ def body(prompt, **more) -> dict:
 
 
 def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[list[int]]:
-    """The answer's tokens up to each piece of the stream; hangs up after so many pieces."""
+    """Returns the answer's tokens up to each streamed piece; disconnects after ``stop_after``."""
     pieces = []
     with (
         httpx.Client(timeout=PATIENCE, trust_env=False) as client,
@@ -187,7 +194,7 @@ def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
-def test_a_stream(pair, nixl, reference):
+def test_streamed_answer(pair, nixl, reference):
     for prompt, expected in list(zip(prompts(), reference(nixl.model, NEW_TOKENS)))[::2]:
         pieces = streamed(nixl.routers[pair].url, prompt)
         assert len(pieces) > 1
@@ -196,7 +203,7 @@ def test_a_stream(pair, nixl, reference):
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
-def test_an_aborted_stream(pair, nixl, reference):
+def test_aborted_stream_frees_both_servers(pair, nixl, reference):
     p, d = pair
     for prompt in prompts()[::2]:
         assert streamed(nixl.routers[pair].url, prompt, 1)
@@ -211,8 +218,8 @@ def posted(url: str, asked: dict) -> httpx.Response:
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
-def test_logprobs_of_the_prompt(pair, nixl):
-    """They are prefill's, and the router puts them into decode's answer."""
+def test_prompt_logprobs_come_from_prefill(pair, nixl):
+    """Prefill computes them, and the router merges them into decode's answer."""
     prompt = prompts()[3]
     asked = body(prompt, return_logprob=True, logprob_start_len=0)
     rows = posted(nixl.routers[pair].url, asked).json()["meta_info"]["input_token_logprobs"]
@@ -224,17 +231,19 @@ def test_logprobs_of_the_prompt(pair, nixl):
 
 
 def logprobs(model: TinyModel, prompt: list[int]) -> list[float]:
-    """Of each token but the first, by the model alone."""
+    """Returns the logprob of each token but the first, computed by the model without a server."""
     with torch.no_grad():
-        scores = loaded(model_folder(model))(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        scores = (
+            load_checkpoint(model_folder(model))(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        )
     return scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
 
 
 @pytest.mark.skipif(
     release() != "0.5.9", reason="0.5.23, stock too, lets them wait until a time-out of 300 s"
 )
-def test_several_samples_of_a_prompt(nixl, reference):
-    """0.5.9 gives them all one room, so they cannot be served: the client hears so."""
+def test_parallel_sampling_is_refused(nixl, reference):
+    """0.5.9 gives all samples one room and cannot serve them, so the client gets an error."""
     asked = body(prompts()[3])
     asked["sampling_params"]["n"] = 2
     answer = posted(nixl.routers["tp2", "tp1"].url, asked)
@@ -245,14 +254,14 @@ def test_several_samples_of_a_prompt(nixl, reference):
 
 
 @pytest.fixture
-def two_and_two():
-    """Two prefill and two decode servers of different TP, and a router before all of them.
+def two_by_two_fleet():
+    """Two prefill and two decode servers with different TP sizes, behind one router.
 
-    Prefill does not know which decode server a request has, so where that died it waits for it to
-    ask: here for 10 s.
+    Prefill does not know a request's decode server, so it waits, here for 10 s, for the metadata
+    of a decode server that died.
     """
     both = ("tp1", "tp2")
-    fleet = shared(
+    fleet = make_shared_fleet(
         "nixl-two-and-two",
         FIVE_LAYERS,
         sizes("nixl", **{size: PREFILLS[size] for size in both}),
@@ -266,12 +275,12 @@ def two_and_two():
 
 
 @pytest.mark.nightly
-def test_one_of_two_decode_servers_dies(two_and_two, reference):
-    """The others' requests go on; what was on its way to the dead one fails, and nothing is held.
+def test_one_of_two_decode_servers_dies(two_by_two_fleet, reference):
+    """Requests of live servers go on; those of the dead one fail, and no server keeps anything.
 
-    The router does not try again here, so a request that it gives to a dead server fails.
+    The router does not retry here, so a request that it sends to a dead server fails.
     """
-    fleet, router = two_and_two
+    fleet, router = two_by_two_fleet
     expected = reference(fleet.model, NEW_TOKENS)
     dying = fleet.decodes["tp2"]
     for _ in range(3):
@@ -279,7 +288,7 @@ def test_one_of_two_decode_servers_dies(two_and_two, reference):
         assert outcome(answers, [], expected)[0] == "right", answers
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(cluster.ask, router.url, prompts() * 4, NEW_TOKENS, PATIENCE)
-        time.sleep(0.3)  # the router has given them to servers; some are under way
+        time.sleep(0.3)  # the router has sent them to servers; some are running
         dying.stop()
         answers = asking.result()
     _right_or_refused(answers, expected * 4)
@@ -289,7 +298,7 @@ def test_one_of_two_decode_servers_dies(two_and_two, reference):
         seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
     dying.log = dying.log.with_stem(f"{dying.name}-again")
     dying.start()
-    cluster.wait_ready([dying], time.monotonic() + cluster.START_SECONDS, lambda _: None)
+    cluster.wait_ready([dying], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)
     for pair in fleet.routers:
         fleet.check(pair, expected)
 

@@ -1,16 +1,16 @@
-"""Five hundred requests through one pair whose decode retracts: all right, and memory flat."""
+"""Five hundred requests through a pair whose decode retracts: all right, with constant memory."""
 
 import random
 import time
 
 import pytest
-from of_release import IS_DEFAULT
+from engine_release import IS_DEFAULT
 from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
 from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
 
 from pd_harness import cluster
 from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import await_peers
+from pd_harness.device import wait_for_memfabric_peers
 
 pytestmark = [
     pytest.mark.serving,
@@ -19,17 +19,17 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-# Each round asks all prompts; together they are more than prefill's pool keeps for reuse.
+# Each round sends all prompts, which together exceed prefill's radix cache.
 PROMPTS = 50
 ROUNDS = 10
 LONGEST = 600  # tokens
 AT_ONCE = 8
 PATIENCE = 180  # seconds, for an answer
-# What the first rounds bring is warming up. In those that follow, a leak of one prompt's KV (8 KiB
-# a token) in fifty requests would be more than this.
+# Growth in the first rounds is warm-up. In later rounds, a leak of one prompt's KV (8 KiB per
+# token) in fifty requests would exceed this.
 WARM_UP = 3
 GROWTH_MIB = 16
-# Memory that is free goes back to the system at once, so that what grows is held.
+# Returns free memory to the system at once, so that only leaks grow.
 ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -38,7 +38,7 @@ ALLOCATOR = {
 
 
 def soak_prompts() -> list[list[int]]:
-    """Token ids of prompts of mixed length, the same in every run."""
+    """Returns prompts of mixed lengths as token ids, the same in every run."""
     source = random.Random(500)
     lengths = [1, LONGEST, *(source.randint(1, LONGEST) for _ in range(PROMPTS - 2))]
     return [[source.randrange(256) for _ in range(length)] for length in lengths]
@@ -47,13 +47,13 @@ def soak_prompts() -> list[list[int]]:
 SOAKED = [("nixl", 1, "patched"), ("ascend", 1, "patched")]
 if IS_DEFAULT:
     SOAKED += [("nixl", 2, "patched"), ("mooncake", 1, "patched")]
-    SOAKED += [("nixl", 1, "stock")]  # what memory the engine itself takes
+    SOAKED += [("nixl", 1, "stock")]  # measures the engine's own memory
 
 
 @pytest.mark.parametrize("backend, prefill_tp, engine", SOAKED)
 def test_soak(backend, prefill_tp, engine, reference):
     name = f"{backend} TP {prefill_tp} to 1, {engine}"
-    if reason := cluster.why_not_here(backend, prefill_tp + 1, (engine, engine)):
+    if reason := cluster.skip_reason(backend, prefill_tp + 1, (engine, engine)):
         pytest.skip(reason)
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
@@ -63,7 +63,7 @@ def test_soak(backend, prefill_tp, engine, reference):
         cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{prefill_tp}-{engine}",
         engine,
         engine,
-        fork=False,  # the allocator reads its variables when a process is started
+        fork=False,  # the allocator reads its variables at the start of a process
     )
     for server in (prefill, decode):
         server.environment = {**server.environment, **ALLOCATOR}
@@ -71,7 +71,7 @@ def test_soak(backend, prefill_tp, engine, reference):
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):
         if backend == "ascend":
-            await_peers(memfabric_for(engine))
+            wait_for_memfabric_peers(memfabric_for(engine))
         start = time.monotonic()
         for _ in range(ROUNDS):
             turn = order.sample(range(PROMPTS), PROMPTS)

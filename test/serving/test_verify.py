@@ -1,17 +1,17 @@
-"""`sglang-pd verify` on real servers: right where all is right; what it says where it is not."""
+"""`sglang-pd verify` on real servers: it passes right KV, and reports wrong KV."""
 
 import contextlib
 from collections.abc import Iterator
 
 import pytest
-from of_release import ELSEWHERE_AT_NIGHT, at_night_elsewhere
-from serving_checks import record, tool
+from engine_release import NIGHTLY_IF_NOT_DEFAULT, nightly_if_not_default
+from serving_checks import record, run_tool
 from serving_scenarios import SCENARIOS, Scenario, model_folder
 
 from pd_harness import cluster
 from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import await_peers
-from sglang_pd.errors import Code
+from pd_harness.device import wait_for_memfabric_peers
+from sglang_pd.errors import ExitCode
 
 pytestmark = [
     pytest.mark.serving,
@@ -20,7 +20,7 @@ pytestmark = [
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
-SLOW = {"mooncake-pp2_tp2_to_1"}  # a TCP message for each token, layer and head
+SLOW = {"mooncake-pp2_tp2_to_1"}  # one TCP message per token, layer and head
 FEW = ("--lengths", "40", "--requests", "6")
 
 
@@ -28,12 +28,12 @@ FEW = ("--lengths", "40", "--requests", "6")
 def running(
     scenario: Scenario, test: str, sends: str = "patched", **environment: str
 ) -> Iterator[list[cluster.Server]]:
-    """The scenario's fleet of patched servers that compare; skips where it cannot run.
+    """Runs the scenario with patched servers that verify; skips the test if it cannot run.
 
-    Prefill sends by the code of the engine ``sends``.
+    Prefill sends with the code of the engine ``sends``.
     """
     topology = scenario.topology
-    if reason := cluster.why_not_here(topology.backend, sum(topology.ranks), ("patched", sends)):
+    if reason := cluster.skip_reason(topology.backend, sum(topology.ranks), ("patched", sends)):
         pytest.skip(reason)
     if sends == "stock":
         environment["SGLANG_PD_STOCK_TRANSFER"] = str(cluster.engine_folder("stock"))
@@ -47,28 +47,28 @@ def running(
     )
     with cluster.running(servers):
         if topology.backend == "ascend":
-            await_peers(memfabric_for("patched"))
+            wait_for_memfabric_peers(memfabric_for("patched"))
         yield servers
 
 
 def verify(*options: str) -> tuple[int, dict]:
-    return tool("verify", *options)
+    return run_tool("verify", *options)
 
 
 def doctor(scenario: Scenario, *urls: str) -> list[dict]:
-    """What it says of running servers, with the engine that they run."""
+    """Returns what `sglang-pd doctor`, given their engine, finds about running servers."""
     asked = [word for url in urls for word in ("--url", url)]
     engine, backend = str(cluster.engine_folder("patched")), scenario.topology.backend
-    _, found = tool("doctor", "--engine", engine, "--backend", backend, *asked)
+    _, found = run_tool("doctor", "--engine", engine, "--backend", backend, *asked)
     return [one for one in found["findings"] if one["group"] == "servers"]
 
 
-def on(names: set[str], always: str) -> list:
+def scenario_params(names: set[str], always: str) -> list:
     return [
         pytest.param(
             scenario,
             id=scenario.name,
-            marks=ELSEWHERE_AT_NIGHT if scenario.name == always else NIGHTLY,
+            marks=NIGHTLY_IF_NOT_DEFAULT if scenario.name == always else NIGHTLY,
         )
         for scenario in SCENARIOS
         if scenario.name in names
@@ -78,15 +78,15 @@ def on(names: set[str], always: str) -> list:
 NIGHTLY = [pytest.mark.nightly]
 
 
-@pytest.mark.parametrize("scenario", on(RIGHT, "mooncake-pp2_odd_layers"))
-def test_all_is_compared_and_right(scenario):
+@pytest.mark.parametrize("scenario", scenario_params(RIGHT, "mooncake-pp2_odd_layers"))
+def test_valid_transfer_passes(scenario):
     with running(scenario, "right") as (prefill, decode, router):
         status, found = verify("--router", router.url, *FEW)
         said = doctor(scenario, prefill.url, decode.url)
     assert (status, found["right"], found["mismatches"]) == (0, True, []), found
     assert {one["level"] for one in said} == {"ok"}, said
     told = " ".join(one["found"] for one in said)
-    assert "patched, and compares KV" in told and "fit together" in told, said
+    assert "patched, and compares KV" in told and "compatible" in told, said
     assert found["compared"] == found["requests"] > 30
     size = scenario.topology
     senders = {pair["prefill"] for pair in found["pairs"]}
@@ -96,19 +96,19 @@ def test_all_is_compared_and_right(scenario):
     assert all(pair["bytes"] for pair in found["pairs"]) or "replicated" in scenario.name
 
 
-WRONG = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"} - SLOW
+MISMATCH = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"} - SLOW
 
 
-@pytest.mark.parametrize("scenario", on(WRONG, "ascend-fia_pp2_odd_layers"))
-def test_what_stock_sends_wrongly_is_found(scenario):
-    """By the check alone: prefill sends by the stock engine's code, and no answer is known."""
+@pytest.mark.parametrize("scenario", scenario_params(MISMATCH, "ascend-fia_pp2_odd_layers"))
+def test_stock_corruption_is_found(scenario):
+    """Verification alone finds it: prefill sends with stock's code, without reference answers."""
     with running(scenario, "stock", sends="stock") as servers:
         status, found = verify("--router", servers[-1].url, *FEW)
         ended = [server.name for server in servers if server.has_ended()]
-    assert status == Code.WRONG, found
+    assert status == ExitCode.MISMATCH, found
     assert not ended
     assert found["mismatches"], found
-    assert any("KV is not what prefill has" in failure for failure in found["failures"])
+    assert any("KV verification failed" in failure for failure in found["failures"])
     record(
         "verify",
         scenario=scenario.name,
@@ -118,8 +118,8 @@ def test_what_stock_sends_wrongly_is_found(scenario):
     )
 
 
-@at_night_elsewhere
-def test_a_server_that_does_not_compare_is_refused():
+@nightly_if_not_default
+def test_server_without_verification_is_refused():
     scenario = next(one for one in SCENARIOS if one.name == "nixl-tp1_to_1")
     with running(scenario, "off", SGLANG_PD_VERIFY="0") as (prefill, decode, router):
         for where in (
@@ -127,6 +127,6 @@ def test_a_server_that_does_not_compare_is_refused():
             ("--prefill", prefill.url, "--decode", decode.url),
         ):
             status, found = verify(*where)
-            assert status == Code.NOT_VERIFYING
-            assert "does not verify" in found["error"]["text"], found
+            assert status == ExitCode.NOT_VERIFYING
+            assert "does not compare KV" in found["error"]["text"], found
             assert "SGLANG_PD_VERIFY=1" in found["error"]["text"], found

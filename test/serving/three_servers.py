@@ -1,4 +1,4 @@
-"""Three servers without a router: two prefill servers and decode, or prefill and two of decode."""
+"""Three servers without a router: two prefill and one decode server, or one and two."""
 
 import contextlib
 import random
@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import httpx
 import pytest
-from of_release import IS_LATER
-from probed import go_first, probed
+from engine_release import SINCE_0_5_20
+from scheduler_dumps import dump_environment, raise_priority
 from serving_checks import record
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
 
@@ -26,11 +26,11 @@ MARKS = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
 ]
-PATIENCE = 60 if IS_LATER else 90  # seconds, for any answer
-CHUNK = 64  # tokens of a prompt that are prefilled, and sent, at once
+PATIENCE = 60 if SINCE_0_5_20 else 90  # seconds, for any answer
+CHUNK = 64  # tokens of a prompt that are prefilled and sent at once
 SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}
-# Stock's decode knows where the ranks of a lost server were, and does not ask, until heartbeats say
-# that it is lost.
+# Stock's decode uses the known rank addresses of a lost server, without a query, until heartbeats
+# fail.
 HEARTBEATS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
@@ -41,40 +41,50 @@ HEARTBEATS = {
 def two_prefill_servers(
     backend: str, engine: str, more: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[tuple[Server, Server, Server]]:
-    """And a decode server, for which a stopped one is silent after 5 s; each pair has served.
+    """Runs two prefill servers and a decode server; each pair has served a request.
 
-    more: For the environment of all three.
+    A stopped prefill server is silent for decode after 5 s.
+
+    Args:
+        more: Environment variables of all three.
     """
     topology, model = Topology(backend), model_folder(SEVEN_LAYERS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-{backend}-{engine}"
     (store_port,) = free_ports(1)
     given = (engine, model, logs, store_port)
-    environment = {**SILENT, **more, **probed(logs / "probe")}
+    environment = {**SILENT, **more, **dump_environment(logs / "probe")}
     environment |= HEARTBEATS if engine == "stock" else {}
     first, second = (
         cluster.prefill_server(topology, *given, name=name, environment=environment)
         for name in ("first", "second")
     )
-    # A loop that is told to stand still is not what is asked for.
+    # An idle loop that sleeps on purpose would count as a pause.
     awake = {"environment": environment, "idle_sleep": False}
     decode = cluster.decode_server(topology, *given, **awake)
     with cluster.running([first, second, decode]):
         for server in (first, second):
             answer, _ = ask(server, decode)
             assert answer.status_code == 200, answer.text
-        go_first(decode)
+        raise_priority(decode)
         yield first, second, decode
 
 
 @contextlib.contextmanager
 def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
-    """And a prefill server of two stages, for which a stopped one is silent after 5 s."""
+    """Runs a prefill server with two stages and two decode servers.
+
+    A stopped decode server is silent for prefill after 5 s.
+    """
     topology, model = Topology(backend, prefill_pp=2, page_size=16), model_folder(SEVEN_LAYERS)
     logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-decode-{backend}"
     (store_port,) = free_ports(1)
     given = ("patched", model, logs, store_port)
     both = {
-        "environment": {**SILENT, **topology.memfabric("patched"), **probed(logs / "probe")},
+        "environment": {
+            **SILENT,
+            **topology.memfabric("patched"),
+            **dump_environment(logs / "probe"),
+        },
         "chunk": CHUNK,
     }
     prefill = cluster.prefill_server(topology, *given, **both, idle_sleep=False)
@@ -82,7 +92,7 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
         cluster.decode_server(topology, *given, name=name, **both) for name in ("first", "second")
     )
     with cluster.running([prefill, first, second]):
-        go_first(prefill)
+        raise_priority(prefill)
         yield prefill, first, second
 
 
@@ -94,10 +104,12 @@ def ask(
     to_prefill: bool = True,
     bootstrap_port: int | None = None,
 ) -> tuple[httpx.Response, float]:
-    """Decode's answer to a request that it shares with this prefill server, and its seconds.
+    """Sends a request to both servers; returns decode's answer and its seconds.
 
-    Without a prompt it is a new one of six tokens, without a port prefill's own is named. A server
-    that is stopped must not be sent its own.
+    Args:
+        prompt: Token ids; six random ones by default.
+        to_prefill: Whether prefill gets the request; False for a stopped server.
+        bootstrap_port: The port in the request; prefill's own by default.
     """
     body = {
         "input_ids": list(prompt) or [random.randrange(1, 200) for _ in range(6)],
@@ -122,22 +134,22 @@ def ask(
 
 
 def tokens_of(prefill: Server, decode: Server) -> tuple[list[list[int]], float]:
-    """What is answered to the prompts, one by one, and the seconds of the slowest."""
+    """Asks the prompts one by one; returns the answers' tokens and the slowest's seconds."""
     answers, seconds = zip(*(ask(prefill, decode, prompt) for prompt in prompts()))
     return [tokens(answer) for answer in answers], max(seconds)
 
 
 def tokens(answer: httpx.Response) -> list[int]:
-    """There are none in a failure."""
+    """Returns the answer's token ids; none for a failure."""
     if answer.status_code != 200:
         return []
     return [row[1] for row in answer.json()["meta_info"]["output_token_logprobs"]]
 
 
-def keep(
+def record_attack(
     case: str, backend: str, engine: str, pause_ms, seconds, held, is_served=True, **more
 ) -> None:
-    """A row of the attacks that `scripts/evidence.sh` reports; seconds are of those who live."""
+    """Records an attack for `scripts/evidence.sh`; `seconds` are of the surviving servers."""
     row = {"case": case, "backend": backend, "engine": engine, "pause_ms": round(pause_ms)}
     served = max(seconds) if is_served and max(seconds) < PATIENCE else None
     record("attacks", **row, served=served, waited=max(seconds), held=held, **more)

@@ -17,28 +17,28 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 
 from pd_harness import forks
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
-from pd_harness.cpu_host.memfabric import VARIABLE as MEMFABRIC
+from pd_harness.cpu_host.memfabric import MEMFABRIC_VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import chosen_memfabric
-from pd_harness.device import await_peers, device
+from pd_harness.device import device, wait_for_memfabric_peers
+from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
-from pd_harness.waiting import awaited
 
 HERE = Path(__file__).resolve().parent
-RANK = "rank_later.py" if IS_LATER else "rank.py"
-# Of a machine. MemFabric lets no other number join: whoever sends to it waits for ever.
-DEVICES = 16
-LIBRARIES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables by which NIXL is found
+RANK = "rank_0_5_23.py" if SINCE_0_5_20 else "rank_0_5_9.py"
+# Per machine. MemFabric rejects higher device numbers, and senders to such a device hang.
+MAX_DEVICES = 16
+NIXL_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # where a process finds NIXL
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server: how it splits the model, and what differs from the other side's."""
+    """One server: how it splits the model, and what differs from the fleet's defaults."""
 
     tp: int = 1
     pp: int = 1
@@ -58,26 +58,26 @@ class Side:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A prefill and a decode server. Widths are elements a head (MLA: a token)."""
+    """A prefill and a decode server. Widths are elements per head (MLA: per token)."""
 
     prefill: Side = field(default_factory=Side)
     decode: Side = field(default_factory=Side)
     backend: str = "nixl"
     kv_heads: int = 4
     draft_heads: int = 4
-    window_heads: int = 0  # swa: of layers with a window; 0: as many as the others
+    window_heads: int = 0  # swa: KV heads of layers with a window; 0: kv_heads
     layers: int = 2
-    stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as can be
-    hidden_size: int = 64  # of metadata's hidden states on a side that speculates; 16 elsewhere
+    stages: tuple[int, ...] = ()  # layers of each prefill stage; empty: as even as possible
+    hidden_size: int = 64  # of metadata's hidden states on a side with a draft; else 16
     page_size: int = 16
     pages: int = 12
     k_width: int = 4
     v_width: int = 2
     mla: bool = False
-    index_keys: bool = False  # MLA with an indexer; its keys are state, page size 64; ascend: KV
-    hybrid: str = ""  # GQA: every other layer is sliding (swa) or recurrent (mamba, conv)
-    nixl_threads: int = 2  # of a prefill rank; 8 are the engine's, and take 0.3 s of a core
-    fia: bool = False  # ascend: a layer is viewed as tokens instead of pages
+    index_keys: bool = False  # MLA with an indexer: keys are state, page size 64; ascend: KV
+    hybrid: str = ""  # GQA: every other layer has a window (swa) or is recurrent (mamba, conv)
+    nixl_threads: int = 2  # per prefill rank; the engine's 8 take 0.3 s of a core
+    fia: bool = False  # ascend: a layer's buffer is viewed as tokens instead of pages
 
     def stage_sizes(self, pp: int) -> list[int]:
         if pp == len(self.stages):
@@ -86,13 +86,18 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Ranks of both sides."""
+        """Number of ranks on both sides."""
         return self.prefill.ranks + self.decode.ranks
 
     def ranks(
         self, role: str, bootstrap_port: int, store_port: int, memfabric: str = ""
     ) -> list[dict]:
-        """The configuration of each rank, as `rank.Rank` takes it. On NPUs each has its own."""
+        """Returns each rank's configuration for `rank_base.RankBase`, each on its own NPU.
+
+        Args:
+            role: `prefill` or `decode`.
+            memfabric: Release of MemFabric; empty for the default.
+        """
         side: Side = getattr(self, role)
         sizes = self.stage_sizes(side.pp)
         if side.model_layers:
@@ -113,7 +118,7 @@ class Fleet:
                 "bootstrap_port": bootstrap_port,
                 "store": store_url(store_port),
                 "device": device(),
-                "gpu_id": (first + pp_rank * side.tp + tp_rank) % DEVICES,
+                "gpu_id": (first + pp_rank * side.tp + tp_rank) % MAX_DEVICES,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
@@ -138,33 +143,35 @@ class Fleet:
             for pp_rank in range(side.pp)
         ]
 
-    def arriving(self, layers: range) -> list[list]:
-        """[is draft, layer] of all that prefill sends to a rank that holds these layers."""
+    def arriving_layers(self, layers: range) -> list[list]:
+        """Returns [is draft, layer] of all that prefill sends to a rank with these layers."""
         drafts = min(self.prefill.draft_layers, self.decode.draft_layers)
         return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
 
 
 def store_url(port: int) -> str:
-    """Of the store where MemFabric's engines meet."""
+    """Returns the URL of the store in which MemFabric's engines find each other."""
     return f"tcp://{HOST}:{port}"
 
 
-def answers(port: int) -> bool:
-    """Whether somebody listens there."""
+def is_listening(port: int) -> bool:
+    """Returns whether a process listens on this port."""
     with socket.socket() as sock:
         return sock.connect_ex((HOST, port)) == 0
 
 
 @functools.cache
-def other_nixl(version: str) -> dict[str, str]:
-    """Variables with which a process uses this release of NIXL. Installs it if need be (190 MB).
+def nixl_environment(version: str) -> dict[str, str]:
+    """Returns the variables with which a process uses this NIXL release.
+
+    Installs the release (190 MB) if necessary.
 
     Raises:
         RuntimeError: It cannot be installed; the text says why.
     """
-    prepare("nixl", version)
+    install_library("nixl", version)
     nixl = PD_ENV / "nixl" / version
-    first = dict(zip(LIBRARIES, (nixl, nixl / "no_cuda")))
+    first = dict(zip(NIXL_PATH_VARIABLES, (nixl, nixl / "no_cuda")))
     return {
         name: os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
         for name, folder in first.items()
@@ -172,8 +179,8 @@ def other_nixl(version: str) -> dict[str, str]:
 
 
 @functools.cache
-def prepare(library: str, version: str) -> None:
-    """Install this release of `nixl` or `memfabric` (5 MB) if need be.
+def install_library(library: str, version: str) -> None:
+    """Installs this release of `nixl` or `memfabric` (5 MB) if necessary.
 
     Raises:
         RuntimeError: It cannot be installed; the text says why.
@@ -185,14 +192,14 @@ def prepare(library: str, version: str) -> None:
 
 
 @functools.cache
-def why_without_ucx(version: str) -> str:
-    """Why this release of NIXL cannot load its plug-in for UCX here; empty if it can."""
+def missing_ucx_reason(version: str) -> str:
+    """Returns why this NIXL release cannot load its UCX plug-in here; empty if it can."""
     ask = "import os; from nixl._api import nixl_agent as agent; "
     ask += "print(agent('it').get_plugin_list(), flush=True); "
-    ask += "os._exit(0)"  # NIXL 1.0 crashes when the interpreter ends it
+    ask += "os._exit(0)"  # NIXL 1.0 crashes in a regular interpreter exit
     found = subprocess.run(
         [str(interpreter("base")), "-c", ask],
-        env={**os.environ, **other_nixl(version)},
+        env={**os.environ, **nixl_environment(version)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -208,15 +215,16 @@ def why_without_ucx(version: str) -> str:
 class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
-    What has asked for NPUs must not fork processes that use them. With a release of NIXL its ranks
-    use that one instead of base's. What its ranks say is in `log`. They have a folder for temporary
-    files of their own, so that they wait for no turn that ranks of other tests have taken.
+    A process that has queried NPUs must not fork processes that use them. With `nixl`, a release,
+    its ranks use that NIXL instead of the base environment's. `log` has the output of its ranks.
+    The ranks have their own folder for temporary files, so they do not wait for locks of other
+    tests' ranks.
     """
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
         fresh = device() == "npu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
-        library = other_nixl(nixl) if nixl else {}
+        library = nixl_environment(nixl) if nixl else {}
         environment = {**os.environ, **host, **library}
         self.folder = tempfile.TemporaryDirectory(prefix="sglang-pd-")
         self.log = Path(self.folder.name) / "log"
@@ -224,12 +232,12 @@ class ForkServer:
         self.server = forks.fork_server(
             [str(interpreter(engine)), str(HERE / program), "fresh" if fresh else "fork"],
             environment,
-            lambda _: {name: environment.get(name) for name in LIBRARIES},
+            lambda _: {name: environment.get(name) for name in NIXL_PATH_VARIABLES},
         )
 
     def spawn(self) -> Rank:
-        """A new rank process."""
-        connection = self.server.connected(socket.SOCK_STREAM)
+        """Starts a new rank process."""
+        connection = self.server.connect(socket.SOCK_STREAM)
         with self.log.open("ab") as log:
             socket.send_fds(connection, [self.folder.name.encode()], [log.fileno()])
         return Rank(connection)
@@ -251,7 +259,7 @@ class Rank:
         return json.loads(answer) if answer else {"state": "died"}
 
     def timed(self, do: str, **arguments) -> dict:
-        """The same, and how long the answer took."""
+        """Like `call`, with the `seconds` that the answer took."""
         begun = time.monotonic()
         answer = self.call(do, **arguments)
         return {**answer, "seconds": round(time.monotonic() - begun, 2)}
@@ -270,16 +278,17 @@ class Rank:
         self.pid = answer["pid"]
 
     def close(self) -> None:
-        """Hang up; the rank process ends."""
+        """Closes the connection, whereupon the rank process exits."""
         self.lines.close()
         self.connection.close()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`.
+    """A request's `state`, the worst of its ranks' states, and the ranks' answers.
 
-    It is `no metadata` where all has been sent, but the metadata into another slot.
+    `state` is `right`, `wrong` (bytes), `hang`, `failed`, `raised` or `died`, or `no metadata` if
+    prefill sent everything, but the metadata to another slot.
     """
 
     state: str
@@ -312,13 +321,13 @@ class Servers:
         self.start("decode")
 
     def start(self, role: str) -> None:
-        """Start a server; also in the place of one whose processes are dead."""
+        """Starts a server, or restarts one whose processes are dead."""
         if role == "prefill":
             self.bootstrap = self._start_bootstrap()
         setattr(self, role, self._start_ranks(role))
 
-    def more(self, role: str) -> list[Rank]:
-        """One more server of this side, to which `request` sends nothing."""
+    def start_another(self, role: str) -> list[Rank]:
+        """Starts one more server of this side, which `request` does not use."""
         return self._start_ranks(role)
 
     def pids(self, role: str) -> list[int]:
@@ -333,7 +342,15 @@ class Servers:
         seconds: float = 30,
         leave_out: int = 0,
     ) -> Outcome:
-        """Send one request's pages; all ranks of both sides at once, each decode byte read back."""
+        """Sends one request on all ranks of both sides at once, and checks every byte on decode.
+
+        Args:
+            src_pages: The request's pages on prefill.
+            dst_pages: Its pages on decode.
+            chunks: Pages per chunk; one chunk by default.
+            seconds: Limit for each rank.
+            leave_out: How many of the last pages decode does not request.
+        """
         room = next(self._rooms)
         chunks = chunks or [len(src_pages)]
         with ThreadPoolExecutor(len(self.prefill) + len(self.decode)) as pool:
@@ -349,7 +366,7 @@ class Servers:
                     "receive",
                     room=room,
                     pages=dst_pages,
-                    arrives=self.fleet.arriving(self._layers(rank)),
+                    arrives=self.fleet.arriving_layers(self._layers(rank)),
                     leave_out=leave_out,
                     seconds=seconds,
                 )
@@ -360,9 +377,9 @@ class Servers:
         return Outcome(_worst(prefill, decode), prefill, decode)
 
     def requests_at_once(self, wanted: list, seconds: float = 30) -> list[Outcome]:
-        """One request for each (decode rank, pages on prefill, pages on decode), all at once.
+        """Sends one request for each (decode rank, pages on prefill, pages on decode), all at once.
 
-        Prefill and each decode server are of one rank; no two requests share pages on prefill.
+        Prefill and each decode server have one rank; no two requests share pages on prefill.
         """
         (prefill,) = self.prefill
         rooms = [next(self._rooms) for _ in wanted]
@@ -375,7 +392,7 @@ class Servers:
                     "receive",
                     room=room,
                     pages=pages,
-                    arrives=self.fleet.arriving(self._layers(rank)),
+                    arrives=self.fleet.arriving_layers(self._layers(rank)),
                     leave_out=0,
                     seconds=seconds,
                 )
@@ -391,8 +408,8 @@ class Servers:
         start = rank.config["start_layer"]
         return range(start, start + rank.config["layers"])
 
-    def kept(self) -> list[dict]:
-        return [rank.call("kept") for rank in (*self.prefill, *self.decode)]
+    def room_counts(self) -> list[dict]:
+        return [rank.call("room_counts") for rank in (*self.prefill, *self.decode)]
 
 
 def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
@@ -409,9 +426,9 @@ def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
 def running(
     fleet: Fleet, prefill: ForkServer, decode: ForkServer, memfabric: str = ""
 ) -> Iterator[Servers]:
-    """Start all ranks of both servers, and end them when the block is left.
+    """Starts all ranks of both servers, and stops them at the end of the block.
 
-    With `ascend` they use this release of MemFabric, or the one that is chosen.
+    With `ascend`, they use the MemFabric release `memfabric`, or by default the chosen one.
     """
     port, store_port = free_ports(2)
     memfabric = memfabric or chosen_memfabric()
@@ -425,7 +442,7 @@ def running(
             stack.callback(rank.close)
             return rank
 
-        # New interpreters import the engine side by side, and not each when its turn has come.
+        # New interpreters are spawned early, so that they import the engine concurrently.
         early: dict[str, list[Rank]] = {"prefill": [], "decode": []}
         if device() == "npu":
             needed = {"prefill": 1 + fleet.prefill.ranks, "decode": fleet.decode.ranks}
@@ -447,7 +464,7 @@ def running(
                     "environment": {MEMFABRIC: memfabric, **fleet.prefill.environment},
                 }
             )
-            assert awaited(lambda: answers(port), seconds=20), "no bootstrap server"
+            assert wait_until(lambda: is_listening(port), seconds=20), "no bootstrap server"
             return server
 
         def ranks(role: str) -> list[Rank]:
@@ -459,5 +476,5 @@ def running(
 
         servers = Servers(fleet, bootstrap, ranks)
         if fleet.backend == "ascend":
-            await_peers(memfabric)
+            wait_for_memfabric_peers(memfabric)
         yield servers

@@ -1,10 +1,10 @@
-"""A process with one end of MemFabric. Calls come as JSON lines, and so do their results.
+"""A process with one end of a MemFabric connection; calls and results are JSON lines.
 
 usage: memfabric_end.py prefill|decode DEVICE
 
-A call is `[name, argument...]`: a method of `End`, else one of MemFabric's transfer engine. Its
-result is `[value, seconds]`; of one that raises, the value is `{"raised": TEXT}`. Addresses count
-from the start of the end's memory, which is a multiple of 2 MiB.
+A call is `[name, argument...]`, a method of `End` or else of MemFabric's transfer engine. Its
+result is `[value, seconds]`; if it raises, the value is `{"raised": TEXT}`. Offsets count from the
+start of the end's memory, which is a multiple of 2 MiB.
 """
 
 import ctypes
@@ -16,11 +16,16 @@ import time
 
 MIB = 1 << 20
 SIZE = 64 * MIB
-PAGE = 2 * MIB  # MemFabric registers whole ones
+PAGE = 2 * MIB  # MemFabric registers whole pages of this size
 
 
 class End:
-    """`role` is "Prefill" or "Decode", as MemFabric's `initialize` takes it."""
+    """One end of a MemFabric connection.
+
+    Args:
+        role: "Prefill" or "Decode", as MemFabric's `initialize` expects it.
+        device: The device number.
+    """
 
     def __init__(self, role: str, device: int):
         import memfabric_hybrid
@@ -39,7 +44,7 @@ class End:
         return self.memfabric.create_config_store(url)
 
     def start_engine(self, url: str, host: str, protocol: str = "SDMA") -> dict:
-        """The status of `initialize`, and the port before and after it."""
+        """Initializes the engine; returns the status, and the port before and after."""
         before = self.engine.get_rpc_port()
         session = f"{host}:{before}"
         kind = getattr(self.engine.TransDataOpType, protocol)
@@ -53,16 +58,22 @@ class End:
         ctypes.memset(self.start + offset, value, size)
 
     def count(self, value: int, offset: int, size: int) -> int:
-        """How many of these bytes are `value`."""
+        """Counts the bytes in this range that equal `value`."""
         return ctypes.string_at(self.start + offset, size).count(bytes([value]))
 
     def register(self, *ranges: list[int]) -> int:
-        """One batch of `[offset, size]`."""
+        """Registers one batch of ranges, `[offset, size]` each; returns the status."""
         starts = [self.start + offset for offset, _ in ranges]
         return self.engine.batch_register_memory(starts, [size for _, size in ranges])
 
     def write(self, session: str, there: int, *copies: list[int]) -> int:
-        """One batch of `[offset here, offset in the peer's memory at there, size]`."""
+        """Writes one batch of copies to a peer; returns the status.
+
+        Args:
+            session: The peer's session id.
+            there: The address of the peer's memory.
+            copies: `[offset here, offset in the peer's memory, size]` of each copy.
+        """
         if len(copies) == 1:
             ((here, dst, size),) = copies
             return self.engine.transfer_sync_write(session, self.start + here, there + dst, size)
@@ -73,7 +84,7 @@ class End:
 
 
 def main() -> None:
-    # MemFabric writes what it does to standard output.
+    # MemFabric logs to standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     role, device = sys.argv[1:]
@@ -87,7 +98,7 @@ def main() -> None:
         except Exception as error:
             value = {"raised": f"{type(error).__name__}: {error}"}
         print(json.dumps([value, time.monotonic() - begun]), file=answers, flush=True)
-    os._exit(0)  # its destructors wait for peers
+    os._exit(0)  # MemFabric's destructors wait for peers
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Transfer libraries that write nothing: of a request what its ranks tell each other is left.
+"""Transfer libraries that write nothing, so that only the ranks' messages remain of a request.
 
-NIXL's notifications, by which requests of 0.5.9 end, are not among that.
+They have no NIXL notifications, which end requests in 0.5.9.
 """
 
 import socket
@@ -83,7 +83,7 @@ class NullEngine:
 
 
 def use_null_transfer(backend: str) -> None:
-    """Have this process's managers get one of these. Call it before they are made."""
+    """Gives this process's KV managers a null transfer library; call it before they are made."""
     if backend == "nixl":
         from nixl import _api
 

@@ -1,9 +1,9 @@
-"""A device `npu` in the memory of this machine, for tests of what takes another way on a device.
+"""A device `npu` in this machine's memory, for tests of code that behaves differently on a device.
 
-Its tensors say that they are on ``npu:0``. A copy between it and the host that does not block
-arrives when it is waited for: by a copy that does, by anything that reads a number off the device,
-or by `synchronize`, which alone waits for other streams, too. What one of those has not written
-yet is given by `later`.
+Its tensors report ``npu:0`` as their device. A non-blocking copy between it and the host arrives
+with the next synchronization: a blocking copy, an operation that reads a number off the device, or
+`synchronize`. Only `synchronize` also waits for other streams, whose pending work tests add with
+`run_on_other_stream`.
 """
 
 import contextlib
@@ -16,39 +16,39 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 NAME = "npu"
-NOT_YET = 77  # what the host reads where a copy has not arrived
-_coming: list = []  # what this stream has not done yet, first come first done
-_elsewhere: list = []  # what others have not
-_pinned: set[int] = set()  # addresses of host memory that was asked for so
-_libraries: list = []  # torch drops their entries with them
+NOT_ARRIVED = 77  # the value in host memory before a copy arrives
+_pending: list = []  # this stream's outstanding work, in order
+_pending_elsewhere: list = []  # outstanding work of other streams
+_pinned: set[int] = set()  # addresses of pinned host memory
+_libraries: list = []  # keeps torch's registrations alive
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 def synchronize(device=None) -> None:
-    """Wait for all streams."""
-    while _elsewhere:
-        _elsewhere.pop(0)()
+    """Waits for all streams."""
+    while _pending_elsewhere:
+        _pending_elsewhere.pop(0)()
     _drain()
 
 
 def _drain() -> None:
-    """Wait for this stream."""
-    while _coming:
-        _coming.pop(0)()
+    """Waits for this stream."""
+    while _pending:
+        _pending.pop(0)()
 
 
-def later(do) -> None:
-    """A function without arguments, as the work of another stream."""
-    _elsewhere.append(do)
+def run_on_other_stream(do) -> None:
+    """Queues `do`, a function without arguments, as work of another stream."""
+    _pending_elsewhere.append(do)
 
 
 def outstanding() -> int:
-    """Pieces of work that nobody has waited for."""
-    return len(_coming) + len(_elsewhere)
+    """Counts the pieces of work that are still outstanding on all streams."""
+    return len(_pending) + len(_pending_elsewhere)
 
 
-class OnDevice(torch.Tensor):
-    """A tensor of the device; ``held`` has its bytes."""
+class DeviceTensor(torch.Tensor):
+    """A tensor on the device; ``host_tensor`` has its bytes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -62,7 +62,7 @@ class OnDevice(torch.Tensor):
             dtype=held.dtype,
             device=torch.device(NAME, 0),
         )
-        made.held = held
+        made.host_tensor = held
         return made
 
     @classmethod
@@ -70,20 +70,23 @@ class OnDevice(torch.Tensor):
         return _run(operator, *args, **(kwargs or {}))
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.host_tensor.data_ptr()
 
     def untyped_storage(self):
-        return self.held.untyped_storage()
+        return self.host_tensor.untyped_storage()
 
 
 def _run(operator, *args, **kwargs):
-    """The operator, on the host; what it makes is on the device if its arguments say so."""
+    """Runs the operator on the host; its results are on the device that its arguments imply."""
     leaves = tree_leaves((args, kwargs))
-    of_device = {id(one.held): one for one in leaves if isinstance(one, OnDevice)}
+    of_device = {id(one.host_tensor): one for one in leaves if isinstance(one, DeviceTensor)}
     goes_to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-    if operator in COPIES and (done := _copied(operator, goes_to, args, kwargs)) is not None:
+    if (
+        operator in COPIES
+        and (done := _copy_between_devices(operator, goes_to, args, kwargs)) is not None
+    ):
         return done
-    args, kwargs = tree_map_only(OnDevice, lambda one: one.held, (args, kwargs))
+    args, kwargs = tree_map_only(DeviceTensor, lambda one: one.host_tensor, (args, kwargs))
     if goes_to is not None:
         kwargs["device"] = torch.device("cpu")
     result = operator(*args, **kwargs)
@@ -98,48 +101,48 @@ def _run(operator, *args, **kwargs):
         if not isinstance(one, torch.Tensor):
             return one
         known = of_device.get(id(one))
-        return OnDevice(one) if known is None else known
+        return DeviceTensor(one) if known is None else known
 
     return tree_map(placed, result)
 
 
-def _copied(operator, goes_to: str | None, args: tuple, kwargs: dict):
-    """What a copy between host and device gives; None where both ends are on one side."""
+def _copy_between_devices(operator, goes_to: str | None, args: tuple, kwargs: dict):
+    """Copies between host and device, and returns the target; None if both are on one side."""
     if operator is torch.ops.aten.copy_.default:
         target, source, *more = args
         lazily = bool(more and more[0]) or kwargs.get("non_blocking", False)
-        if isinstance(target, OnDevice) == isinstance(source, OnDevice):
+        if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
             return None
     else:
         (source,) = args
         lazily = kwargs.get("non_blocking", False)
-        if goes_to is None or (goes_to == NAME) == isinstance(source, OnDevice):
+        if goes_to is None or (goes_to == NAME) == isinstance(source, DeviceTensor):
             return None
         dtype = kwargs.get("dtype") or source.dtype
         room = torch.empty(source.shape, dtype=dtype)
-        target = OnDevice(room) if goes_to == NAME else room
-    end = getattr(target, "held", target)
-    if isinstance(source, OnDevice):
-        # Stands for the device's part of the copy, which comes after what was asked before.
-        begun = source.held.clone() if lazily else source.held
+        target = DeviceTensor(room) if goes_to == NAME else room
+    end = getattr(target, "host_tensor", target)
+    if isinstance(source, DeviceTensor):
+        # The clone stands for the device's read, which follows this stream's earlier work.
+        begun = source.host_tensor.clone() if lazily else source.host_tensor
         if lazily:
-            end.fill_(NOT_YET)
-        _coming.append(lambda: end.copy_(begun))
+            end.fill_(NOT_ARRIVED)
+        _pending.append(lambda: end.copy_(begun))
     else:
         end.copy_(source)
-        _coming.append(functools.partial(_unchanged, source, source.clone()))
+        _pending.append(functools.partial(_assert_unchanged, source, source.clone()))
     if not lazily:
         _drain()
     return target
 
 
-def _unchanged(source: torch.Tensor, as_it_was: torch.Tensor) -> None:
+def _assert_unchanged(source: torch.Tensor, as_it_was: torch.Tensor) -> None:
     now, then = (one.reshape(-1).contiguous().view(torch.uint8) for one in (source, as_it_was))
     assert torch.equal(now, then), "host memory was written while the device read it"
 
 
-class Module:
-    """What is `torch.npu` with so many devices."""
+class NpuModule:
+    """Stands in for `torch.npu` with `count` devices."""
 
     def __init__(self, count: int):
         self.count = count
@@ -148,7 +151,7 @@ class Module:
         return self.count
 
     def is_available(self) -> bool:
-        return False  # else the engine would import what it has for NPUs
+        return False  # or else the engine would import its NPU code
 
     def is_initialized(self) -> bool:
         return True
@@ -160,10 +163,10 @@ class Module:
         return 0
 
     def set_device(self, device) -> None:
-        """There is one that holds anything."""
+        """Does nothing, because only one device holds data."""
 
     def manual_seed_all(self, seed: int) -> None:
-        """Random numbers are the host's."""
+        """Does nothing, because the host makes the random numbers."""
 
     def mem_get_info(self, device=None) -> tuple[int, int]:
         return 60 << 30, 64 << 30
@@ -181,22 +184,22 @@ class Module:
 
 
 def install(count: int) -> None:
-    """Give torch the device, once in a process. Whoever asks for an NPU before finds none."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(count))
+    """Installs the device in torch, once per process. Earlier queries for an NPU find none."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, NpuModule(count))
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_run, "PrivateUse1")
-    # Where torch makes a tensor of a list, no fallback is found for it.
+    # If torch makes a tensor from a list, it finds no fallback for this operator.
     copies = torch.library.Library("aten", "IMPL")
     copies.impl("copy_", functools.partial(_run, torch.ops.aten.copy_.default), "PrivateUse1")
     _libraries.extend([everything, copies])
-    torch.tensor, torch.arange = _made_on_host(torch.tensor), _made_on_host(torch.arange)
-    torch.empty = _pinning(torch.empty)
+    torch.tensor, torch.arange = _make_on_host(torch.tensor), _make_on_host(torch.arange)
+    torch.empty = _tracking_pinned(torch.empty)
     is_pinned = torch.Tensor.is_pinned
     torch.Tensor.is_pinned = lambda self, *a: self.data_ptr() in _pinned or is_pinned(self)
 
 
-def _made_on_host(make):
-    """Of what fills its tensor past all dispatch, or resizes it."""
+def _make_on_host(make):
+    """Wraps a function that fills its tensor without dispatch, or resizes it."""
 
     @functools.wraps(make)
     def made(*args, device=None, **kwargs):
@@ -206,7 +209,7 @@ def _made_on_host(make):
     return made
 
 
-def _pinning(make):
+def _tracking_pinned(make):
     @functools.wraps(make)
     def made(*args, pin_memory=False, **kwargs):
         tensor = make(*args, **kwargs)
@@ -217,8 +220,8 @@ def _pinning(make):
     return made
 
 
-class Runtime:
-    """ACL's runtime, by as much as the tests call."""
+class AclRuntime:
+    """Stands in for the part of ACL's runtime that the tests call."""
 
     @staticmethod
     def aclrtMemcpy(target, room, source, count, direction) -> int:

@@ -1,10 +1,10 @@
-"""A pytest plug-in: as on a machine with so many NPUs, up to where ranks or servers would start.
+"""A pytest plug-in that runs NPU tests without NPUs, up to the start of ranks or servers.
 
     PRETENDED_NPUS=4 python -m pytest -p pretended_npus test/transport test/serving test/npu
 
-Tests in one process run whole, on `pretended_device`. Others end, as skipped, when all that starts
-ranks or servers has been asked for, and fits the NPUs; nothing is started. What was asked for is
-counted in the file that PRETENDED_NPUS_COUNTS names.
+Tests in one process run completely, on `pretended_device`. Tests that start ranks or servers are
+skipped once these have been requested and fit the NPUs; none is started. The plug-in writes counts
+of requested fleets and servers to the file that PRETENDED_NPUS_COUNTS names.
 """
 
 import collections
@@ -26,67 +26,66 @@ from pd_harness import cluster, device
 
 COUNT = int(os.environ["PRETENDED_NPUS"])
 COUNTS = "PRETENDED_NPUS_COUNTS"
-STARTS = "NPUs are needed from here on"
-# A kind of test is given up once the machinery that it needs is not here.
-asked: collections.Counter[str] = collections.Counter()
+SKIP_REASON = "NPUs are needed from here on"
+counts: collections.Counter[str] = collections.Counter()
 failed: list[str] = []
 
-# Before any test has imported them by name.
-os.environ[device.VARIABLE] = "npu"
+# Patched before any test imports these names.
+os.environ[device.DEVICE_VARIABLE] = "npu"
 device.npus = cluster.npus = lambda: COUNT
-device.await_peers = lambda *_: None
-# What is kept there, answers and models, is as made up as the NPUs.
-cluster.OF_RELEASE = cluster.OF_RELEASE / "pretended"
+device.wait_for_memfabric_peers = lambda *_: None
+# A separate folder, because the answers and models stored there are made up.
+cluster.RELEASE_ENV = cluster.RELEASE_ENV / "pretended"
 
 
 def pytest_configure(config):
-    """Give torch the device, when the engine has found that there is none.
+    """Installs the device in torch after the engine has detected that there is no NPU.
 
-    It would import all of its code for NPUs.
+    With an NPU, the engine would import all of its NPU code.
     """
     if importlib.util.find_spec("sglang"):
-        probes = importlib.import_module("probes")
-        pools = importlib.import_module(probes.NPUMHATokenToKVPool.__module__)
+        engine_calls = importlib.import_module("engine_calls")
+        pools = importlib.import_module(engine_calls.NPUMHATokenToKVPool.__module__)
         sys.modules["torch_npu"] = pools.torch_npu
-        pools.torch = torch  # and not the CPU host's, whose `npu` waits for nothing
+        pools.torch = torch  # instead of the CPU host's, whose `npu` never synchronizes
         pretended_device.install(COUNT)
         load = ctypes.CDLL
         ctypes.CDLL = lambda name, *more, **also: (
-            pretended_device.Runtime() if name == "libascendcl.so" else load(name, *more, **also)
+            pretended_device.AclRuntime() if name == "libascendcl.so" else load(name, *more, **also)
         )
 
 
 def pytest_collection_finish(session):
-    """Replace what starts processes, as the tests that were collected have it."""
-    cluster.running = _servers(cluster.running)
-    cluster.Server.start = _not_here
+    """Replaces what starts processes, and shrinks the large pool, in the collected tests."""
+    cluster.running = _pretended_servers(cluster.running)
+    cluster.Server.start = _skip_start
     if fleet := importlib.util.find_spec("fleet") and importlib.import_module("fleet"):
         fleet.ForkServer, fleet.Rank = PretendedForkServer, PretendedRank
-        fleet.answers = lambda port: True
-        fleet.running = _ranks(fleet.running)
+        fleet.is_listening = lambda port: True
+        fleet.running = _pretended_ranks(fleet.running)
     for module in {item.module for item in session.items}:
-        if hasattr(module, "UNCOUNTED"):  # elements of a pool
-            module.UNCOUNTED = 1 << 20
+        if hasattr(module, "INT32_ELEMENTS"):  # the size of the large pools
+            module.INT32_ELEMENTS = 1 << 20
 
 
 def pytest_runtest_logreport(report):
     if report.failed:
         failed.append(report.nodeid)
     elif report.when == "call" and report.passed:
-        asked["passed"] += 1
+        counts["passed"] += 1
 
 
 def pytest_sessionfinish(session):
     if name := os.environ.get(COUNTS):
-        Path(name).write_text(json.dumps({**asked, "failed": failed}))
+        Path(name).write_text(json.dumps({**counts, "failed": failed}))
 
 
-def _not_here(*args, **kwargs):
-    pytest.skip(STARTS)
+def _skip_start(*args, **kwargs):
+    pytest.skip(SKIP_REASON)
 
 
-def _servers(running):
-    """As `cluster.running`. From one server alone tests have the answers to compare with."""
+def _pretended_servers(running):
+    """Replaces `cluster.running`; a single server, which gives reference answers, pretends them."""
 
     @functools.wraps(running)
     @contextlib.contextmanager
@@ -96,10 +95,10 @@ def _servers(running):
         assert len(held) == len(set(held)) and max(held) < COUNT, (held, COUNT)
         for server in engines:
             _parse(server.command)
-        asked["servers"] += len(engines)
+        counts["servers"] += len(engines)
         if [server.name for server in servers] != ["single"]:
-            _not_here()
-        cluster.ask = _answers
+            _skip_start()
+        cluster.ask = _pretended_answers
         yield
 
     return pretended
@@ -112,7 +111,7 @@ def _npus_of(server) -> range:
 
 
 def _parse(command) -> None:
-    """Each flag is one of this engine's, with a value that it takes."""
+    """Asserts that this engine accepts each flag and its value."""
     _parser().parse_args(command[command.index("sglang.launch_server") + 1 :])
 
 
@@ -127,27 +126,27 @@ def _parser():
     return parser
 
 
-def _answers(url, prompts, new_tokens, *args, **kwargs):
+def _pretended_answers(url, prompts, new_tokens, *args, **kwargs):
     return [cluster.Answer((0,) * new_tokens, (0.0,) * new_tokens) for _ in prompts]
 
 
-def _ranks(running):
-    """As `fleet.running`, which goes on when all ranks have been started."""
+def _pretended_ranks(running):
+    """Replaces `fleet.running`; skips the test when all ranks would have been started."""
 
     @contextlib.contextmanager
     def pretended(fleet, *fork_servers):
         with running(fleet, *fork_servers) as servers:
             held = [rank.config["gpu_id"] for rank in (*servers.prefill, *servers.decode)]
             assert sorted(held) == list(range(fleet.size)) and fleet.size <= COUNT, held
-            asked["fleets"] += 1
-            _not_here()
+            counts["fleets"] += 1
+            _skip_start()
         yield
 
     return pretended
 
 
 class PretendedForkServer:
-    """As `fleet.ForkServer`; it finds the engine, and starts nothing."""
+    """Replaces `fleet.ForkServer`; finds the engine, but starts no process."""
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = ""):
         cluster.interpreter(engine)
@@ -167,4 +166,4 @@ class PretendedRank:
     start_bootstrap = start
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing, as no connection was opened."""

@@ -1,4 +1,4 @@
-"""What befalls a rank process that lives: packets to it vanish, or nobody reads its messages."""
+"""Attacks on a live rank process: packets to it vanish, or it does not read its messages."""
 
 import contextlib
 import ctypes
@@ -9,21 +9,21 @@ import threading
 
 import zmq
 
-# Linux's options, which `socket` does not name, and a filter that lets no packet pass.
+# Linux's socket options, which `socket` does not name, and a filter that drops every packet.
 ATTACH_FILTER, DETACH_FILTER = 26, 27
 RETURN = 0x06
 PROGRAM = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))
 FILTER = struct.pack("HL", 1, ctypes.addressof(PROGRAM))
-LOOK_SECONDS = 0.02
-# A message that says nothing. The engine's sockets take any number, and keep them in memory.
+POLL_INTERVAL_SECONDS = 0.02
+# A meaningless message. The engine's sockets accept any number of them, and keep them in memory.
 FLOOD = b"nothing" * 32
 FLOODS = 20_000
 
 
 class VanishingPackets:
-    """From now on no TCP packet reaches this process; `end` lets them through again.
+    """Drops all TCP packets to this process until `stop`.
 
-    What it sends to others arrives, and their answers do not: no connection outlives that.
+    Packets that this process sends arrive, but the answers do not, so no connection survives.
     """
 
     def __init__(self):
@@ -31,20 +31,20 @@ class VanishingPackets:
         self._dropping = threading.Thread(target=self._drop, daemon=True)
         self._dropping.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._ended.set()
         self._dropping.join()
         _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0))
 
     def _drop(self) -> None:
-        """Also of connections that are made meanwhile."""
-        while not self._ended.wait(LOOK_SECONDS):
+        """Attaches the filter again and again, also to connections that are new."""
+        while not self._ended.wait(POLL_INTERVAL_SECONDS):
             _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, FILTER))
 
 
 def _for_tcp_sockets(do) -> None:
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # closed meanwhile
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
@@ -53,7 +53,7 @@ def _for_tcp_sockets(do) -> None:
 
 
 class UnreadMessages:
-    """From the next message on this process reads none that ranks send it; `end` reads again."""
+    """Makes this process read no messages of other ranks until `stop`."""
 
     def __init__(self):
         self._may_read = may_read = threading.Event()
@@ -69,7 +69,7 @@ class UnreadMessages:
 
         zmq.Socket.recv = receive_later
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._may_read.set()
 
 
@@ -77,7 +77,7 @@ ATTACKS = {"packets vanish": VanishingPackets, "messages stay unread": UnreadMes
 
 
 def flood(send) -> int:
-    """Send `FLOODS` messages, or until no more are taken; returns how many were."""
+    """Sends up to `FLOODS` messages until the socket accepts no more; returns how many it did."""
     for sent in range(FLOODS):
         try:
             send([FLOOD], zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""What ranks of all releases have: the engine's pools, what is in them, and a request's life."""
+"""What ranks of all releases share: the engine's pools, their contents, and a request's life."""
 
 import importlib
 import logging
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_attacks import ATTACKS, flood
-from rank_faults import AgentCalls, Faults, cut_connections, fail_once
-from rank_mistakes import Mistakes
+from rank_corruptions import TransferCorruptions
+from rank_faults import AgentCalls, TransferFaults, cut_connections, fail_next_registration
 from rank_pools import (
     MAMBA_SLOTS,
     STATE_SIZE,
@@ -29,7 +29,7 @@ from rank_pools import (
     pool_layers,
     state_rows,
 )
-from rank_writes import Writes
+from rank_write_log import WriteLog
 from sglang.srt.disaggregation import prefill  # before decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -42,9 +42,9 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from slow_links import slowed
+from slow_links import metadata_of_slow_proxy
 
-from pd_harness.waiting import awaited, own_time
+from pd_harness.polling import own_time, wait_until
 
 try:
     from sglang.srt.disaggregation.pd import peer_sockets
@@ -52,10 +52,10 @@ except ImportError:  # stock has none
     peer_sockets = None
 
 HOST = "127.0.0.1"
-PAUSE = 0.002  # seconds between two polls, of which a scheduler does more
-BATCH = 8  # requests of which a scheduler sends KV in one turn
+POLL_INTERVAL = 0.002  # seconds between two polls; a scheduler polls more often
+MAX_SENT_PER_TURN = 8  # requests whose KV a scheduler sends in one turn
 AUX_SLOTS = 8
-HIDDEN_STATES = 8  # the row's number
+HIDDEN_STATES = 8  # the row's index
 UNWRITTEN = 0xA5
 LATE_SECONDS = 3.0
 NO_LAYER = 64
@@ -65,20 +65,20 @@ COMPONENTS = (
 )
 
 
-def deal_heads(total: int, ranks: int) -> list[list[int]]:
-    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+def heads_by_rank(total: int, ranks: int) -> list[list[int]]:
+    """Returns each rank's KV heads; with fewer heads than ranks, consecutive ranks share a head."""
     if total >= ranks:
         return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
 def decode_slot(room: int) -> int:
-    """Where decode wants a room's metadata; prefill has them in another slot."""
+    """Returns decode's metadata slot of a room; prefill uses another slot."""
     return (room + 3) % AUX_SLOTS
 
 
 def limit_nixl_threads(count: int) -> None:
-    """Let NIXL's agents of this process have so many worker threads; the engine asks for 8."""
+    """Gives this process's NIXL agents `count` worker threads instead of the engine's 8."""
     agent = importlib.import_module("nixl._api").nixl_agent
     create = agent.create_backend
 
@@ -92,11 +92,14 @@ def limit_nixl_threads(count: int) -> None:
 
 
 class RankBase(ABC):
-    """`config` is one element of `fleet.Fleet.ranks`."""
+    """A prefill or decode rank; `config` is one element of `fleet.Fleet.ranks`.
 
-    # Tables of the manager by room; a backend has some on prefill, others on decode.
-    TABLES: tuple[str, ...]
-    METADATA: dict = {}  # what this release's metadata buffers take besides
+    Its public methods are the commands of `fleet.Rank.call`; each returns the command's answer.
+    """
+
+    # The manager's tables by room; each backend has some on prefill and others on decode.
+    ROOM_TABLES: tuple[str, ...]
+    METADATA: dict = {}  # further arguments of this release's metadata buffers
 
     def __init__(self, config: dict):
         self.config = SimpleNamespace(**config)
@@ -109,10 +112,10 @@ class RankBase(ABC):
         self.is_recurrent = c.hybrid in STATE_SIZE
         self._enter_engine()
         self.heads = {
-            False: deal_heads(c.kv_heads, c.tp_size)[c.tp_rank],
-            True: deal_heads(c.draft_heads, c.tp_size)[c.tp_rank],
+            False: heads_by_rank(c.kv_heads, c.tp_size)[c.tp_rank],
+            True: heads_by_rank(c.draft_heads, c.tp_size)[c.tp_rank],
         }
-        self.window_heads = deal_heads(c.window_heads or c.kv_heads, c.tp_size)[c.tp_rank]
+        self.window_heads = heads_by_rank(c.window_heads or c.kv_heads, c.tp_size)[c.tp_rank]
         self.pool = make_pool(c, pool_layers(c), len(self.heads[False]), len(self.window_heads))
         drafts, heads = range(c.draft_layers), len(self.heads[True])
         self.draft = make_pool(c, drafts, heads, heads) if drafts else None
@@ -124,53 +127,53 @@ class RankBase(ABC):
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         if c.backend == "nixl" and c.device == "cpu":
             limit_nixl_threads(c.nixl_threads)
-        self.manager = self._manager()
+        self.manager = self._make_manager()
         self.faults = None
-        self.mistakes = None
-        self.lies = None
+        self.corruptions = None
+        self.bad_indices = None
         self.agent_calls = None
         self.early = None
-        self.asked = {}
+        self.open_pollers = {}
         self.group = None
 
     @abstractmethod
     def _enter_engine(self) -> None:
-        """Tell the engine where this rank is among the others."""
+        """Sets this rank's TP and PP rank in the engine."""
 
     @abstractmethod
-    def _queue(self) -> dict:
-        """What the engine's queue has in this release alone when it makes its manager."""
+    def _queue_attributes(self) -> dict:
+        """Returns the queue's attributes that only this release needs to make its manager."""
 
     @abstractmethod
-    def _scheduler(self) -> dict:
-        """The same of the queue's scheduler."""
+    def _scheduler_attributes(self) -> dict:
+        """Returns such attributes of the queue's scheduler."""
 
     @abstractmethod
     def _sender(self, room: int):
-        """Prefill's end of a room."""
+        """Makes prefill's KV sender of a room."""
 
     @abstractmethod
     def _receiver(self, room: int):
-        """Decode's end of a room, which knows where prefill is."""
+        """Makes decode's KV receiver of a room, and waits until it has found prefill."""
 
     @abstractmethod
-    def _set_aside(self, receiver, pages: list[int], slot: int, state) -> None:
-        """Tell prefill which pages and which slot of metadata are this room's."""
+    def _send_metadata(self, receiver, pages: list[int], slot: int, state) -> None:
+        """Sends prefill the room's pages, metadata slot and state indices."""
 
     @abstractmethod
     def _state(self, room: int, pages: list[int]):
-        """Where the request's state is, as senders and receivers take it; None if it has none."""
+        """Returns the request's state indices for senders and receivers; None without state."""
 
     @abstractmethod
     def _state_buffers(self) -> tuple[list[int], list[int]]:
-        """Addresses and bytes of the buffers of state."""
+        """Returns addresses and lengths in bytes of the state buffers."""
 
     @abstractmethod
-    def _leave(self, sender) -> str:
-        """What the scheduler does with a request that leaves unsent; `left` if all is freed."""
+    def _leave_unsent(self, sender) -> str:
+        """Does what the scheduler does with an unsent request; returns `left` if all is freed."""
 
-    def _manager(self):
-        """The manager as the engine's own queue makes it; only the scheduler is a stand-in."""
+    def _make_manager(self):
+        """Makes the KV manager with the engine's own queue; only the scheduler is a stand-in."""
         c = self.config
         decode_queue = DecodePreallocQueue
         draft = SimpleNamespace(
@@ -210,9 +213,9 @@ class RankBase(ABC):
                     )
                 ),
                 spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if c.speculates else None),
-                **self._scheduler(),
+                **self._scheduler_attributes(),
             ),
-            **self._queue(),
+            **self._queue_attributes(),
         )
         if c.backend == "mooncake":
             from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
@@ -221,14 +224,14 @@ class RankBase(ABC):
         return queue._init_kv_manager()
 
     def _buffers(self):
-        """((component, is draft, layer), tensor) of each buffer, see `rank_pools.pool_buffers`."""
+        """Yields ((component, is draft, layer), tensor) per buffer of `rank_pools.pool_buffers`."""
         for is_draft, pool in ((False, self.pool), (True, self.draft)):
             if pool is not None:
                 for (component, layer), buffer in pool_buffers(pool):
                     yield (component, is_draft, layer), buffer
 
     def _aux_rows(self) -> list[torch.Tensor]:
-        """Each metadata buffer as `[slots, bytes]`."""
+        """Returns each metadata buffer as `[slots, bytes]`."""
         names = (
             *("output_ids", "cached_tokens"),
             *("output_token_logprobs_val", "output_token_logprobs_idx"),
@@ -238,7 +241,7 @@ class RankBase(ABC):
         return [getattr(self.aux, name).view(torch.uint8) for name in names]
 
     def _write_metadata(self, rows: list[torch.Tensor], room: int, slot: int) -> None:
-        """Each byte says what it is: room, row, place; first token and room are the room."""
+        """Writes bytes that encode room, row and offset; first token and room are the room."""
         number = torch.tensor([room])
         for i, row in enumerate(rows):
             if i == HIDDEN_STATES and not self.is_prefill and not self.config.sends_hidden_states:
@@ -253,9 +256,9 @@ class RankBase(ABC):
         return get_kv_class(TransferBackend(self.config.backend), kind)
 
     def fill(self, room: int, pages: list[int]) -> None:
-        """Prefill's result: this rank's heads of every token of the request's pages.
+        """Writes prefill's result: this rank's heads of every token in the request's pages.
 
-        In a layer that its stage does not compute lies what no layer has.
+        A layer that this rank's stage does not compute gets values that no layer has.
         """
         c = self.config
         for (component, is_draft, layer), buffer in self._buffers():
@@ -266,7 +269,7 @@ class RankBase(ABC):
             buffer.copy_(torch.from_numpy(array))
 
     def _write(self, buffer: np.ndarray, key: tuple, room: int, pages: list[int]) -> None:
-        """Each element says what it is: room, component, model, layer, head, token, element."""
+        """Writes elements that encode room, component, model, layer, head, token and element."""
         component, is_draft, layer = key
         if component.startswith("state"):
             pages = self._state_slots(room, pages)
@@ -293,9 +296,14 @@ class RankBase(ABC):
             buffer[page * size : (page + 1) * size] = number_of
 
     def send(self, room: int, pages: list[int], chunks: list[int], seconds: float) -> dict:
-        """A request's life on prefill: wait for decode, then send its pages in these chunks."""
+        """Runs a request on prefill: waits for decode, then sends its pages in these chunks.
+
+        Args:
+            chunks: Pages per chunk.
+            seconds: Limit for each of the two waits.
+        """
         self.fill(room, pages)
-        sender = self.asked.pop(room, None) or self._sender(room)
+        sender = self.open_pollers.pop(room, None) or self._sender(room)
         end = self._await(sender, seconds, leave_at=KVPoll.WaitingForInput)
         if end["state"] != "waiting":
             return end
@@ -310,11 +318,11 @@ class RankBase(ABC):
         return self._await(sender, seconds)
 
     def send_at_once(self, requests: list, seconds: float) -> dict:
-        """Several requests, `[room, pages]` each, whose senders are polled in turns.
+        """Sends several requests, `[room, pages]` each, and polls their senders in turns.
 
-        A turn sends no more than a batch of them. `ends` are as those of `send`, in this order,
-        with the seconds that each took; `pause` is the longest turn in seconds, without the time
-        for which others had this thread's core.
+        A turn sends at most `MAX_SENT_PER_TURN` of them. `ends` are the requests' answers as
+        `send` returns them, in this order, with the seconds that each took. `pause` is the
+        longest turn in seconds, without the time in which other processes had this thread's core.
         """
         for room, pages in requests:
             self.fill(room, pages)
@@ -324,7 +332,7 @@ class RankBase(ABC):
         sent: set[int] = set()
         pause = 0.0
         while None in ends and time.monotonic() - begun < seconds:
-            batch = len(sent) + BATCH
+            batch = len(sent) + MAX_SENT_PER_TURN
             for at, ((room, pages), sender) in enumerate(zip(requests, senders)):
                 if ends[at] is not None:
                     continue
@@ -338,12 +346,15 @@ class RankBase(ABC):
                     ends[at] = {**end, "seconds": round(time.monotonic() - begun, 2)}
             now = own_time()
             pause, turn = max(pause, now - turn), now
-            time.sleep(PAUSE)
+            time.sleep(POLL_INTERVAL)
         return {"state": "sent", "ends": [end or {"state": "hang"} for end in ends], "pause": pause}
 
     def _state_slots(self, room: int, pages: list[int]) -> list[int] | None:
-        """Where the request's state is: its pages' index keys, its last pages' places among those
-        of the window, or one slot."""
+        """Returns the request's state indices; None without state.
+
+        With index keys these are its pages, with a sliding window its last pages' indices in the
+        window pool, with recurrent state one slot.
+        """
         if self.config.hybrid == "swa":
             return [self.config.pages - page for page in pages[-WINDOW_PAGES:]]
         if self.is_recurrent:
@@ -353,10 +364,10 @@ class RankBase(ABC):
     def receive(
         self, room: int, pages: list[int], arrives: list, leave_out: int, seconds: float
     ) -> dict:
-        """A request's life on decode, and a look at every byte of every buffer afterwards.
+        """Runs a request on decode, and then compares every byte of every buffer.
 
-        `arrives` lists [is draft, layer] of what prefill sends. The last `leave_out` pages are not
-        asked for, which no engine does.
+        `arrives` lists [is draft, layer] of what prefill sends. Decode does not request the last
+        `leave_out` pages, which no engine does.
         """
         receiver = self._receiver(room)
         slot = decode_slot(room)
@@ -364,7 +375,7 @@ class RankBase(ABC):
         first = receiver.poll()
         if first != KVPoll.Failed:
             asked = pages[: len(pages) - leave_out]
-            self._set_aside(receiver, asked, slot, self._state(room, asked))
+            self._send_metadata(receiver, asked, slot, self._state(room, asked))
         end = self._await(receiver, seconds)
         if end["state"] != "success":
             return end
@@ -383,8 +394,10 @@ class RankBase(ABC):
         return {"state": "wrong" if wrong else "right", "reason": "; ".join(wrong[:4])}
 
     def _wrong_metadata(self, expected: list[torch.Tensor]) -> list[str]:
-        """Rows that are not as expected, but of slots that rooms have which are still open."""
-        closed = [slot for slot in range(AUX_SLOTS) if slot not in map(decode_slot, self.asked)]
+        """Returns the unexpected rows, except for those in slots of rooms that are still open."""
+        closed = [
+            slot for slot in range(AUX_SLOTS) if slot not in map(decode_slot, self.open_pollers)
+        ]
         rows = zip(expected, self._aux_rows())
         wrong = [(right != row.cpu()).any(1)[closed].nonzero() for right, row in rows]
         return [
@@ -393,37 +406,37 @@ class RankBase(ABC):
             if len(slots)
         ]
 
-    def ask(self, room: int, pages: list[int]) -> dict:
-        """Open a room on prefill and leave it to `end`, so that several can be open."""
-        self.asked[room] = self._receiver(room)
-        self._set_aside(self.asked[room], pages, decode_slot(room), None)
-        return {"state": "asked"}
+    def open_room(self, room: int, pages: list[int]) -> dict:
+        """Opens a room, on decode, without a wait, so that several can be open."""
+        self.open_pollers[room] = self._receiver(room)
+        self._send_metadata(self.open_pollers[room], pages, decode_slot(room), None)
+        return {"state": "opened"}
 
-    def begin(self, room: int) -> dict:
-        """A request comes: prefill waits for decode; decode has not opened the room yet."""
-        self.asked[room] = (self._sender if self.is_prefill else self._receiver)(room)
+    def start_request(self, room: int) -> dict:
+        """Starts a request: prefill waits for decode, or decode has not opened the room yet."""
+        self.open_pollers[room] = (self._sender if self.is_prefill else self._receiver)(room)
         return {"state": "begun"}
 
     def abort(self, room: int) -> dict:
-        """The client of a request that was begun or asked for is gone; `end` says what comes."""
-        self.asked[room].abort()
+        """Aborts a started request or an opened room without waiting for its end."""
+        self.open_pollers[room].abort()
         return {"state": "aborted"}
 
-    def end(self, room: int, seconds: float) -> dict:
-        """Wait for such a room; what has arrived is not looked at."""
-        receiver = self.asked.pop(room)
+    def wait_for_room(self, room: int, seconds: float) -> dict:
+        """Waits for the end of a started or opened room; does not compare what arrived."""
+        receiver = self.open_pollers.pop(room)
         end = self._await(receiver, seconds)
         if end["state"] == "success":
             receiver.clear()
         return end
 
-    def end_all(self, rooms: list[int], seconds: float) -> dict:
-        """Of several such rooms at once, `ends` as those of `end`."""
+    def wait_for_rooms(self, rooms: list[int], seconds: float) -> dict:
+        """Waits for several rooms at once; `ends` are the answers of `wait_for_room`."""
         with ThreadPoolExecutor(len(rooms)) as pool:
-            return {"ends": list(pool.map(lambda room: self.end(room, seconds), rooms))}
+            return {"ends": list(pool.map(lambda room: self.wait_for_room(room, seconds), rooms))}
 
-    def vote(self, port: int) -> dict:
-        """From now on the TP ranks of this side poll together, as schedulers do."""
+    def reduce_polls(self, port: int) -> dict:
+        """Makes the TP ranks of this side all-reduce their polls, as schedulers do."""
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{HOST}:{port}",
@@ -433,27 +446,30 @@ class RankBase(ABC):
         self.group = dist.group.WORLD
         return {"state": "joined"}
 
-    def drop(self, room: int, seconds: float) -> dict:
-        """Abort a room that was asked for, and wait for its end."""
-        receiver = self.asked.pop(room)
+    def abort_and_wait(self, room: int, seconds: float) -> dict:
+        """Aborts an opened room, and waits for its end."""
+        receiver = self.open_pollers.pop(room)
         receiver.abort()
         return self._await(receiver, seconds)
 
-    def leave(self, room: int, state: str, seconds: float) -> dict:
-        """A request that leaves prefill's queue unsent, once it has this state."""
+    def leave_unsent(self, room: int, state: str, seconds: float) -> dict:
+        """Removes a request unsent from prefill's queue, once it is `waiting` or `failed`."""
         sender = self._sender(room)
         wanted = {"waiting": KVPoll.WaitingForInput, "failed": KVPoll.Failed}[state]
-        if not awaited(lambda: sender.poll() == wanted, seconds, PAUSE):
+        if not wait_until(lambda: sender.poll() == wanted, seconds, POLL_INTERVAL):
             return {"state": "hang"}
-        return {"state": self._leave(sender)}
+        return {"state": self._leave_unsent(sender)}
 
-    def lose(self, rooms: list[int], knows: bool) -> dict:
-        """The prefill server of these rooms is lost, which another rank may know first.
+    def lose_prefill(self, rooms: list[int], knows: bool) -> dict:
+        """Polls rooms of a lost prefill server in turns, as a scheduler does, until all failed.
 
-        Polls all of them in turns, as a scheduler does, until they have failed. `longest` is the
-        longest turn in seconds.
+        Args:
+            knows: Whether this rank, and not another one, notices the loss.
+
+        Returns:
+            `failed`, a count of rooms, and `longest`, the longest turn in seconds.
         """
-        receivers = [self.asked.pop(room) for room in rooms]
+        receivers = [self.open_pollers.pop(room) for room in rooms]
         if knows:
             self.manager._handle_node_failure(f"{HOST}:{self.config.bootstrap_port}")
         longest, failed = 0.0, 0
@@ -468,21 +484,25 @@ class RankBase(ABC):
             time.sleep(0.002)
         return {"failed": failed, "longest": longest}
 
-    def give_up(
+    def abort_after(
         self, room: int, pages: list[int], after: float, seconds: float, aborts: bool = True
     ) -> dict:
-        """Abort a room some seconds after it was opened, or before, if that is below 0.
+        """Aborts a room `after` seconds after it was opened, or before if `after` is negative.
 
-        If this rank does not abort, another one does, with which it votes. `changed` are the
-        buffers that prefill still writes to when the room is over, and its pages belong to others;
-        `over_at` is when it was, on the monotonic clock.
+        Args:
+            aborts: Whether this rank aborts, and not another one that all-reduces polls with it.
+
+        Returns:
+            The room's end with `waited`, its seconds; `over_at`, its time on the monotonic clock;
+            and `changed`, the buffers that prefill still writes to afterwards, when the room's
+            pages may belong to other requests.
         """
         receiver = self._receiver(room)
         first = receiver.poll()
         if after < 0:
             receiver.abort()
         if first != KVPoll.Failed:
-            self._set_aside(receiver, pages, room % AUX_SLOTS, None)
+            self._send_metadata(receiver, pages, room % AUX_SLOTS, None)
         if after >= 0:
             time.sleep(after)
             if aborts:
@@ -499,7 +519,7 @@ class RankBase(ABC):
 
     def _await(self, poller, seconds: float, leave_at=None) -> dict:
         ends = {leave_at, KVPoll.Success, KVPoll.Failed}
-        reached = awaited(lambda: {self._poll(poller)} & ends, seconds, PAUSE)
+        reached = wait_until(lambda: {self._poll(poller)} & ends, seconds, POLL_INTERVAL)
         if KVPoll.Failed in reached:
             return self._failed(poller)
         if KVPoll.Success in reached:
@@ -515,105 +535,111 @@ class RankBase(ABC):
         return state
 
     def _failed(self, poller) -> dict:
-        """What the scheduler does with a room that has failed."""
+        """Does what the scheduler does with a failed room."""
         return failure(poller)
 
     def _table(self, name: str):
-        """The manager's of this name; None if it has none."""
+        """Returns the manager's table of this name, or None."""
         return getattr(self.manager, name, None)
 
-    def forget_gone_peers(self, seconds: float) -> dict:
-        """Close sockets to peers that are gone after so long, instead of a minute."""
-        peer_sockets.GONE_SECONDS = seconds
+    def set_peer_close_delay(self, seconds: float) -> dict:
+        """Sets the delay, by default a minute, after which sockets to lost peers are closed."""
+        peer_sockets.CLOSE_AFTER_SECONDS = seconds
         return {"state": "set"}
 
-    def kept(self) -> dict:
-        """How many rooms are in each table that the manager has of them; see `TABLES`."""
-        tables = {name: self._table(name) for name in self.TABLES}
+    def room_counts(self) -> dict:
+        """Counts the rooms in each of the manager's `ROOM_TABLES`."""
+        tables = {name: self._table(name) for name in self.ROOM_TABLES}
         kept = {name: len(table) for name, table in tables.items() if table is not None}
         if "addr_to_rooms_tracker" in kept:
             kept["addr_to_rooms_tracker"] = sum(map(len, tables["addr_to_rooms_tracker"].values()))
         return kept
 
-    def rest_after(self, seconds: float, resting: int) -> dict:
-        """Decode ranks that are silent for so long rest, so many of them; others are forgotten."""
-        from sglang.srt.disaggregation.pd import peer_sockets, silence
+    def release_peers_after(self, seconds: float, max_released: int) -> dict:
+        """Makes prefill release decode ranks after `seconds` of silence.
 
-        peer_sockets.GONE_SECONDS = silence.REST_SECONDS = seconds
-        silence.MAX_RESTING = resting
+        Prefill keeps `max_released` of them and drops the others.
+        """
+        from sglang.srt.disaggregation.pd import peer_silence, peer_sockets
+
+        peer_sockets.CLOSE_AFTER_SECONDS = peer_silence.RELEASE_AFTER_SECONDS = seconds
+        peer_silence.MAX_RELEASED_PEERS = max_released
         return {"state": "set"}
 
     def peers(self) -> dict:
-        """How many decode ranks a prefill rank knows."""
+        """Counts the decode ranks that are registered with this prefill rank."""
         return {"known": len(self.manager.decode_kv_args_table)}
 
     def plan_faults(self, **plan) -> dict:
-        """See `rank_faults.Faults.plan`."""
-        self.faults = self.faults or Faults(self.manager)
+        """See `rank_faults.TransferFaults.plan`."""
+        self.faults = self.faults or TransferFaults(self.manager)
         self.faults.plan(**plan)
         return {"state": "planned"}
 
-    def waited_transfer(self) -> dict:
-        """When the last transfer began that a fault had wait (`rank_faults.Faults`)."""
+    def delayed_transfer(self) -> dict:
+        """Returns when the last delayed transfer started; see `rank_faults.TransferFaults`."""
         return {"began_at": self.faults.began_at}
 
-    def mistake(self, what: str) -> dict:
-        """See `rank_mistakes.Mistakes`."""
-        self.mistakes = self.mistakes or Mistakes(self.manager)
-        self.mistakes.what = what
+    def corrupt_transfers(self, what: str) -> dict:
+        """See `rank_corruptions.TransferCorruptions`."""
+        self.corruptions = self.corruptions or TransferCorruptions(self.manager)
+        self.corruptions.what = what
         return {"state": "planned"}
 
-    def lie(self, what: str) -> dict:
-        """See `rank_lies.Lies`."""
-        from rank_lies import Lies  # of Mooncake's, which not every rank has
+    def use_bad_indices(self, what: str) -> dict:
+        """See `rank_bad_indices.BadIndices`."""
+        from rank_bad_indices import BadIndices  # imports Mooncake, which not every rank has
 
-        self.lies = self.lies or Lies(self.manager)
-        self.lies.what = what
+        self.bad_indices = self.bad_indices or BadIndices(self.manager)
+        self.bad_indices.what = what
         return {"state": "planned"}
 
-    def verified(self) -> dict:
-        """By prefill rank, what this decode rank has compared."""
+    def verify_results(self) -> dict:
+        """Returns this decode rank's comparisons by prefill rank, and the mismatches."""
         (report,) = self.manager.kv_args.verifier.reports.by_address.values()
         pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
         return {"pairs": pairs, "said": report.said}
 
-    def fail_once(self, what: str) -> dict:
-        """See `rank_faults.fail_once`."""
-        fail_once(self.manager, what)
+    def fail_next_registration(self, what: str) -> dict:
+        """See `rank_faults.fail_next_registration`."""
+        fail_next_registration(self.manager, what)
         return {"state": "planned"}
 
-    def note_writes(self) -> dict:
-        """See `rank_writes.Writes`."""
-        self.writes = Writes(self.manager)
+    def record_writes(self) -> dict:
+        """See `rank_write_log.WriteLog`."""
+        self.write_log = WriteLog(self.manager)
         return {"state": "noted"}
 
-    def written_outside(self, ranges: list[list[int]]) -> dict:
-        """How many writes were done since, and those that left these ranges."""
-        return {"done": len(self.writes), "outside": self.writes.outside(ranges)}
+    def writes_outside(self, ranges: list[list[int]]) -> dict:
+        """Counts the writes since `record_writes`, and lists those outside of these ranges.
 
-    def registered(self) -> list[list[int]]:
-        """Address and bytes of each buffer that prefill may write to."""
+        Ranges and listed writes are [address, bytes].
+        """
+        return {"done": len(self.write_log), "outside": self.write_log.outside(ranges)}
+
+    def registered_buffers(self) -> list[list[int]]:
+        """Returns [address, bytes] of each buffer that prefill may write to."""
         args = self.manager.kv_args
         state_ptrs, state_lens = self._state_buffers()
         ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *state_ptrs]
         lens = [*args.kv_data_lens, *args.aux_data_lens, *state_lens]
         return [[int(ptr), int(size)] for ptr, size in zip(ptrs, lens)]
 
-    def accept(self) -> dict:
-        """Take what the buffers hold now as right, after a request that went wrong."""
+    def rebaseline(self) -> dict:
+        """Takes the buffers' current contents as right, after a request that went wrong."""
         self.expected = {key: buffer.numpy(force=True).copy() for key, buffer in self._buffers()}
         return {"state": "accepted"}
 
     def attack(self, what: str) -> dict:
-        """See `rank_attacks`; an empty one ends the last."""
+        """Starts an attack of `rank_attacks.ATTACKS`, or stops the last one if `what` is empty."""
         if what:
             self.attacked = ATTACKS[what]()
         else:
-            self.attacked.end()
+            self.attacked.stop()
         return {"state": "attacked" if what else "at peace"}
 
     def flood(self, port: int) -> dict:
-        """See `rank_attacks.flood`; to the decode rank at this port."""
+        """Floods the decode rank at this port; see `rank_attacks.flood`."""
         if peer_sockets is None:
             send = self.manager._connect(f"tcp://{HOST}:{port}").send_multipart
         else:
@@ -628,8 +654,8 @@ class RankBase(ABC):
         """See `rank_faults.cut_connections`."""
         return {"cut": cut_connections()}
 
-    def connected_early(self) -> dict:
-        """How often NIXL has connected to a decode rank early since this was asked first."""
+    def count_early_connections(self) -> dict:
+        """Counts NIXL's early connections to decode ranks since the first call."""
         logger = logging.getLogger("sglang.srt.disaggregation.pd.early_connections")
         if self.early is None:
             self.early = logging.handlers.BufferingHandler(1 << 30)
@@ -639,24 +665,27 @@ class RankBase(ABC):
         return {"count": sum(line.startswith("Connected to decode ") for line in said)}
 
     def slow_connections(self, seconds: float) -> dict:
-        """What registers from now on is reached over slow connections; see `slow_links`."""
+        """Makes this rank register with metadata of a slow proxy; see `slow_links`.
+
+        Peers that read the metadata reach this rank with `seconds` of latency in each direction.
+        """
         agent, manager = self.manager.agent, self.manager
-        slow = slowed(agent.get_agent_metadata(), seconds, {manager.rank_port})
+        slow = metadata_of_slow_proxy(agent.get_agent_metadata(), seconds, {manager.rank_port})
         agent.get_agent_metadata = lambda: slow
         return {"state": "slow"}
 
     def count_agent_calls(self) -> dict:
-        """See `rank_faults.AgentCalls`; the counts since this was asked first."""
+        """Returns the counts of `rank_faults.AgentCalls` since the first call."""
         if self.agent_calls is None:
             self.agent_calls = AgentCalls(sys.modules["nixl._api"])
         return {"count": self.agent_calls.count, "at_once": self.agent_calls.at_once}
 
     def nixl(self) -> dict:
-        """Where this rank's NIXL was found."""
+        """Returns the file from which this rank imported NIXL."""
         return {"file": sys.modules["nixl._api"].__file__}
 
     def health(self) -> dict:
-        """What faults and foreign messages must not change, and memory at its highest."""
+        """Returns what faults and foreign messages must not change, and peak memory in bytes."""
         return {
             "port": self.manager.rank_port,
             "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -668,7 +697,7 @@ class RankBase(ABC):
 
 
 def failure(poller) -> dict:
-    """What the scheduler asks for when a room has failed."""
+    """Returns a failed room's end with the reason, which the scheduler gets as an exception."""
     try:
         poller.failure_exception()
     except Exception as error:

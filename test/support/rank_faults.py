@@ -1,4 +1,4 @@
-"""Faults inside a rank process: transfers that fail, that come late, and deaths in the middle."""
+"""Faults inside a rank process: failing and delayed transfers, and processes killed in between."""
 
 import contextlib
 import inspect
@@ -8,27 +8,32 @@ import socket
 import threading
 import time
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
-ERROR = "the test makes this transfer fail"
-GONE_SECONDS = 10
+INJECTED_ERROR = "the test makes this transfer fail"
+EXIT_SECONDS = 10
 
 
-class Faults:
-    """Befalls chosen transfers of one rank, each of which is one call to the transfer engine.
+class TransferFaults:
+    """Injects faults into chosen transfers of one rank; a transfer is one transfer-engine call.
 
-    In this order a request makes one for the KV of every chunk, one for its state if it has any,
-    and one for its metadata; if several decode ranks ask for it, all of that for each of them.
+    A request makes one transfer per chunk for KV, then one for its state if it has any, and then
+    one for its metadata. It makes all of them for each decode rank.
 
-    How a transfer fails: `status`, the engine's call returns an error; `exception`, it raises;
-    `late status` and `late exception`, NIXL alone, it says that it has begun, and then so. Or
-    `wait`: it begins after some seconds. Or `down`: Mooncake and Ascend, for some seconds from now
-    all fail. Or `cut`: all connections of this process break before it begins. Or processes die:
-    with `kill` before it begins, with `freeze` they stand still when it begins, and die after some
-    seconds.
+    How a transfer fails:
+
+        status            the transfer engine's call returns an error
+        exception         the call raises
+        late status       NIXL only: the call succeeds, and a later check returns an error
+        late exception    NIXL only: the call succeeds, and a later check raises
+        wait              the transfer starts after `seconds`
+        down              Mooncake and Ascend only: all transfers fail for `seconds` from now
+        cut               all connections of this process break before the transfer starts
+        kill              the processes `pids` are killed before it starts
+        freeze            `pids` are stopped when it starts, and killed after `seconds`
     """
 
-    # When the last transfer that waited began, on the monotonic clock, which all ranks share.
+    # When the last delayed transfer started, on the monotonic clock, which all ranks share.
     began_at = 0.0
 
     def __init__(self, manager):
@@ -38,24 +43,27 @@ class Faults:
         self._sends_state = False
         if hasattr(manager, "agent"):
             self._is_done = manager.agent.check_xfer_state
-            self._start = manager.agent.transfer
+            self._transfer = manager.agent.transfer
             manager.agent.transfer = self._start_nixl
-            manager.agent.check_xfer_state = self._ask_nixl
+            manager.agent.check_xfer_state = self._check_nixl
         else:
-            self._start = manager.engine.batch_transfer_sync
+            self._transfer = manager.engine.batch_transfer_sync
             manager.engine.batch_transfer_sync = self._run_mooncake
         self._send_state = manager.maybe_send_extra
-        manager.maybe_send_extra = self._note_state
+        manager.maybe_send_extra = self._track_state
 
     def plan(self, how="", at=(), only_state=False, pids=(), seconds=0.0) -> None:
-        """From now on, `at` these transfers (the next one is 1); with `only_state`, of state's."""
+        """Plans faults in the transfers `at`, of which the next is 1; replaces earlier plans.
+
+        With `only_state`, only transfers of state count.
+        """
         self._how, self._at, self._only_state = how, tuple(at), only_state
         self._pids, self._seconds = tuple(pids), seconds
         self._up_again = time.monotonic() + seconds
         self._calls = 0
 
     def _inject(self) -> str:
-        """What is to become of the transfer that begins now."""
+        """Injects the fault of the transfer that starts now, if any; returns its name."""
         if self._only_state and not self._sends_state:
             return ""
         if self._how == "down":
@@ -64,12 +72,12 @@ class Faults:
         if self._calls not in self._at:
             return ""
         if self._how == "exception":
-            raise RuntimeError(ERROR)
+            raise RuntimeError(INJECTED_ERROR)
         if self._how == "wait":
             time.sleep(self._seconds)
             self.began_at = time.monotonic()
         if self._how == "cut":
-            # A message that is under way then is lost, in every engine, and its reader waits.
+            # Every engine would lose a message in flight, and its reader would wait for it.
             cut_connections(spare=self._message_ports())
         if self._how == "kill":
             for pid in self._pids:
@@ -81,17 +89,17 @@ class Faults:
         return self._how
 
     def _message_ports(self) -> set[int]:
-        """Where this rank and the decode ranks that it knows read messages."""
+        """Returns the ports on which this rank and its decode ranks read messages."""
         peers = self._manager.decode_kv_args_table.values()
         return {self._manager.rank_port, *(peer.dst_port for peer in peers)}
 
-    def _note_state(self, *args, **kwargs):
+    def _track_state(self, *args, **kwargs):
         with self._sending_state():
             sent = self._send_state(*args, **kwargs)
-        return self._each_noted(sent) if inspect.isgenerator(sent) else sent
+        return self._each_tracked(sent) if inspect.isgenerator(sent) else sent
 
-    def _each_noted(self, transfers):
-        """Later releases begin one after the other, as they are asked for."""
+    def _each_tracked(self, transfers):
+        """Tracks state transfers from a generator, which starts each one when it is consumed."""
         while True:
             with self._sending_state():
                 handle = next(transfers, None)
@@ -108,28 +116,28 @@ class Faults:
             self._sends_state = False
 
     def _run_mooncake(self, *args) -> int:
-        return -1 if self._inject() == "status" else self._start(*args)
+        return -1 if self._inject() == "status" else self._transfer(*args)
 
     def _start_nixl(self, handle, *args) -> str:
         if threading.current_thread().name == "nixl-connect":
-            return self._start(handle, *args)  # no request's
+            return self._transfer(handle, *args)  # an early connection, not a request
         how = self._inject()
         if how == "status":
             return "ERR"
         if how.startswith("late"):
             self._late.append((handle, how))
             return "PROC"
-        return self._start(handle, *args)
+        return self._transfer(handle, *args)
 
-    def _ask_nixl(self, handle) -> str:
+    def _check_nixl(self, handle) -> str:
         how = next((how for other, how in self._late if other is handle), "")
         if how == "late exception":
-            raise RuntimeError(ERROR)
+            raise RuntimeError(INJECTED_ERROR)
         return "ERR" if how else self._is_done(handle)
 
 
-def fail_once(manager, what: str) -> None:
-    """The next time a decode rank registers, prefill cannot `plan` for it, or `connect` to it."""
+def fail_next_registration(manager, what: str) -> None:
+    """Makes prefill fail once, at the next registration, to `plan` for or `connect` to the rank."""
     from sglang.srt.disaggregation.pd import peer_plans  # stock has none
 
     owner, name = {
@@ -140,13 +148,18 @@ def fail_once(manager, what: str) -> None:
 
     def fail(*args):
         setattr(owner, name, right)
-        raise RuntimeError(ERROR)
+        raise RuntimeError(INJECTED_ERROR)
 
     setattr(owner, name, fail)
 
 
 class AgentCalls:
-    """Counts the calls to NIXL that begin while another thread of this process is inside one."""
+    """Counts calls to NIXL, and those that start while another thread is inside one.
+
+    Attributes:
+        count: All calls.
+        at_once: Calls that overlapped with another thread's.
+    """
 
     NAMES = (
         *("add_remote_agent", "remove_remote_agent", "send_notif", "get_new_notifs"),
@@ -154,9 +167,9 @@ class AgentCalls:
     )
 
     def __init__(self, nixl):
-        """Of NIXL's module. That a handle is dropped is a call, too."""
+        """Wraps the calls of NIXL's module `nixl`; a handle's destructor counts as a call."""
         self.count, self.at_once = 0, 0
-        self._inside, self._lock = [], threading.RLock()  # a handle is dropped at any time
+        self._inside, self._lock = [], threading.RLock()  # destructors may run at any time
         for name in self.NAMES:
             setattr(nixl.nixl_agent, name, self._counted(getattr(nixl.nixl_agent, name)))
         nixl.nixl_xfer_handle.__del__ = self._counted(nixl.nixl_xfer_handle.__del__)
@@ -178,16 +191,16 @@ class AgentCalls:
 
 
 def cut_connections(spare: frozenset[int] | set[int] = frozenset()) -> int:
-    """Break those of this process, as a network may; both sides live on. Returns how many.
+    """Breaks this process's connections, as a network may, and returns how many it broke.
 
-    Those from or to the ports in ``spare`` stay.
+    Both ends stay alive. Connections from or to the ports in ``spare`` stay open.
     """
     cut = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             sock = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # no socket
+            continue  # not a socket
         with sock, contextlib.suppress(OSError):  # not connected
             if sock.family != socket.AF_INET:
                 continue
@@ -198,7 +211,7 @@ def cut_connections(spare: frozenset[int] | set[int] = frozenset()) -> int:
 
 
 def kill(pid: int) -> None:
-    """At once, and wait until it is gone."""
+    """Kills a process and waits until it has exited."""
 
     def killed() -> bool:
         with contextlib.suppress(ProcessLookupError):
@@ -206,4 +219,4 @@ def kill(pid: int) -> None:
             return False
         return True
 
-    awaited(killed, GONE_SECONDS)
+    wait_until(killed, EXIT_SECONDS)

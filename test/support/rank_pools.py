@@ -1,14 +1,14 @@
 """A rank's KV pools, as the engine makes them, and their buffers one by one.
 
-A hybrid's even layers keep a sliding window (`swa`), recurrent state (`mamba`), or of that the
-window of a short convolution alone (`conv`); the odd ones KV.
+A hybrid's even layers have a sliding window (`swa`), recurrent state (`mamba`), or only a short
+convolution's window (`conv`); its odd layers have full KV.
 """
 
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from of_release import IS_LATER
+from engine_release import SINCE_0_5_20
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-if IS_LATER:
+if SINCE_0_5_20:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool as SparseKVPool
 else:
     from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool as SparseKVPool
@@ -35,14 +35,19 @@ STATE_SIZE = {"mamba": 4, "conv": 0}
 
 
 def pool_layers(c: SimpleNamespace) -> range:
-    """The stage's layers; with sliding windows 0.5.9 adds the next stage's first."""
+    """Returns the stage's layers; with sliding windows, 0.5.9 adds the next stage's first one."""
     stop = c.start_layer + c.layers
-    more = c.hybrid == "swa" and not IS_LATER
+    more = c.hybrid == "swa" and not SINCE_0_5_20
     return range(c.start_layer, min(stop + more, c.model_layers))
 
 
 def make_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: int):
-    """The pool for these layers; `c` is a rank's configuration."""
+    """Makes the pool for these layers; `c` is a rank's configuration.
+
+    Args:
+        heads: This rank's KV heads per full-attention layer.
+        window_heads: This rank's KV heads per sliding-window layer.
+    """
     common = {
         "size": c.pages * c.page_size,
         "page_size": c.page_size,
@@ -93,7 +98,7 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: in
         "head_dim": c.k_width,
         "full_attention_layer_ids": full,
     }
-    if not IS_LATER:
+    if not SINCE_0_5_20:
         common["enable_kvcache_transpose"] = False
     if c.hybrid == "swa":
         common |= {"size_swa": common["size"], "swa_head_num": window_heads}
@@ -109,17 +114,18 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: in
     )
     params = Mamba2CacheParams(shape=shape, layers=special)
     slots = {"size": MAMBA_SLOTS, "spec_state_size": 0, "cache_params": params, "device": c.device}
-    if IS_LATER:
+    if SINCE_0_5_20:
         slots["mamba_layer_ids"] = special
         common["start_layer"] = layers.start
     return HybridLinearKVPool(mamba_pool=MambaPool(**slots), **common)
 
 
 def pool_buffers(pool):
-    """((component, layer), tensor): `[tokens, heads, width]`, or opaque `[pages, bytes]`.
+    """Yields ((component, layer), tensor) per buffer.
 
-    The name of what is sent as state begins with `state`. Recurrent layers are counted from 0, and
-    have `[slots, rows, bytes]`.
+    Tensors are `[tokens, heads, width]`, or opaque `[pages, bytes]`. Names of components that are
+    sent as state begin with `state`. Recurrent layers are numbered from 0, and their tensors are
+    `[slots, rows, bytes]`.
     """
     if isinstance(pool, SWAKVPool):
         for inner, windowed in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
@@ -139,9 +145,9 @@ def pool_buffers(pool):
 
 
 def state_rows(c: SimpleNamespace, component: str, count: int) -> np.ndarray:
-    """Which of the model's rows are those of this rank's recurrent state: heads, or channels.
+    """Returns the model's row numbers of this rank's recurrent state: heads, or channels.
 
-    There are three convolutions, x, B and C, and of each it has its part.
+    Of each of the three convolutions x, B and C, a rank has one part.
     """
     if component == "state_temporal":
         return c.tp_rank * count + np.arange(count)
@@ -153,7 +159,7 @@ def state_rows(c: SimpleNamespace, component: str, count: int) -> np.ndarray:
 
 
 def _tokens(pool, layers, prefix: str = ""):
-    """KV of a pool without state, of one shape whatever the pool's view is."""
+    """Yields a pool's KV buffers as `[tokens, heads, width]`, whatever the pool's own view is."""
     if isinstance(pool, NPUMLATokenToKVPool):
         parts = {"k": pool.k_buffer, "v": pool.v_buffer}
         if pool.index_k_buffer is not None:

@@ -1,8 +1,8 @@
-"""The process of a rank: it answers commands, as JSON lines, `{"do": NAME, ...}`.
+"""A rank's process, which answers commands as JSON lines, `{"do": NAME, ...}`.
 
-`python FILE fork SOCKET` imports the engine once and then forks a process for every connection
-to the Unix socket, which begins with a folder for temporary files and a file for its output;
-`fresh` instead of `fork` starts the process anew, `on FD` is such a process.
+`python FILE fork SOCKET` imports the engine once, and forks a process for every connection to the
+Unix socket. A connection first sends a folder for temporary files and a file descriptor for output.
+`fresh` instead of `fork` starts a new interpreter per connection; `on FD` is such an interpreter.
 """
 
 import ctypes
@@ -18,24 +18,28 @@ from collections.abc import Callable
 
 from pd_harness.cpu_host.nixl_plugin import load_nixl
 
-# Beside what `rank` imports itself. These do not import Mooncake's library, which starts threads.
+# In addition to the imports of a rank's module. These do not import Mooncake's library, which
+# starts threads.
 IMPORTED = [f"sglang.srt.disaggregation.{backend}.conn" for backend in ("nixl", "mooncake")]
 
 PATH_LENGTH = 4096
 
-Kinds = dict[str, Callable[[dict], object]]
+Factories = dict[str, Callable[[dict], object]]
 
 
-def serve(connection: socket.socket, kinds: Kinds) -> None:
-    """Answer commands until the driver hangs up; the first one says what this process is."""
+def serve(connection: socket.socket, factories: Factories) -> None:
+    """Answers commands until the driver closes the connection.
+
+    The first command names the factory that makes the object whose methods serve the others.
+    """
     rank = None
     with connection.makefile("rw") as lines:
         for line in lines:
             command = json.loads(line)
             name = command.pop("do")
             try:
-                if name in kinds:
-                    rank = kinds[name](command)
+                if name in factories:
+                    rank = factories[name](command)
                     answer = {"state": "started", "pid": os.getpid()}
                 else:
                     answer = getattr(rank, name)(**command)
@@ -49,22 +53,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def main(kinds: Kinds) -> None:
-    """Do what the command line says; `kinds` make what a connection's first command asks for."""
+def main(factories: Factories) -> None:
+    """Runs the command line; `factories` are the first commands that a connection may send."""
     how, path = sys.argv[1:]
     if how == "on":
-        live(socket.socket(fileno=int(path)), kinds)
+        serve_and_exit(socket.socket(fileno=int(path)), factories)
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if how == "fork":
         load_nixl()
         for name in IMPORTED:
             importlib.import_module(name)
-        gc.freeze()  # else a rank would copy the pages of all that it collects
+        gc.freeze()  # or else collections in a rank would copy shared pages
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
         listener.listen(64)
-        os.rename(f"{path}.new", path)  # whoever sees it can connect
+        os.rename(f"{path}.new", path)  # a socket that exists under `path` accepts connections
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:
@@ -80,11 +84,11 @@ def main(kinds: Kinds) -> None:
                     os.set_inheritable(connection.fileno(), True)
                     this = [sys.executable, sys.argv[0], "on", str(connection.fileno())]
                     os.execv(sys.executable, this)
-                live(connection, kinds)
+                serve_and_exit(connection, factories)
             connection.close()
 
 
-def live(connection: socket.socket, kinds: Kinds) -> None:
-    serve(connection, kinds)
-    # Transfer threads of the engine never end by themselves.
+def serve_and_exit(connection: socket.socket, factories: Factories) -> None:
+    serve(connection, factories)
+    # The engine's transfer threads never stop by themselves.
     os._exit(0)

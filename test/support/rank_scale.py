@@ -1,6 +1,6 @@
-"""A rank of many: it sends and asks for requests of one page, and says what they cost it.
+"""A rank of the scale benchmark: it serves requests of one page, and reports what they cost.
 
-Nothing is written between ranks (`null_transfer`); what is measured are messages and threads.
+Ranks write no KV to each other (`null_transfer`); the benchmark measures messages and threads.
 """
 
 import importlib
@@ -14,22 +14,22 @@ import numpy as np
 import rank_process
 import requests
 import zmq
+from engine_release import SINCE_0_5_20
 from null_transfer import use_null_transfer
-from of_release import IS_LATER
 from rank_base import AUX_SLOTS, failure
 from sglang.srt.disaggregation.base import KVPoll
 
-release = importlib.import_module("rank_later" if IS_LATER else "rank")
+release = importlib.import_module("rank_0_5_23" if SINCE_0_5_20 else "rank_0_5_9")
 
 POLL_SECONDS = 0.01
-OPEN = 2  # requests of each decode rank at a time
+OPEN = 2  # open requests per decode rank
 PAGE = [1]
 STALLED_SECONDS = 20.0
-release.PREFILL_SECONDS = 60  # all decode ranks ask at once
+release.PREFILL_SECONDS = 60  # all decode ranks query prefill at once
 
 
-class Counted:
-    """What this process has sent and asked for, and the threads that read messages."""
+class ActivityCounter:
+    """Counts this process's messages and HTTP requests, and finds its reader threads."""
 
     def __init__(self):
         self.sent = self.asked = 0
@@ -53,23 +53,26 @@ class Counted:
         ask.send = asking
 
     def reader_seconds(self) -> float:
-        """Processor time of those threads."""
+        """Returns the processor seconds of the threads that read messages."""
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in self.readers]
         return sum(map(time.clock_gettime, clocks))
 
 
 class Rank(release.Rank):
     def __init__(self, config: dict):
-        self.counted = Counted()
+        self.activity = ActivityCounter()
         self.scheduler_seconds = 0.0
         use_null_transfer(config["backend"])
         super().__init__(config)
         self.dropped = 0
-        self._keep_workers(self.manager.check_status)
+        self._keep_workers_alive(self.manager.check_status)
 
-    def _keep_workers(self, check: Callable) -> None:
-        """Stock's transfer worker ends, and no room of its is served any more, where the scheduler
-        drops the one at which it looks. Here it lives, that other figures can be compared."""
+    def _keep_workers_alive(self, check: Callable) -> None:
+        """Keeps stock's transfer workers alive, so that the other figures are comparable.
+
+        A stock worker crashes, and serves no more rooms, if the scheduler drops the room that the
+        worker checks.
+        """
 
         def check_status(room: int):
             try:
@@ -81,31 +84,40 @@ class Rank(release.Rank):
         self.manager.check_status = check_status
 
     def figures(self) -> dict:
-        """Of this process since it began: processor seconds, messages sent, how often a transfer
-        worker of stock would have ended; and private KiB now."""
+        """Returns this process's figures since its start, and its private KiB now.
+
+        `all_s`, `scheduler_s` and `reader_s` are processor seconds; `messages` and `asked_http`
+        count sent messages and HTTP requests; `dropped` counts crashes that a stock transfer
+        worker would have had.
+        """
         rollup = Path("/proc/self/smaps_rollup").read_text().split("\n")
         return {
             "private_kib": sum(int(row.split()[1]) for row in rollup if row.startswith("Private_")),
             "all_s": time.process_time(),
             "scheduler_s": self.scheduler_seconds,
-            "reader_s": self.counted.reader_seconds(),
-            "messages": self.counted.sent,
-            "asked_http": self.counted.asked,
+            "reader_s": self.activity.reader_seconds(),
+            "messages": self.activity.sent,
+            "asked_http": self.activity.asked,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "dropped": self.dropped,
         }
 
     def serve(self, lanes: list[list[int]], seconds: float) -> dict:
-        """The life of these rooms on this side, of each lane `OPEN` at a time and in order.
+        """Serves the rooms of each lane in order, `OPEN` at a time.
 
-        A lane is its first room and the one after its last; decode has one lane. `ends` are (room,
-        when it began, when it ended) on the machine's monotonic clock. It is over when all have
-        ended, after so many seconds, or when none has ended for `STALLED_SECONDS`; `lost` are then
-        open, or have failed.
+        Returns when all rooms have ended, after `seconds`, or when none has ended for
+        `STALLED_SECONDS`.
+
+        Args:
+            lanes: [first room, last room + 1] of each lane; decode has one lane.
+
+        Returns:
+            `ends`, (room, start, end) on the machine's monotonic clock, and `lost`, (room, reason)
+            of rooms that failed or are still open.
         """
         waiting, open_rooms, ends = [deque(range(*lane)) for lane in lanes], {}, []
         until, stalled, lost = time.monotonic() + seconds, time.monotonic() + STALLED_SECONDS, []
-        begin = self._send if self.is_prefill else self._ask
+        begin = self._send if self.is_prefill else self._open
         while (any(waiting) or open_rooms) and time.monotonic() < min(until, stalled):
             for number, lane in enumerate(waiting):
                 held = sum(of == number for of, *_ in open_rooms.values())
@@ -114,7 +126,7 @@ class Rank(release.Rank):
                     begun = time.monotonic()
                     open_rooms[room] = (number, begun, self._timed(begin, room))
             for room, (_, begun, request) in list(open_rooms.items()):
-                state = self._turn(request)
+                state = self._poll_once(request)
                 if state == "success":
                     ends.append((room, begun, time.monotonic()))
                 elif state is not None:
@@ -127,7 +139,7 @@ class Rank(release.Rank):
         return {"ends": ends, "lost": lost}
 
     def _timed(self, call: Callable, *given):
-        """What the scheduler's thread does, but not how often it looks in vain, see `_turn`."""
+        """Counts a call's thread time as the scheduler's; see `_poll_once` for its polls."""
         begun = time.thread_time()
         result = call(*given)
         self.scheduler_seconds += time.thread_time() - begun
@@ -136,13 +148,16 @@ class Rank(release.Rank):
     def _send(self, room: int) -> dict:
         return {"room": room, "poller": self._sender(room), "last": None}
 
-    def _ask(self, room: int) -> dict:
+    def _open(self, room: int) -> dict:
         receiver = self._receiver(room)
-        self._set_aside(receiver, PAGE, room % AUX_SLOTS, None)
+        self._send_metadata(receiver, PAGE, room % AUX_SLOTS, None)
         return {"room": room, "poller": receiver, "last": None}
 
-    def _turn(self, request: dict) -> str | None:
-        """`success` or why the request has failed; None if it has not ended."""
+    def _poll_once(self, request: dict) -> str | None:
+        """Polls a request; returns `success`, a failure reason, or None if it has not ended.
+
+        A poll without a new state does not count as the scheduler's time.
+        """
         poller, begun = request["poller"], time.thread_time()
         state = poller.poll()
         if state == request["last"]:
@@ -159,7 +174,7 @@ class Rank(release.Rank):
         return "success" if state == KVPoll.Success else None
 
     def rest(self, seconds: float) -> dict:
-        """Processor seconds a second while nothing is asked for."""
+        """Idles for `seconds`; returns this process's processor seconds per second."""
         begun, spent = time.monotonic(), time.process_time()
         time.sleep(seconds)
         return {"part": (time.process_time() - spent) / (time.monotonic() - begun)}

@@ -1,4 +1,4 @@
-"""What the serving tests look at, and how they keep it: answers, what a server holds, evidence."""
+"""Checks of the serving tests: answers, server load and hangs; and records of evidence."""
 
 import contextlib
 import json
@@ -18,24 +18,24 @@ from pd_harness.device import DTYPES, device
 
 Answered = TypeVar("Answered")
 
-# What MemFabric logs of its own faults, after which a test starts its servers again. 1.0.8 now and
-# then refuses one of two ranks that join its store at the same moment, and the server of that rank
-# exits. 1.3.0 may lose part of a decode rank's memory while two prefill ranks join that rank; it
-# then refuses every write there. For a wrong address it logs something else.
+# What MemFabric logs of its own faults, after which a test restarts the servers. 1.0.8 sometimes
+# rejects one of two ranks that join its store at the same moment, and that rank's server exits.
+# 1.3.0 may lose part of a decode rank's memory when two prefill ranks join that rank at the same
+# moment; it then rejects every write there. For a wrong address it logs something else.
 NOT_JOINED = "smem trans create failed"
 LOST_MEMORY = "failed to auto infer copy direction"
 STARTS = 3
 # Another TP size or kernel sums in another order. In half precision that may also decide between
-# two tokens of nearly one logprob: there and after it, a prompt's answer says nothing.
+# two tokens with nearly equal logprobs; from such a token on, a prompt's answer proves nothing.
 LOGPROB_TOLERANCE = {"float32": 2e-3, "float16": 0.05}
-# Without work: where a hang is expected, and where it is none that the machine does much else.
+# Seconds without work until a test assumes a hang: if it expects one, and on a busy machine.
 LOST_SECONDS = 8
 SLOW_SECONDS = 60
 TOKENS_MUST_AGREE = {"float32": True, "float16": False}
 
 
-def tool(*words: str) -> tuple[int, dict]:
-    """Exit status of `sglang-pd`, and what it found."""
+def run_tool(*words: str) -> tuple[int, dict]:
+    """Runs `sglang-pd` with these words; returns its exit status and its JSON output."""
     command = [str(cluster.interpreter("base")), "-m", "sglang_pd", *words, "--json"]
     done = subprocess.run(
         command, cwd=cluster.CHECKOUT / "python", capture_output=True, text=True, timeout=600
@@ -45,7 +45,7 @@ def tool(*words: str) -> tuple[int, dict]:
 
 
 def retry_memfabric_faults(serve: Callable[[], Answered]) -> Answered:
-    """What ``serve`` returns; called again, with a warning, after one of MemFabric's own faults."""
+    """Returns ``serve()``; warns and calls it again after one of MemFabric's own faults."""
     for start in range(1, STARTS):
         try:
             return serve()
@@ -59,7 +59,7 @@ def retry_memfabric_faults(serve: Callable[[], Answered]) -> Answered:
 
 @contextlib.contextmanager
 def running(servers: Sequence[cluster.Server]) -> Iterator[None]:
-    """As `cluster.running`; at the end, unless a server has exited, `check_no_memory_lost`."""
+    """Runs servers as `cluster.running`; at the end checks that MemFabric lost no memory."""
     with cluster.running(servers):
         yield
         if not any(server.has_ended() for server in servers):
@@ -67,7 +67,7 @@ def running(servers: Sequence[cluster.Server]) -> Iterator[None]:
 
 
 def check_no_memory_lost(servers: Iterable[cluster.Server]) -> None:
-    """Raise ServerFailed if a server's MemFabric has lost memory of a rank, all of which run."""
+    """Raises ServerFailed if a server's MemFabric has lost memory of a rank that is alive."""
     for server in servers:
         if LOST_MEMORY in server.log.read_text(errors="replace"):
             raise cluster.ServerFailed(f"{server.name}: {LOST_MEMORY}\n{server.log_tail()}")
@@ -76,9 +76,15 @@ def check_no_memory_lost(servers: Iterable[cluster.Server]) -> None:
 def outcome(
     answers: list[cluster.Answer], ended: list[str], expected: list[cluster.Answer]
 ) -> tuple[str, str]:
-    """What became of the prompts: "right", "wrong", or how the first failed; and the details.
+    """Returns the prompts' outcome and its details.
 
-    "dead" is a failure where a server has ended, or where the router, 502, lost one that is ending.
+    The outcome is "right", "wrong", or the kind of the first failure. It is "dead" if a server has
+    exited, or if the router returned 502 because it lost a server that is exiting.
+
+    Args:
+        answers: The answers to judge.
+        ended: Names of the servers that have exited.
+        expected: The reference answers.
     """
     failures = [answer.failure for answer in answers if answer.failure]
     if failures:
@@ -104,7 +110,7 @@ def _compare(answers, expected) -> tuple[str, str]:
 
 
 def _apart(got: cluster.Answer, want: cluster.Answer) -> float:
-    """How far logprobs are apart, up to and with the first token that differs."""
+    """Returns the largest logprob difference up to and including the first differing token."""
     others = (at for at, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b)
     end = next(others, len(want.ids)) + 1
     logprobs = zip(got.logprobs[:end], want.logprobs[:end], strict=True)
@@ -112,17 +118,17 @@ def _apart(got: cluster.Answer, want: cluster.Answer) -> float:
 
 
 def retractions(log: str) -> int:
-    """Requests that a decode server has retracted by its log."""
+    """Counts the requests that a decode server has retracted according to its log."""
     return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
-def held(server: cluster.Server) -> dict[str, int]:
-    """Tokens and requests that an engine server holds, by its own count.
+def server_load(server: cluster.Server) -> dict[str, int]:
+    """Returns an engine server's own counts of tokens in use and of requests.
 
-    Prefixes that it only keeps for reuse are not among them.
+    Tokens in the radix cache that no request uses do not count.
     """
     answer = httpx.get(f"{server.url}/v1/loads", timeout=30, trust_env=False).json()
-    sums: Counter[str] = Counter()  # over the groups of DP attention
+    sums: Counter[str] = Counter()  # over the DP ranks
     for load in answer["loads"]:
         queues = load["disaggregation"].items()
         sums.update({name: size for name, size in queues if name.endswith("_queue_reqs")})
@@ -132,26 +138,26 @@ def held(server: cluster.Server) -> dict[str, int]:
 
 
 def holds_nothing(server: cluster.Server) -> bool:
-    return not any(held(server).values())
+    return not any(server_load(server).values())
 
 
-class Lost:
-    """Whether no answer is to be expected: for long nothing has been computed.
+class HangDetector:
+    """A callable that returns whether no answer will come: no server works for `seconds`.
 
-    Prefill has done its part, or has raised, and decode runs nothing; or one of them has died, and
-    the router, which waits for both, does not say so.
+    A fleet is idle if prefill has finished or has raised while decode runs no request. It is also
+    idle if a server has exited, which the router, waiting for both, does not report.
     """
 
     def __init__(
         self, prefill: cluster.Server, decode: cluster.Server, seconds: float = SLOW_SECONDS
     ):
         self.prefill, self.decode, self.seconds = prefill, decode, seconds
-        # A busy machine's server may log one when it starts, and lives.
+        # On a busy machine, a server may log a traceback at its start, and still work.
         self.raised_before = self._raised()
         self.begin()
 
     def begin(self) -> None:
-        """Prompts are sent now."""
+        """Restarts the clock; call it when prompts are sent."""
         self.busy_at = time.monotonic()
 
     def __call__(self) -> bool:
@@ -164,7 +170,7 @@ class Lost:
             return True
         raised = self._raised() > self.raised_before
         try:
-            return held(self.decode)["num_running_reqs"] == 0 and (
+            return server_load(self.decode)["num_running_reqs"] == 0 and (
                 raised or holds_nothing(self.prefill)
             )
         except httpx.HTTPError:
@@ -176,7 +182,7 @@ class Lost:
 
 
 def seconds_until(condition: Callable[[], bool], patience: float, pause: float = 0.05) -> float:
-    """How long a condition takes to become true."""
+    """Waits until a condition is true, for at most `patience` seconds; returns the seconds."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < patience, f"not in {patience} s"
@@ -185,13 +191,13 @@ def seconds_until(condition: Callable[[], bool], patience: float, pause: float =
 
 
 def resident_mib(server: cluster.Server) -> float:
-    """Memory of a server's processes."""
+    """Returns the resident memory of a server's processes, in MiB."""
     return sum(process.memory_info().rss for process in _processes(server)) / 2**20
 
 
 @contextlib.contextmanager
 def stopped(server: cluster.Server) -> Iterator[None]:
-    """All of a server's processes stand still."""
+    """Stops all of a server's processes during the block."""
     processes = _processes(server)
     for process in processes:
         process.suspend()
@@ -203,18 +209,18 @@ def stopped(server: cluster.Server) -> Iterator[None]:
 
 
 def open_files(server: cluster.Server) -> int:
-    """Files and sockets of a server's processes."""
+    """Counts the open files and sockets of a server's processes."""
     return sum(process.num_fds() for process in _processes(server))
 
 
 def _processes(server: cluster.Server) -> list[psutil.Process]:
-    # The first child of the server's keeper, which is no part of it, is the server.
+    # `server.process` is the server's keeper; the server is its child.
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def record(kind: str, **row) -> None:
-    """Append a row to .pd-env/RELEASE/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
-    file = cluster.OF_RELEASE / "evidence" / f"{kind}.jsonl"
+    """Appends a row to .pd-env/RELEASE/evidence/KIND.jsonl, for `scripts/evidence.sh`."""
+    file = cluster.RELEASE_ENV / "evidence" / f"{kind}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")

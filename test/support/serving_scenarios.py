@@ -1,4 +1,4 @@
-"""What the serving tests run: topologies, tiny models, and what each stock engine makes of them."""
+"""Scenarios of the serving tests: topologies, tiny models, and each stock engine's outcome."""
 
 import dataclasses
 import random
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pd_harness.cluster import NPU_PAGE_SIZE, OF_RELEASE, Topology
+from pd_harness.cluster import NPU_PAGE_SIZE, RELEASE_ENV, Topology
 from pd_harness.cpu_host.models import TinyGQA, TinyLlama, TinyMLA, TinyModel
 from pd_harness.device import device
 from pd_harness.releases import release
 
 
-class Mild:
-    """Weights for half precision: of a range where it seldom decides on another token.
+class HalfPrecisionWeights:
+    """Mixin for models with weights from a range in which half precision seldom changes a token.
 
-    With them a float16 logprob is within 0.011 of float32's (with the usual ones within 3.9, and
-    a quarter of the tokens differ); KV of swapped layers or heads still moves one by 0.4 or more.
+    With these weights, a float16 logprob is within 0.011 of float32's. With the usual weights it
+    is within 3.9, and a quarter of the tokens differ. Swapped layers or heads of KV still change
+    a logprob by 0.4 or more.
     """
 
     @property
@@ -29,20 +30,20 @@ class Mild:
 
 
 @dataclasses.dataclass(frozen=True)
-class MildGQA(Mild, TinyGQA):
-    """GQA for an NPU."""
+class NpuGQA(HalfPrecisionWeights, TinyGQA):
+    """A GQA model for an NPU."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MildMLA(Mild, TinyMLA):
-    """MLA for an NPU, whose attention wants the widths of DeepSeek's models."""
+class NpuMLA(HalfPrecisionWeights, TinyMLA):
+    """An MLA model for an NPU, whose attention requires the widths of DeepSeek's models."""
 
     latent: int = 512
     rope: int = 64
     head_dim: int = 128
 
 
-GQA, MLA = (MildGQA, MildMLA) if device() == "npu" else (TinyGQA, TinyMLA)
+GQA, MLA = (NpuGQA, NpuMLA) if device() == "npu" else (TinyGQA, TinyMLA)
 FOUR_HEADS = GQA(layers=4, kv_heads=4)
 TWO_HEADS = GQA(layers=4, kv_heads=2)
 ONE_HEAD = GQA(layers=4, kv_heads=1)
@@ -52,52 +53,53 @@ SEVEN_LAYERS = GQA(layers=7, kv_heads=4)
 SEVEN_LAYERS_MLA = MLA(layers=7)
 
 NEW_TOKENS = 12
-# From one token to many pages; the last is prefilled, and sent, in three chunks.
+# From one token to many pages; the longest prompt is prefilled and sent in three chunks.
 PROMPT_LENGTHS = (1, 7, 16, 33, 150, 600)
 LONG_PROMPT = 1500
 PAGE_SIZE = NPU_PAGE_SIZE if device() == "npu" else 16  # of scenarios over `ascend`
 
 
 def prompts() -> list[list[int]]:
-    """Token ids that share no prefix, the same in every run."""
+    """Returns prompts of token ids that share no prefix and are the same in every run."""
     source = random.Random(0)
     return [[source.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
 def long_prompt(seed: int) -> list[int]:
-    """Token ids that are prefilled, and sent, in many chunks.
+    """Returns token ids that are prefilled and sent in many chunks.
 
-    Another for each use: prefill keeps for reuse what it has computed of one. Not longer, for
-    prefill computes all of it before it says that decode is dead.
+    Use another seed for each request, because prefill's radix cache keeps computed prompts. The
+    prompt is no longer than necessary, because prefill computes all of it before it reports that
+    decode is dead.
     """
     source = random.Random(seed)
     return [source.randrange(256) for _ in range(LONG_PROMPT)]
 
 
-def pages(lengths: Iterable[int], page_size: int) -> int:
-    """That so many requests of so many tokens take."""
+def page_count(lengths: Iterable[int], page_size: int) -> int:
+    """Returns the pages that requests of these lengths, in tokens, need."""
     return sum(-(-length // page_size) for length in lengths)
 
 
 def long_answer(page_size: int) -> int:
-    """Tokens; so many that all prompts are decoded at once, and each takes pages for its answer."""
+    """Returns a length in tokens at which all prompts decode at once, and each needs new pages."""
     return max(64, 2 * page_size)
 
 
-def full(page_size: int, answer: int) -> int:
-    """Tokens of a pool that takes all prompts and one answer, but not all answers.
+def pool_tokens(page_size: int, answer: int) -> int:
+    """Returns a pool size in tokens that fits all prompts and one answer, but not all answers.
 
-    So a request alone among prompts that wait comes to its end.
+    A single running request can finish while the other prompts wait.
     """
     longest = max(
-        pages([length + answer], page_size) - pages([length], page_size)
+        page_count([length + answer], page_size) - page_count([length], page_size)
         for length in PROMPT_LENGTHS
     )
-    return (pages(PROMPT_LENGTHS, page_size) + longest + 1) * page_size
+    return (page_count(PROMPT_LENGTHS, page_size) + longest + 1) * page_size
 
 
-def branching() -> list[list[int]]:
-    """Prompts that share a prefix in part: up to a page's edge, and into a page."""
+def shared_prefix_prompts() -> list[list[int]]:
+    """Returns prompts that share prefixes, some ending at a page boundary, some within a page."""
     source = random.Random(7)
     trunk = [source.randrange(256) for _ in range(300)]
     lengths = (300, 16, 17, 150, 256, 299)
@@ -108,91 +110,98 @@ def branching() -> list[list[int]]:
 
 
 def model_folder(model: TinyModel) -> Path:
-    """The model's checkpoint, made on first use."""
-    return model.make(OF_RELEASE / "models")
+    """Returns the folder of the model's checkpoint, which is made on first use."""
+    return model.make(RELEASE_ENV / "models")
 
 
 @dataclasses.dataclass(frozen=True)
-class Lacks:
-    """In place of an outcome: why a release cannot run a scenario."""
+class Unsupported:
+    """Takes the place of an outcome if a release cannot run a scenario; says why."""
 
     reason: str
 
 
 RELEASES = ("0.5.9", "0.5.23")
-NO_STAGING = Lacks("0.5.9 has no staging buffers")
-NO_PREFIXES = Lacks("0.5.9's decode keeps no prefixes")
+NO_STAGING = Unsupported("0.5.9 has no staging buffers")
+NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
-class OfReleases:
-    """What has ``outcomes``: what the stock engines of `RELEASES` do, or lack."""
+class PerRelease:
+    """Base of classes with ``outcomes``, one per stock engine of `RELEASES`."""
 
     @property
-    def stock(self) -> str | Lacks:
-        """What this release's does."""
+    def stock(self) -> str | Unsupported:
+        """The outcome on this release's stock engine."""
         return self.outcomes[RELEASES.index(release())]
 
     @property
-    def lacks(self) -> str | None:
-        """Why this release cannot run it."""
-        return self.stock.reason if isinstance(self.stock, Lacks) else None
+    def unsupported_reason(self) -> str | None:
+        """Why this release cannot run it; None if it can."""
+        return self.stock.reason if isinstance(self.stock, Unsupported) else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario(OfReleases):
-    """``outcomes`` are what the stock engines of `RELEASES` do, and ``patched`` what ours do.
+class Scenario(PerRelease):
+    """A fleet with a model and prompts, and its outcomes.
 
-    Each is "right", "wrong", "hang", "http NUMBER", or "dead" where a server has died.
-    Before the prompts are sent, ``times`` over, each prefill rank has the ``stray`` message.
+    An outcome is "right", "wrong", "hang", "http NUMBER", or "dead" if a server has exited.
+
+    Attributes:
+        outcomes: Outcomes on the stock engines of `RELEASES`.
+        patched: The outcome on the patched engine.
+        new_tokens: Tokens of each answer.
+        make_prompts: Returns the prompts.
+        times: How often the prompts are sent.
+        stray_message: Sent to each prefill rank before the prompts, if not None.
     """
 
     name: str
     topology: Topology
     model: TinyModel
-    outcomes: tuple[str | Lacks, ...]
+    outcomes: tuple[str | Unsupported, ...]
     patched: str = "right"
     new_tokens: int = NEW_TOKENS
-    asked: Callable[[], list[list[int]]] = prompts
+    make_prompts: Callable[[], list[list[int]]] = prompts
     times: int = 1
-    stray: bytes | None = None
+    stray_message: bytes | None = None
 
 
-def nixl(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+def nixl(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
     return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, outcomes)
 
 
-def mooncake(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+def mooncake(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
     return Scenario(f"mooncake-{name}", Topology("mooncake", **sizes), model, outcomes)
 
 
-def ascend(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+def ascend(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
     topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
     return Scenario(f"ascend-{name}", topology, model, outcomes)
 
 
-def full_pool(name: str, model: TinyModel, *outcomes: str | Lacks, **sizes) -> Scenario:
+def full_pool(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
     page_size = sizes.get("page_size", PAGE_SIZE)
     answer = long_answer(page_size)
-    sizes |= {"page_size": page_size, "decode_tokens": full(page_size, answer)}
+    sizes |= {"page_size": page_size, "decode_tokens": pool_tokens(page_size, answer)}
     topology = Topology("ascend", **sizes)
     return Scenario(f"ascend-{name}_full_pool", topology, model, outcomes, new_tokens=answer)
 
 
-def unfit(scenario: Scenario) -> Scenario:
-    """Of a pair that can never serve: each request is refused, and both servers live on."""
+def incompatible(scenario: Scenario) -> Scenario:
+    """Returns a scenario of an incompatible pair: requests are refused, and both servers live."""
     return dataclasses.replace(scenario, patched="http 500")
 
 
-def disturbed(scenario: Scenario, stray: bytes) -> Scenario:
-    return dataclasses.replace(scenario, stray=stray)
+def with_stray_message(scenario: Scenario, stray: bytes) -> Scenario:
+    return dataclasses.replace(scenario, stray_message=stray)
 
 
 def with_prefixes(scenario: Scenario) -> Scenario:
-    """Decode has the prompts' prefixes from the first time, and prefill sends the rest."""
-    return dataclasses.replace(scenario, asked=branching, times=2)
+    """Sends the prompts twice: decode keeps the first time's prefixes, prefill sends the rest."""
+    return dataclasses.replace(scenario, make_prompts=shared_prefix_prompts, times=2)
 
 
-# DP attention: TP ranks in two groups, each with requests of its own.
+# DP attention: two groups of TP ranks, each with its own requests.
 DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
 PP_2_DP_2 = {"prefill_pp": 2, **DP_2, **TO_DP_2}
@@ -214,7 +223,7 @@ TABLE = [
     nixl("tp2_to_2", FOUR_HEADS, "right", "right", **TP_2_TO_2),
     nixl("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=128),
     nixl("pp2_even_layers", FOUR_HEADS, "right", "hang", prefill_pp=2, page_size=16),
-    # Clients ask for logprobs, of which decode's last stage has none at first.
+    # Clients request logprobs, of which decode's last stage has none at first.
     nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", **DP_2, **TO_DP_2),
     nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", prefill_tp=4, prefill_dp=2),
     nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", prefill_pp=2, **TO_DP_2),
@@ -253,29 +262,29 @@ TABLE = [
     full_pool("gqa", FOUR_HEADS, "dead", "right"),
     full_pool("mla_npu_pages", SEVEN_LAYERS_MLA, "dead", "right", page_size=NPU_PAGE_SIZE),
     full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", prefill_pp=2),
-    unfit(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
-    unfit(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
-    unfit(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", prefill_tp=3, decode_tp=2)),
-    disturbed(nixl("stray_hello", FOUR_HEADS, "hang", "hang"), b"hello"),
-    disturbed(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
+    incompatible(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
+    incompatible(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
+    incompatible(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", prefill_tp=3, decode_tp=2)),
+    with_stray_message(nixl("stray_hello", FOUR_HEADS, "hang", "hang"), b"hello"),
+    with_stray_message(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
     mooncake("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
     nixl("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
     with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
     with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
     with_prefixes(ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", **PREFIXES)),
 ]
-SCENARIOS = [scenario for scenario in TABLE if not scenario.lacks]
+SCENARIOS = [scenario for scenario in TABLE if not scenario.unsupported_reason]
 
-# Where the stock engine serves alone, a fleet half of which is patched must serve too.
+# Where the stock engine is right, a fleet with one patched side must be right, too.
 MIXED = [
     scenario
     for scenario in SCENARIOS
     if scenario.stock == "right" and scenario.topology.backend in ("nixl", "ascend")
 ]
 
-# What is tried without --nightly, by release and test. What 0.5.9's "patched" leaves out is in
-# test_shared_fleet.py, or differs in one thing alone.
-EVERY_RUN = {
+# Scenarios that run without --nightly, by release and test. Those that 0.5.9's "patched" omits are
+# in test_shared_fleet.py, or differ from a listed one in a single property.
+PUSH_CASES = {
     "0.5.9": {
         "stock": {
             "nixl-tp2_to_1",
@@ -305,41 +314,43 @@ EVERY_RUN = {
 }
 
 
-def marks(one: OfReleases, always: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Of its test, which every run has if its name is in ``always``."""
-    if one.lacks:
-        return [pytest.mark.skip(reason=one.lacks)]
+def marks(one: PerRelease, always: Collection[str]) -> list[pytest.MarkDecorator]:
+    """Returns the marks of its test, which every run has if its name is in ``always``."""
+    if one.unsupported_reason:
+        return [pytest.mark.skip(reason=one.unsupported_reason)]
     return [] if one.name in always else [pytest.mark.nightly]
 
 
-LLAMA = TinyLlama(layers=4, later=0.1)
-DRAFTED_MLA = TinyMLA(layers=4, later=0.1)
+LLAMA = TinyLlama(layers=4, later_weight=0.1)
+DRAFTED_MLA = TinyMLA(layers=4, later_weight=0.1)
 PREFILL, DECODE = ("prefill",), ("decode",)
 SIDES = PREFILL + DECODE
-NO_STAGES = Lacks("0.5.9 does not speculate in pipeline stages")
+NO_STAGES = Unsupported("0.5.9 does not speculate in pipeline stages")
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafted(OfReleases):
-    """A fleet with a draft on the named ``sides``; ``outcomes`` are as of a `Scenario`."""
+class DraftScenario(PerRelease):
+    """A fleet with a draft model on ``sides``; see `Scenario` for ``outcomes``."""
 
     name: str
     topology: Topology
     model: TinyModel
     sides: tuple[str, ...]
-    outcomes: tuple[str | Lacks, ...]
+    outcomes: tuple[str | Unsupported, ...]
 
 
-def llama(name: str, sides, *outcomes: str | Lacks, backend: str = "nixl", **sizes) -> Drafted:
-    return Drafted(f"{backend}-{name}", Topology(backend, **sizes), LLAMA, sides, outcomes)
+def llama(
+    name: str, sides, *outcomes: str | Unsupported, backend: str = "nixl", **sizes
+) -> DraftScenario:
+    return DraftScenario(f"{backend}-{name}", Topology(backend, **sizes), LLAMA, sides, outcomes)
 
 
-def deepseek(name: str, sides, *outcomes: str | Lacks, **sizes) -> Drafted:
+def deepseek(name: str, sides, *outcomes: str | Unsupported, **sizes) -> DraftScenario:
     topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
-    return Drafted(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
+    return DraftScenario(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
 
 
-DRAFTED = [
+DRAFT_SCENARIOS = [
     llama("both", SIDES, "right", "right", page_size=16),
     llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
     llama("both", SIDES, "right", "right", backend="mooncake", page_size=16),
@@ -355,4 +366,4 @@ DRAFTED = [
     deepseek("decode_alone", DECODE, "right", "right"),
     deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),
 ]
-DRAFTED_EVERY_RUN = set() if release() == "0.5.9" else {"nixl-decode_alone_pp2"}
+DRAFT_PUSH_CASES = set() if release() == "0.5.9" else {"nixl-decode_alone_pp2"}

@@ -1,4 +1,4 @@
-"""TCP connections of this process that are slow: each byte takes a while, either way."""
+"""Proxies that add latency, in both directions, to TCP connections of this process."""
 
 import os
 import queue
@@ -10,11 +10,11 @@ import time
 from pd_harness.ports import HOST
 
 
-def slowed(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
-    """A NIXL agent's metadata, by which others reach it through a proxy that keeps bytes so long.
+def metadata_of_slow_proxy(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
+    """Returns a NIXL agent's metadata with which peers reach it through proxies.
 
-    UCX writes there where it listens, in network byte order, behind the agent's name. The ports in
-    `spare` are others'.
+    The proxies delay each byte by `seconds`. UCX writes its listening ports into the metadata, in
+    network byte order, behind the agent's name. The ports in `spare` are not UCX's.
     """
     for address, port in listening():
         if port in spare:
@@ -31,13 +31,13 @@ def slowed(metadata: bytes, seconds: float, spare: set[int]) -> bytes:
 
 
 def listening() -> list[tuple[str, int]]:
-    """Where this process accepts connections over IPv4."""
+    """Returns (address, port) pairs on which this process listens over IPv4."""
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             inodes.add(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:
-            continue  # the listing's own
+            continue  # the listing's own descriptor
     found = []
     with open("/proc/net/tcp") as table:
         for line in table.readlines()[1:]:
@@ -59,11 +59,11 @@ def _accept(listener: socket.socket, to: tuple[str, int], seconds: float) -> Non
         far = socket.create_connection(to)
         for source, sink in ((near, far), (far, near)):
             kept: queue.SimpleQueue = queue.SimpleQueue()
-            _start(_take, source, kept, seconds)
-            _start(_give, sink, kept)
+            _start(_receive, source, kept, seconds)
+            _start(_send_delayed, sink, kept)
 
 
-def _take(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> None:
+def _receive(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> None:
     part = b"first"
     while part:
         try:
@@ -73,7 +73,7 @@ def _take(source: socket.socket, kept: queue.SimpleQueue, seconds: float) -> Non
         kept.put((time.monotonic() + seconds, part))
 
 
-def _give(sink: socket.socket, kept: queue.SimpleQueue) -> None:
+def _send_delayed(sink: socket.socket, kept: queue.SimpleQueue) -> None:
     while True:
         due, part = kept.get()
         time.sleep(max(0.0, due - time.monotonic()))

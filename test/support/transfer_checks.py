@@ -1,23 +1,23 @@
-"""Requests between ranks, and what is looked at in their outcomes."""
+"""Requests between ranks, and checks of their outcomes."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_20
 from fleet import Fleet, Outcome, Rank, Servers
-from of_release import ELSEWHERE_AT_NIGHT, IS_LATER
 
+from pd_harness.polling import is_in_time, wait_until
 from pd_harness.ports import free_ports
-from pd_harness.waiting import awaited, in_time
 
 BACKENDS = ["nixl", "mooncake"]
 # Three chunks: transfers 1 to 3 bring KV, the 4th the metadata. All requests have the same pages,
-# so that the next one overwrites all that a failed one has left behind.
+# so that each one overwrites all that a failed one has left behind.
 PAGES = ([1, 2, 3, 4], [4, 5, 6, 7], [1, 2, 1])
-AT_ONCE = 5  # seconds, within which a failure is told on a machine that does much else
-SETTLED = 5  # seconds, after which nothing is kept of a request that is over
-# How often later ones of Mooncake look after a peer to which a write has failed; NIXL: 1 s.
+FAILURE_SECONDS = 5  # within which a busy machine reports a failure
+SETTLE_SECONDS = 5  # after which nothing of a finished request is kept
+# Interval at which later releases' Mooncake probes a peer after a failed write; NIXL's is 1 s.
 PROBE_SECONDS = 0.1
-PROBING = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
+PROBE_ENVIRONMENT = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
 JOINS = 50
 JOIN_SECONDS = 120
@@ -30,94 +30,98 @@ REQUESTS = [
 ]
 
 
-def of_first(why: str):
-    """A mark for what 0.5.9 alone has; why later releases have nothing of it to test."""
-    return pytest.mark.skipif(IS_LATER, reason=f"0.5.9 alone: {why}")
+def only_0_5_9(why: str):
+    """Returns a mark for tests of 0.5.9 only; `why` says why later releases do not need them."""
+    return pytest.mark.skipif(SINCE_0_5_20, reason=f"0.5.9 alone: {why}")
 
 
-def few(cases, *always) -> list:
-    """Parameters, of which those not in `always` are tried at night."""
+def nightly_except(cases, *always) -> list:
+    """Returns the cases as parameters, marked nightly if they are not in `always`."""
     at_night = [pytest.mark.nightly]
     return [pytest.param(case, marks=[] if case in always else at_night) for case in cases]
 
 
-def every_second(cases, more_marks=lambda case: []) -> list:
-    """Parameters, of which releases other than the default try every second one at night."""
-    marks = [[], ELSEWHERE_AT_NIGHT]
+def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
+    """Returns the cases as parameters, every second one nightly on non-default releases."""
+    marks = [[], NIGHTLY_IF_NOT_DEFAULT]
     return [
         pytest.param(case, marks=[*marks[at % 2], *more_marks(case)])
         for at, case in enumerate(cases)
     ]
 
 
-def assert_right(servers: Servers, pages=PAGES) -> None:
-    """A request is served, every byte of it, and nothing is kept."""
+def assert_transfers(servers: Servers, pages=PAGES) -> None:
+    """Asserts that a request's every byte is right, and that no rank keeps its room."""
     outcome = servers.request(*pages)
     assert outcome.state == "right", outcome
-    eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * servers.fleet.size)
+    assert_eventually(
+        lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * servers.fleet.size
+    )
 
 
-def eventually(measure, wanted) -> None:
+def assert_eventually(measure, wanted) -> None:
     seen = []
 
     def settled() -> bool:
         seen[:] = [measure()]
         return seen == [wanted]
 
-    assert awaited(settled, SETTLED, pause=0.05), (seen, wanted)
+    assert wait_until(settled, SETTLE_SECONDS, pause=0.05), (seen, wanted)
 
 
-def assert_served_again(servers: Servers, pages=PAGES) -> None:
-    """The next request is; in later releases once prefill has looked after its peer."""
-    if IS_LATER:
-        assert awaited(lambda: servers.request(*pages).state == "right", SETTLED, PROBE_SECONDS)
-    assert_right(servers, pages)
+def assert_recovers(servers: Servers, pages=PAGES) -> None:
+    """Asserts that the next request is served; in later releases, once prefill's probe succeeds."""
+    if SINCE_0_5_20:
+        assert wait_until(
+            lambda: servers.request(*pages).state == "right", SETTLE_SECONDS, PROBE_SECONDS
+        )
+    assert_transfers(servers, pages)
 
 
-def assert_failed(outcome: Outcome, said: str, within: float = AT_ONCE) -> None:
-    """On every rank, in time, with this in the reason on each side."""
+def assert_failed(outcome: Outcome, said: str, within: float = FAILURE_SECONDS) -> None:
+    """Asserts that all ranks failed within `within` seconds, each side with `said` as reason."""
     for side in (outcome.prefill, outcome.decode):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
-        assert in_time(max(answer["seconds"] for answer in side), within), outcome
+        assert is_in_time(max(answer["seconds"] for answer in side), within), outcome
         assert any(said in answer["reason"] for answer in side), outcome
 
 
-def vote(ranks: list[Rank]) -> None:
-    """From now on they poll as the TP ranks of one server do."""
+def reduce_polls(ranks: list[Rank]) -> None:
+    """Makes the ranks all-reduce their polls, as the TP ranks of one server do."""
     (port,) = free_ports(1)
     with ThreadPoolExecutor(len(ranks)) as pool:
-        list(pool.map(lambda rank: rank.call("vote", port=port), ranks))
+        list(pool.map(lambda rank: rank.call("reduce_polls", port=port), ranks))
 
 
-def assert_ranks_may_join(serve) -> None:
-    """The thread that reads registrations adds peers while the scheduler sends: in turns."""
+def assert_ranks_can_join_while_sending(serve) -> None:
+    """Asserts that registrations and the scheduler's sends never call NIXL at the same time."""
     with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
         (prefill,) = servers.prefill
         many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
-        assert_right(servers, many)
-        (joining,) = servers.more("decode")
+        assert_transfers(servers, many)
+        (joining,) = servers.start_another("decode")
         before = prefill.call("health")["peers"]
         prefill.call("count_agent_calls")
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(joining.call, "join", count=JOINS)
+            joined = pool.submit(joining.call, "register_decode_ranks", count=JOINS)
 
             def all_known() -> bool:
-                assert_right(servers, many)
+                assert_transfers(servers, many)
                 return prefill.call("health")["peers"] > before + JOINS
 
-            assert awaited(all_known, JOIN_SECONDS, pause=0)
+            assert wait_until(all_known, JOIN_SECONDS, pause=0)
             assert joined.result()["state"] == "joined"
-        assert_right(servers, many)
+        assert_transfers(servers, many)
         calls = prefill.call("count_agent_calls")
         assert calls["count"] > JOINS and calls["at_once"] == 0, calls
 
 
 def assert_connected_early(servers: Servers) -> None:
-    """NIXL connects each prefill rank to each decode rank, before anything large is sent."""
+    """Asserts that NIXL connects all prefill and decode ranks before the first large transfer."""
 
     def counts() -> list[int]:
-        return [rank.call("connected_early")["count"] for rank in servers.prefill]
+        return [rank.call("count_early_connections")["count"] for rank in servers.prefill]
 
     counts()
-    assert_right(servers, ([1], [1]))
-    eventually(counts, [len(servers.decode)] * len(servers.prefill))
+    assert_transfers(servers, ([1], [1]))
+    assert_eventually(counts, [len(servers.decode)] * len(servers.prefill))

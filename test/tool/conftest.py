@@ -1,4 +1,4 @@
-"""Toy engines for the tool's tests, and the published one."""
+"""Engines for the tool's tests: toys, and the published engine."""
 
 import shutil
 import subprocess
@@ -30,14 +30,16 @@ def toy(toy_template, tmp_path):
 
 
 def releases() -> list:
-    """Each that the tool knows; every run applies to the older ones in its set-up."""
-    *older, newest = sorted(patches.supported(), key=lambda name: [int(n) for n in name.split(".")])
+    """All supported releases; the older ones nightly, as every run's set-up patches them anyway."""
+    *older, newest = sorted(
+        patches.supported_releases(), key=lambda name: [int(n) for n in name.split(".")]
+    )
     return [*(pytest.param(name, marks=pytest.mark.nightly) for name in older), newest]
 
 
 @pytest.fixture(scope="session", params=releases())
 def version(request):
-    """Of the published engine."""
+    """The published engine's release."""
     return request.param
 
 
@@ -49,11 +51,11 @@ def published(published_at, version):
 
 @pytest.fixture(scope="session")
 def published_at(tmp_path_factory):
-    """A function from a release to such a folder."""
-    return cache(lambda version: prepared_or_downloaded(version, tmp_path_factory))
+    """A function from a release to the site-packages folder with that published engine."""
+    return cache(lambda version: find_or_download_engine(version, tmp_path_factory))
 
 
-def prepared_or_downloaded(version: str, tmp_path_factory) -> Path:
+def find_or_download_engine(version: str, tmp_path_factory) -> Path:
     prepared = ROOT / ".pd-env" / version / "stock" / "lib" / "python3.11" / "site-packages"
     if (prepared / "sglang" / "srt").is_dir():
         return prepared
@@ -80,6 +82,6 @@ def engine_copy(published, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
-    """A killed process loses nothing that the system has; only a power failure needs the sync."""
+def _skip_fsync(monkeypatch):
+    """Skips fsync: what a killed process has written survives; only a power failure needs it."""
     monkeypatch.setattr("os.fsync", lambda fd: None)

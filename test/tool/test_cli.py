@@ -1,4 +1,4 @@
-"""The command line: exit codes, JSON, and what people read."""
+"""The command line: exit codes, JSON and text."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.patchset import patches
 from sglang_pd.patchset.fingerprints import main
 
@@ -20,7 +20,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs a command on the toy: exit code, stdout, stderr."""
+    """A function that runs a command on the toy; returns exit code, stdout and stderr."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
 
@@ -31,9 +31,9 @@ def call(toy, monkeypatch):
     return run
 
 
-def test_from_absent_to_applied_and_back(call, toy):
+def test_status_apply_and_revert_round_trip(call, toy):
     code, text, _ = call("status")
-    assert (code, str(toy.root) in text, "absent" in text) == (Code.ABSENT, True, True)
+    assert (code, str(toy.root) in text, "absent" in text) == (ExitCode.ABSENT, True, True)
     code, text, _ = call("apply", "--dry-run")
     assert (code, "would be applied" in text, "srt/net/plan.py" in text) == (0, True, True)
     code, text, _ = call("apply")
@@ -51,7 +51,7 @@ def test_from_absent_to_applied_and_back(call, toy):
 def test_status_as_json(call, toy):
     code, text, _ = call("status", "--json")
     told = json.loads(text)
-    assert code == Code.ABSENT
+    assert code == ExitCode.ABSENT
     assert told["tool"] == __version__
     assert told["engine"] == {"path": str(toy.root), "version": VERSION, "release": VERSION}
     assert (told["state"], told["edited"], told["drifts"], told["notes"]) == ("absent", [], [], [])
@@ -72,7 +72,7 @@ def test_status_as_json(call, toy):
     }
 
 
-def test_status_says_what_a_release_has_itself_and_what_is_left(call, toy):
+def test_status_lists_upstream_and_missing_patches(call, toy):
     stands = {
         "own": f'[releases."{VERSION}"]\nstate = "carried"\nwhat = "all"\n',
         "left": f'[releases]\n"{VERSION}" = {{ state = "in part", what = "half" }}\n',
@@ -88,14 +88,14 @@ def test_status_says_what_a_release_has_itself_and_what_is_left(call, toy):
     assert told["missing"] == [{"id": "left", "need": "in part", "what": "half", **rest}]
     code, text, _ = call("status")
     rows = {row.split()[0]: row for row in text.splitlines()[3:]}
-    assert (code, list(rows)) == (Code.ABSENT, ["left", "net", "own", "pools"])
+    assert (code, list(rows)) == (ExitCode.ABSENT, ["left", "net", "own", "pools"])
     assert f"carried by SGLang {VERSION}" in rows["own"] and "title of own" in rows["own"]
     assert "in part, no edit yet" in rows["left"]
     assert "2 patches applied" in call("apply")[1]
     assert call("status")[0] == 0
 
 
-def test_status_is_in_the_records_order_not_in_the_alphabets(call, toy):
+def test_status_uses_record_order(call, toy):
     needed = f'[releases."{VERSION}"]\nstate = "in part"\nwhat = "half"\n'
     for name, kind, order in (("a", "hardening", 1), ("b", "mission", 9), ("c", "layouts", 5)):
         toy.write_patch(name, needed, kind, order)
@@ -110,7 +110,7 @@ def test_status_is_in_the_records_order_not_in_the_alphabets(call, toy):
 
 def test_status_of_one_patch(call, toy):
     code, text, _ = call("status", "net")
-    assert code == Code.ABSENT
+    assert code == ExitCode.ABSENT
     for said in ("title of net", "symptom of net", "cause of net", "drop_when of net"):
         assert said in text
     assert "change of net" in text and "srt/net/conn.py::send" in text
@@ -123,7 +123,7 @@ def test_status_of_one_patch(call, toy):
     assert (call("status", "net")[0], call("status", "pools")[0]) == (0, 0)
 
 
-def test_status_of_one_patch_that_has_no_edit_here(call, toy):
+def test_status_of_patch_without_edits(call, toy):
     stands = {
         "own": f'[releases]\n"{VERSION}" = "carried"\n',
         "left": f'[releases]\n"{VERSION}" = "needed"\n',
@@ -132,34 +132,34 @@ def test_status_of_one_patch_that_has_no_edit_here(call, toy):
     for name, releases in stands.items():
         toy.write_patch(name, releases)
     call("apply")
-    said = {"own": (0, "carried"), "left": (Code.ABSENT, "missing")}
-    for name, (code, state) in {**said, "other": (Code.ABSENT, "unknown")}.items():
+    said = {"own": (0, "carried"), "left": (ExitCode.ABSENT, "missing")}
+    for name, (code, state) in {**said, "other": (ExitCode.ABSENT, "unknown")}.items():
         got, text, _ = call("status", name, "--json")
         assert (got, json.loads(text)["state"], json.loads(text)["symbols"]) == (code, state, {})
     code, text, _ = call("status", "other")
     assert f"SGLang {VERSION}: not examined" in text and "other releases: 1.0 needed" in text
 
 
-def test_status_of_a_patch_that_there_is_not(call):
+def test_status_of_unknown_patch_is_refused(call):
     code, _, told = call("status", "nett")
     assert (code, "'nett'" in told, "net, pools" in told) == (2, True, True)
 
 
-def test_the_version_is_said(toy):
+def test_version_option_prints_version(toy):
     got = runner.invoke(app, ["--version"])
     assert (got.exit_code, got.stdout) == (0, f"sglang-pd {__version__}\n")
 
 
-def test_a_preview_is_applied_only_where_that_is_asked_for(call, toy):
+def test_preview_release_needs_preview_option(call, toy):
     why = "nothing of it has run"
     write(toy.releases / VERSION / "release.toml", f'trees = ["sglang"]\npreview = "{why}"\n')
     before = toy.snapshot()
     for words in (["apply"], ["apply", "--dry-run"], ["apply", "--release", VERSION]):
         code, _, told = call(*words)
-        assert (code, why in told, "--preview" in told) == (Code.PREVIEW, True, True)
+        assert (code, why in told, "--preview" in told) == (ExitCode.PREVIEW, True, True)
     said = f"SGLang {VERSION} is a preview: {why}"
     code, text, _ = call("status")
-    assert (code, said in text) == (Code.ABSENT, True)
+    assert (code, said in text) == (ExitCode.ABSENT, True)
     told = json.loads(call("status", "--json")[1])
     assert (told["preview"], told["notes"]) == (why, [said])
     code, text, told = call("diff")
@@ -173,14 +173,17 @@ def test_a_preview_is_applied_only_where_that_is_asked_for(call, toy):
     assert toy.snapshot() == before
 
 
-def test_what_is_no_preview_says_nothing_of_it(call):
+def test_stable_release_has_no_preview_note(call):
     assert json.loads(call("status", "--json")[1])["preview"] is None
     assert call("apply", "--preview")[0] == 0
 
 
-def test_a_version_that_was_matched_is_said(call, toy):
+def test_matched_version_is_reported(call, toy):
     write(toy.root / "version.py", f"__version__ = '{VERSION}.post3'\n")
-    said = f"this engine says {VERSION}.post3 of its release; it is taken for SGLang {VERSION}"
+    said = (
+        f"the engine's version ({VERSION}.post3) is unknown; all patched symbols match "
+        f"SGLang {VERSION}"
+    )
     told = json.loads(call("status", "--json")[1])
     assert (told["engine"]["version"], told["engine"]["release"]) == (f"{VERSION}.post3", VERSION)
     assert told["notes"][0].startswith(said)
@@ -195,33 +198,33 @@ def test_a_version_that_was_matched_is_said(call, toy):
 
 def test_refusals_as_text_and_json(call, tmp_path):
     code, out, err = call("status", engine=tmp_path)
-    assert (code, out, "refused: no SGLang at" in err) == (Code.NO_ENGINE, "", True)
+    assert (code, out, "refused: no SGLang at" in err) == (ExitCode.NO_ENGINE, "", True)
     code, out, err = call("status", "--json", engine=tmp_path)
-    assert code == Code.NO_ENGINE
+    assert code == ExitCode.NO_ENGINE
     assert err == ""
     error = json.loads(out)["error"]
-    assert (error["code"], error["name"]) == (Code.NO_ENGINE, "NO_ENGINE")
+    assert (error["code"], error["name"]) == (ExitCode.NO_ENGINE, "NO_ENGINE")
 
 
-def test_drift_and_half_applied_have_their_codes(call, toy):
+def test_exit_codes_of_drifted_and_half_applied(call, toy):
     write(toy.root / "srt/net/plan.py", "THEIRS = 1\n")
-    assert call("status")[0] == call("apply")[0] == Code.DRIFTED
+    assert call("status")[0] == call("apply")[0] == ExitCode.DRIFTED
     (toy.root / "srt/net/plan.py").unlink()
     call("apply")
     (toy.root / "srt/net/plan.py").unlink()
     code, text, _ = call("status")
-    assert (code, "half-applied" in text) == (Code.HALF_APPLIED, True)
+    assert (code, "half-applied" in text) == (ExitCode.HALF_APPLIED, True)
 
 
-def test_revert_knows_engines_of_any_release(call, toy):
+def test_revert_works_on_unsupported_release(call, toy):
     call("apply")
     other = (toy.releases / VERSION).rename(toy.releases / "5.0")
     toy.pin(other, "srt/net/conn.py", "send", "0" * 64)
-    assert call("status")[0] == Code.UNSUPPORTED
+    assert call("status")[0] == ExitCode.UNSUPPORTED
     assert call("revert")[0] == 0
 
 
-def test_module_and_help_start(toy):
+def test_help_lists_all_commands(toy):
     module = [sys.executable, "-m", "sglang_pd"]
     ran = subprocess.run(
         [*module, "--help"], cwd=patches.PACKAGE.parent, capture_output=True, text=True
@@ -233,12 +236,12 @@ def test_module_and_help_start(toy):
         assert command in ran.stdout
 
 
-# Pinning
+# Fingerprints
 
 
 @pytest.fixture
-def make(toy, call):
-    """Runs the developers' command on the toy's patch set: exit code, stderr."""
+def run_fingerprints(toy, call):
+    """A function that runs the developers' command on the toy; returns exit code and stderr."""
     developers = typer.Typer()
     developers.command()(main)
 
@@ -249,11 +252,11 @@ def make(toy, call):
     return run
 
 
-def test_fingerprints_are_written(toy, make):
+def test_fingerprints_are_written(toy, run_fingerprints):
     file = toy.releases / VERSION / "fingerprints.json"
     before = json.loads(file.read_text())
     file.unlink()
-    assert make() == (0, "")
+    assert run_fingerprints() == (0, "")
     assert json.loads(file.read_text()) == before
     assert before["srt/net/plan.py"] is None
     assert before["srt/pool.py"]["TABLE"] is None
@@ -263,30 +266,30 @@ def test_fingerprints_are_written(toy, make):
 @pytest.mark.parametrize(
     ("path", "text", "words"),
     [
-        ("trees/sglang/srt/stray.py", "A = 1\n", "srt/stray.py belongs to no patch record"),
+        ("trees/sglang/srt/stray.py", "A = 1\n", "srt/stray.py is not in any patch record"),
         (
             "trees/sglang/srt/net/plan.py",
             None,
-            "patch net names srt/net/plan.py, which the tree has not",
+            "patch net names srt/net/plan.py, which the tree lacks",
         ),
         (
             "trees/sglang/srt/net/conn.py",
             "def send(x):\n    return x\n",
-            "srt/net/conn.py::send is the engine's own text",
+            "srt/net/conn.py::send is identical to the engine's",
         ),
         ("trees/sglang/srt/net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
     ],
 )
-def test_fingerprints_refuse_what_does_not_fit(toy, make, path, text, words):
+def test_fingerprints_refuse_inconsistent_patch_set(toy, run_fingerprints, path, text, words):
     file = toy.site.parent / path
     file.unlink() if text is None else write(file, text)
     before = (toy.releases / VERSION / "fingerprints.json").read_text()
-    code, text = make()
-    assert (code, words in text) == (Code.PATCH_SET, True), text
+    code, text = run_fingerprints()
+    assert (code, words in text) == (ExitCode.PATCH_SET, True), text
     assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
 
 
-NAMES_ALONE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
+NAMES_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
 
 
 @pytest.mark.parametrize(
@@ -296,10 +299,10 @@ NAMES_ALONE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
         ("patches/net.toml", lambda text: "tittle = 1\n" + text, "unknown field `tittle`"),
         ("patches/net.toml", lambda text: text.replace("title =", "#"), "required field `title`"),
         ("patches/net.toml", lambda text: text.replace("needed", "nedeed"), "'nedeed'"),
-        ("patches/net.toml", lambda text: text.replace("needed", "carried"), "carries whole"),
-        ("patches/net.toml", lambda text: text.replace("change =", "what ="), "given together"),
-        ("patches/net.toml", lambda text: text.replace("symbols =", "names ="), "given together"),
-        ("patches/net.toml", lambda text: text + NAMES_ALONE, "no `names` can change"),
+        ("patches/net.toml", lambda text: text.replace("needed", "carried"), "a carried patch"),
+        ("patches/net.toml", lambda text: text.replace("change =", "what ="), "give both"),
+        ("patches/net.toml", lambda text: text.replace("symbols =", "names ="), "give both"),
+        ("patches/net.toml", lambda text: text + NAMES_WITHOUT_CHANGE, "`names` requires"),
         ("patches/net.toml", lambda text: f"{text}[releases.'{VERSION}']\n", "net.toml"),
         (f"{VERSION}/release.toml", lambda text: text.replace('["sglang"]', '"a"'), "$.trees"),
         (f"{VERSION}/release.toml", lambda text: text.replace("]", ""), "release.toml"),
@@ -307,33 +310,33 @@ NAMES_ALONE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
         (f"{VERSION}/fingerprints.json", lambda text: text[:-3], "truncated"),
     ],
 )
-def test_a_file_of_the_patch_set_that_cannot_be_read_is_named(toy, path, change, words):
+def test_invalid_patch_set_file_is_named(toy, path, change, words):
     file = toy.releases / path
     file.write_text(change(file.read_text()))
     with pytest.raises(Refusal) as refusal:
         toy.release()
-    assert refusal.value.code == Code.PATCH_SET
+    assert refusal.value.code == ExitCode.PATCH_SET
     assert str(file) in str(refusal.value) and words in str(refusal.value)
 
 
-def test_a_record_owns_symbols_of_its_releases_alone(toy, make):
+def test_record_owns_only_symbols_of_its_releases(toy, run_fingerprints):
     file = toy.releases / "patches" / "net.toml"
     file.write_text(file.read_text().replace(f'"{VERSION}"', '"1.0"'))
-    code, text = make()
-    assert (code, "srt/net/conn.py::send belongs to no patch record" in text) == (
-        Code.PATCH_SET,
+    code, text = run_fingerprints()
+    assert (code, "srt/net/conn.py::send is not in any patch record" in text) == (
+        ExitCode.PATCH_SET,
         True,
     )
 
 
-def test_fingerprints_want_an_unmodified_engine(toy, make):
+def test_fingerprints_require_unmodified_engine(toy, run_fingerprints):
     conn = toy.root / "srt/net/conn.py"
     conn.write_text(conn.read_text() + "# edited\n")
-    code, text = make()
-    assert (code, "not as its wheel installed it" in text) == (Code.EDITED, True)
+    code, text = run_fingerprints()
+    assert (code, "edited since installation" in text) == (ExitCode.EDITED, True)
 
 
-def test_a_constant_that_only_repeats_the_engines_is_not_ours(toy, call):
+def test_constant_equal_to_engine_is_not_patched(toy, call):
     ours = toy.trees / "sglang/srt/pool.py"
     write(ours, ours.read_text() + "SIZE = 4\n")
     write(toy.trees / "sglang/srt/net/other.py", "UNTOUCHED = True\n")

@@ -1,28 +1,28 @@
-"""What the docs say: commands that exist and do as told, links that lead somewhere, log lines."""
+"""The docs are correct: commands work, links resolve, and log lines exist."""
 
 import re
 
 import pytest
 import typer
-from documented import DOCKERFILES, PAGES, ROOT, commands, of_dockerfile, of_page
+from doc_commands import DOCKERFILES, PAGES, ROOT, commands, dockerfile_commands, page_commands
 from toy import VERSION, write
 from typer.testing import CliRunner
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
-from sglang_pd.doctor import memfabric, ports, variables
-from sglang_pd.doctor.host import Host, Launch
-from sglang_pd.doctor.system import OPEN_FILES
-from sglang_pd.errors import Code
+from sglang_pd.doctor import environment, memfabric, ports
+from sglang_pd.doctor.host import Host, LaunchOptions
+from sglang_pd.doctor.system import MIN_OPEN_FILES
+from sglang_pd.errors import ExitCode
 from sglang_pd.patchset import patches
 
-OURS = commands("sglang-pd")
-ROUTERS = commands("python", "-m", "sglang_router.launch_router")
+TOOL_COMMANDS = commands("sglang-pd")
+ROUTER_COMMANDS = commands("python", "-m", "sglang_router.launch_router")
 
 
-@pytest.mark.parametrize("command", OURS, ids=str)
-def test_the_tool_takes_every_command(command):
-    """Parsed as if it were run; `...` stands for more of the same."""
+@pytest.mark.parametrize("command", TOOL_COMMANDS, ids=str)
+def test_tool_accepts_documented_commands(command):
+    """Only parses the command; `...` stands for further options."""
     words = [word for word in command.words[1:] if word != "..."]
     if words[-1:] == ["--url"]:
         words.append("http://host")
@@ -34,15 +34,15 @@ def test_the_tool_takes_every_command(command):
     found.make_context(name, rest)
 
 
-@pytest.mark.parametrize("command", ROUTERS, ids=str)
-def test_the_router_takes_every_command(command):
+@pytest.mark.parametrize("command", ROUTER_COMMANDS, ids=str)
+def test_router_accepts_documented_commands(command):
     router = pytest.importorskip("sglang_router.launch_router", reason="no router here")
     args = router.parse_router_args(list(command.words[3:]))
     assert args.pd_disaggregation and len(args.prefill_urls) == 1 and args.decode_urls
 
 
-def test_there_are_commands_to_look_at():
-    assert len(OURS) > 30 and len(ROUTERS) >= 2
+def test_docs_contain_commands():
+    assert len(TOOL_COMMANDS) > 30 and len(ROUTER_COMMANDS) >= 2
     assert len(commands("python", "-m", "sglang.launch_server")) > 10
 
 
@@ -51,7 +51,7 @@ def test_there_are_commands_to_look_at():
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs a documented command on the toy, with what NIXL and Ascend need; exit code, stdout."""
+    """A function that runs a command on a toy with NIXL and Ascend; returns code and output."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))
@@ -68,8 +68,8 @@ def call(toy, monkeypatch):
     return run
 
 
-def on_a_toy(command) -> bool:
-    """Whether it needs neither servers nor a host of its own."""
+def runs_on_toy(command) -> bool:
+    """Whether the command needs neither servers nor a certain host."""
     words = command.words
     return (
         words[0] == "sglang-pd"
@@ -78,11 +78,11 @@ def on_a_toy(command) -> bool:
     )
 
 
-def test_installing_as_the_page_says(call, toy):
+def test_install_page_commands_work(call, toy):
     toy.write_patch("npu-cpu-copy", f'[releases]\n"{VERSION}" = "needed"\n')
     before = toy.snapshot()
     said = []
-    for command in filter(on_a_toy, of_page(ROOT / "docs/install.md")):
+    for command in filter(runs_on_toy, page_commands(ROOT / "docs/install.md")):
         code, text = call(command.words[1:])
         assert code == command.code, (str(command), text)
         said.append(text)
@@ -92,56 +92,61 @@ def test_installing_as_the_page_says(call, toy):
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_an_image_is_built_only_with_the_patches_in_it(call, file):
-    """Its steps end well; without `apply` the last one would not."""
-    steps = [one for one in of_dockerfile(file) if one.words[0] == "sglang-pd"]
+def test_image_build_fails_without_apply(call, file):
+    """All steps of the build succeed; without `apply` the last one fails."""
+    steps = [one for one in dockerfile_commands(file) if one.words[0] == "sglang-pd"]
     assert [one.words[1] for one in steps] == ["apply", "doctor"]
-    assert call(steps[1].words[1:])[0] == Code.UNFIT_HOST
+    assert call(steps[1].words[1:])[0] == ExitCode.HOST_PROBLEM
     assert [call(one.words[1:])[0] for one in steps] == [0, 0]
 
 
-def test_an_image_has_all_that_the_wheel_is_made_of():
-    """And a builder is sent no more: the environments here have gigabytes."""
+WHEEL_SOURCES = {"pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"}
+
+
+def test_dockerfiles_copy_all_wheel_sources():
+    """No other files are sent to a builder: the checkout's environments have gigabytes."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line[1:] for line in ignored if line.startswith("!")}
     assert [line for line in ignored if line[0] not in "#!"][0] == "*"
     for file in DOCKERFILES:
         copied = re.findall(r"(?m)^COPY (.+) \S+$", file.read_text())
         names = " ".join(copied).split()
-        assert {"pyproject.toml", "hatch_build.py", "README.md", "python"} == set(names) == sent
+        assert set(names) == sent == WHEEL_SOURCES
         assert all((ROOT / name).exists() for name in names)
 
 
-def test_a_container_has_the_limits_that_doctor_asks_for():
-    runs = [one for one in of_page(ROOT / "docs/install.md") if one.words[:2] == ("docker", "run")]
+def test_documented_ulimits_satisfy_doctor():
+    runs = [
+        one for one in page_commands(ROOT / "docs/install.md") if one.words[:2] == ("docker", "run")
+    ]
     assert len(runs) == 2
     for one in runs:
         limits = [value for name, value in zip(one.words, one.words[1:]) if name == "--ulimit"]
-        assert set(limits) == {"memlock=-1", f"nofile={OPEN_FILES}"}, str(one)
+        assert set(limits) == {"memlock=-1", f"nofile={MIN_OPEN_FILES}"}, str(one)
 
 
-def test_going_back_as_the_page_says(call, toy):
+def test_rollback_of_upgrade_page_works(call, toy):
     before = toy.snapshot()
     assert call(["apply"])[0] == 0
     back = (ROOT / "docs/upgrade.md").read_text().split("## Back")[1]
     assert call(["revert"])[0] == 0 and "sglang-pd revert" in back
-    assert call(["status"])[0] == Code.ABSENT and "exit code 10: absent" in back
+    assert call(["status"])[0] == ExitCode.ABSENT and "exit code 10: absent" in back
     assert toy.snapshot() == before
 
 
-# What else can be wrong
+# Links, log lines, outputs and exit codes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_relative_links_resolve(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
-def test_log_lines_are_as_the_sources_have_them():
-    """Strings of one message may be cut anywhere in a source."""
+def test_documented_log_lines_exist_in_sources():
+    """A source may split a message into strings anywhere."""
     table = (ROOT / "docs/trouble.md").read_text().split("## Log lines that are ours")[1]
     lines = re.findall(r"(?m)^\| `([^`]+)` \|", table.split("## ")[0])
     assert len(lines) > 15
@@ -154,17 +159,17 @@ def test_log_lines_are_as_the_sources_have_them():
     assert [line for line in lines if line not in joined] == []
 
 
-def test_doctor_prints_what_the_page_shows(tmp_path):
-    """Lines that a page shows are those of a decode host with MemFabric 1.1.6 and stock 0.5.9."""
+def test_doctor_output_matches_install_page(tmp_path):
+    """The page shows the findings on a decode host with MemFabric 1.1.6 and stock 0.5.9."""
     (shown,) = re.findall(r"(?ms)^```text\n(.*?)^```$", (ROOT / "docs/install.md").read_text())
     advice = re.findall(r"(?m)^(?:wrong|warning): .+$", shown)
     write(tmp_path / "site/m.dist-info/METADATA", "Name: memfabric_hybrid\nVersion: 1.1.6\n")
     host = Host({}, tmp_path, [str(tmp_path / "site")])
-    launch = Launch("decode", "ascend", 30000, 8998, nodes=2)
+    launch = LaunchOptions("decode", "ascend", 30000, 8998, nodes=2)
     findings = [
         *memfabric.check_memfabric(host, launch, "0.5.9", False),
-        *variables.check_environment(host, launch, tmp_path, False),
-        *ports.check_memfabrics(host, launch),
+        *environment.check_environment(host, launch, tmp_path, False),
+        *ports.check_memfabric_ports(host, launch),
     ]
     printed = [f"{one.level}: {one.name}: {one.found}: {one.advice}" for one in findings]
     assert len(advice) == 3 and set(advice) <= set(printed)
@@ -178,8 +183,8 @@ def test_exit_codes_are_documented():
         (ROOT / "docs" / name).read_text() for name in ("graft.md", "plan.md", "verify.md")
     )
     rows = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", said)}
-    assert {int(code) for code in Code} <= rows
+    assert {int(code) for code in ExitCode} <= rows
 
 
-def test_the_changelog_has_this_version():
+def test_changelog_has_current_version():
     assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

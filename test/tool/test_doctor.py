@@ -1,4 +1,4 @@
-"""What `sglang-pd doctor` says of hosts, images and servers; all of them made up here."""
+"""What `sglang-pd doctor` finds on fake hosts, images and servers."""
 
 import errno
 import json
@@ -15,15 +15,15 @@ from toy import ROOT, VERSION, write
 from typer.testing import CliRunner
 
 from sglang_pd.cli import app
-from sglang_pd.doctor import ascend, packages, ports, servers, system, variables
+from sglang_pd.doctor import ascend, environment, packages, ports, servers, system
 from sglang_pd.doctor.engine import check_engine, check_patches
-from sglang_pd.doctor.examine import examine
 from sglang_pd.doctor.findings import ok
-from sglang_pd.doctor.host import Host, Launch, import_error
-from sglang_pd.errors import Code
+from sglang_pd.doctor.host import Host, LaunchOptions, import_error
+from sglang_pd.doctor.run_checks import run_checks
+from sglang_pd.errors import ExitCode
 from sglang_pd.install import operations
 from sglang_pd.patchset import patches
-from sglang_pd.patchset.patches import supported
+from sglang_pd.patchset.patches import supported_releases
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -36,20 +36,20 @@ def levels(findings) -> dict[str, str]:
     return {one.name: one.level for one in findings}
 
 
-def the(findings):
+def single(findings):
     (one,) = findings
     return one
 
 
 def launch(
     backend="nixl", role="", port=30000, bootstrap_port=8998, image=False, nodes=1
-) -> Launch:
-    return Launch(role, backend, port, bootstrap_port, image, nodes)
+) -> LaunchOptions:
+    return LaunchOptions(role, backend, port, bootstrap_port, image, nodes)
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """A host of which nothing is known but what a test writes."""
+    """A host that has only what a test writes."""
 
     class Fake:
         root = tmp_path / "root"
@@ -80,26 +80,26 @@ def fake(tmp_path):
 # The engine
 
 
-def test_a_stock_engine_is_wrong_and_a_patched_one_is_right(toy):
+def test_stock_engine_is_wrong_and_patched_is_ok(toy):
     status = operations.status(toy.engine(), toy.release())
-    found = the(check_patches(status))
+    found = single(check_patches(status))
     assert (found.level, found.found) == ("wrong", "absent") and "sglang-pd apply" in found.advice
     operations.apply(toy.engine(), toy.release())
-    found = the(check_patches(operations.status(toy.engine(), toy.release())))
+    found = single(check_patches(operations.status(toy.engine(), toy.release())))
     assert (found.level, found.found) == ("ok", "2 applied")
 
 
-def test_an_edited_file_is_named(toy):
+def test_edited_file_is_reported(toy):
     operations.apply(toy.engine(), toy.release())
     write(toy.root / "srt/net/conn.py", "theirs = 1\n")
     found = list(check_patches(operations.status(toy.engine(), toy.release())))
     assert levels(found)["files"] == "wrong" and "srt/net/conn.py" in found[-1].found
 
 
-def test_a_preview_is_a_warning(toy):
-    assert the(check_engine(toy.engine(), toy.release())).level == "ok"
+def test_preview_release_is_a_warning(toy):
+    assert single(check_engine(toy.engine(), toy.release())).level == "ok"
     write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\npreview = "new"\n')
-    found = the(check_engine(toy.engine(), toy.release()))
+    found = single(check_engine(toy.engine(), toy.release()))
     assert (found.level, "new" in found.advice) == ("warning", True)
 
 
@@ -108,7 +108,7 @@ def test_a_preview_is_a_warning(toy):
 
 @pytest.fixture
 def release(toy):
-    """One that was tested with NIXL 1.5.1."""
+    """A release that was tested with NIXL 1.5.1."""
     write(toy.releases / VERSION / "release.toml", 'trees = ["sglang"]\ntested.nixl = ["1.5.1"]\n')
     return toy.release()
 
@@ -122,14 +122,14 @@ def release(toy):
         ("nothing", "1", "wrong"),
     ],
 )
-def test_the_librarys_version(fake, release, name, version, level):
+def test_untested_library_version_is_a_warning(fake, release, name, version, level):
     fake.install(name, version)
     found = list(packages.check_versions(fake.host(), launch(), release))
     assert levels(found)["nixl"] == level
     assert level != "warning" or "1.5.1" in found[-1].advice
 
 
-def test_on_an_npu_cann_is_looked_for_where_the_environment_says(fake, release):
+def test_cann_is_found_by_environment_variable(fake, release):
     fake.install("torch_npu", "2.8.0")
     fake.install("memfabric_hybrid", "1.0.5")
     assert packages.choose_backend(fake.host()) == "ascend"
@@ -141,7 +141,7 @@ def test_on_an_npu_cann_is_looked_for_where_the_environment_says(fake, release):
     assert packages.cann_version(fake.host(ASCEND_TOOLKIT_HOME="/opt/cann")) == "8.5.0"
 
 
-def test_the_backend_is_the_one_that_is_installed(fake):
+def test_backend_is_chosen_from_installed_packages(fake):
     assert packages.choose_backend(fake.host()) == "mooncake"
     fake.install("nixl", "1.5.1")
     assert packages.choose_backend(fake.host()) == "nixl"
@@ -149,31 +149,31 @@ def test_the_backend_is_the_one_that_is_installed(fake):
     assert packages.choose_backend(fake.host()) == "mooncake"
 
 
-def test_a_library_that_cannot_be_loaded_is_wrong_with_its_error(fake):
+def test_library_import_error_is_reported(fake):
     fake.install("mooncake-transfer-engine-non-cuda", "0.3.13")
     missing = "ImportError: libibverbs.so.1: cannot open shared object file"
     host = fake.host({"mooncake.engine": missing})
-    found = the(packages.check_library(host, launch("mooncake")))
+    found = single(packages.check_library(host, launch("mooncake")))
     assert (found.level, found.found) == ("wrong", missing)
-    assert the(packages.check_library(fake.host(), launch("mooncake"))).level == "ok"
-    assert not list(packages.check_library(host, launch("nixl")))  # it is not installed
+    assert single(packages.check_library(fake.host(), launch("mooncake"))).level == "ok"
+    assert not list(packages.check_library(host, launch("nixl")))  # NIXL is not installed
 
 
-def test_an_image_has_no_driver_to_load_memfabric_with(fake):
+def test_missing_npu_driver_in_image_is_a_warning(fake):
     fake.install("memfabric-hybrid", "1.0.5")
     host = fake.host({"memfabric_hybrid": "ImportError: libascend_hal.so"})
-    assert the(packages.check_library(host, launch("ascend", image=True))).level == "warning"
-    assert the(packages.check_library(host, launch("ascend"))).level == "wrong"
+    assert single(packages.check_library(host, launch("ascend", image=True))).level == "warning"
+    assert single(packages.check_library(host, launch("ascend"))).level == "wrong"
 
 
-def test_imports_are_tried_in_another_process():
+def test_imports_are_tried_in_a_subprocess():
     assert import_error("json") == ""
     assert import_error("there_is_none").startswith("ModuleNotFoundError")
 
 
-@pytest.mark.parametrize("name", supported())
-def test_the_versions_that_are_called_tested_are_those_of_the_requirements(name):
-    tested = patches.load(name, with_fingerprints=False).tested
+@pytest.mark.parametrize("name", supported_releases())
+def test_tested_versions_match_requirements(name):
+    tested = patches.load_release(name, with_fingerprints=False).tested
     pins = (ROOT / "scripts/requirements/common.txt").read_text() + "\n"
     setup = (ROOT / "scripts/setup_env.py").read_text()
     pins += re.search(r'DEFAULT_TORCH = "(.+)"', setup)[1]
@@ -186,36 +186,36 @@ def test_the_versions_that_are_called_tested_are_those_of_the_requirements(name)
 # The system
 
 
-def test_locked_memory_is_wrong_only_where_it_is_locked(fake):
+def test_low_memlock_limit_is_wrong_only_with_rdma(fake):
     fake.limits()
-    assert the(system.check_locked_memory(fake.host(), launch())).level == "ok"
+    assert single(system.check_locked_memory(fake.host(), launch())).level == "ok"
     fake.limits(locked="8388608")
-    found = the(system.check_locked_memory(fake.host(), launch()))
+    found = single(system.check_locked_memory(fake.host(), launch()))
     assert (found.level, found.found) == ("warning", "8 MiB")
     fake.rdma("mlx5_0")
-    assert the(system.check_locked_memory(fake.host(), launch())).level == "wrong"
-    assert the(system.check_locked_memory(fake.host(), launch("ascend"))).level == "warning"
+    assert single(system.check_locked_memory(fake.host(), launch())).level == "wrong"
+    assert single(system.check_locked_memory(fake.host(), launch("ascend"))).level == "warning"
 
 
-def test_open_files(fake):
-    assert not list(system.check_open_files(fake.host()))  # nothing is known
+def test_low_open_files_limit_is_a_warning(fake):
+    assert not list(system.check_open_files(fake.host()))  # the limit is unknown
     for files, level in (("1048576", "ok"), ("1024", "warning")):
         fake.limits(files=files)
-        found = the(system.check_open_files(fake.host()))
+        found = single(system.check_open_files(fake.host()))
         assert (found.level, found.found) == (level, files)
 
 
-def test_shared_memory(fake, monkeypatch):
-    assert the(system.check_shared_memory(fake.host())).level == "wrong"
+def test_missing_or_small_shared_memory_is_reported(fake, monkeypatch):
+    assert single(system.check_shared_memory(fake.host())).level == "wrong"
     for blocks, level in ((1 << 22, "ok"), (1 << 14, "warning")):
         stat = type("Stat", (), {"f_frsize": 4096, "f_blocks": blocks})
         monkeypatch.setattr("os.statvfs", lambda path, stat=stat: stat)
-        assert the(system.check_shared_memory(fake.host())).level == level
+        assert single(system.check_shared_memory(fake.host())).level == level
 
 
-def test_rdma_devices(fake):
+def test_rdma_devices_and_verbs_are_checked(fake):
     def found():
-        return the(system.check_rdma(fake.host(), launch()))
+        return single(system.check_rdma(fake.host(), launch()))
 
     assert found().level == "warning"
     fake.rdma("mlx5_0", verbs=False)
@@ -230,7 +230,7 @@ def test_rdma_devices(fake):
     assert not list(system.check_rdma(fake.host(), launch("ascend")))
 
 
-def test_npus(fake):
+def test_npu_devices_and_driver_are_checked(fake):
     def found():
         return levels(system.check_npus(fake.host(), launch("ascend")))
 
@@ -242,26 +242,26 @@ def test_npus(fake):
     assert found() == {"NPUs": "wrong"}
     for name in system.NPU_NODES:
         fake.file(f"/dev/{name}")
-    assert the(system.check_npus(fake.host(), launch("ascend"))) == ok("system", "NPUs", "2")
+    assert single(system.check_npus(fake.host(), launch("ascend"))) == ok("system", "NPUs", "2")
 
 
 # Ports
 
 
 @contextmanager
-def listening():
-    """A port that someone has, on all addresses."""
+def listening_port():
+    """A port that is in use on all addresses."""
     with socket.create_server(("0.0.0.0", 0)) as one:
         yield one.getsockname()[1]
 
 
 def free_port() -> int:
-    with listening() as port:
+    with listening_port() as port:
         return port
 
 
-def test_ports_that_someone_has_are_wrong():
-    with listening() as taken:
+def test_ports_in_use_are_wrong():
+    with listening_port() as taken:
         found = list(ports.check_ports(launch(port=taken, bootstrap_port=free_port())))
         assert levels(found) == {"server": "wrong", "bootstrap": "ok"}
         assert str(taken) in found[0].found and "--port" in found[0].advice
@@ -271,36 +271,38 @@ def test_ports_that_someone_has_are_wrong():
         assert levels(found) == {"server": "ok"}
 
 
-def test_memfabrics_store_is_prefills_to_open_and_decodes_to_reach(fake):
+def test_memfabric_store_is_opened_by_prefill_and_reached_by_decode(fake):
     def found(role, port, address="127.0.0.1"):
         host = fake.host(ASCEND_MF_STORE_URL=f"tcp://{address}:{port}")
-        return the(ports.check_memfabrics(host, launch("ascend", role))).level
+        return single(ports.check_memfabric_ports(host, launch("ascend", role))).level
 
     fake.install("memfabric-hybrid", "1.1.2")
 
-    with listening() as port:
+    with listening_port() as port:
         assert (found("prefill", port), found("decode", port)) == ("wrong", "ok")
     assert (found("prefill", port), found("decode", port)) == ("ok", "warning")
     assert found("prefill", port, "203.0.113.1") == "warning"
     assert ports.bind_error("203.0.113.1", port).errno == errno.EADDRNOTAVAIL
-    assert not list(ports.check_memfabrics(fake.host(), launch("ascend", "prefill")))
+    assert not list(ports.check_memfabric_ports(fake.host(), launch("ascend", "prefill")))
 
 
-def test_a_later_memfabric_has_ports_of_its_own_and_no_store(fake):
+def test_later_memfabric_uses_own_ports_instead_of_store(fake):
     fake.install("memfabric-hybrid", "1.1.3")
     environ = {"ASCEND_MF_STORE_URL": "tcp://203.0.113.1:1"}
 
     def found(role="decode", **more):
-        return list(ports.check_memfabrics(fake.host(**environ, **more), launch("ascend", role)))
+        return list(
+            ports.check_memfabric_ports(fake.host(**environ, **more), launch("ascend", role))
+        )
 
     assert found("prefill") == []
-    assert the(found()).level == "ok" and "9000 to 65535" in the(found()).found
+    assert single(found()).level == "ok" and "9000 to 65535" in single(found()).found
     environ |= {ascend.FIRST_PORT: "20000", ascend.LAST_PORT: "20000"}
-    assert the(found()).level == "ok" and "20000 to 20000" in the(found()).found
+    assert single(found()).level == "ok" and "20000 to 20000" in single(found()).found
     for number in range(2):
         fake.file(f"/dev/davinci{number}")
-    assert the(found()).level == "warning" and ascend.LAST_PORT in the(found()).advice
-    assert not list(ports.check_memfabrics(fake.host(**environ), launch("nixl", "decode")))
+    assert single(found()).level == "warning" and ascend.LAST_PORT in single(found()).advice
+    assert not list(ports.check_memfabric_ports(fake.host(**environ), launch("nixl", "decode")))
 
 
 # The environment
@@ -308,7 +310,7 @@ def test_a_later_memfabric_has_ports_of_its_own_and_no_store(fake):
 
 @pytest.fixture
 def engine(tmp_path) -> Path:
-    """One that reads three variables."""
+    """An engine that reads four variables."""
     write(
         tmp_path / "engine/srt/environ.py",
         "class Envs:\n"
@@ -349,11 +351,11 @@ def engine(tmp_path) -> Path:
         ("http_proxy", "http://proxy:3128", "warning"),
     ],
 )
-def test_variables(fake, engine, name, value, level):
+def test_environment_variables_are_validated(fake, engine, name, value, level):
     fake.rdma("mlx5_0")
-    found = variables.check_environment(fake.host(**{name: value}), launch(), engine, True)
+    found = environment.check_environment(fake.host(**{name: value}), launch(), engine, True)
     assert levels(found) == {name: level}
-    assert level == "ok" or the(found).advice
+    assert level == "ok" or single(found).advice
 
 
 @pytest.mark.parametrize(
@@ -367,11 +369,11 @@ def test_variables(fake, engine, name, value, level):
         ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:24667"}, "ok"),
     ],
 )
-def test_ascend_needs_the_address_of_memfabrics_store(fake, engine, environ, level):
+def test_ascend_needs_memfabric_store_url(fake, engine, environ, level):
     host = fake.host(**environ)
-    found = variables.check_environment(host, launch("ascend"), engine, True)
+    found = environment.check_environment(host, launch("ascend"), engine, True)
     assert levels(found) == {"ASCEND_MF_STORE_URL": level}
-    found = levels(variables.check_environment(host, launch(), engine, True))
+    found = levels(environment.check_environment(host, launch(), engine, True))
     assert found == dict.fromkeys(environ, "ok")
 
 
@@ -386,17 +388,17 @@ def test_ascend_needs_the_address_of_memfabrics_store(fake, engine, environ, lev
         ("1.3.0", None, "wrong"),
     ],
 )
-def test_a_store_that_is_not_used_must_be_set_and_no_more(fake, release, url, level):
+def test_store_url_must_be_set_even_if_unused(fake, release, url, level):
     fake.install("memfabric-hybrid", release)
     host = fake.host(**({} if url is None else {"ASCEND_MF_STORE_URL": url}))
-    found = variables.check_environment(host, launch("ascend"), Path(), True)
+    found = environment.check_environment(host, launch("ascend"), Path(), True)
     assert levels(found) == {"ASCEND_MF_STORE_URL": level}
-    assert level == "wrong" or release in the(found).found
+    assert level == "wrong" or release in single(found).found
 
 
-def test_memfabrics_own_name_of_the_store_is_not_the_engines(fake):
+def test_memfabric_store_variable_is_not_read_by_engine(fake):
     host = fake.host(MF_CONFIG_STORE_URL="tcp://10.0.0.1:24667")
-    found = variables.check_environment(host, launch("ascend"), Path(), True)
+    found = environment.check_environment(host, launch("ascend"), Path(), True)
     assert levels(found) == {"ASCEND_MF_STORE_URL": "wrong", "MF_CONFIG_STORE_URL": "ok"}
     assert "ASCEND_MF_STORE_URL=$MF_CONFIG_STORE_URL" in found[0].advice
 
@@ -412,12 +414,12 @@ def test_memfabrics_own_name_of_the_store_is_not_the_engines(fake):
         ("1.0.8", "20000", "20063", {"MF_CONFIG_STORE_PORT_START": "warning"}),
     ],
 )
-def test_memfabrics_ports(fake, release, first, last, expected):
+def test_memfabric_port_range_is_validated(fake, release, first, last, expected):
     fake.install("memfabric-hybrid", release)
     environ = {"MF_CONFIG_STORE_PORT_START": first, "MF_CONFIG_STORE_PORT_END": last}
     environ = {name: value for name, value in environ.items() if value is not None}
     host = fake.host(ASCEND_MF_STORE_URL="tcp://10.0.0.1:24667", **environ)
-    found = levels(variables.check_environment(host, launch("ascend"), Path(), True))
+    found = levels(environment.check_environment(host, launch("ascend"), Path(), True))
     assert expected.items() <= found.items()
 
 
@@ -437,9 +439,9 @@ def test_memfabrics_ports(fake, release, first, last, expected):
         ("nixl", {"SGLANG_HOST_IP": "gpu-7"}, {"SGLANG_HOST_IP": "ok"}),
     ],
 )
-def test_memfabric_takes_no_host_names(fake, backend, environ, expected):
+def test_memfabric_requires_ip_address(fake, backend, environ, expected):
     host = fake.host(**environ)
-    found = variables.check_environment(host, launch(backend), Path(), True)
+    found = environment.check_environment(host, launch(backend), Path(), True)
     assert expected.items() <= levels(found).items()
 
 
@@ -461,7 +463,7 @@ def test_memfabric_takes_no_host_names(fake, backend, environ, expected):
         ("ascend", 1, {"GLOO": "ib0", "HCCL": "ib0"}, {"GLOO": "wrong", "HCCL": "wrong"}),
     ],
 )
-def test_nodes_of_a_server_need_a_network_device(fake, backend, nodes, environ, expected):
+def test_multi_node_server_needs_network_interface(fake, backend, nodes, environ, expected):
     fake.file("/sys/class/net/eth0/address")
     fake.file("/sys/class/net/lo/address")
 
@@ -469,41 +471,41 @@ def test_nodes_of_a_server_need_a_network_device(fake, backend, nodes, environ, 
         return {name.removesuffix("_SOCKET_IFNAME"): value for name, value in values.items()}
 
     host = fake.host(**{f"{name}_SOCKET_IFNAME": value for name, value in environ.items()})
-    found = levels(variables.check_environment(host, launch(backend, nodes=nodes), Path(), True))
+    found = levels(environment.check_environment(host, launch(backend, nodes=nodes), Path(), True))
     found.pop("ASCEND_MF_STORE_URL", None)
     assert named(found) == named(expected)
 
 
-def test_a_protocol_that_memfabric_may_not_have_is_a_warning(fake):
+def test_unsupported_memfabric_protocol_is_a_warning(fake):
     for value, expected in (("DEVICE_RDMA", "ok"), ("rdma", "warning")):
         environ = {"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:1", ascend.PROTOCOL: value}
-        found = variables.check_environment(fake.host(**environ), launch("ascend"), Path(), True)
+        found = environment.check_environment(fake.host(**environ), launch("ascend"), Path(), True)
         assert levels(found)[ascend.PROTOCOL] == expected
 
 
-def test_mooncakes_variables_matter_over_mooncake(fake):
+def test_mooncake_variables_are_checked_only_with_mooncake(fake):
     environ = {"MC_FORCE_TCP": "0", "MC_GID_INDEX": "three", "MC_IB_PORT": "1"}
     host = fake.host(**environ)
-    found = levels(variables.check_environment(host, launch("mooncake"), Path(), True))
+    found = levels(environment.check_environment(host, launch("mooncake"), Path(), True))
     assert found == {"MC_FORCE_TCP": "warning", "MC_GID_INDEX": "wrong", "MC_IB_PORT": "ok"}
-    found = levels(variables.check_environment(host, launch(), Path(), True))
+    found = levels(environment.check_environment(host, launch(), Path(), True))
     assert found == dict.fromkeys(environ, "ok")
 
 
-def test_a_proxy_is_no_matter_where_some_hosts_are_left_out(fake):
+def test_no_proxy_silences_proxy_warning(fake):
     host = fake.host(http_proxy="http://proxy:3128", no_proxy="10.0.0.0/8")
-    assert not variables.check_environment(host, launch(), Path(), True)
+    assert not environment.check_environment(host, launch(), Path(), True)
 
 
-def test_a_stock_engine_compares_nothing(fake):
+def test_verify_variable_on_stock_engine_is_wrong(fake):
     host = fake.host(SGLANG_PD_VERIFY="1")
-    found = the(variables.check_environment(host, launch(), Path(), False))
+    found = single(environment.check_environment(host, launch(), Path(), False))
     assert (found.level, "sglang-pd apply" in found.advice) == ("wrong", True)
 
 
 @pytest.mark.engine
-def test_the_published_engines_variables_are_read(published):
-    known = variables.engine_variables(published / "sglang")
+def test_variables_of_published_engine_are_parsed(published):
+    known = environment.engine_variables(published / "sglang")
     assert known["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "EnvInt"
     assert known["SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"] == "EnvFloat"
     assert known["SGLANG_DISAGGREGATION_NIXL_BACKEND"] == "EnvStr"
@@ -525,8 +527,8 @@ DECODE = {**PREFILL, "disaggregation_mode": "decode", "tp_size": 2}
 
 
 @contextmanager
-def serving(answers, api_key=""):
-    """An HTTP server that answers paths (with their query) as told; its URL."""
+def http_server(answers, api_key=""):
+    """An HTTP server with these answers, by path and query; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -546,42 +548,45 @@ def serving(answers, api_key=""):
         server.shutdown()
 
 
-OLD = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
-NEW = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+OLD_ROUTE = "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
+NEW_ROUTE = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
 BOOTSTRAPS = {
-    "0.5.9, patched": ({OLD: (200, {"takes_aborts": True})}, "ok"),
-    "0.5.9, stock": ({OLD: (200, {"prefill_pp_size": 1})}, "warning"),
-    "0.5.23, patched": ({OLD: (400, ""), NEW: (200, {"reads_layouts": True})}, "ok"),
-    "0.5.23, stock": ({OLD: (400, ""), NEW: (200, {"rank_ip": ""})}, "warning"),
+    "0.5.9, patched": ({OLD_ROUTE: (200, {"takes_aborts": True})}, "ok"),
+    "0.5.9, stock": ({OLD_ROUTE: (200, {"prefill_pp_size": 1})}, "warning"),
+    "0.5.23, patched": ({OLD_ROUTE: (400, ""), NEW_ROUTE: (200, {"reads_layouts": True})}, "ok"),
+    "0.5.23, stock": ({OLD_ROUTE: (400, ""), NEW_ROUTE: (200, {"rank_ip": ""})}, "warning"),
     "another server": ({}, "wrong"),
 }
 
 
-def examined(release, backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
-    """What is said of a prefill and a decode server that differ from PREFILL and DECODE so."""
-    with serving(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
+def examine_servers(release, backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
+    """The findings on servers that differ from PREFILL and DECODE in these values."""
+    with http_server(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
         port = int(bootstrap_url.split(":")[-1])
         first = {**PREFILL, "disaggregation_bootstrap_port": port, **(prefill or {})}
         last = {**DECODE, **(decode or {})}
         with (
-            serving({"/server_info": (200, first)}) as one,
-            serving({"/get_server_info": (200, last)}) as two,
+            http_server({"/server_info": (200, first)}) as one,
+            http_server({"/get_server_info": (200, last)}) as two,
             httpx.Client(trust_env=False) as client,
         ):
             return list(servers.check_servers(client, [one, two + "/"], launch(backend), release))
 
 
-def test_two_servers_that_fit(toy):
-    found = examined(toy.release())
+def test_compatible_servers_are_ok(toy):
+    found = examine_servers(toy.release())
     assert [one.level for one in found] == ["ok"] * 4
     assert "TP 4, PP 1" in found[0].found
     assert "patched" in found[1].found
-    assert found[3].found == "fit together"
+    assert found[3].found == "compatible"
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
-def test_prefills_bootstrap_server(toy, bootstrap):
-    found = {one.name.split()[0]: one.level for one in examined(toy.release(), bootstrap=bootstrap)}
+def test_bootstrap_server_of_prefill_is_checked(toy, bootstrap):
+    found = {
+        one.name.split()[0]: one.level
+        for one in examine_servers(toy.release(), bootstrap=bootstrap)
+    }
     assert found["bootstrap"] == BOOTSTRAPS[bootstrap][1]
 
 
@@ -598,21 +603,21 @@ def test_prefills_bootstrap_server(toy, bootstrap):
         ({}, {"speculative_algorithm": "EAGLE"}, "warning", "draft model: None and EAGLE"),
     ],
 )
-def test_two_servers_that_do_not_fit(toy, prefill, decode, level, said):
-    found = examined(toy.release(), prefill=prefill, decode=decode)
+def test_incompatible_servers_are_reported(toy, prefill, decode, level, said):
+    found = examine_servers(toy.release(), prefill=prefill, decode=decode)
     pair = [one for one in found if " and http" in one.name]
     assert [(one.level, said in one.found) for one in pair if one.level != "ok"] == [(level, True)]
-    assert (level == "wrong") != any(one.found == "fit together" for one in pair)
+    assert (level == "wrong") != any(one.found == "compatible" for one in pair)
 
 
-def test_sizes_that_differ_and_fit(toy):
+def test_different_but_compatible_sizes_are_ok(toy):
     sizes = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True, "pp_size": 4}
-    found = examined(toy.release(), prefill=sizes, decode={"model_path": "elsewhere/qwen"})
+    found = examine_servers(toy.release(), prefill=sizes, decode={"model_path": "elsewhere/qwen"})
     assert {one.level for one in found} == {"ok"}
     assert "attention TP 4" in found[0].found
 
 
-# Of TP 8 with DP attention of 2, as each release says it at /server_info.
+# TP 8 with DP attention of 2, as each release reports it at /server_info.
 OLD_GROUPS = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
 NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}
 
@@ -627,51 +632,51 @@ NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attentio
     ],
 )
 def test_attention_tp_of_each_release(toy, sizes, attention_tp):
-    found = examined(toy.release(), prefill=sizes)
+    found = examine_servers(toy.release(), prefill=sizes)
     assert f"attention TP {attention_tp}" in found[0].found
 
 
-def test_sizes_with_dp_attention_that_do_not_fit_on_a_later_release(toy):
-    found = examined(toy.release(), prefill={**NEW_GROUPS, "tp_size": 6})
+def test_incompatible_dp_attention_sizes_on_later_release(toy):
+    found = examine_servers(toy.release(), prefill={**NEW_GROUPS, "tp_size": 6})
     assert "attention TP: 3 and 2" in [one.found for one in found]
 
 
-def test_a_server_and_this_host(toy):
-    found = examined(toy.release(), backend="mooncake", prefill={"version": "1.0"})
+def test_server_unlike_this_host_is_reported(toy):
+    found = examine_servers(toy.release(), backend="mooncake", prefill={"version": "1.0"})
     assert [one.level for one in found if one.name.startswith("prefill")] == [
         "ok",
         "warning",
         "wrong",
     ]
-    null = examined(toy.release(), decode={"disaggregation_mode": "null"})
+    null = examine_servers(toy.release(), decode={"disaggregation_mode": "null"})
     assert null[-1].level == "wrong" and "--disaggregation-mode" in null[-1].advice
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (200, []), (200, {"tp_size": "two"})])
-def test_a_server_that_does_not_answer_as_one(toy, answer):
-    with serving({"/server_info": answer}) as url, httpx.Client(trust_env=False) as client:
-        found = the(servers.check_servers(client, [url], launch(), toy.release()))
+def test_non_sglang_server_is_wrong(toy, answer):
+    with http_server({"/server_info": answer}) as url, httpx.Client(trust_env=False) as client:
+        found = single(servers.check_servers(client, [url], launch(), toy.release()))
     assert (found.level, "no answer" in found.found) == ("wrong", True)
     with httpx.Client(trust_env=False) as client:
         for gone in (url, "no url"):
-            assert the(servers.check_servers(client, [gone], launch(), toy.release())).level == (
+            assert single(servers.check_servers(client, [gone], launch(), toy.release())).level == (
                 "wrong"
             )
 
 
-# All of it
+# The whole command
 
 
-def test_an_image_is_not_asked_for_what_only_a_host_has(toy, fake):
-    found = list(examine(toy.engine(), toy.release(), fake.host(), launch(image=True)))
+def test_image_skips_host_checks(toy, fake):
+    found = list(run_checks(toy.engine(), toy.release(), fake.host(), launch(image=True)))
     assert {one.group for one in found} == {"engine", "packages"}
-    found = list(examine(toy.engine(), toy.release(), fake.host(), launch("ascend")))
+    found = list(run_checks(toy.engine(), toy.release(), fake.host(), launch("ascend")))
     assert {one.group for one in found} == {"engine", "packages", "system", "ports", "environment"}
 
 
 @pytest.fixture
 def call(toy, monkeypatch):
-    """Runs `doctor --image` on the toy, whose folder has what NIXL needs: exit code, stdout."""
+    """A function that runs `doctor --image` on the toy with NIXL; returns exit code and stdout."""
     monkeypatch.setattr(patches, "RELEASES", toy.releases)
     monkeypatch.setattr(patches, "TREES", toy.trees)
     for name, version in (("torch", "2.13.0"), ("nixl", "1.5.1")):
@@ -686,10 +691,10 @@ def call(toy, monkeypatch):
     return run
 
 
-def test_the_exit_code_says_whether_something_is_wrong(call, toy):
+def test_exit_code_reflects_findings(call, toy):
     code, text = call()
     assert (code, "wrong: patches: absent: run `sglang-pd apply`" in text) == (
-        Code.UNFIT_HOST,
+        ExitCode.HOST_PROBLEM,
         True,
     )
     operations.apply(toy.engine(), toy.release())
@@ -700,7 +705,7 @@ def test_the_exit_code_says_whether_something_is_wrong(call, toy):
 def test_findings_as_json(call):
     code, text = call("--json", "--role", "decode")
     told = json.loads(text)
-    assert (code, told["wrong"], told["warnings"]) == (Code.UNFIT_HOST, 1, 2)
+    assert (code, told["wrong"], told["warnings"]) == (ExitCode.HOST_PROBLEM, 1, 2)
     assert told["launch"] == {"role": "decode", "backend": "nixl"}
     assert told["findings"][1] == {
         "group": "engine",
@@ -711,25 +716,25 @@ def test_findings_as_json(call):
     }
 
 
-def test_running_servers_are_asked(call, toy):
+def test_running_servers_are_checked(call, toy):
     operations.apply(toy.engine(), toy.release())
-    with serving({"/server_info": (200, DECODE)}) as url:
+    with http_server({"/server_info": (200, DECODE)}) as url:
         code, text = call("--url", url)
     assert (code, f"decode {url}" in text.replace("\n", "")) == (0, True)
     code, text = call("--url", url)
-    assert (code, "no answer" in text) == (Code.UNFIT_HOST, True)
+    assert (code, "no answer" in text) == (ExitCode.HOST_PROBLEM, True)
 
 
-def test_servers_that_want_a_key_get_it(call, toy):
+def test_doctor_sends_api_key(call, toy):
     operations.apply(toy.engine(), toy.release())
-    with serving({"/server_info": (200, DECODE)}, api_key="secret") as url:
+    with http_server({"/server_info": (200, DECODE)}, api_key="secret") as url:
         codes = [call("--url", url, *key)[0] for key in ((), ("--api-key", "secret"))]
-    assert codes == [Code.UNFIT_HOST, 0]
+    assert codes == [ExitCode.HOST_PROBLEM, 0]
 
 
-def test_running_servers_have_the_ports_of_their_host(toy, fake):
+def test_ports_are_not_checked_with_running_servers(toy, fake):
     asked = [
-        examine(toy.engine(), toy.release(), fake.host(), launch(), urls)
+        run_checks(toy.engine(), toy.release(), fake.host(), launch(), urls)
         for urls in ((), ("http://127.0.0.1:9",))
     ]
     groups = [{one.group for one in found} for found in asked]

@@ -1,4 +1,4 @@
-"""The rules of docs/graft.md, one by one, and what holds for any pair of files."""
+"""The rules of docs/graft.md, one by one, and properties of any pair of files."""
 
 from dataclasses import replace
 from hashlib import sha256
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
-from sglang_pd.grafting.source import GraftError, fingerprint, lookup, parse
+from sglang_pd.grafting.symbols import GraftError, fingerprint, lookup, parse
 from sglang_pd.install import operations
 from sglang_pd.patchset import fingerprints
-from sglang_pd.patchset.plan import changed, survey
+from sglang_pd.patchset.edits import changed, symbol_states
 
 PATH = "srt/a/b.py"
 OWN = "sglang.srt.a.b"
@@ -23,23 +23,23 @@ def text(source: str) -> str:
     return dedent(source).lstrip("\n")
 
 
-def grafted(engine: str, ours: str) -> str:
+def graft_text(engine: str, ours: str) -> str:
     return graft(text(engine).encode(), text(ours).encode(), PATH)[0].decode()
 
 
-def check(engine: str, ours: str, expected: str) -> None:
-    assert grafted(engine, ours) == text(expected)
+def assert_graft(engine: str, ours: str, expected: str) -> None:
+    assert graft_text(engine, ours) == text(expected)
 
 
-def refused(engine: str, ours: str, *words: str) -> None:
+def assert_refused(engine: str, ours: str, *words: str) -> None:
     with pytest.raises(GraftError) as error:
-        grafted(engine, ours)
+        graft_text(engine, ours)
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_function_and_a_constant_are_replaced_and_all_else_keeps_its_bytes():
-    check(
+def test_function_and_constant_are_replaced_and_rest_is_unchanged():
+    assert_graft(
         """
         '''Doc.'''
         A = [1,2 ,3]   # odd
@@ -82,8 +82,8 @@ def test_a_function_and_a_constant_are_replaced_and_all_else_keeps_its_bytes():
     )
 
 
-def test_new_symbols_follow_the_previous_of_ours_or_precede_the_next():
-    check(
+def test_new_symbols_keep_their_place_among_neighbours():
+    assert_graft(
         """
         def f():
             return 1
@@ -127,13 +127,15 @@ def test_new_symbols_follow_the_previous_of_ours_or_precede_the_next():
     )
 
 
-def test_without_a_common_symbol_new_ones_stand_at_the_end():
-    check("A = 1\n", "B = A\n\n\ndef f(): return B\n", "A = 1\nB = A\n\n\ndef f(): return B\n")
+def test_new_symbols_without_neighbours_are_appended():
+    assert_graft(
+        "A = 1\n", "B = A\n\n\ndef f(): return B\n", "A = 1\nB = A\n\n\ndef f(): return B\n"
+    )
 
 
 @pytest.mark.parametrize("header", ["", "(Base, metaclass=Meta)"])
-def test_an_opened_class_keeps_its_header_docstring_and_other_members(header):
-    check(
+def test_patched_class_keeps_header_docstring_and_other_members(header):
+    assert_graft(
         """
         class A( Base,metaclass = Meta ):
             '''Doc.'''
@@ -189,46 +191,46 @@ def test_an_opened_class_keeps_its_header_docstring_and_other_members(header):
     )
 
 
-def test_a_new_field_of_a_class_without_fields_follows_the_docstring():
-    check(
+def test_first_field_of_class_follows_docstring():
+    assert_graft(
         "class A:\n    '''Doc.'''\n    def f(self): return 1\n",
         "class A:\n    x: int\n",
         "class A:\n    '''Doc.'''\n    x: int\n    def f(self): return 1\n",
     )
 
 
-def test_a_new_method_that_was_first_of_our_class_gets_a_blank_line():
-    check(
+def test_new_method_is_separated_by_blank_line():
+    assert_graft(
         "class A:\n    def f(self): return 1\n",
         "class A:\n    def new(self):\n        return 2\n",
         "class A:\n    def f(self): return 1\n\n    def new(self):\n        return 2\n",
     )
 
 
-def test_a_new_class_is_added_whole():
-    check(
+def test_new_class_is_added_completely():
+    assert_graft(
         "A = 1\n",
         "class B(A):\n    '''Doc.'''\n\n    x: int = 1\n",
         "A = 1\n\n\nclass B(A):\n    '''Doc.'''\n\n    x: int = 1\n",
     )
 
 
-def test_the_engines_indentation_and_line_ends_are_used():
+def test_indentation_and_line_endings_follow_engine():
     engine = b"class A:\r\n\tdef f(self):\r\n\t\treturn 1\r\n"
     ours = b"class A:\n    def f(self):\n        if self:\n            return 2\n"
     got, _ = graft(engine, ours, PATH)
     assert got == b"class A:\r\n\tdef f(self):\r\n\t\tif self:\r\n\t\t\treturn 2\r\n"
 
 
-def test_into_an_empty_file():
-    assert grafted("", "import os\n\nA = os.sep\n") == "import os\n\nA = os.sep\n"
+def test_graft_into_empty_file():
+    assert graft_text("", "import os\n\nA = os.sep\n") == "import os\n\nA = os.sep\n"
 
 
 # Imports
 
 
-def test_only_missing_imports_are_added_after_the_last_one_above_code():
-    check(
+def test_only_missing_imports_are_added_after_the_last_one():
+    assert_graft(
         """
         from __future__ import annotations
 
@@ -274,18 +276,18 @@ def test_only_missing_imports_are_added_after_the_last_one_above_code():
     )
 
 
-def test_a_long_import_is_wrapped():
+def test_long_import_is_wrapped():
     names = [f"a_rather_long_name_{k}" for k in range(5)]
-    got = grafted("A = 1\n", f"from somewhere import {', '.join(names)}\n")
+    got = graft_text("A = 1\n", f"from somewhere import {', '.join(names)}\n")
     assert got == "from somewhere import (\n" + "".join(f"    {n},\n" for n in names) + ")\nA = 1\n"
 
 
-def test_imports_go_after_the_docstring_of_a_file_without_imports():
-    check("'''Doc.'''\nA = 1\n", "import os\n", "'''Doc.'''\nimport os\nA = 1\n")
+def test_first_import_of_file_follows_docstring():
+    assert_graft("'''Doc.'''\nA = 1\n", "import os\n", "'''Doc.'''\nimport os\nA = 1\n")
 
 
-def test_imports_for_typing_join_the_engines_block():
-    check(
+def test_type_checking_imports_join_existing_block():
+    assert_graft(
         """
         from typing import TYPE_CHECKING
         import a
@@ -310,8 +312,8 @@ def test_imports_for_typing_join_the_engines_block():
     )
 
 
-def test_imports_for_typing_make_a_block_where_there_is_none():
-    check(
+def test_type_checking_block_is_created_if_missing():
+    assert_graft(
         "import a\n\nA = 1\n",
         "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from x import Z\n",
         """
@@ -326,26 +328,26 @@ def test_imports_for_typing_make_a_block_where_there_is_none():
     )
 
 
-def test_a_name_known_for_typing_only_is_imported_where_ours_needs_it():
-    check(
+def test_type_checking_only_name_is_imported_for_run_time():
+    assert_graft(
         "import typing\nif typing.TYPE_CHECKING:\n    from x import Y\n",
         "from x import Y\n",
         "import typing\nfrom x import Y\nif typing.TYPE_CHECKING:\n    from x import Y\n",
     )
 
 
-def test_an_import_of_the_own_module_is_checked_and_dropped():
+def test_import_from_own_module_is_checked_and_dropped():
     engine = "import os\nA = 1\nif A:\n    B = 2\n"
     ours = f"from {OWN} import A, B, C, os\nC = A + B\n"
-    assert grafted(engine, ours) == "import os\nA = 1\nif A:\n    B = 2\nC = A + B\n"
-    refused(engine, f"from {OWN} import missing\n", "`missing`", "no such name")
+    assert graft_text(engine, ours) == "import os\nA = 1\nif A:\n    B = 2\nC = A + B\n"
+    assert_refused(engine, f"from {OWN} import missing\n", "`missing`", "no such name")
 
 
 # Removals
 
 
-def test_what_is_removed_is_gone_and_all_else_keeps_its_bytes():
-    check(
+def test_removed_symbols_disappear_and_rest_is_unchanged():
+    assert_graft(
         """
         # License
         import os
@@ -414,21 +416,21 @@ def test_what_is_removed_is_gone_and_all_else_keeps_its_bytes():
     )
 
 
-def test_a_class_of_which_nothing_is_left():
-    assert grafted("class A:\n    x = 1\n", "class A:\n    REMOVED = ('x',)\n") == (
+def test_emptied_class_gets_pass():
+    assert graft_text("class A:\n    x = 1\n", "class A:\n    REMOVED = ('x',)\n") == (
         "class A:\n    pass\n"
     )
 
 
-def applied_and_reverted(toy, release, symbol: str, untouched, theirs: str) -> None:
-    """The state of a symbol of pool.py on the way, whose text of the engine then stands no more."""
+def check_apply_and_revert(toy, release, symbol: str, untouched, theirs: str) -> None:
+    """Checks a symbol's state in pool.py, and that `apply` removes the engine's text, `theirs`."""
     engine, pool = toy.engine(), toy.root / "srt/pool.py"
 
     def state() -> str:
         def read(path):
             return (toy.root / path).read_bytes() if (toy.root / path).exists() else None
 
-        return survey(release, read)[f"srt/pool.py::{symbol}"]
+        return symbol_states(release, read)[f"srt/pool.py::{symbol}"]
 
     assert (state(), theirs in pool.read_text()) == ("absent", True)
     operations.apply(engine, release)
@@ -439,21 +441,21 @@ def applied_and_reverted(toy, release, symbol: str, untouched, theirs: str) -> N
     assert toy.snapshot() == untouched
 
 
-def test_a_removal_is_pinned_owned_reported_and_reverted(toy):
+def test_removal_is_pinned_owned_reported_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(ours.read_text().replace("\n\n\nclass", "\n\nREMOVED = ('os',)\n\n\nclass"))
     toy.make_fingerprints()
     release, engine = toy.release(), toy.engine()
     assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
-    with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        fingerprints.make_fingerprints(engine, replace(release, every=[]))
+    with pytest.raises(Refusal, match="srt/pool.py::os is not in any patch record"):
+        fingerprints.make_fingerprints(engine, replace(release, all_patches=[]))
 
-    applied_and_reverted(toy, release, "os", untouched, "import os")
+    check_apply_and_revert(toy, release, "os", untouched, "import os")
 
 
-def test_a_renamed_function_keeps_its_text_and_is_called_by_ours():
-    check(
+def test_renamed_function_keeps_text_and_can_be_called():
+    assert_graft(
         """
         def f(x):  # theirs
             return g(x)
@@ -518,7 +520,7 @@ def test_a_renamed_function_keeps_its_text_and_is_called_by_ours():
     )
 
 
-def test_a_renamed_class_is_the_base_of_ours():
+def test_renamed_class_becomes_base_class():
     engine = """
         class A:
             x = 1
@@ -573,14 +575,14 @@ def test_a_renamed_class_is_the_base_of_ours():
         """
     got, before = graft(*(dedent(text).lstrip().encode() for text in (engine, ours)), "srt/a.py")
     assert got.decode() == dedent(want).lstrip()
-    # What an unlike vendor's engine may not have changed: what ours overrides, or adds.
+    # What a vendor's engine must not have changed: the members that ours overrides or adds.
     assert {name: bool(known) for name, known in before.items()} == {
         "A.f": True,
         "A.h": False,
     }
 
 
-def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
+def test_rename_is_fingerprinted_reported_and_reverted(toy):
     ours = toy.trees / "sglang/srt/pool.py"
     ours.write_text(
         "RENAMED = (('grow', 'engine_grow'),)\n\n\ndef grow(pool):\n    return engine_grow(pool)\n"
@@ -594,47 +596,47 @@ def test_a_rename_is_fingerprinted_reported_and_reverted(toy):
     assert pinned["grow"] == sha256(b"def grow(pool):\n    return pool\n").hexdigest()
     assert "engine_grow" not in pinned
 
-    applied_and_reverted(toy, release, "grow", untouched, "\ndef grow(pool):\n    return pool\n")
+    check_apply_and_revert(toy, release, "grow", untouched, "\ndef grow(pool):\n    return pool\n")
 
 
 @pytest.mark.parametrize(
     ("engine", "ours", "words"),
     [
-        ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
-        ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "has none"]),
+        ("A = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "no definition"]),
+        ("f = 1\n", "RENAMED = (('f', 'g'),)\ndef f(): 1\n", ["renames `f`", "no definition"]),
         (
             "class f: 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 1\n",
-            ["renames the class `f`", "has none itself"],
+            ["renames the class `f`", "does not define one"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'),)\n",
-            ["renames the function `f`", "has none itself"],
+            ["renames the function `f`", "does not define one"],
         ),
         (
             "import g\ndef f(): 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 2\n",
-            ["to `g`", "another thing"],
+            ["to `g`", "already defined"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'),)\ndef f(): 2\ndef g(): 2\n",
-            ["to `g`", "another thing"],
+            ["to `g`", "already defined"],
         ),
         (
             "def f(): 1\n",
             "RENAMED = (('f', 'g'), ('f', 'h'))\ndef f(): 2\n",
             ["renames `f`", "twice"],
         ),
-        ("def f(): 1\n", "RENAMED = ('f', 'g')\ndef f(): 2\n", ["no tuple of pairs of names"]),
-        ("def f(): 1\n", "RENAMED = (('f', 'a b'),)\ndef f(): 2\n", ["no tuple of pairs of names"]),
+        ("def f(): 1\n", "RENAMED = ('f', 'g')\ndef f(): 2\n", ["a tuple of pairs of names"]),
+        ("def f(): 1\n", "RENAMED = (('f', 'a b'),)\ndef f(): 2\n", ["a tuple of pairs of names"]),
         ("A = 1\n", "class C:\n    RENAMED = (('x', 'y'),)\n", ["`class C` is new"]),
     ],
 )
-def test_renames_refused(engine, ours, words):
+def test_invalid_renames_are_refused(engine, ours, words):
     with pytest.raises(GraftError) as error:
-        grafted(engine, ours)
+        graft_text(engine, ours)
     for word in words:
         assert word in str(error.value)
 
@@ -642,21 +644,21 @@ def test_renames_refused(engine, ours, words):
 @pytest.mark.parametrize(
     ("engine", "ours", "words"),
     [
-        ("A = 1\n", "REMOVED = ('B',)\n", ["removes `B`", "has none"]),
-        ("class C:\n    x = 1\n", "class C:\n    REMOVED = ('y',)\n", ["removes `C.y`", "none"]),
+        ("A = 1\n", "REMOVED = ('B',)\n", ["removes `B`", "lacks"]),
+        ("class C:\n    x = 1\n", "class C:\n    REMOVED = ('y',)\n", ["removes `C.y`", "lacks"]),
         ("A = 1\n", "REMOVED = ('A',)\nA = 2\n", ["removes `A`", "binds it"]),
         ("A = 1\n", "REMOVED = ('A', 'A')\n", ["removes `A`", "twice"]),
         ("import a\n", "import a\nREMOVED = ('a',)\n", ["removes `a`", "binds it"]),
-        ("A = 1\n", "REMOVED = ['A']\n", ["no tuple of names"]),
-        ("A = 1\n", "REMOVED = ()\n", ["no tuple of names"]),
-        ("A = 1\n", "REMOVED = (A,)\n", ["no tuple of names"]),
+        ("A = 1\n", "REMOVED = ['A']\n", ["must be a tuple of names"]),
+        ("A = 1\n", "REMOVED = ()\n", ["must be a tuple of names"]),
+        ("A = 1\n", "REMOVED = (A,)\n", ["must be a tuple of names"]),
         ("A = B = 1\n", "REMOVED = ('A',)\n", ["`A`", "another statement"]),
         ("A = 1\nA = 2\n", "REMOVED = ('A',)\n", ["`A`", "2 times"]),
         ("A = 1\n", "class C:\n    REMOVED = ('x',)\n", ["`class C` is new"]),
     ],
 )
-def test_removals_refused(engine, ours, words):
-    refused(engine, ours, PATH, *words)
+def test_invalid_removals_are_refused(engine, ours, words):
+    assert_refused(engine, ours, PATH, *words)
 
 
 # Bases
@@ -673,7 +675,7 @@ def test_removals_refused(engine, ours, words):
         ("class A(B):", "class A(B):", "class A(B):"),
     ],
 )
-def test_our_bases_stand_before_the_engines(engine, ours, expected):
+def test_added_bases_precede_engine_bases(engine, ours, expected):
     body = "\n    x = 1\n"
     got, before = graft(f"{engine}{body}".encode(), f"{ours}\n    y = 2\n".encode(), PATH)
     assert got.decode() == f"{expected}{body}    y = 2\n"
@@ -681,7 +683,7 @@ def test_our_bases_stand_before_the_engines(engine, ours, expected):
     assert graft(got, f"{ours}\n    y = 2\n".encode(), PATH)[0] == got
 
 
-def test_bases_are_pinned_owned_and_reverted(toy):
+def test_bases_are_fingerprinted_owned_and_reverted(toy):
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
     of_ours = "class Of:\n    pass\n\n\nclass Pool(Of, object):"
@@ -703,13 +705,13 @@ def test_bases_are_pinned_owned_and_reverted(toy):
 # Guarded imports
 
 GUARD = "if on_npu():\n    import npu\n"
-GONE = "REMOVED = ('npu',)\n"
+REMOVES_NPU = "REMOVED = ('npu',)\n"
 OURS = f"from host import on_npu\n\n{GUARD}"
-REPLACES = GONE + OURS
+REPLACES = REMOVES_NPU + OURS
 
 
-def test_a_guarded_import_takes_the_place_of_the_engines():
-    check(
+def test_guarded_import_replaces_plain_import():
+    assert_graft(
         """
         # License
 
@@ -765,18 +767,20 @@ def test_a_guarded_import_takes_the_place_of_the_engines():
     )
 
 
-def test_guarded_imports_that_the_engine_lacks_are_added():
+def test_missing_guarded_imports_are_added():
     second = "if a.b:\n    from c import d as e\n"
-    check(
+    assert_graft(
         "import a\n\nA = 1\n",
         f"{OURS}{second}",
         f"import a\nfrom host import on_npu\n\n{GUARD}\n{second}\nA = 1\n",
     )
 
 
-def test_comments_at_the_top_of_the_file_outlive_its_first_import():
-    check("# License\nimport npu\nimport host\n", REPLACES, f"# License\nimport host\n{OURS}")
-    check("# License\nimport npu\nA = 1\n", GONE, "# License\nA = 1\n")
+def test_file_header_comments_survive_removed_import():
+    assert_graft(
+        "# License\nimport npu\nimport host\n", REPLACES, f"# License\nimport host\n{OURS}"
+    )
+    assert_graft("# License\nimport npu\nA = 1\n", REMOVES_NPU, "# License\nA = 1\n")
 
 
 def test_one_guard_for_several_imports():
@@ -793,21 +797,21 @@ def test_one_guard_for_several_imports():
     }
 
 
-def test_a_guard_takes_the_engines_indentation_and_line_ends():
+def test_guard_follows_indentation_and_line_endings():
     engine = b"import npu\r\nimport host\r\nif host:\r\n\tA = 1\r\n"
-    ours = f"{GONE}import host\nif host.npu:\n    import npu\n"
+    ours = f"{REMOVES_NPU}import host\nif host.npu:\n    import npu\n"
     got, _ = graft(engine, ours.encode(), PATH)
     assert got == (b"import host\r\n\r\nif host.npu:\r\n\timport npu\r\nif host:\r\n\tA = 1\r\n")
 
 
-def test_an_engine_with_the_same_guard_keeps_its_own():
+def test_existing_equal_guard_is_unchanged():
     engine = f"import os\nfrom host import on_npu\nB = 1\n# theirs\n{GUARD}A = 1\n".encode()
     got, before = graft(engine, OURS.encode(), PATH)
     assert got == engine
     assert before == {"npu": sha256(GUARD.encode()).hexdigest()}
 
 
-def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
+def test_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     """The toy's pool imports `os`; ours guards it."""
     untouched = toy.snapshot()
     ours = toy.trees / "sglang/srt/pool.py"
@@ -818,11 +822,13 @@ def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     assert release.fingerprints["srt/pool.py"]["os"] == sha256(b"import os\n").hexdigest()
     owned = [record for record in release.patches if record.owns("srt/pool.py::os")]
     assert [record.id for record in owned] == ["pools"]
-    with pytest.raises(Refusal, match="srt/pool.py::os belongs to no patch record"):
-        fingerprints.make_fingerprints(engine, replace(release, every=[]))
+    with pytest.raises(Refusal, match="srt/pool.py::os is not in any patch record"):
+        fingerprints.make_fingerprints(engine, replace(release, all_patches=[]))
 
     def state() -> str:
-        return survey(release, lambda path: (toy.root / path).read_bytes())["srt/pool.py::os"]
+        return symbol_states(release, lambda path: (toy.root / path).read_bytes())[
+            "srt/pool.py::os"
+        ]
 
     operations.apply(engine, release)
     assert (state(), operations.status(engine, release).state) == ("applied", "applied")
@@ -836,10 +842,10 @@ def test_a_guarded_import_is_pinned_owned_reported_and_reverted(toy):
     toy.write_record()
     with pytest.raises(Refusal, match="srt/pool.py::os: expected sha256") as error:
         operations.apply(engine, release)
-    assert error.value.code == Code.DRIFTED
+    assert error.value.code == ExitCode.DRIFTED
 
 
-def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
+def test_existing_guard_belongs_to_no_record(toy):
     guard = "import sys\n\nif sys.platform:\n    import os\n"
     for path in (toy.root / "srt/net/conn.py", toy.trees / "sglang/srt/net/conn.py"):
         path.write_text(f"{guard}\n\n{path.read_text()}")
@@ -878,8 +884,8 @@ def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
             ["class A", "`f`", "2 times"],
         ),
         ("A = 1\n", "A = 2\nA = 3\n", ["our", "`A` twice"]),
-        ("A = 1\n", "print(A)\n", ["print(A)", "no function"]),
-        ("A = 1\n", "if A:\n    B = 1\n", ["if A:", "no function"]),
+        ("A = 1\n", "print(A)\n", ["print(A)", "not a function"]),
+        ("A = 1\n", "if A:\n    B = 1\n", ["if A:", "not a function"]),
         ("A = 1\n", "a, b = 1, 2\n", ["a, b = 1, 2"]),
         ("class A:\n    x = 1\n", "class A:\n    import os\n", ["import os", "in A"]),
         ("from x import f\n", "from y import f\n", ["`y.f`", "`x.f`"]),
@@ -911,13 +917,13 @@ def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
         (f"{GUARD}else:\n    A = 1\n", OURS, ["`npu`", "another statement"]),
         (GUARD, "import npu\n", ["`npu`", "something else (guarded)"]),
         (GUARD, "def npu(): 1\n", ["`npu`", "an import under `if`"]),
-        ("import npu\n", f"{OURS}else:\n    npu = 1\n", ["if on_npu():", "no function"]),
-        ("import npu\n", "if on_npu(): import npu\n", ["if on_npu():", "no function"]),
-        ("import npu\n", f"{OURS}    A = 1\n", ["if on_npu():", "no function"]),
+        ("import npu\n", f"{OURS}else:\n    npu = 1\n", ["if on_npu():", "not a function"]),
+        ("import npu\n", "if on_npu(): import npu\n", ["if on_npu():", "not a function"]),
+        ("import npu\n", f"{OURS}    A = 1\n", ["if on_npu():", "not a function"]),
         ("import npu\n", f"import npu\n{OURS}", ["our", "`npu` twice"]),
         ("import npu\n", f"{OURS}npu = 1\n", ["our", "`npu` twice"]),
         ("import npu\n", f"{OURS}\n{GUARD}", ["our", "`npu` twice"]),
-        ("A = 1\n", f"{OURS}    import x as npu\n", ["our", "`npu`", "each of one thing"]),
+        ("A = 1\n", f"{OURS}    import x as npu\n", ["our", "`npu`", "each from one origin"]),
         ("A = 1\n", f"{OURS}    import b.c\n", ["our", "`b.c`", "import a.b as c"]),
         ("A = 1\n", f"{OURS}    from . import c\n", ["our", "absolute"]),
         ("A = 1\n", f"{OURS}    from c import *\n", ["our", "absolute"]),
@@ -925,10 +931,10 @@ def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
         (
             "class C:\n    x = 1\n",
             "class C:\n    if 1:\n        import npu\n",
-            ["`if 1:`", "in C", "no function"],
+            ["`if 1:`", "in C", "not a function"],
         ),
-        ("import npu\nA = 1\n", f"{GONE}if A:\n    import npu\n", ["our", "needs `A`"]),
-        ("import npu\n", f"{GONE}if npu.x:\n    import npu\n", ["our", "needs `npu`"]),
+        ("import npu\nA = 1\n", f"{REMOVES_NPU}if A:\n    import npu\n", ["our", "needs `A`"]),
+        ("import npu\n", f"{REMOVES_NPU}if npu.x:\n    import npu\n", ["our", "needs `npu`"]),
         (
             "if TYPE_CHECKING:\n    import host\nimport os\n",
             "if TYPE_CHECKING:\n    import host\nif host.x:\n    import npu\n",
@@ -936,14 +942,14 @@ def test_a_guard_that_the_engine_has_belongs_to_no_record(toy):
         ),
         ("A = 1\nimport host\n", "import host\nif host.x:\n    import npu\n", ["needs `host`"]),
         ("A = (\n", "A = 1\n", ["the engine's", "LibCST"]),
-        ("A = 1\n", "def f(x, x): 1\n", ["no valid Python"]),
+        ("A = 1\n", "def f(x, x): 1\n", ["not valid Python"]),
     ],
 )
-def test_refused_by_name(engine, ours, words):
-    refused(engine, ours, PATH, *words)
+def test_refusals_name_the_symbol(engine, ours, words):
+    assert_refused(engine, ours, PATH, *words)
 
 
-def test_fingerprints_see_the_symbol_and_nothing_around_it():
+def test_fingerprint_covers_only_the_symbol():
     def of(source: str, symbol: str = "A.f") -> str:
         return fingerprint(lookup(parse(text(source).encode(), PATH), symbol, PATH))
 
@@ -969,7 +975,7 @@ def members(draw, indent: str = ""):
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=6)):
         number = draw(st.integers(0, 3))
         above = draw(st.sampled_from(["", "\n", "\n\n", "# why\n", "\n# section\n\n# why\n"]))
-        # A name is of one kind everywhere, so that any two files fit each other.
+        # A name has one kind everywhere, so that any two files are compatible.
         if name in "abc":
             body = draw(
                 st.sampled_from([f"return {number}", f"# note\n    return  {number}\n\n    # end"])
@@ -986,7 +992,7 @@ def members(draw, indent: str = ""):
 
 
 def symbols(source: str) -> dict[str, str]:
-    """{dotted name: text of it} of a file's functions, constants and members."""
+    """The text of each of a file's functions, constants and members, by dotted name."""
     import ast
 
     found = {}
@@ -1010,7 +1016,7 @@ def symbols(source: str) -> dict[str, str]:
 
 @settings(max_examples=150, deadline=None)
 @given(engine=members(), ours=members())
-def test_any_graft_holds_ours_and_the_rest_of_the_engine(engine, ours):
+def test_any_graft_preserves_everything_else(engine, ours):
     got, before = graft(engine.encode(), ours.encode(), PATH)
     assert symbols(got.decode()) == symbols(engine) | symbols(ours)
     assert {name for name, mark in before.items() if mark} <= set(symbols(engine))
@@ -1024,7 +1030,7 @@ def test_any_graft_holds_ours_and_the_rest_of_the_engine(engine, ours):
 
 @settings(max_examples=50, deadline=None)
 @given(engine=members())
-def test_nothing_grafted_changes_nothing(engine):
+def test_empty_graft_changes_nothing(engine):
     assert graft(engine.encode(), b"'''Only a docstring.'''\n", PATH) == (engine.encode(), {})
 
 
@@ -1037,7 +1043,7 @@ ABOVE = st.sampled_from(["", "\n", "# why\n", "\n# section\n\n# why\n"])
     above=st.lists(ABOVE, min_size=7, max_size=7),
     at=st.integers(0, 5),
 )
-def test_any_import_is_guarded_and_no_other_line_changes(names, above, at):
+def test_guarding_an_import_changes_no_other_line(names, above, at):
     lines = [f"import {name}\n" for name in names]
     lines.insert(at, "import npu  # odd\n")
     first, guard = "import host\n", "\n# ours\nif host.npu:\n    import npu\n"
@@ -1051,6 +1057,6 @@ def test_any_import_is_guarded_and_no_other_line_changes(names, above, at):
             expected, waiting = expected + waiting + lead + line, ""
     engine += above[-1] + "A = 1\n"
     expected += guard + waiting + above[-1] + "A = 1\n"
-    got, _ = graft(engine.encode(), (first + GONE + guard).encode(), PATH)
+    got, _ = graft(engine.encode(), (first + REMOVES_NPU + guard).encode(), PATH)
     assert got.decode() == expected
     assert graft(got, (first + guard).encode(), PATH)[0] == got

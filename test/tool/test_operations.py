@@ -1,4 +1,4 @@
-"""Apply, revert, status and diff on a toy engine; every refusal writes nothing."""
+"""Apply, revert, status and diff on a toy engine; a refusal writes nothing."""
 
 import os
 import subprocess
@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from toy import ENGINE, TREE, VERSION, Toy, forked, snapshot, write
+from toy import ENGINE, TREE, VERSION, Toy, run_forked, snapshot, write
 
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.install import operations, record, transaction
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.install import dist_record, operations, transaction
 from sglang_pd.install.engine import find_engine
 
 
@@ -26,8 +26,8 @@ def status(toy) -> operations.Status:
     return operations.status(toy.engine(), toy.release())
 
 
-def refused(toy, work, code: Code, *words: str) -> None:
-    """`work` is refused for the right reason, and nothing at all has changed."""
+def assert_refused(toy, work, code: ExitCode, *words: str) -> None:
+    """Checks that `work` is refused with this code and these words, and changes nothing."""
     before = toy.snapshot()
     with pytest.raises(Refusal) as error:
         work(toy)
@@ -58,7 +58,7 @@ def test_apply_and_revert(toy):
     assert not revert(toy)
 
 
-def test_the_patched_engine_runs(toy):
+def test_patched_engine_runs(toy):
     apply(toy)
     code = "from sglang.srt.pool import Pool, TABLE; print(Pool().nbytes(), Pool().free(), TABLE)"
     ran = subprocess.run(
@@ -70,7 +70,7 @@ def test_the_patched_engine_runs(toy):
     assert ran.stdout == "8 None {}\n", ran.stderr
 
 
-def test_modes_are_kept_and_new_files_have_the_engines(toy):
+def test_file_modes_are_preserved(toy):
     (toy.root / "__init__.py").chmod(0o604)
     toy.root.chmod(0o750)
     apply(toy)
@@ -78,7 +78,7 @@ def test_modes_are_kept_and_new_files_have_the_engines(toy):
     assert (toy.root / "srt/layout/deep/more.py").stat().st_mode & 0o777 == 0o604
 
 
-def test_apply_twice_and_dry_run_write_nothing_more(toy):
+def test_second_apply_and_dry_run_write_nothing(toy):
     before = toy.snapshot()
     planned = apply(toy, dry_run=True)
     assert toy.snapshot() == before
@@ -89,13 +89,13 @@ def test_apply_twice_and_dry_run_write_nothing_more(toy):
     assert toy.snapshot() == applied
 
 
-def test_a_source_checkout(toy, tmp_path):
+def test_apply_and_revert_in_source_checkout(toy, tmp_path):
     checkout = tmp_path / "checkout"
     write(checkout / ".git/HEAD", "ref: refs/heads/main\n")
     (checkout / "python").mkdir()
     toy.root.rename(checkout / "python/sglang")
     before, engine = snapshot(checkout), find_engine(checkout)
-    assert engine.record is None
+    assert engine.dist_record is None
     patch = b"".join(operations.diff(engine, toy.release()))
     assert b"+++ b/python/sglang/srt/pool.py\n" in patch
     operations.apply(engine, toy.release())
@@ -104,10 +104,10 @@ def test_a_source_checkout(toy, tmp_path):
     assert snapshot(checkout) == before
 
 
-def test_record_lists_what_is_there(toy):
-    before = record.read(toy.record.read_bytes())
+def test_record_file_lists_all_files(toy):
+    before = dist_record.read(toy.dist_record.read_bytes())
     apply(toy)
-    after = record.read(toy.record.read_bytes())
+    after = dist_record.read(toy.dist_record.read_bytes())
     added = set(after) - set(before)
     new = {f"sglang/{path}" for path in set(TREE) - set(ENGINE)}
     state = {name for name in added if name.startswith("sglang/.sglang_pd/")}
@@ -115,18 +115,25 @@ def test_record_lists_what_is_there(toy):
     there = {str(p.relative_to(toy.site)) for p in toy.root.rglob("*") if p.is_file()}
     assert there <= set(after)
     for name in new | {"sglang/srt/pool.py", "sglang/srt/net/conn.py"}:
-        assert not record.differs(toy.record.read_bytes(), name, (toy.site / name).read_bytes())
+        assert not dist_record.has_other_hash(
+            toy.dist_record.read_bytes(), name, (toy.site / name).read_bytes()
+        )
 
 
 # Refusals
 
 
-def test_a_drifted_symbol(toy):
+def test_drifted_symbol_is_refused(toy):
     pool = toy.root / "srt/pool.py"
     pool.write_text(pool.read_text().replace("self.pages  * 3", "self.pages * 3"))
     toy.write_record()
-    refused(
-        toy, apply, Code.DRIFTED, "srt/pool.py::Pool.nbytes", "expected sha256", "engine has sha256"
+    assert_refused(
+        toy,
+        apply,
+        ExitCode.DRIFTED,
+        "srt/pool.py::Pool.nbytes",
+        "expected sha256",
+        "engine has sha256",
     )
     told = status(toy)
     assert told.state == "drifted"
@@ -153,22 +160,24 @@ def test_a_drifted_symbol(toy):
         ("srt/pool.py", ENGINE["srt/pool.py"] + "describe = 1\n", ["sglang.srt.layout.describe"]),
     ],
 )
-def test_drifts_of_every_kind(toy, path, text, words):
+def test_every_kind_of_drift_is_refused(toy, path, text, words):
     if text is None:
         (toy.root / path).unlink()
     else:
         (toy.root / path).write_text(text)
     toy.write_record()
-    refused(toy, apply, Code.DRIFTED, *words)
+    assert_refused(toy, apply, ExitCode.DRIFTED, *words)
     assert status(toy).state == "drifted"
 
 
-def test_a_symbol_edited_since_installation_is_told_from_a_drift(toy):
+def test_edited_symbol_is_distinguished_from_drift(toy):
     (toy.root / "srt/net/conn.py").write_text("def send(x):\n    return x + 1\n")
-    refused(toy, apply, Code.EDITED, "someone has edited srt/net/conn.py", "srt/net/conn.py::send")
+    assert_refused(
+        toy, apply, ExitCode.EDITED, "was installed: srt/net/conn.py", "srt/net/conn.py::send"
+    )
 
 
-def test_edits_beside_our_symbols_are_kept(toy):
+def test_unrelated_edits_are_preserved(toy):
     conn = toy.root / "srt/net/conn.py"
     conn.write_text(conn.read_text() + "\n\ndef vendors(): return 1\n")
     before = toy.snapshot()
@@ -179,66 +188,70 @@ def test_edits_beside_our_symbols_are_kept(toy):
 
 
 @pytest.mark.parametrize("path", ["srt/pool.py", "srt/layout/__init__.py"])
-def test_a_file_edited_since_apply(toy, path):
+def test_file_edited_after_apply_is_refused(toy, path):
     start = toy.snapshot()
     apply(toy)
     file = toy.root / path
     applied = file.read_text()
     file.write_text(applied + "# mine\n")
     for work in (apply, revert):
-        refused(toy, work, Code.EDITED, path, "edited since")
+        assert_refused(toy, work, ExitCode.EDITED, path, "edited since")
     assert status(toy).edited == [path]
     file.write_text(applied)
     revert(toy)
     assert toy.snapshot() == start
 
 
-def test_a_deleted_file_counts_as_edited(toy):
+def test_deleted_file_counts_as_edited(toy):
     apply(toy)
     (toy.root / "srt/pool.py").unlink()
-    refused(toy, revert, Code.EDITED, "srt/pool.py")
+    assert_refused(toy, revert, ExitCode.EDITED, "srt/pool.py")
 
 
-def test_a_damaged_original_is_not_put_back(toy):
+def test_damaged_backup_is_not_restored(toy):
     apply(toy)
     (saved,) = (toy.root / ".sglang_pd/old").glob("*-pool.py.txt")
     saved.write_text("damaged")
     for work in (revert, apply):
-        refused(toy, work, Code.IO, "missing or damaged", "pool.py")
+        assert_refused(toy, work, ExitCode.IO, "missing or damaged", "pool.py")
 
 
-def test_foreign_files_in_our_folders_stay(toy):
+def test_foreign_files_in_added_folders_remain(toy):
     apply(toy)
     write(toy.root / "srt/layout/theirs.txt", "data")
     assert revert(toy)
     assert [path.name for path in (toy.root / "srt/layout").iterdir()] == ["theirs.txt"]
 
 
-def test_applied_by_other_means(toy, tmp_path):
+def test_patches_applied_by_git_are_recognized(toy, tmp_path):
     patch = b"".join(operations.diff(toy.engine(), toy.release()))
     run = subprocess.run(["git", "apply", "-p1"], cwd=toy.site, input=patch, capture_output=True)
     assert run.returncode == 0, run.stderr
     before = toy.snapshot()
     told = status(toy)
     assert (told.state, told.drifts) == ("applied", [])
-    assert "other means" in told.notes[0]
+    assert "not applied by sglang-pd" in told.notes[0]
     assert apply(toy) == []
     assert not revert(toy)
     assert toy.snapshot() == before
 
 
-def test_an_inconsistent_patch_set(toy):
+def test_inconsistent_patch_set_is_refused(toy):
     write(toy.trees / "sglang/srt/net/unknown.py", "A = 1\n")
-    refused(toy, apply, Code.PATCH_SET, "srt/net/unknown.py", "sglang_pd.patchset.fingerprints")
+    assert_refused(
+        toy, apply, ExitCode.PATCH_SET, "srt/net/unknown.py", "sglang_pd.patchset.fingerprints"
+    )
 
 
-def test_another_symbol_than_pinned(toy):
+def test_symbol_without_fingerprint_is_refused(toy):
     write(toy.trees / "sglang/srt/net/conn.py", "def receive():\n    return 1\n")
-    refused(toy, apply, Code.PATCH_SET, "receive, send", "sglang_pd.patchset.fingerprints")
+    assert_refused(
+        toy, apply, ExitCode.PATCH_SET, "receive, send", "sglang_pd.patchset.fingerprints"
+    )
 
 
-def as_nobody(work) -> int:
-    """Exit code of `work` in a process that may not write what it does not own."""
+def run_unprivileged(work) -> int:
+    """Runs `work` in a process that may write only its own files; returns the exit code."""
 
     def child() -> int:
         if os.geteuid() == 0:
@@ -252,12 +265,12 @@ def as_nobody(work) -> int:
             return refusal.code
         return 0
 
-    return forked(child)
+    return run_forked(child)
 
 
 @pytest.fixture
-def readable(toy):
-    """The toy where every user can read it, and nobody write."""
+def read_only_toy(toy):
+    """A copy of the toy that all users can read and none can write."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         branch = toy.branch(Path(folder) / "site")
@@ -268,48 +281,51 @@ def readable(toy):
             path.chmod(0o755)
 
 
-def test_a_read_only_engine(readable, toy):
-    engine, release = readable.engine(), toy.release()
-    before = readable.snapshot()
-    assert as_nobody(lambda: operations.apply(engine, release)) == Code.NO_PERMISSION
-    assert as_nobody(lambda: operations.apply(engine, release, dry_run=True)) == Code.NO_PERMISSION
-    assert readable.snapshot() == before
+def test_apply_to_read_only_engine_is_refused(read_only_toy, toy):
+    engine, release = read_only_toy.engine(), toy.release()
+    before = read_only_toy.snapshot()
+    assert run_unprivileged(lambda: operations.apply(engine, release)) == ExitCode.NO_PERMISSION
+    assert (
+        run_unprivileged(lambda: operations.apply(engine, release, dry_run=True))
+        == ExitCode.NO_PERMISSION
+    )
+    assert read_only_toy.snapshot() == before
     assert operations.status(engine, release).state == "absent"
 
 
-def test_a_read_only_applied_engine(readable, toy):
-    engine, release = readable.engine(), toy.release()
-    for path in (readable.site, *readable.site.rglob("*")):
+def test_revert_of_read_only_engine_is_refused(read_only_toy, toy):
+    engine, release = read_only_toy.engine(), toy.release()
+    for path in (read_only_toy.site, *read_only_toy.site.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     operations.apply(engine, release)
-    for path in (readable.site, *readable.site.rglob("*")):
+    for path in (read_only_toy.site, *read_only_toy.site.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before = readable.snapshot()
-    assert as_nobody(lambda: operations.revert(engine)) == Code.NO_PERMISSION
-    assert readable.snapshot() == before
+    before = read_only_toy.snapshot()
+    assert run_unprivileged(lambda: operations.revert(engine)) == ExitCode.NO_PERMISSION
+    assert read_only_toy.snapshot() == before
 
 
 @pytest.mark.parametrize("path", ["srt/net/conn.py", "srt/net", "."])
-def test_an_immutable_file_stops_root_too(toy, path):
+def test_immutable_file_is_refused_even_for_root(toy, path):
     target = toy.root / path
     if subprocess.run(["chattr", "+i", target], capture_output=True).returncode:
         pytest.skip("chattr +i needs root and a file system that has it")
     try:
-        refused(toy, apply, Code.NO_PERMISSION, str(target), "no permission")
+        assert_refused(toy, apply, ExitCode.NO_PERMISSION, str(target), "no permission")
     finally:
         subprocess.run(["chattr", "-i", target], check=True)
     apply(toy)
 
 
-def test_symbolic_links_are_not_written_through(toy, tmp_path):
+def test_symbolic_link_is_refused(toy, tmp_path):
     target = toy.root / "srt/pool.py"
     cached = target.rename(tmp_path / "cached.py")
     target.symlink_to(cached)
-    refused(toy, apply, Code.NO_PERMISSION, "symbolic link", str(target))
+    assert_refused(toy, apply, ExitCode.NO_PERMISSION, "symbolic link", str(target))
 
 
 @pytest.mark.parametrize("applied_in_image", [True, False])
-def test_an_engine_in_a_container_image(toy, tmp_path, applied_in_image):
+def test_apply_and_revert_on_overlay_file_system(toy, tmp_path, applied_in_image):
     """The image's files are the lower layer of an overlay, whose folders cannot be renamed."""
     start = toy.snapshot()
     if applied_in_image:
@@ -331,8 +347,8 @@ def test_an_engine_in_a_container_image(toy, tmp_path, applied_in_image):
         subprocess.run(["umount", tmp_path / "merged"], check=True)
 
 
-def test_two_at_once(toy):
-    """The first, a process of its own, is stopped in the middle; the second is refused at once."""
+def test_concurrent_apply_is_refused(toy):
+    """The first apply, in another process, pauses halfway; the second is refused at once."""
     go, stop = os.pipe(), os.pipe()
 
     def first() -> int:
@@ -355,7 +371,7 @@ def test_two_at_once(toy):
     try:
         os.read(go[0], 1)
         for work in (apply, revert):
-            refused(toy, work, Code.BUSY, "under way", str(toy.root))
+            assert_refused(toy, work, ExitCode.BUSY, "under way", str(toy.root))
         assert status(toy).state == "absent"
     finally:
         os.write(stop[1], b"x")
@@ -367,9 +383,9 @@ def test_two_at_once(toy):
 # Diff
 
 
-def test_the_diff_makes_what_apply_makes(toy, tmp_path):
+def test_diff_makes_the_same_changes_as_apply(toy, tmp_path):
     pool = toy.root / "srt/pool.py"
-    pool.write_bytes(pool.read_bytes().rstrip(b"\n"))  # and a form feed ends no line
+    pool.write_bytes(pool.read_bytes().rstrip(b"\n"))  # no final newline; below, a form feed
     conn = toy.root / "srt/net/conn.py"
     conn.write_bytes(conn.read_bytes().replace(b"\n\n\n", b"\n\n\x0c\n"))
     other = toy.branch(tmp_path / "other")
@@ -384,10 +400,10 @@ def test_the_diff_makes_what_apply_makes(toy, tmp_path):
             assert (target.root / path.relative_to(toy.root)).read_bytes() == path.read_bytes()
 
 
-def test_state_folders_are_named_where_users_may_look(toy):
+def test_state_folder_contains_journal_and_backups(toy):
     apply(toy)
-    assert sorted(p.name for p in (toy.root / transaction.STATE).iterdir()) == [
+    assert sorted(p.name for p in (toy.root / transaction.STATE_FOLDER).iterdir()) == [
         "journal.json",
         "old",
     ]
-    assert VERSION in (toy.root / transaction.STATE / "journal.json").read_text()
+    assert VERSION in (toy.root / transaction.STATE_FOLDER / "journal.json").read_text()

@@ -1,4 +1,4 @@
-"""Wheels: ours carries the patch set and leaves the engine alone; the engine's uninstalls whole."""
+"""Our wheel has the patch set and no engine; pip uninstalls a patched engine completely."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from configs import QWEN3
+from hf_configs import QWEN3
 from toy import ROOT, VERSION
 
 from sglang_pd.install import operations
@@ -33,10 +33,10 @@ def environment(tmp_path):
 
 
 def toy_wheel(toy, folder: Path) -> Path:
-    toy.record.with_name("WHEEL").write_text(
+    toy.dist_record.with_name("WHEEL").write_text(
         "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
-    metadata = toy.record.with_name("METADATA")
+    metadata = toy.dist_record.with_name("METADATA")
     metadata.write_text("Metadata-Version: 2.1\n" + metadata.read_text())
     wheel = folder / f"sglang-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -45,7 +45,7 @@ def toy_wheel(toy, folder: Path) -> Path:
     return wheel
 
 
-def test_pip_uninstalls_a_patched_engine_whole(toy, environment, tmp_path):
+def test_pip_uninstall_removes_patched_engine_completely(toy, environment, tmp_path):
     python, site = environment
     before = set(site.rglob("*"))
     pip("--python", python, "install", "--no-index", toy_wheel(toy, tmp_path))
@@ -70,11 +70,11 @@ def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
 
 
 @pytest.fixture
-def installed(environment, tmp_path):
-    """Function: run our wheel's tool, in a virtual environment of its own, with an exit status."""
+def run_installed(environment, tmp_path):
+    """A function that runs the wheel's tool in its own environment and checks the exit code."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "python"):
+    for name in ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"):
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -107,22 +107,22 @@ def installed(environment, tmp_path):
     return run
 
 
-def test_our_wheel_carries_the_patch_set_and_leaves_the_engine_alone(installed, tmp_path):
+def test_wheel_contains_patch_set_but_no_engine(run_installed, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(QWEN3))
-    installed("plan", "--model", config, "--prefill", "tp=2", "--decode", "tp=1")
+    run_installed("plan", "--model", config, "--prefill", "tp=2", "--decode", "tp=1")
     assert patches.TREES == ROOT / "python"
 
 
 @pytest.mark.nightly  # every run applies to the same engine from the checkout
-def test_our_wheel_applies_it(installed, engine_copy):
+def test_wheel_applies_and_reverts_patch_set(run_installed, engine_copy):
     for command, code in (("status", 10), ("apply", 0), ("status", 0), ("revert", 0)):
-        installed(command, "--engine", engine_copy, code=code)
+        run_installed(command, "--engine", engine_copy, code=code)
 
 
 @pytest.mark.nightly
-def test_an_editable_install_has_the_harness_as_it_stands_here(environment):
-    """As npu.yml installs it; `sglang` here must hide no engine."""
+def test_editable_install_has_harness_of_checkout(environment):
+    """As npu.yml installs it; the checkout's `sglang` must not hide an engine."""
     python, site = environment
     pip("--python", python, "install", "--no-deps", "--quiet", "--editable", ROOT)
     pip("--python", python, "install", "--quiet", "editables")
@@ -137,8 +137,8 @@ def test_an_editable_install_has_the_harness_as_it_stands_here(environment):
 
 
 @pytest.mark.nightly
-def test_rings_that_run_on_npus_find_what_they_share():
-    """They are started so there, for `python/` on the path would hide an editable engine."""
+def test_npu_tests_are_collected_without_pythonpath():
+    """On NPUs they start so, as `python/` on the path would hide an editable engine."""
     command = [sys.executable, "-m", "pytest", "-o", "pythonpath=", "--collect-only", "-q"]
     paths = [ROOT / "test" / ring for ring in ("engine", "transport", "serving", "npu")]
     ran = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True)

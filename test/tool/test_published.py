@@ -8,8 +8,8 @@ import sys
 import pytest
 from toy import ROOT, snapshot
 
-from sglang_pd.cli import locate
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.cli import find_engine_and_release
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install.engine import find_engine
 from sglang_pd.patchset import fingerprints, patches
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def release(version):
-    return patches.load(version)
+    return patches.load_release(version)
 
 
 def undefined_names(site, paths) -> set[str]:
-    """What ruff says of undefined and redefined names, without line numbers."""
+    """Ruff's findings on undefined and redefined names, without line numbers."""
     ruff = [
         sys.executable,
         "-m",
@@ -66,11 +66,11 @@ def test_apply_status_and_revert(engine_copy, release, version):
     assert snapshot(engine_copy) == before
 
 
-def test_fingerprints_are_those_of_the_tree_as_it_is(published, release):
+def test_fingerprints_match_published_engine(published, release):
     assert release.fingerprints == fingerprints.make_fingerprints(find_engine(published), release)
 
 
-def test_every_record_is_whole():
+def test_every_patch_record_is_complete():
     records = patches.read_records()
     for record in records:
         assert record.upstream == "none" or record.upstream.startswith("https://github.com/")
@@ -82,20 +82,20 @@ def test_every_record_is_whole():
     assert sorted(names) == [file.stem for file in sorted((patches.RELEASES / "patches").glob("*"))]
 
 
-@pytest.mark.parametrize("name", patches.supported())
-def test_what_a_release_needs_less_of_is_explained(name):
-    release = patches.load(name, with_fingerprints=False)
+@pytest.mark.parametrize("name", patches.supported_releases())
+def test_unneeded_patches_are_explained(name):
+    release = patches.load_release(name, with_fingerprints=False)
     for patch in [*release.patches, *release.carried, *release.missing]:
         assert patch.need == "needed" or patch.what.strip(), patch.id
 
 
-def test_the_page_of_patches_is_made_from_the_records():
+def test_patches_page_is_generated_from_records():
     assert (ROOT / "docs" / "patches.md").read_text() == page(), (
         "run python -m sglang_pd.patchset.records"
     )
 
 
-# An engine whose version is none that the tool knows
+# An engine whose version the tool does not know
 
 
 def _text(file) -> str:
@@ -104,7 +104,7 @@ def _text(file) -> str:
 
 @pytest.fixture
 def patch_level(engine_copy, version):
-    """The published engine as a later patch level: by its version file, and by its metadata."""
+    """The published engine as a later patch level, by its version file and its metadata."""
     names = ("_version.py", "version.py")
     (said,) = [path for name in names if version in _text(path := engine_copy / "sglang" / name)]
     metadata = next(engine_copy.glob("sglang-*.dist-info")) / "METADATA"
@@ -115,32 +115,32 @@ def patch_level(engine_copy, version):
     return engine_copy
 
 
-def test_a_patch_level_whose_symbols_are_the_release_s(patch_level, version):
+def test_patch_level_with_symbols_of_release_is_matched(patch_level, version):
     before = snapshot(patch_level)
-    engine, release = locate(patch_level, None)
+    engine, release = find_engine_and_release(patch_level, None)
     assert (engine.version, release.name) == (f"{version}.post9", version)
     operations.apply(engine, release, preview=True)
-    engine, release = locate(patch_level, None)
+    engine, release = find_engine_and_release(patch_level, None)
     assert (release.name, operations.status(engine, release).state) == (version, "applied")
     assert operations.revert(engine)
     assert snapshot(patch_level) == before
 
 
-def test_a_patch_level_with_a_symbol_of_its_own(patch_level, release, version):
+def test_patch_level_with_changed_symbol_is_refused(patch_level, release, version):
     conn = patch_level / "sglang" / "srt/disaggregation/mooncake/conn.py"
     text = conn.read_text()
     assert text.count("def maybe_send_extra(") == 1
     conn.write_text(text.replace("def maybe_send_extra(", "def maybe_send_extra(  # theirs"))
     before = snapshot(patch_level)
     with pytest.raises(Refusal) as refusal:
-        locate(patch_level, None)
+        find_engine_and_release(patch_level, None)
     count = len(patches.symbol_ids(release.fingerprints))
-    assert refusal.value.code == Code.UNSUPPORTED
+    assert refusal.value.code == ExitCode.UNSUPPORTED
     assert f"The nearest is {version}: 1 of {count} symbols" in str(refusal.value)
     assert "mooncake/conn.py::MooncakeKVManager.maybe_send_extra: " in str(refusal.value)
     assert snapshot(patch_level) == before
 
 
-def test_the_tree_never_shadows_the_engine(published):
+def test_patch_tree_does_not_shadow_engine_packages(published):
     for path in (ROOT / "python" / "sglang").rglob("__init__.py"):
         assert not (published / path.relative_to(ROOT / "python")).exists()

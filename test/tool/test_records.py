@@ -1,16 +1,18 @@
-"""The page of patches: a table of patch by release, then what there is to say of each."""
+"""The page of patches: a table of patches by release, then a section about each patch."""
 
-from sglang_pd.patchset.patches import Record, Stand, age
+from sglang_pd.patchset.patches import PatchRecord, ReleaseStatus, version_key
 from sglang_pd.patchset.records import markdown
 
-OURS = Stand("needed", change="the change", symbols=["a.py::*"], names=["a name"])
+NEEDED_WITH_CHANGE = ReleaseStatus(
+    "needed", change="the change", symbols=["a.py::*"], names=["a name"]
+)
 
 
-def record(name: str, **releases: str | Stand) -> Record:
+def record(name: str, **releases: str | ReleaseStatus) -> PatchRecord:
     """A record; releases are given as v1_0="needed"."""
     named = {at[1:].replace("_", "."): stand for at, stand in releases.items()}
     title = f"Title of {name}"
-    return Record(name, title, "mission", 1, "none", "symptom", "cause", "never", named)
+    return PatchRecord(name, title, "mission", 1, "none", "symptom", "cause", "never", named)
 
 
 def table(page: str) -> list[list[str]]:
@@ -18,14 +20,22 @@ def table(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_releases_are_in_their_order():
+def test_releases_sort_by_version():
     names = ["0.5.12.post1", "0.5.9", "0.5.10", "0.5.12", "0.5.9.post2"]
-    assert sorted(names, key=age) == ["0.5.9", "0.5.9.post2", "0.5.10", "0.5.12", "0.5.12.post1"]
+    assert sorted(names, key=version_key) == [
+        "0.5.9",
+        "0.5.9.post2",
+        "0.5.10",
+        "0.5.12",
+        "0.5.12.post1",
+    ]
 
 
-def test_the_table():
-    one = record("one", v0_9=OURS, v0_10="needed", v0_11=Stand("carried", "by them"))
-    two = record("two", v0_10=Stand("in part", "half"))
+def test_overview_table_of_patches_by_release():
+    one = record(
+        "one", v0_9=NEEDED_WITH_CHANGE, v0_10="needed", v0_11=ReleaseStatus("carried", "by them")
+    )
+    two = record("two", v0_10=ReleaseStatus("in part", "half"))
     assert table(markdown([one, two], {})) == [
         ["patch", "0.9", "0.10", "0.11"],
         ["---"] * 4,
@@ -34,9 +44,11 @@ def test_the_table():
     ]
 
 
-def test_what_is_said_of_releases():
-    half = Stand("in part", "half")
-    page = markdown([record("one", v1=OURS, v2="needed", v3=half, v4=half, v5="carried")], {})
+def test_release_rows_of_a_patch():
+    half = ReleaseStatus("in part", "half")
+    page = markdown(
+        [record("one", v1=NEEDED_WITH_CHANGE, v2="needed", v3=half, v4=half, v5="carried")], {}
+    )
     _, said = page.split("- **Drop when:** never\n")
     assert said.splitlines() == [
         "- **1:** needed",
@@ -47,5 +59,5 @@ def test_what_is_said_of_releases():
     ]
 
 
-def test_previews_are_named():
+def test_preview_releases_are_listed():
     assert "\nSGLang 1 is a preview: it has not run\n" in markdown([], {"1": "it has not run"})

@@ -1,4 +1,4 @@
-"""`sglang-pd verify`: which requests it sends, and what it makes of what servers say."""
+"""`sglang-pd verify`: the requests that it sends, and its verdict on the servers' answers."""
 
 import asyncio
 import json
@@ -10,20 +10,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sglang_pd.cli import app
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.verifying import check as checking
-from sglang_pd.verifying.check import check
-from sglang_pd.verifying.fleet import Fleet
-from sglang_pd.verifying.prompts import TOKENS, groups, lengths_to_try
-from sglang_pd.verifying.show import as_json, show
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.verify import check as checking
+from sglang_pd.verify.check import check
+from sglang_pd.verify.prompts import TOKENS, prompt_groups, prompt_lengths
+from sglang_pd.verify.servers import FleetClient
+from sglang_pd.verify.show import as_json, show
 
 ROUTER, PREFILL, REFERENCE = "http://router:8000", "http://p:30000", "http://single:30000"
 BYTES = 100
 
 
 @dataclass
-class Servers:
-    """A router, a prefill server whose bootstrap server has reports, and a server alone."""
+class FakeServers:
+    """A router, a prefill server whose bootstrap server has reports, and a single server."""
 
     mode: str = "prefill"
     verifies: bool = True
@@ -32,9 +32,9 @@ class Servers:
     unanswered: set[int] = field(default_factory=set)
     unsteady: set[int] = field(default_factory=set)
     uncompared: int = 0
-    asked: list[int] = field(default_factory=list)
+    sent_lengths: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    rounds: dict[str, int] = field(default_factory=dict)  # of three tokens, by host
+    rounds: dict[str, int] = field(default_factory=dict)  # verify steps for three tokens, by host
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -89,14 +89,14 @@ class Servers:
         if host == "single":
             token += length in self.differs
             return tokens(token, self.rounds.get(host))
-        self.asked.append(length)
+        self.sent_lengths.append(length)
         if length in self.unanswered:
             return httpx.Response(500, text="no")
-        self.reported += self.asked.count(length) > self.uncompared
+        self.reported += self.sent_lengths.count(length) > self.uncompared
         if length in self.differs:
             self.said.append(f"KV of {length} tokens")
-            return httpx.Response(500, text=f"KV is not what prefill has: {length} tokens")
-        token += length in self.unsteady and self.asked.count(length) > 1
+            return httpx.Response(500, text=f"KV verification failed: {length} tokens")
+        token += length in self.unsteady and self.sent_lengths.count(length) > 1
         return tokens(token, self.rounds.get(host))
 
 
@@ -107,81 +107,81 @@ def tokens(first: int, rounds: int | None = None) -> httpx.Response:
 
 
 @pytest.fixture
-def found(monkeypatch):
-    """Function: what a check of these servers finds."""
-    monkeypatch.setattr(checking, "REPORTED_SECONDS", 0.2)
+def run_check(monkeypatch):
+    """A function that checks servers; returns the verdict."""
+    monkeypatch.setattr(checking, "REPORT_TIMEOUT_S", 0.2)
 
-    def checked(servers: Servers, reference: str = "", lengths=(1, 40, 5000)):
+    def checked(servers: FakeServers, reference: str = "", lengths=(1, 40, 5000)):
         async def run():
             transport = httpx.MockTransport(servers.answer)
             async with httpx.AsyncClient(transport=transport) as client:
-                return await check(Fleet(client, ROUTER), lengths, 5, 4, reference)
+                return await check(FleetClient(client, ROUTER), lengths, 5, 4, reference)
 
         return asyncio.run(run())
 
     return checked
 
 
-def shown(verdict) -> str:
+def rendered_text(verdict) -> str:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(verdict, console)
     return console.export_text()
 
 
-def test_all_is_right(found):
-    servers = Servers()
+def test_matching_kv_passes(run_check):
+    servers = FakeServers()
     servers.reported = 7  # before the check
-    verdict = found(servers)
-    assert verdict.is_right
-    assert verdict.requests == verdict.compared == servers.reported - 7 == len(servers.asked)
+    verdict = run_check(servers)
+    assert verdict.passed
+    assert verdict.requests == verdict.compared == servers.reported - 7 == len(servers.sent_lengths)
     ((_, count),) = verdict.pairs.items()
     assert count.bytes == BYTES * verdict.requests
     assert max(verdict.lengths) == 129  # two chunks and a token; 5000 do not fit
     told = as_json(verdict)
     assert told["right"] and told["transfer_seconds"] == {"median": 0.01, "longest": 0.01}
-    assert "every byte of KV is prefill's" in shown(verdict)
+    assert "all KV matches prefill" in rendered_text(verdict)
 
 
-def test_what_differs_is_told(found):
-    verdict = found(Servers(differs={17}))
-    assert not verdict.is_right
+def test_kv_mismatch_is_reported(run_check):
+    verdict = run_check(FakeServers(differs={17}))
+    assert not verdict.passed
     assert set(verdict.mismatches) == {"KV of 17 tokens"}
     assert all("17 tokens" in failure for failure in verdict.failures)
-    text = shown(verdict)
-    assert "NOT right" in text
+    text = rendered_text(verdict)
+    assert "FAILED" in text
     assert "KV that differs" in text
 
 
-def test_what_was_not_compared_is_not_right(found):
-    verdict = found(Servers(uncompared=1))
+def test_uncompared_request_fails(run_check):
+    verdict = run_check(FakeServers(uncompared=1))
     assert verdict.answered == verdict.requests > verdict.compared
-    assert not verdict.is_right
+    assert not verdict.passed
 
 
-def test_requests_without_an_answer(found):
-    verdict = found(Servers(unanswered={40}))
-    assert "40 tokens, one after the other: HTTP 500: no" in verdict.failures
-    assert not verdict.is_right
+def test_unanswered_request_fails(run_check):
+    verdict = run_check(FakeServers(unanswered={40}))
+    assert "40 tokens, one at a time: HTTP 500: no" in verdict.failures
+    assert not verdict.passed
 
 
-def test_answers_that_differ_are_told_and_no_failure(found):
-    verdict = found(Servers(unsteady={40}))
-    assert verdict.is_right
-    assert any(line.startswith("40 tokens, one after the other: ") for line in verdict.unequal)
-    assert "Prompts whose two answers differ" in shown(verdict)
+def test_differing_answers_are_reported_without_failure(run_check):
+    verdict = run_check(FakeServers(unsteady={40}))
+    assert verdict.passed
+    assert any(line.startswith("40 tokens, one at a time: ") for line in verdict.unequal)
+    assert "Prompts whose two answers differ" in rendered_text(verdict)
 
 
-def test_a_reference(found):
-    assert found(Servers(), REFERENCE).from_reference == []
+def test_answers_are_compared_with_reference(run_check):
+    assert run_check(FakeServers(), REFERENCE).from_reference == []
 
-    class Wrong(Servers):
+    class Wrong(FakeServers):
         def generate(self, host, body):
             if host == "single" and len(body["input_ids"]) == 31:
                 return tokens(999)
             return super().generate(host, body)
 
-    verdict = found(Wrong(), REFERENCE)
-    assert not verdict.is_right
+    verdict = run_check(Wrong(), REFERENCE)
+    assert not verdict.passed
     assert all("31 tokens" in line for line in verdict.from_reference)
     assert verdict.from_reference
 
@@ -191,43 +191,43 @@ def test_a_reference(found):
     [
         ({}, "", None, None, ""),
         ({}, REFERENCE, None, None, ""),
-        ({"router": 2}, "", 1.5, None, "drafts: 1.50 tokens a verify step; 1 is no accepted draft"),
+        ({"router": 2}, "", 1.5, None, "1.50 tokens per verify step; 1 means no accepted draft"),
         ({"router": 2, "single": 2}, REFERENCE, 1.5, 1.5, "step, 1.50 in the reference\n"),
         ({"router": 3, "single": 2}, REFERENCE, 1.0, 1.5, "does the draft's KV arrive?"),
-        ({"single": 2}, REFERENCE, None, 1.5, "the reference has a draft model, the fleet none"),
+        ({"single": 2}, REFERENCE, None, 1.5, "reference has a draft model, the fleet does not"),
     ],
 )
-def test_drafts(found, rounds, reference, here, there, said):
-    """Fewer accepted ones are told, and no failure: on accelerators sums are not always alike."""
-    verdict = found(Servers(rounds=rounds), reference)
-    assert verdict.is_right
+def test_draft_acceptance_is_reported(run_check, rounds, reference, here, there, said):
+    """Fewer accepted tokens are reported, but not a failure: on accelerators sums may differ."""
+    verdict = run_check(FakeServers(rounds=rounds), reference)
+    assert verdict.passed
     assert as_json(verdict)["tokens_a_verify_step"] == {"fleet": here, "reference": there}
-    text = shown(verdict)
+    text = rendered_text(verdict)
     assert said in text and ("drafts: " in text) == bool(said)
 
 
 @pytest.mark.parametrize(
     "servers, why",
     [
-        (Servers(verifies=False), "start prefill and decode with SGLANG_PD_VERIFY=1"),
-        (Servers(mode="decode"), "is no prefill server: its mode is 'decode'"),
+        (FakeServers(verifies=False), "start prefill and decode with SGLANG_PD_VERIFY=1"),
+        (FakeServers(mode="decode"), "is not a prefill server: its mode is 'decode'"),
     ],
 )
-def test_servers_that_do_not_compare(found, servers, why):
+def test_servers_without_verification_are_refused(run_check, servers, why):
     with pytest.raises(Refusal, match=why) as raised:
-        found(servers)
-    assert raised.value.code == Code.NOT_VERIFYING
+        run_check(servers)
+    assert raised.value.code == ExitCode.NOT_VERIFYING
 
 
-def test_lengths():
-    assert lengths_to_try([1, 9000], 16, 64, 200) == [
+def test_prompt_lengths_cover_page_and_chunk_borders():
+    assert prompt_lengths([1, 9000], 16, 64, 200) == [
         *(1, 15, 16, 17, 31, 32, 33, 63, 64, 79, 80, 81, 129),
     ]
-    assert 0 not in lengths_to_try([1], 1, None, 100)
+    assert 0 not in prompt_lengths([1], 1, None, 100)
 
 
-def test_groups():
-    one, prefix, burst = groups([1, 40, 600], 16, 9)
+def test_prompt_groups_share_prefix_and_fill_burst():
+    one, prefix, burst = prompt_groups([1, 40, 600], 16, 9)
     assert [len(prompt) for prompt in one.prompts] == [1, 40, 600]
     assert len(prefix.prompts) == 3 and len({prompt[:48] for prompt in prefix.prompts}) == 1
     assert len(set(prefix.prompts)) == 3
@@ -243,23 +243,23 @@ def test_groups():
         ([], "--router"),
         (["--prefill", PREFILL], "--router"),
         (["--router", ROUTER, "--prefill", PREFILL, "--decode", PREFILL], "--router"),
-        (["--router", ROUTER, "--lengths", "1,x"], "takes numbers and commas"),
+        (["--router", ROUTER, "--lengths", "1,x"], "numbers separated by commas"),
     ],
 )
-def test_wrong_command_lines(words, why):
+def test_invalid_verify_options_are_refused(words, why):
     got = CliRunner().invoke(app, ["verify", *words])
     assert got.exit_code == 2
     assert why in got.stderr
 
 
-def test_a_router_that_is_not_there():
+def test_unreachable_router_is_refused():
     got = CliRunner().invoke(app, ["verify", "--router", "http://127.0.0.1:9", "--json"])
-    assert got.exit_code == Code.NOT_VERIFYING
+    assert got.exit_code == ExitCode.NOT_VERIFYING
     error = json.loads(got.stdout)["error"]
     assert error["name"] == "NOT_VERIFYING" and "http://127.0.0.1:9/workers" in error["text"]
 
 
-def test_servers_that_want_a_key_get_it(monkeypatch):
+def test_verify_sends_api_key(monkeypatch):
     client, sent = httpx.AsyncClient, set()
 
     def answer(request: httpx.Request) -> httpx.Response:

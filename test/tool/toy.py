@@ -1,4 +1,4 @@
-"""A toy engine with a patch set, and what tests ask of them."""
+"""A toy engine with a patch set, and helpers for tests that use them."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_pd.install import record
+from sglang_pd.install import dist_record
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.patchset import fingerprints, patches
 
@@ -82,7 +82,14 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Toy:
-    """site: a site-packages folder; releases, trees: a patch set's data, for that version."""
+    """An engine with a patch set.
+
+    Attributes:
+        site: The engine's site-packages folder.
+        releases: The patch set's folder of releases and patch records.
+        trees: The patch set's folder of patch trees.
+        version: The engine's release.
+    """
 
     site: Path
     releases: Path
@@ -110,8 +117,8 @@ class Toy:
         return toy
 
     @classmethod
-    def of_published(cls, published: Path, version: str, site: Path) -> "Toy":
-        """What the patch set changes of a published engine, and what says its version."""
+    def from_published(cls, published: Path, version: str, site: Path) -> "Toy":
+        """Copies what the patch set changes in a published engine, and what names its version."""
         made = cls(site, patches.RELEASES, patches.TREES, version)
         for path in ("__init__.py", "version.py", "_version.py", *made.release().tree):
             if (source := published / "sglang" / path).exists():
@@ -126,7 +133,7 @@ class Toy:
         return Toy(folder / "site", folder / "releases", folder / "trees")
 
     def branch(self, folder: Path) -> "Toy":
-        """Another engine for the same patch set."""
+        """Copies the engine, but not its patch set, to `folder`."""
         shutil.copytree(self.site, folder)
         return replace(self, site=folder)
 
@@ -135,33 +142,35 @@ class Toy:
         return self.site / "sglang"
 
     @property
-    def record(self) -> Path:
+    def dist_record(self) -> Path:
         return self.site / f"sglang-{VERSION}.dist-info" / "RECORD"
 
     def write_record(self) -> None:
-        info = self.record.parent.name
-        write(self.record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
+        info = self.dist_record.parent.name
+        write(self.dist_record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
         files = sorted(path for path in self.root.rglob("*.py"))
-        rows = [record.entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files]
+        rows = [
+            dist_record.record_entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files
+        ]
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
-        write(self.record, "\n".join(rows) + "\n")
+        write(self.dist_record, "\n".join(rows) + "\n")
 
     def write_patch(self, name: str, releases: str, kind: str = "mission", order: int = 0) -> None:
-        """Writes a patch record; `releases` is what it says of releases."""
+        """Writes a patch record; `releases` is the TOML of its release tables."""
         fields = ("title", "symptom", "cause", "drop_when")
         text = "".join(f'{field} = "{field} of {name}"\n' for field in fields)
         text += f'id = "{name}"\nkind = "{kind}"\norder = {order}\nupstream = "none"\n{releases}'
         write(self.releases / "patches" / f"{name}.toml", text)
 
     def pin(self, release: Path, path: str, symbol: str, digest: str | None) -> None:
-        """Makes a release want another text of a symbol; None: that the engine has none."""
+        """Makes a release expect `digest` for a symbol; None: expect the symbol to be absent."""
         file = release / "fingerprints.json"
         fingerprints = json.loads(file.read_text())
         fingerprints[path][symbol] = digest
         file.write_text(json.dumps(fingerprints))
 
     def make_fingerprints(self) -> None:
-        release = patches.load(VERSION, self.releases, self.trees, with_fingerprints=False)
+        release = patches.load_release(VERSION, self.releases, self.trees, with_fingerprints=False)
         target = release.folder / "fingerprints.json"
         target.write_text(json.dumps(fingerprints.make_fingerprints(self.engine(), release)))
 
@@ -169,7 +178,7 @@ class Toy:
         return find_engine(self.site)
 
     def release(self) -> patches.Release:
-        return patches.load(self.version, self.releases, self.trees)
+        return patches.load_release(self.version, self.releases, self.trees)
 
     def snapshot(self, mtimes: bool = True) -> dict:
         return snapshot(self.site, mtimes)
@@ -191,7 +200,7 @@ def snapshot(folder: Path, mtimes: bool = True) -> dict:
     return found
 
 
-# What an audit hook sees of every change to a file system.
+# The audit events of changes to a file system.
 CHANGES = {
     *("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.utime", "os.chmod", "os.chown"),
     *("os.link", "os.symlink", "os.truncate"),
@@ -204,8 +213,8 @@ def is_change(event: str, args: tuple) -> bool:
     return event in CHANGES
 
 
-def forked(work: Callable[[], int]) -> int:
-    """Runs `work` in a child process; its exit code, negative for the signal that killed it."""
+def run_forked(work: Callable[[], int]) -> int:
+    """Runs `work` in a child process; returns its exit code, negative if a signal killed it."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -216,5 +225,5 @@ def forked(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,16 +7,16 @@ import os
 import fleet as fleets
 import pytest
 
-from pd_harness.cluster import OF_RELEASE, why_not_here
+from pd_harness.cluster import RELEASE_ENV, skip_reason
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import device
 
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """A function from `stock` or `patched` to a process that forks ranks of that engine.
+    """A function that returns a process which forks ranks of the `stock` or `patched` engine.
 
-    They use base's NIXL, or the release that SGLANG_PD_NIXL or the caller names.
+    The ranks use the base environment's NIXL unless SGLANG_PD_NIXL or the caller names a release.
     """
 
     @functools.cache
@@ -30,32 +30,32 @@ def fork_server():
 def serve(fork_server):
     """A function that runs a fleet with the named engines on prefill and decode.
 
-    It skips the test where this device cannot run it.
+    The function skips the test if this device cannot run the fleet.
     """
 
     def run(
         fleet: fleets.Fleet, prefill: str = "patched", decode: str = "patched", memfabric: str = ""
     ):
-        if reason := why_not_here(fleet.backend, fleet.size, (prefill, decode)):
+        if reason := skip_reason(fleet.backend, fleet.size, (prefill, decode)):
             pytest.skip(reason)
         if fleet.backend == "ascend" and device() == "cpu":
             memfabric = memfabric or memfabric_for(decode)
-            fleets.prepare("memfabric", memfabric)
+            fleets.install_library("memfabric", memfabric)
         return fleets.running(fleet, fork_server(prefill), fork_server(decode), memfabric)
 
     return run
 
 
 @pytest.fixture()
-def note():
-    """A function that keeps, for `scripts/evidence.sh`, how a survivor learned of a fault.
+def record_fault():
+    """A function that records, for `scripts/evidence.sh`, how a survivor was notified of a fault.
 
-    It is called when the next request has been served.
+    Tests call the function after the next request has been served.
     """
 
     def keep(case: str, backend: str, answer: dict) -> None:
         said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
-        file = OF_RELEASE / "evidence" / "faults.jsonl"
+        file = RELEASE_ENV / "evidence" / "faults.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as out:
             row = {"case": case, "backend": backend, **said, "after": "right"}

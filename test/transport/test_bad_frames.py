@@ -1,27 +1,27 @@
-"""Messages that nobody of this release sends are dropped, and the next request is served.
+"""Ranks drop messages that no rank of this release sends, and serve the next request.
 
-0.5.9 has `test_fuzz` for it.
+`test_fuzz` covers this for 0.5.9.
 """
 
 import pytest
+from engine_release import SINCE_0_5_20
 from fleet import Fleet
-from lines import Line
-from of_release import IS_LATER
-from transfer_checks import BACKENDS, HANG_SECONDS, PAGES, assert_right
+from raw_socket import RawSocket
+from transfer_checks import BACKENDS, HANG_SECONDS, PAGES, assert_transfers
 
-from pd_harness.waiting import awaited
+from pd_harness.polling import wait_until
 
 pytestmark = [
     pytest.mark.transport,
-    pytest.mark.skipif(not IS_LATER, reason="0.5.9 has its own"),
+    pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 has its own"),
     pytest.mark.parametrize("backend", BACKENDS),
 ]
 
 GUARD = b"NixlMsgGuard"
-ENDS_STOCK = {"nixl": [b"hello"], "mooncake": [b"\xff\xfe"]}
-# With more frames than are looked at: its end in the log says that all before has been read.
-LAST_WORD = [b"x"] * 65
-BAD = [
+KILLS_STOCK_THREAD = {"nixl": [b"hello"], "mooncake": [b"\xff\xfe"]}
+# A message with too many frames; once it is logged, the rank has read all earlier messages.
+LAST_MESSAGE = [b"x"] * 65
+INVALID_MESSAGES = [
     [b""],
     [b"hello"],
     [b"\xff\xfe"],
@@ -53,35 +53,39 @@ BAD = [
 
 
 def messages(backend: str) -> list[list[bytes]]:
-    """Of NIXL also with the frame by which it knows its own."""
-    return [*BAD, *([GUARD, *message] for message in BAD)] if backend == "nixl" else BAD
+    """Returns the invalid messages; for NIXL also each behind NIXL's guard frame."""
+    return (
+        [*INVALID_MESSAGES, *([GUARD, *message] for message in INVALID_MESSAGES)]
+        if backend == "nixl"
+        else INVALID_MESSAGES
+    )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_they_are_dropped(serve, fork_server, backend, role):
+def test_invalid_messages_are_dropped(serve, fork_server, backend, role):
     log = fork_server("patched").log
     begins = log.stat().st_size
     with serve(Fleet(backend=backend)) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         (rank,) = getattr(servers, role)
         threads = rank.call("health")["threads"]
-        line = Line(rank)
-        line.send([*messages(backend), LAST_WORD])
-        dropped = f"Dropped a message of {len(LAST_WORD)} frames".encode()
-        assert awaited(lambda: dropped in log.read_bytes()[begins:], 10, pause=0.05)
-        line.close()
+        sock = RawSocket(rank)
+        sock.send([*messages(backend), LAST_MESSAGE])
+        dropped = f"Dropped a message of {len(LAST_MESSAGE)} frames".encode()
+        assert wait_until(lambda: dropped in log.read_bytes()[begins:], 10, pause=0.05)
+        sock.close()
         assert rank.call("health")["threads"] == threads
-        assert_right(servers)
+        assert_transfers(servers)
 
 
-def test_one_ends_stock_prefill(serve, backend):
+def test_invalid_message_kills_stock_prefill_thread(serve, backend):
     with serve(Fleet(v_width=4, backend=backend), "stock", "stock") as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         threads = len(servers.prefill[0].call("health")["threads"])
-        line = Line(servers.prefill[0])
-        line.send([ENDS_STOCK[backend]])
-        assert awaited(
+        sock = RawSocket(servers.prefill[0])
+        sock.send([KILLS_STOCK_THREAD[backend]])
+        assert wait_until(
             lambda: len(servers.prefill[0].call("health")["threads"]) < threads, 10, pause=0.05
         )
-        line.close()
+        sock.close()
         assert servers.request(*PAGES, seconds=HANG_SECONDS).state == "hang"

@@ -1,4 +1,4 @@
-"""NIXL: the first large request to a decode rank takes no longer than the next ones."""
+"""Over NIXL, the first large request to a decode rank takes no longer than later ones."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ import pytest
 from fleet import Fleet, Side
 from transfer_checks import assert_connected_early
 
-from pd_harness.waiting import in_time
+from pd_harness.polling import is_in_time
 
 pytestmark = pytest.mark.transport
 
 TCP = Side(environment={"UCX_TLS": "tcp"})
-SECONDS = 1.0  # that a byte takes to the other side
-TRIP = 2 * SECONDS  # there and back
-LARGE = (range(1, 41), range(2, 42))  # of single tokens' heads: 10,240 copies to each rank
+SECONDS = 1.0  # latency of each byte in one direction
+TRIP = 2 * SECONDS  # round trip
+LARGE = (range(1, 41), range(2, 42))  # 10,240 copies of a token's heads to each rank
 
 
-def test_decode_ranks_are_connected_to_when_they_register(serve):
+def test_decode_ranks_are_connected_at_registration(serve):
     with serve(Fleet(Side(), Side(tp=2))) as servers:
         assert_connected_early(servers)
 
@@ -31,8 +31,8 @@ def seconds(servers, pages: tuple) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["stock", "patched"])
-def test_over_a_slow_network(serve, engine):
-    """NIXL's threads have connected by then; stock's begin with the first write that is large."""
+def test_first_large_request_over_a_slow_network(serve, engine):
+    """NIXL's threads have connected early; stock's connect with the first large write."""
     environment = {"UCX_TLS": "tcp"}
     sides = (Side(environment=environment), Side(tp=2, environment=environment))
     with serve(
@@ -52,18 +52,18 @@ def test_over_a_slow_network(serve, engine):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_is_gone_meanwhile_holds_up_no_other(serve, how):
+def test_peer_lost_while_connecting_does_not_delay_others(serve, how):
     with serve(Fleet(TCP, TCP)) as servers:
-        (first,), (other,) = servers.decode, servers.more("decode")
+        (first,), (other,) = servers.decode, servers.start_another("decode")
         first.call("slow_connections", seconds=5 * SECONDS)
-        first.call("begin", room=9001)
-        time.sleep(SECONDS)  # it has registered by then, and nothing has come back over NIXL
+        first.call("start_request", room=9001)
+        time.sleep(SECONDS)  # now it has registered, and NIXL has received nothing from it
         os.kill(first.pid, how)
         try:
             for _ in range(3):
                 (outcome,) = servers.requests_at_once([(other, [1], [1])])
                 assert outcome.state == "right", outcome
-                assert in_time(outcome.decode[0]["seconds"], 3), outcome
+                assert is_in_time(outcome.decode[0]["seconds"], 3), outcome
         finally:
             if how == signal.SIGSTOP:
                 os.kill(first.pid, signal.SIGCONT)

@@ -1,9 +1,10 @@
-"""The `ascend` backend over each MemFabric that is tried; the other tests use the newest.
+"""The `ascend` backend over each MemFabric release; the other tests use the newest.
 
-With SGLANG_PD_MEMFABRIC=VERSION in the environment all tests of `ascend` run over that one.
+With SGLANG_PD_MEMFABRIC=VERSION in the environment, all `ascend` tests use that release.
 
-Which MemFabric serves with which engine is kept for docs/memfabric.md, which is then made by
-`python -m sglang_pd.doctor.memfabric_page .pd-env/*/evidence/memfabric/*.json`.
+The tests record which MemFabric release works with which engine. From these records,
+`python -m sglang_pd.doctor.memfabric_page .pd-env/*/evidence/memfabric/*.json` makes
+docs/memfabric.md.
 """
 
 import contextlib
@@ -11,10 +12,10 @@ from collections.abc import Iterator
 
 import fleet as fleets
 import pytest
-from topologies import ASCEND
 from transfer_checks import REQUESTS
+from transport_cases import ASCEND
 
-from pd_harness.cluster import OF_RELEASE
+from pd_harness.cluster import RELEASE_ENV
 from pd_harness.cpu_host.memfabric import MAY_HANG, RELEASES
 from pd_harness.device import device
 from pd_harness.releases import release
@@ -29,20 +30,24 @@ pytestmark = [
     ),
 ]
 
-OUTCOMES = {"right": "right", "hang": "hangs"}  # all else fails
+OUTCOMES = {"right": "right", "hang": "hangs"}  # any other state is "fails"
 ATTEMPTS = 4
 ENGINES = [("patched", "patched"), ("stock", "patched"), ("patched", "stock"), ("stock", "stock")]
 
 
 @pytest.fixture(params=RELEASES)
 def memfabric(request) -> str:
-    fleets.prepare("memfabric", request.param)
+    fleets.install_library("memfabric", request.param)
     return request.param
 
 
 @contextlib.contextmanager
-def served(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers]:
-    """A fleet that has ended a first request, however that was."""
+def after_first_request(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers]:
+    """Runs a fleet that has finished a first request; starts another one if the request hangs.
+
+    After the last attempt, which is the first for releases outside `MAY_HANG`, the request may
+    have hung.
+    """
     attempts = ATTEMPTS if memfabric in MAY_HANG else 1
     for attempt in range(1, attempts + 1):
         with serve(ASCEND[name], *engines, memfabric) as servers:
@@ -54,14 +59,14 @@ def served(serve, memfabric: str, name: str, engines) -> Iterator[fleets.Servers
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", ["mla", "tp2_to_1"])
-def test_an_engine_and_memfabric(serve, memfabric, name, engines):
-    """Fleets that stock serves as far as layouts go; only a decode rank's session id counts."""
-    with served(serve, memfabric, name, engines) as servers:
+def test_engine_over_memfabric_release(serve, memfabric, name, engines):
+    """Stock supports these layouts, so the result depends on the decode rank's session id only."""
+    with after_first_request(serve, memfabric, name, engines) as servers:
         requests = [servers.request(*pages, seconds=20) for pages in REQUESTS]
     states = {outcome.state for outcome in requests}
     outcome = OUTCOMES.get(states.pop(), "fails") if len(states) == 1 else "fails"
     if engines[0] == engines[1]:
-        keep(Run(memfabric, release(), engines[0] == "patched", name, outcome))
+        save_outcome(Run(memfabric, release(), engines[0] == "patched", name, outcome))
     known = table().outcome(memfabric, release(), engines[1] == "patched")
     expected = "right" if engines[1] == "patched" else known
     assert outcome == expected, requests
@@ -69,14 +74,14 @@ def test_an_engine_and_memfabric(serve, memfabric, name, engines):
 
 @pytest.mark.parametrize("name", ["fia_tp2_to_1", "mla_index_keys_draft_unequal", "mla_2_2_3"])
 def test_transfers(serve, memfabric, name):
-    with served(serve, memfabric, name, ["patched", "patched"]) as servers:
+    with after_first_request(serve, memfabric, name, ["patched", "patched"]) as servers:
         for request in REQUESTS:
             outcome = servers.request(*request)
             assert outcome.state == "right", outcome
 
 
-def keep(run: Run) -> None:
-    folder = OF_RELEASE / "evidence" / "memfabric"
+def save_outcome(run: Run) -> None:
+    folder = RELEASE_ENV / "evidence" / "memfabric"
     folder.mkdir(parents=True, exist_ok=True)
     side = "patched" if run.patched else "stock"
     (folder / f"{run.memfabric}-{side}-{run.fleet}.json").write_text(as_json([run]))

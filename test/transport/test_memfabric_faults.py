@@ -1,4 +1,4 @@
-"""Faults that only the real MemFabric can show, over a driver that fails or is slow when asked."""
+"""Faults of the real MemFabric over a driver stub that fails or slows down on demand."""
 
 import os
 import signal
@@ -8,34 +8,34 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fleet import Fleet, Side
-from topologies import ascend
-from transfer_checks import PAGES, assert_failed, assert_right
+from transfer_checks import PAGES, assert_failed, assert_transfers
+from transport_cases import ascend
 
-from pd_harness.cpu_host.memfabric import DEFAULT
-from pd_harness.device import await_peers, device
-from pd_harness.waiting import awaited, in_time
+from pd_harness.cpu_host.memfabric import DEFAULT_MEMFABRIC
+from pd_harness.device import device, wait_for_memfabric_peers
+from pd_harness.polling import is_in_time, wait_until
 
 pytestmark = [
     pytest.mark.transport,
     pytest.mark.skipif(device() != "cpu", reason="a real driver fails when it likes"),
 ]
 
-# To the pages of PAGES, which the next request overwrites; none merges with its neighbour.
+# Writes to the pages of PAGES, which the next request overwrites; no two copies merge.
 SCATTERED = ([1, 3, 5, 7], [7, 5, 6, 4], [2, 2])
-SLOW = "slow 20000\n"  # microseconds a copy
+SLOW = "slow 20000\n"  # microseconds per copy
 CUT = "fail 0\n"
 CUT_SECONDS = 2
-BACK_WITHIN = 5
-AT_ONCE = 4  # decode servers; their sessions are dealt to four workers
+RECOVERY_SECONDS = 5
+DECODE_SERVERS = 4  # one session for each of prefill's four workers
 ROUNDS = 10
 STARTED_TOGETHER = 5
-# Files, and threads, that MemFabric does not give back when a decode rank is gone.
-KEPT_FOR_EACH = 8
+# Files, and threads, that MemFabric does not release when a decode rank is lost.
+MAX_LEAK_PER_RANK = 8
 
 
 @pytest.fixture()
 def fault(tmp_path):
-    """A file that, while it is there, says how copies of prefill's driver go wrong."""
+    """A file that, while it exists, says how copies of prefill's driver fail."""
     return tmp_path / "fault"
 
 
@@ -49,35 +49,37 @@ def mla(fault) -> Fleet:
 
 @pytest.mark.parametrize("make", [gqa, mla])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_copy_that_fails_in_the_driver(serve, fault, make, after):
-    """It fails its request on both sides, and the next one is right, soon."""
+def test_failing_driver_copy_fails_only_its_request(serve, fault, make, after):
+    """The copy fails its request on both sides; within 5 s another request is right."""
     with serve(make(fault)) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         fault.write_text(f"fail {after}\n")
         assert_failed(servers.request(*SCATTERED), "")
         fault.unlink()
-        assert awaited(lambda: servers.request(*PAGES).state == "right", BACK_WITHIN, pause=0.1)
-        assert_right(servers)
+        assert wait_until(
+            lambda: servers.request(*PAGES).state == "right", RECOVERY_SECONDS, pause=0.1
+        )
+        assert_transfers(servers)
 
 
-def test_a_link_that_is_cut_for_two_seconds(serve, fault):
-    """Requests come all the time; within 5 s of the cut's end they are served again."""
+def test_recovers_from_a_link_outage(serve, fault):
+    """Requests arrive all the time, and are served again within 5 s of the end of the cut."""
     with serve(gqa(fault)) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         fault.write_text(CUT)
         begun = time.monotonic()
         while time.monotonic() - begun < CUT_SECONDS:
             assert servers.request(*PAGES).state == "failed"
         fault.unlink()
         begun = time.monotonic()
-        assert awaited(lambda: servers.request(*PAGES).state == "right", 60, pause=0.05)
-        assert in_time(time.monotonic() - begun, BACK_WITHIN)
-        assert_right(servers)
+        assert wait_until(lambda: servers.request(*PAGES).state == "right", 60, pause=0.05)
+        assert is_in_time(time.monotonic() - begun, RECOVERY_SECONDS)
+        assert_transfers(servers)
 
 
-def test_decode_is_killed_in_the_middle_of_a_batch(serve, fault):
+def test_decode_killed_in_mid_batch(serve, fault):
     with serve(gqa(fault)) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         for _ in range(2):
             fault.write_text(SLOW)
             (dying,) = servers.pids("decode")
@@ -85,78 +87,80 @@ def test_decode_is_killed_in_the_middle_of_a_batch(serve, fault):
             outcome = servers.request(*SCATTERED)
             (prefill,), (decode,) = outcome.prefill, outcome.decode
             assert (prefill["state"], decode["state"]) == ("failed", "died"), outcome
-            assert in_time(prefill["seconds"], 10), outcome
+            assert is_in_time(prefill["seconds"], 10), outcome
             fault.unlink()
             servers.start("decode")
-            assert_right(servers)
+            assert_transfers(servers)
 
 
 def requests_to(decodes: list) -> list:
-    """A request of two pages to each."""
+    """Returns a request of two pages to each decode rank, for `Servers.requests_at_once`."""
     return [(rank, [2 * i, 2 * i + 1], [5, 3]) for i, rank in enumerate(decodes)]
 
 
-def more_decodes(servers, count: int) -> list:
+def start_decodes(servers, count: int) -> list:
     with ThreadPoolExecutor(count) as pool:
-        return [rank for (rank,) in pool.map(lambda _: servers.more("decode"), range(count))]
+        return [
+            rank for (rank,) in pool.map(lambda _: servers.start_another("decode"), range(count))
+        ]
 
 
-def assert_all_right(servers, decodes: list) -> None:
+def assert_all_transfer(servers, decodes: list) -> None:
     for outcome in servers.requests_at_once(requests_to(decodes)):
         assert outcome.state == "right", outcome
 
 
-releases = pytest.mark.parametrize(
-    "memfabric", [DEFAULT, pytest.param("1.0.8", marks=pytest.mark.nightly)]
+memfabric_releases = pytest.mark.parametrize(
+    "memfabric", [DEFAULT_MEMFABRIC, pytest.param("1.0.8", marks=pytest.mark.nightly)]
 )
 
 
-@releases
-def test_first_writes_to_new_decode_servers_at_once(serve, fault, memfabric):
-    """Workers then make themselves known to several peers at the same time."""
+@memfabric_releases
+def test_concurrent_first_writes_to_new_decode_servers(serve, fault, memfabric):
+    """The workers connect to several peers at the same time."""
     with serve(gqa(fault), memfabric=memfabric) as servers:
-        decodes = more_decodes(servers, AT_ONCE - 1)
-        await_peers(memfabric)
-        assert_all_right(servers, [*decodes, *servers.decode])
-        assert_right(servers)
+        decodes = start_decodes(servers, DECODE_SERVERS - 1)
+        wait_for_memfabric_peers(memfabric)
+        assert_all_transfer(servers, [*decodes, *servers.decode])
+        assert_transfers(servers)
 
 
-def test_a_decode_server_starts_while_all_workers_write(serve, fault):
+def test_decode_server_starts_while_all_workers_write(serve, fault):
     with serve(gqa(fault)) as servers:
-        writing = [*more_decodes(servers, AT_ONCE - 1), *servers.decode]
-        assert_all_right(servers, writing)
+        writing = [*start_decodes(servers, DECODE_SERVERS - 1), *servers.decode]
+        assert_all_transfer(servers, writing)
         fault.write_text("slow 100000\n")
         with ThreadPoolExecutor(1) as pool:
             busy = pool.submit(servers.requests_at_once, requests_to(writing))
             time.sleep(0.2)
-            new = servers.more("decode")
+            new = servers.start_another("decode")
             assert not busy.done()
             for outcome in busy.result():
                 assert outcome.state == "right", outcome
         fault.unlink()
-        assert_all_right(servers, new)
+        assert_all_transfer(servers, new)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("memfabric", [DEFAULT, "1.0.8"])
-def test_decode_servers_that_come_and_go(serve, fault, memfabric):
-    """Fifty against one prefill server. MemFabric keeps its connections and threads to each."""
+@pytest.mark.parametrize("memfabric", [DEFAULT_MEMFABRIC, "1.0.8"])
+def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
+    """Restarts decode fifty times; MemFabric keeps its connections and threads of each."""
     with serve(gqa(fault), memfabric=memfabric) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         (pid,) = servers.pids("prefill")[1:]
-        before = held(pid)
+        before = open_files_and_threads(pid)
         for _ in range(ROUNDS):
-            decodes = more_decodes(servers, STARTED_TOGETHER)
-            await_peers(memfabric)
-            assert_all_right(servers, decodes)
+            decodes = start_decodes(servers, STARTED_TOGETHER)
+            wait_for_memfabric_peers(memfabric)
+            assert_all_transfer(servers, decodes)
             for rank in decodes:
                 os.kill(rank.pid, signal.SIGKILL)
-            assert_right(servers)
-        kept = [now - then for now, then in zip(held(pid), before)]
-        assert max(kept) < KEPT_FOR_EACH * ROUNDS * STARTED_TOGETHER, kept
+            assert_transfers(servers)
+        kept = [now - then for now, then in zip(open_files_and_threads(pid), before)]
+        assert max(kept) < MAX_LEAK_PER_RANK * ROUNDS * STARTED_TOGETHER, kept
 
 
-def held(pid: int) -> tuple[int, int]:
-    """Open files, and threads of any language."""
+def open_files_and_threads(pid: int) -> tuple[int, int]:
+    """Returns a process's counts of open files and of threads, also those outside of Python."""
     return tuple(len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))

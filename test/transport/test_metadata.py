@@ -1,6 +1,6 @@
-"""A request's metadata, each byte of each slot, where only one side has a draft model.
+"""Every byte of a request's metadata slot, also if only one side has a draft model.
 
-That side's rows of hidden states are as wide as the model, the other's hold 16 floats.
+The side with a draft has rows of hidden states as wide as the model; the other's hold 16 floats.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ FLEETS = {
     "prefill_tp2_to_1": Fleet(Side(tp=2, draft_layers=1), Side()),
     "decode_tp1_to_2": Fleet(Side(), Side(tp=2, draft_layers=1)),
 }
-# Slots 1 to 7 and 0 of decode, then 1 again. Narrow rows have room for a wide one's slot 1.
+# Uses decode's slots 1 to 7, 0 and 1 again. Slot 1 of wide rows lies within narrow rows' memory.
 ROOM, REQUESTS = 6, 9
 
 
-def over(backend, fleet):
-    """V as wide as K for stock; `mooncake_tcp` sends metadata as messages."""
+def with_backend(backend, fleet):
+    """Sets the backend, and V as wide as K for stock; `mooncake_tcp` sends metadata as messages."""
     tcp = {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"} if backend == "mooncake_tcp" else {}
     sides = {
         role: dataclasses.replace(getattr(fleet, role), environment=tcp)
@@ -44,24 +44,25 @@ def outcomes(servers, requests=REQUESTS):
 
 @pytest.mark.parametrize("name", FLEETS)
 def test_metadata(serve, backend, name):
-    with serve(over(backend, FLEETS[name])) as servers:
+    with serve(with_backend(backend, FLEETS[name])) as servers:
         assert {outcome.state for outcome in outcomes(servers)} == {"right"}
 
 
 @pytest.mark.parametrize("name", ["both", "prefill", "decode"])
-def test_stock_decode(serve, backend, name):
-    """It does not say how wide its rows are; its pointers tell whether it has a draft."""
-    with serve(over(backend, FLEETS[name]), "patched", "stock") as servers:
+def test_metadata_with_stock_decode(serve, backend, name):
+    """Stock decode sends no row widths, but its pointers show whether it has a draft."""
+    with serve(with_backend(backend, FLEETS[name]), "patched", "stock") as servers:
         assert {outcome.state for outcome in outcomes(servers)} == {"right"}
 
 
 @pytest.mark.parametrize("decode", ["stock", "patched"])
-def test_stock_prefill_writes_other_slots(serve, backend, decode):
-    """Its narrow rows by their own width. (With a draft on prefill alone stock sends no KV.)
+def test_stock_prefill_writes_to_other_slots(serve, backend, decode):
+    """Stock prefill computes offsets with its own narrow row width.
 
-    A patched decode rank can tell only where they come as messages.
+    A patched decode rank can correct this only if the metadata arrive as messages. With a draft
+    on prefill only, stock sends no KV.
     """
-    with serve(over(backend, FLEETS["decode"]), "stock", decode) as servers:
+    with serve(with_backend(backend, FLEETS["decode"]), "stock", decode) as servers:
         outcome = outcomes(servers, 1)[0]
     if (backend, decode) == ("mooncake_tcp", "patched"):
         assert outcome.state == "right", outcome

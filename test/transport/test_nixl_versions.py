@@ -1,28 +1,28 @@
-"""The NIXL backend over other releases of NIXL than the newest, which the other tests use.
+"""The NIXL backend over older releases of NIXL; the other tests use the newest one.
 
-With SGLANG_PD_NIXL=VERSION in the environment, all transport tests run over that one.
+With SGLANG_PD_NIXL=VERSION in the environment, all transport tests use that release.
 """
 
 import pytest
-from fleet import Fleet, Side, why_without_ucx
-from of_release import IS_LATER
-from reasons import CUT, FAILING
+from engine_release import SINCE_0_5_20
+from error_texts import CONNECTION_CUT, TRANSFER_FAILURES
+from fleet import Fleet, Side, missing_ucx_reason
 from transfer_checks import (
     PAGES,
     REQUESTS,
     assert_connected_early,
     assert_failed,
-    assert_ranks_may_join,
-    assert_right,
-    assert_served_again,
-    of_first,
+    assert_ranks_can_join_while_sending,
+    assert_recovers,
+    assert_transfers,
+    only_0_5_9,
 )
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
-# 0.9 holds the GIL in each of its calls. 1.0 and 1.1 do not, and cannot be asked to synchronise
-# their callers; later ones can, and later engines start with no other.
-VERSIONS = ["1.2.0", "1.3.2"] if IS_LATER else ["0.9.0", "1.0.1", "1.1.0"]
+# NIXL 0.9 holds the GIL during its calls. 1.0 and 1.1 do not, and have no option to synchronize
+# their callers. Later NIXL releases have one, and later engines require it.
+VERSIONS = ["1.2.0", "1.3.2"] if SINCE_0_5_20 else ["0.9.0", "1.0.1", "1.1.0"]
 
 
 @pytest.fixture(params=VERSIONS)
@@ -32,11 +32,11 @@ def version(request) -> str:
 
 @pytest.fixture()
 def fork_server(fork_server, version):
-    """Ranks use this release of NIXL. Skips where its plug-in for UCX cannot be loaded."""
+    """Makes ranks use this NIXL release; skips the test if its UCX plug-in cannot be loaded."""
 
     def of(engine: str):
-        if why := why_without_ucx(version):
-            pytest.skip(why)
+        if reason := missing_ucx_reason(version):
+            pytest.skip(reason)
         return fork_server(engine, version)
 
     return of
@@ -65,33 +65,33 @@ def test_transfers(serve, version, name):
         for rank in (*servers.prefill, *servers.decode):
             assert f"/nixl/{version}/" in rank.call("nixl")["file"]
         for request in REQUESTS:
-            assert_right(servers, request)
+            assert_transfers(servers, request)
 
 
 @pytest.mark.parametrize("how", ["status", "late status"])
-def test_a_failing_transfer_fails_its_request_alone(serve, how):
+def test_failing_transfer_fails_only_its_request(serve, how):
     with serve(Fleet()) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         servers.prefill[0].call("plan_faults", how=how, at=[2])
-        assert_failed(servers.request(*PAGES), FAILING["nixl", how])
-        assert_right(servers)
+        assert_failed(servers.request(*PAGES), TRANSFER_FAILURES["nixl", how])
+        assert_transfers(servers)
 
 
-def test_a_live_peer_is_connected_again(serve):
+def test_lost_connections_are_restored(serve):
     with serve(Fleet()) as servers:
-        assert_right(servers)
+        assert_transfers(servers)
         for cutting in (*servers.prefill, *servers.decode):
             assert cutting.call("cut_connections")["cut"]
-            if IS_LATER and (outcome := servers.request(*PAGES)).state != "right":
-                assert_failed(outcome, CUT["nixl"])
-            assert_served_again(servers)
+            if SINCE_0_5_20 and (outcome := servers.request(*PAGES)).state != "right":
+                assert_failed(outcome, CONNECTION_CUT["nixl"])
+            assert_recovers(servers)
 
 
-def test_decode_ranks_are_connected_to_when_they_register(serve):
+def test_decode_ranks_are_connected_at_registration(serve):
     with serve(Fleet(Side(), Side(tp=2))) as servers:
         assert_connected_early(servers)
 
 
-@of_first("later agents of NIXL lock themselves")
+@only_0_5_9("later agents of NIXL lock themselves")
 def test_decode_ranks_join_while_transfers_run(serve):
-    assert_ranks_may_join(serve)
+    assert_ranks_can_join_while_sending(serve)

@@ -1,4 +1,4 @@
-"""A room id that comes again is a new request; a decode rank that registers again is a new peer."""
+"""A reused room id is a new request; a decode rank that registers again is a new peer."""
 
 from __future__ import annotations
 
@@ -7,123 +7,129 @@ from contextlib import closing
 from itertools import count
 
 import pytest
+from engine_release import SINCE_0_5_20, without_extension_frames
+from error_texts import ABORTED, DECODE_ABORTED
 from fleet import Fleet, Outcome, Servers
-from lines import DST, Line, await_read, recorded
-from of_release import IS_LATER, as_stocks
-from rank_faults import ERROR
-from reasons import ABORTED, GIVEN_UP
-from transfer_checks import BACKENDS, assert_failed, eventually, few
+from rank_faults import INJECTED_ERROR
+from raw_socket import DST, RawSocket, await_read, recorded_messages
+from transfer_checks import BACKENDS, assert_eventually, assert_failed, nightly_except
 
-from pd_harness.waiting import in_time
+from pd_harness.polling import is_in_time
 
 pytestmark = pytest.mark.transport
 
 ROOM, OTHER = 900, 901
-# Places in what `Rank.messages` records of decode.
+# Indices into decode's messages as `Rank.record_messages` returns them.
 OPENED, ABORT, NOT_OPENED = 1, 2, 3
 SRC = [9, 2, 3, 7]
 
 
 def prefill_first(servers: Servers) -> Outcome:
-    """One more request of this room, which comes to prefill before decode asks for it."""
-    servers.prefill[0].call("begin", room=ROOM)
-    return served(servers)
+    """Sends another request of the room, which reaches prefill before decode opens it."""
+    servers.prefill[0].call("start_request", room=ROOM)
+    return request_room(servers)
 
 
 def decode_first(servers: Servers) -> Outcome:
-    """The same the other way round."""
+    """Sends another request of the room, which decode opens before it reaches prefill."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     with ThreadPoolExecutor(1) as pool:
-        arrives = servers.fleet.arriving(servers._layers(decode))
+        arrives = servers.fleet.arriving_layers(servers._layers(decode))
         asked = {"room": ROOM, "pages": DST, "arrives": arrives, "leave_out": 0, "seconds": 20}
         receiving = pool.submit(decode.timed, "receive", **asked)
-        eventually(lambda: prefill.call("kept")["transfer_infos"] > 0 or receiving.done(), True)
+        assert_eventually(
+            lambda: prefill.call("room_counts")["transfer_infos"] > 0 or receiving.done(), True
+        )
         sent = prefill.timed("send", room=ROOM, pages=SRC, chunks=[2, 2], seconds=20)
         got = receiving.result()
     state = "right" if sent["state"] == "success" else sent["state"]
     return Outcome(got["state"] if state == "right" else state, (sent,), (got,))
 
 
-def served(servers: Servers, room: int = ROOM) -> Outcome:
+def request_room(servers: Servers, room: int = ROOM) -> Outcome:
     servers._rooms = count(room)
     return servers.request(SRC, DST, [2, 2])
 
 
-def end(servers: Servers, rank, by_decode: bool = True) -> None:
-    """The room has failed there, given up by one side."""
-    is_told = rank is servers.prefill[0] and by_decode
-    said = GIVEN_UP[servers.fleet.backend] if is_told else ABORTED
-    answer = rank.timed("end", room=ROOM, seconds=10)
+def assert_aborted(servers: Servers, rank, by_decode: bool = True) -> None:
+    """Asserts that the room has failed on this rank because one side aborted it."""
+    is_notified = rank is servers.prefill[0] and by_decode
+    said = DECODE_ABORTED[servers.fleet.backend] if is_notified else ABORTED
+    answer = rank.timed("wait_for_room", room=ROOM, seconds=10)
     assert answer["state"] == "failed" and said in answer["reason"], answer
-    assert in_time(answer["seconds"], 4), answer
+    assert is_in_time(answer["seconds"], 4), answer
 
 
-def asked(servers: Servers) -> None:
-    """A request that waits for prefill to compute it."""
+def open_request(servers: Servers) -> None:
+    """Opens a request on both sides; it waits until prefill computes it."""
     (prefill,), (decode,) = servers.prefill, servers.decode
-    prefill.call("begin", room=ROOM)
-    decode.call("ask", room=ROOM, pages=DST)
-    eventually(lambda: prefill.call("kept")["transfer_infos"], 1)
+    prefill.call("start_request", room=ROOM)
+    decode.call("open_room", room=ROOM, pages=DST)
+    assert_eventually(lambda: prefill.call("room_counts")["transfer_infos"], 1)
 
 
 def prefill_aborts(servers: Servers) -> None:
-    asked(servers)
+    open_request(servers)
     for rank in (servers.prefill[0], servers.decode[0]):
         if rank is servers.prefill[0]:
             rank.call("abort", room=ROOM)
-        end(servers, rank, by_decode=False)
+        assert_aborted(servers, rank, by_decode=False)
 
 
 def decode_aborts(servers: Servers) -> None:
-    asked(servers)
+    open_request(servers)
     servers.decode[0].call("abort", room=ROOM)
     for rank in (servers.prefill[0], servers.decode[0]):
-        end(servers, rank)
+        assert_aborted(servers, rank)
 
 
-def decode_aborts_before_it_asks(servers: Servers) -> None:
-    """And prefill has its request."""
+def decode_aborts_before_metadata(servers: Servers) -> None:
+    """Aborts on decode when prefill has the request but no metadata."""
     for rank in (servers.prefill[0], servers.decode[0]):
-        rank.call("begin", room=ROOM)
+        rank.call("start_request", room=ROOM)
     servers.decode[0].call("abort", room=ROOM)
     for rank in (servers.decode[0], servers.prefill[0]):
-        end(servers, rank)
+        assert_aborted(servers, rank)
 
 
-def a_write_fails(servers: Servers) -> None:
+def transfer_fails(servers: Servers) -> None:
     servers.prefill[0].call("plan_faults", how="exception", at=[2])
-    assert_failed(served(servers), ERROR)
+    assert_failed(request_room(servers), INJECTED_ERROR)
 
 
-FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_it_asks, a_write_fails]
+FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_metadata, transfer_fails]
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("fail", few(FAILURES, decode_aborts_before_it_asks, a_write_fails))
-@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
-def test_a_room_that_failed_comes_again(serve, backend, fail, again):
+@pytest.mark.parametrize(
+    "fail", nightly_except(FAILURES, decode_aborts_before_metadata, transfer_fails)
+)
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+def test_failed_room_id_can_be_reused(serve, backend, fail, again):
     with serve(Fleet(backend=backend)) as servers:
-        assert served(servers, OTHER).state == "right"
+        assert request_room(servers, OTHER).state == "right"
         for _ in range(2):
             fail(servers)
             outcome = again(servers)
             assert outcome.state == "right", outcome
-        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0, 0])
+        assert_eventually(lambda: [sum(kept.values()) for kept in servers.room_counts()], [0, 0])
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
-@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
-def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve, backend, again):
-    """Decode gave it up; whether prefill's is yet to come or never will, nobody can know."""
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
+def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again):
+    """Decode aborts a room whose request may still reach prefill, or never will."""
     with serve(Fleet(backend=backend)) as servers:
-        assert served(servers, OTHER).state == "right"
-        servers.decode[0].call("begin", room=ROOM)
+        assert request_room(servers, OTHER).state == "right"
+        servers.decode[0].call("start_request", room=ROOM)
         servers.decode[0].call("abort", room=ROOM)
-        end(servers, servers.decode[0])
-        if not IS_LATER:  # which know nothing of it
-            eventually(lambda: servers.prefill[0].call("knows_aborted", room=ROOM), True)
-        # What decode has said before is read by then.
-        assert served(servers, OTHER + 1).state == "right"
+        assert_aborted(servers, servers.decode[0])
+        if not SINCE_0_5_20:  # later releases do not remember such an abort
+            assert_eventually(
+                lambda: servers.prefill[0].call("is_aborted_before_request", room=ROOM), True
+            )
+        # Prefill has read decode's earlier messages once this request is served.
+        assert request_room(servers, OTHER + 1).state == "right"
         outcome = again(servers)
         if outcome.state != "right":
             assert_failed(outcome, ABORTED)
@@ -131,29 +137,29 @@ def test_a_request_that_never_came_fails_the_next_of_its_room_at_most_once(serve
         assert outcome.state == "right", outcome
 
 
-def test_the_end_of_a_room_is_no_write_of_the_next_of_its_number(serve):
-    """Mooncake: it waits in the queue of the rank, behind what is written."""
+def test_conclusion_does_not_write_to_a_reused_room(serve):
+    """With Mooncake, a conclusion waits in the rank's queue behind its writes."""
     with serve(Fleet(backend="mooncake")) as servers:
-        assert served(servers, OTHER).state == "right"
+        assert request_room(servers, OTHER).state == "right"
         again = []
         for room in (910, 911, 912):
-            messages = recorded(servers.decode[0], room)
+            messages = recorded_messages(servers.decode[0], room)
             again += [messages[OPENED], messages[ABORT], messages[OPENED]]
         servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=1.5)
-        with ThreadPoolExecutor(1) as pool, closing(Line(servers.prefill[0])) as line:
-            writing = pool.submit(served, servers)
-            line.send(again)
+        with ThreadPoolExecutor(1) as pool, closing(RawSocket(servers.prefill[0])) as sock:
+            writing = pool.submit(request_room, servers)
+            sock.send(again)
             assert writing.result().state == "right"
-        outcome = served(servers)
+        outcome = request_room(servers)
         assert outcome.state == "right", outcome
 
 
-def registered_anew(servers: Servers, registration: list[bytes]) -> Line:
-    """This decode rank's registration is that one now."""
-    line = Line(servers.prefill[0])
-    line.send([registration])
-    await_read(line, servers.decode[0], 0, NOT_OPENED)
-    return line
+def register_again(servers: Servers, registration: list[bytes]) -> RawSocket:
+    """Replaces the decode rank's registration on prefill; returns the socket that sent it."""
+    sock = RawSocket(servers.prefill[0])
+    sock.send([registration])
+    await_read(sock, servers.decode[0], 0, NOT_OPENED)
+    return sock
 
 
 @pytest.mark.parametrize(
@@ -161,32 +167,32 @@ def registered_anew(servers: Servers, registration: list[bytes]) -> Line:
     [[], [b"1"], [b"a fork's own", b"\1\2\3"], [b"", b"", b"16"]],
     ids=["stock", "a_number", "two", "three"],
 )
-@pytest.mark.parametrize("backend", few(BACKENDS))
-def test_a_server_without_our_description_takes_anothers_place(serve, backend, trailing):
-    """At the same address, as stock or a fork of it: it is served as stock is."""
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS))
+def test_stock_decode_replaces_a_patched_one(serve, backend, trailing):
+    """A stock engine, or a fork of it, registers at the same address and is served like stock."""
     with serve(Fleet(backend=backend, v_width=4)) as servers:
-        assert served(servers, OTHER).state == "right"
-        registration = recorded(servers.decode[0], ROOM)[0]
-        registered_anew(servers, as_stocks(registration) + trailing).close()
+        assert request_room(servers, OTHER).state == "right"
+        registration = recorded_messages(servers.decode[0], ROOM)[0]
+        register_again(servers, without_extension_frames(registration) + trailing).close()
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
-        outcome = served(servers)
+        outcome = request_room(servers)
         assert outcome.prefill[0]["state"] == outcome.decode[0]["state"] == "failed", outcome
-        if backend == "mooncake" and not IS_LATER:  # which does not tell stock why
-            assert "it does not say why" in outcome.decode[0]["reason"], outcome
-        outcome = served(servers)
+        if backend == "mooncake" and not SINCE_0_5_20:  # 0.5.9 sends stock decode no reason
+            assert "no reason given" in outcome.decode[0]["reason"], outcome
+        outcome = request_room(servers)
         assert outcome.state == "right", outcome
-        registered_anew(servers, registration).close()
+        register_again(servers, registration).close()
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
-        assert_failed(served(servers), ERROR)
-        assert served(servers).state == "right"
+        assert_failed(request_room(servers), INJECTED_ERROR)
+        assert request_room(servers).state == "right"
 
 
 @pytest.mark.parametrize(
     "backend, what", [("nixl", "plan"), ("nixl", "connect"), ("mooncake", "plan")]
 )
-def test_a_registration_that_failed_once_is_tried_again(serve, backend, what):
+def test_failed_registration_is_retried(serve, backend, what):
     with serve(Fleet(backend=backend)) as servers:
-        assert servers.prefill[0].call("fail_once", what=what) == {"state": "planned"}
+        assert servers.prefill[0].call("fail_next_registration", what=what) == {"state": "planned"}
         for _ in range(2):
-            outcome = served(servers)
+            outcome = request_room(servers)
             assert outcome.state == "right", outcome

@@ -1,9 +1,17 @@
-"""Every byte of every decode rank, over real NIXL (UCX) and real Mooncake (TCP)."""
+"""Transfers over NIXL (UCX), Mooncake (TCP) and MemFabric; every byte on decode is compared."""
 
 import pytest
+from engine_release import SINCE_0_5_20, slow_memfabric_marks, with_marks
 from fleet import Fleet, Side
-from of_release import IS_LATER, slow_to_meet, with_marks
-from topologies import (
+from transfer_checks import (
+    HANG_SECONDS,
+    REQUESTS,
+    assert_ranks_can_join_while_sending,
+    nightly_except,
+    only_0_5_9,
+    sampled_for_other_releases,
+)
+from transport_cases import (
     ASCEND,
     HEADS,
     MOONCAKE,
@@ -11,18 +19,10 @@ from topologies import (
     STOCK,
     STOCK_NARROWER_V,
     ascend,
-    changed,
     same_widths,
     tp,
     with_environment,
-)
-from transfer_checks import (
-    HANG_SECONDS,
-    REQUESTS,
-    assert_ranks_may_join,
-    every_second,
-    few,
-    of_first,
+    with_fields,
 )
 
 from pd_harness.device import device
@@ -30,18 +30,18 @@ from pd_harness.device import device
 pytestmark = pytest.mark.transport
 
 
-def assert_all_right(servers, requests=REQUESTS):
+def assert_all_transfer(servers, requests=REQUESTS):
     for src, dst, chunks in requests:
         outcome = servers.request(src, dst, chunks)
         assert outcome.state == "right", (src, dst, chunks, outcome)
-    for kept in servers.kept():
+    for kept in servers.room_counts():
         assert set(kept.values()) == {0}, kept
 
 
-@pytest.mark.parametrize("name", every_second(HEADS))
+@pytest.mark.parametrize("name", sampled_for_other_releases(HEADS))
 def test_nixl_heads(serve, name):
     with serve(HEADS[name]) as servers:
-        assert_all_right(servers)
+        assert_all_transfer(servers)
 
 
 @pytest.mark.parametrize("page_size", [1, 128])
@@ -51,31 +51,31 @@ def test_nixl_heads(serve, name):
     ids=["tp2_to_1", "tp2_to_4_replicated_on_decode", "pp2_odd"],
 )
 def test_nixl_page_sizes(serve, fleet, page_size):
-    with serve(changed(fleet, page_size=page_size)) as servers:
-        assert_all_right(servers)
+    with serve(with_fields(fleet, page_size=page_size)) as servers:
+        assert_all_transfer(servers)
 
 
-@pytest.mark.parametrize("name", every_second(STAGES))
+@pytest.mark.parametrize("name", sampled_for_other_releases(STAGES))
 def test_nixl_stages(serve, name):
     with serve(STAGES[name]) as servers:
-        assert_all_right(servers)
+        assert_all_transfer(servers)
 
 
 @pytest.mark.nightly
 def test_nixl_tp8_to_16_replicated_on_both(serve):
     with serve(tp(8, 16)) as servers:
-        assert_all_right(servers)
+        assert_all_transfer(servers)
 
 
-@pytest.mark.parametrize("name", every_second(MOONCAKE))
+@pytest.mark.parametrize("name", sampled_for_other_releases(MOONCAKE))
 def test_mooncake(serve, name):
-    with serve(changed(MOONCAKE[name], backend="mooncake")) as servers:
+    with serve(with_fields(MOONCAKE[name], backend="mooncake")) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-@pytest.mark.parametrize("name", every_second(ASCEND))
+@pytest.mark.parametrize("name", sampled_for_other_releases(ASCEND))
 def test_ascend(serve, name):
     with serve(ASCEND[name]) as servers:
         for src, dst, chunks in REQUESTS:
@@ -84,13 +84,13 @@ def test_ascend(serve, name):
 
 
 DEVICE_RDMA = {"ASCEND_MF_TRANSFER_PROTOCOL": "device_rdma"}
-by_the_stand_in = pytest.mark.skipif(
+needs_driver_stub = pytest.mark.skipif(
     device() != "cpu", reason="the stand-in for the driver says how it was asked"
 )
 
 
-@by_the_stand_in
-@pytest.mark.parametrize("name", few(ASCEND, "tp2_to_1"))
+@needs_driver_stub
+@pytest.mark.parametrize("name", nightly_except(ASCEND, "tp2_to_1"))
 def test_ascend_by_device_rdma(serve, name, tmp_path):
     log = tmp_path / "driver"
     logged = {**DEVICE_RDMA, "PD_DRIVER_LOG": str(log)}
@@ -101,10 +101,10 @@ def test_ascend_by_device_rdma(serve, name, tmp_path):
     assert " pair " in log.read_text()
 
 
-@by_the_stand_in
+@needs_driver_stub
 @pytest.mark.nightly
-def test_more_copies_than_a_device_queues(serve):
-    """14,400 token slices; a send queue of 4,096 would take no more at once, and fail the rest."""
+def test_more_copies_than_the_device_queue_holds(serve):
+    """Sends 14,400 token slices; a send queue of 4,096 would reject the rest of a single batch."""
     pages = list(range(0, 2400, 2))
     sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
     fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, v_width=4, backend="ascend")
@@ -114,7 +114,7 @@ def test_more_copies_than_a_device_queues(serve):
         assert outcome.state == "right", outcome
 
 
-@pytest.mark.parametrize("name", every_second(STOCK, slow_to_meet))
+@pytest.mark.parametrize("name", sampled_for_other_releases(STOCK, slow_memfabric_marks))
 def test_stock(serve, name):
     fleet, state = STOCK[name]
     with serve(same_widths(fleet), "stock", "stock") as servers:
@@ -124,27 +124,27 @@ def test_stock(serve, name):
 
 
 def test_stock_with_a_narrower_v(serve):
-    """Stock sends V in K's lengths: past the end of the memory, or into the neighbour's."""
+    """Stock sends V with K's lengths, past the end of V's memory or into the next buffer."""
     fleet, ended = STOCK_NARROWER_V
     with serve(fleet, "stock", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
-    # Where memory ends there, NIXL does not take it; else others' bytes arrive as V.
+    # NIXL rejects the write if memory ends behind V; otherwise the next buffer's bytes arrive as V.
     assert outcome.state in (ended, "wrong"), outcome
     assert outcome.state == ended or "('v', False," in outcome.reasons, outcome
 
 
-FIRST_MIXED = {"nixl-pp2": STAGES["pp2"]}
-LATER_MIXED = {
+MIXED_0_5_9 = {"nixl-pp2": STAGES["pp2"]}
+MIXED_0_5_23 = {
     "nixl-tp2_to_1": HEADS["tp2_to_1"],
     "nixl-mla_pp2_odd": STAGES["mla_pp2_odd"],
-    "mooncake-pp2": changed(STAGES["pp2"], backend="mooncake"),
+    "mooncake-pp2": with_fields(STAGES["pp2"], backend="mooncake"),
     "ascend-mla_2_2_3": ASCEND["mla_2_2_3"],
 }
-# Wherever stock alone works, one side may be stock: a rollout goes server by server.
+# Wherever stock alone works, one side may be stock, because a rollout goes server by server.
 MIXED = {
     **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_2", "tp1_to_2")},
     **{f"nixl-{name}": STAGES[name] for name in ("pp2_to_pp2", "draft_on_both")},
-    **(LATER_MIXED if IS_LATER else FIRST_MIXED),
+    **(MIXED_0_5_23 if SINCE_0_5_20 else MIXED_0_5_9),
     **{f"nixl-{name}": STAGES[name] for name in ("mla_tp1_to_2", "nsa")},
     "mooncake-tp1_to_1": tp(1, 1, backend="mooncake"),
     "mooncake-tp2_to_1": tp(2, 1, backend="mooncake"),
@@ -153,26 +153,26 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("name", every_second(MIXED))
+@pytest.mark.parametrize("name", sampled_for_other_releases(MIXED))
 def test_stock_prefill(serve, name):
-    assert_mixed_is_right(serve, name, ("stock", "patched"))
+    assert_mixed_transfers(serve, name, ("stock", "patched"))
 
 
-@pytest.mark.parametrize("name", every_second(MIXED, slow_to_meet))
+@pytest.mark.parametrize("name", sampled_for_other_releases(MIXED, slow_memfabric_marks))
 def test_stock_decode(serve, name):
-    assert_mixed_is_right(serve, name, ("patched", "stock"))
+    assert_mixed_transfers(serve, name, ("patched", "stock"))
 
 
-def assert_mixed_is_right(serve, name, engines):
+def assert_mixed_transfers(serve, name, engines):
     with serve(same_widths(MIXED[name]), *engines) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
-@with_marks(*slow_to_meet("ascend"))
+@with_marks(*slow_memfabric_marks("ascend"))
 def test_draft_on_stock_decode(serve):
-    """(A stock prefill rank would write its metadata to other slots.)"""
+    """Prefill is patched, because a stock prefill rank would write metadata to other slots."""
     with serve(ascend(Side(), Side(draft_layers=1), mla=True), "patched", "stock") as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
@@ -181,7 +181,7 @@ def test_draft_on_stock_decode(serve):
 
 @pytest.mark.parametrize("name", ["tp2_to_1", "tp4_to_2"])
 def test_stock_decode_counts_patched_senders(serve, name):
-    """Where stock alone hangs: our senders' numbers are unique, and stock decode counts them."""
+    """Stock alone hangs here; patched senders have unique numbers, which stock decode counts."""
     with serve(HEADS[name], "patched", "stock") as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2])
         assert outcome.state == "right", outcome
@@ -189,7 +189,7 @@ def test_stock_decode_counts_patched_senders(serve, name):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_many_copies(serve, backend):
-    """14,400 token slices from each of 4 senders, all at once: as much as Mooncake's TCP takes."""
+    """Each of 4 senders sends 14,400 token slices at once, the most that Mooncake's TCP accepts."""
     pages = list(range(0, 2400, 2))
     sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
     fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, backend=backend)
@@ -198,6 +198,6 @@ def test_many_copies(serve, backend):
         assert outcome.state == "right", outcome
 
 
-@of_first("later agents of NIXL lock themselves")
+@only_0_5_9("later agents of NIXL lock themselves")
 def test_decode_ranks_join_while_transfers_run(serve):
-    assert_ranks_may_join(serve)
+    assert_ranks_can_join_while_sending(serve)

@@ -1,26 +1,26 @@
-"""`SGLANG_PD_VERIFY`: what is right passes, what is not fails, and says what and where."""
+"""`SGLANG_PD_VERIFY`: right KV passes; wrong KV fails with a reason that names what and where."""
 
 import random
 from dataclasses import replace
 
 import pytest
+from engine_release import IS_DEFAULT, SINCE_0_5_20
+from error_texts import OTHER_RANK_FAILED
 from fleet import Fleet, Side
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_release import IS_DEFAULT, IS_LATER
-from reasons import ELSEWHERE
-from topologies import ASCEND, HEADS, STAGES, STOCK, changed, same_widths
-from transfer_checks import REQUESTS, eventually, few, of_first, vote
+from transfer_checks import REQUESTS, assert_eventually, nightly_except, only_0_5_9, reduce_polls
+from transport_cases import ASCEND, HEADS, STAGES, STOCK, same_widths, with_fields
 
-from pd_harness.cluster import engine_folder, why_not_here
+from pd_harness.cluster import engine_folder, skip_reason
 
 pytestmark = pytest.mark.transport
 
 BACKENDS = ["nixl", "mooncake", "ascend"]
 SRC, DST = [1, 2, 3, 4], [4, 5, 6, 7]
-# Later releases send a recurrent model's pools and state by their own plans, layer by layer.
-COMPARED_STATE = ["swa"] if IS_LATER else ["swa", "mamba"]
-MANY = 100_000
+# Later releases send a recurrent model's pools and state layer by layer with the engine's code.
+COMPARED_STATE = ["swa"] if SINCE_0_5_20 else ["swa", "mamba"]
+MANY_PAGES = 100_000
 
 
 def verifying(fleet: Fleet, mode: str = "1", sides=("prefill", "decode")) -> Fleet:
@@ -38,62 +38,64 @@ RIGHT = {
     **{f"nixl-{name}": STAGES[name] for name in ("pp2_tp2_to_1", "pp2_to_pp2", "nsa_pp2_odd")},
     **{f"nixl-{name}": STAGES[name] for name in ("draft_on_decode", "draft_on_prefill")},
     "nixl-draft_unequal": STAGES["draft_unequal_tp2_to_1"],
-    "mooncake-pp2_odd": changed(STAGES["pp2_odd"], backend="mooncake"),
-    "mooncake-tp2_to_1": changed(HEADS["tp2_to_1"], backend="mooncake"),
+    "mooncake-pp2_odd": with_fields(STAGES["pp2_odd"], backend="mooncake"),
+    "mooncake-tp2_to_1": with_fields(HEADS["tp2_to_1"], backend="mooncake"),
     "ascend-mla_index_keys_draft": ASCEND["mla_index_keys_draft_unequal"],
     "ascend-fia_tp2_to_1": ASCEND["fia_tp2_to_1"],
 }
 
 
-@pytest.mark.parametrize("name", few(RIGHT, "nixl-tp2_to_1", "mooncake-pp2_odd"))
-def test_what_is_right_passes(serve, name):
+@pytest.mark.parametrize("name", nightly_except(RIGHT, "nixl-tp2_to_1", "mooncake-pp2_odd"))
+def test_valid_kv_passes(serve, name):
     fleet = verifying(RIGHT[name])
     with serve(fleet) as servers:
         for src, dst, chunks in REQUESTS:
             outcome = servers.request(src, dst, chunks)
             assert outcome.state == "right", outcome
         for rank in servers.decode:
-            compared = rank.call("verified")["pairs"]
+            compared = rank.call("verify_results")["pairs"]
             assert {count["requests"] for count in compared.values()} == {len(REQUESTS)}
             assert sum(count["bytes"] for count in compared.values()) > 0
             assert {count["mismatches"] for count in compared.values()} == {0}
-        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * fleet.size)
+        assert_eventually(
+            lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * fleet.size
+        )
 
 
 @pytest.mark.parametrize("hybrid", COMPARED_STATE)
-@pytest.mark.parametrize("backend", few(["nixl", "mooncake"], "nixl"))
+@pytest.mark.parametrize("backend", nightly_except(["nixl", "mooncake"], "nixl"))
 def test_state_is_compared(serve, backend, hybrid):
-    """Two layers of four have state: K and V of a window, or a convolution's and a recurrence's."""
+    """Two of four layers have state: a window's K and V, or a convolution and a recurrence."""
     with serve(verifying(Fleet(backend=backend, hybrid=hybrid, layers=4))) as servers:
         assert servers.request(SRC, DST).state == "right"
-        (count,) = servers.decode[0].call("verified")["pairs"].values()
+        (count,) = servers.decode[0].call("verify_results")["pairs"].values()
         assert count["parts"] == 2 * 2 + 2 * 2
 
 
-@pytest.mark.skipif(not IS_LATER, reason="0.5.9 compares it")
-def test_state_that_is_not_compared_is_refused(serve):
+@pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 compares it")
+def test_unverifiable_state_is_refused(serve):
     with (
-        pytest.raises(
-            RuntimeError, match="cannot compare KV with its pools are left to the engine"
-        ),
+        pytest.raises(RuntimeError, match="cannot compare KV with unsupported pools"),
         serve(verifying(Fleet(hybrid="mamba", layers=4))),
     ):
         pass
 
 
-@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
-def test_a_prompt_of_many_pages(serve, backend):
-    """A digest for each page travels in one message: here 800 kB."""
-    fleet = Fleet(backend=backend, layers=1, page_size=1, pages=MANY + 1, kv_heads=1, v_width=4)
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+def test_prompt_of_many_pages(serve, backend):
+    """One message carries a digest of each page, here 800 kB."""
+    fleet = Fleet(
+        backend=backend, layers=1, page_size=1, pages=MANY_PAGES + 1, kv_heads=1, v_width=4
+    )
     with serve(verifying(fleet)) as servers:
-        outcome = servers.request(list(range(MANY)), list(range(1, MANY + 1)))
+        outcome = servers.request(list(range(MANY_PAGES)), list(range(1, MANY_PAGES + 1)))
         assert outcome.state == "right", outcome.state
-        servers.prefill[0].call("mistake", what="last token")
-        outcome = servers.request(list(range(MANY)), list(range(1, MANY + 1)))
-        assert f"first wrong page {MANY - 1} of {MANY}" in outcome.decode[0]["reason"]
+        servers.prefill[0].call("corrupt_transfers", what="last token")
+        outcome = servers.request(list(range(MANY_PAGES)), list(range(1, MANY_PAGES + 1)))
+        assert f"first wrong page {MANY_PAGES - 1} of {MANY_PAGES}" in outcome.decode[0]["reason"]
 
 
-MISTAKES = {
+CORRUPTIONS = {
     "pages": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 4 in all"),
     "another": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
     "layers": ("k, layer 0", "and 1 more of 4 parts; first wrong page 0 of 4"),
@@ -103,38 +105,40 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("what", few(MISTAKES, "pages", "layers", "heads", "byte"))
-@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
-def test_what_is_wrong_fails_its_request(serve, backend, what):
+@pytest.mark.parametrize("what", nightly_except(CORRUPTIONS, "pages", "layers", "heads", "byte"))
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+def test_corrupted_kv_fails_its_request(serve, backend, what):
     with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
         assert servers.request(SRC, DST).state == "right"
         side = servers.decode if what == "byte" else servers.prefill
-        side[0].call("mistake", what=what)
+        side[0].call("corrupt_transfers", what=what)
         outcome = servers.request(SRC, DST)
-        side[0].call("mistake", what="")
+        side[0].call("corrupt_transfers", what="")
         (decode,) = outcome.decode
         assert decode["state"] == "failed", outcome
-        part, where = MISTAKES[what]
-        for said in ("KV is not what prefill has: ", part, where, "(prefill TP 0/1 PP 0/1, "):
+        part, where = CORRUPTIONS[what]
+        for said in ("KV verification failed: ", part, where, "(prefill TP 0/1 PP 0/1, "):
             assert said in decode["reason"], outcome
         assert servers.request(SRC, DST).state == "right"
 
 
-@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
-def test_what_one_rank_finds_fails_the_request_on_all(serve, backend):
-    """The other TP rank has all that it should; both end the room, and the next one is served."""
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
+def test_mismatch_on_one_rank_fails_all_ranks(serve, backend):
+    """The other TP rank's KV is right; both fail the room, and serve the next one."""
     fleet = verifying(Fleet(Side(tp=2), Side(tp=2), backend=backend, v_width=4))
     with serve(fleet) as servers:
-        vote(servers.decode)
+        reduce_polls(servers.decode)
         assert servers.request(SRC, DST).state == "right"
-        servers.decode[1].call("mistake", what="byte")
+        servers.decode[1].call("corrupt_transfers", what="byte")
         outcome = servers.request(SRC, DST)
-        servers.decode[1].call("mistake", what="")
+        servers.decode[1].call("corrupt_transfers", what="")
         assert [end["state"] for end in outcome.decode] == ["failed"] * 2, outcome
-        assert "KV is not what prefill has" in outcome.decode[1]["reason"], outcome
-        assert ELSEWHERE in outcome.decode[0]["reason"], outcome
+        assert "KV verification failed" in outcome.decode[1]["reason"], outcome
+        assert OTHER_RANK_FAILED in outcome.decode[0]["reason"], outcome
         assert servers.request(SRC, DST).state == "right"
-        eventually(lambda: [sum(kept.values()) for kept in servers.kept()], [0] * fleet.size)
+        assert_eventually(
+            lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * fleet.size
+        )
 
 
 WRONG_ON_STOCK = [name for name, (_, state) in STOCK.items() if state == "wrong"]
@@ -144,8 +148,11 @@ NSA_DRAFT = Fleet(
 
 
 def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
-    """The patched engine, whose prefill ranks send by the stock engine's code; skips without it."""
-    if reason := why_not_here(fleet.backend, fleet.size, ("patched", "stock")):
+    """Returns a patched fleet whose prefill ranks send with the stock engine's code.
+
+    Skips the test if there is no stock engine.
+    """
+    if reason := skip_reason(fleet.backend, fleet.size, ("patched", "stock")):
         pytest.skip(reason)
     fleet = verifying(same_widths(fleet), mode)
     environment = {
@@ -155,21 +162,23 @@ def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
     return replace(fleet, prefill=replace(fleet.prefill, environment=environment))
 
 
-def said_by_each(servers) -> list[str]:
-    return ["; ".join(rank.call("verified")["said"]) for rank in servers.decode]
+def reported_mismatches(servers) -> list[str]:
+    return ["; ".join(rank.call("verify_results")["said"]) for rank in servers.decode]
 
 
-JUDGED = [name for name, (_, state) in STOCK.items() if state != "raised"]  # that fails by itself
+COMPARED_STOCK = [
+    name for name, (_, state) in STOCK.items() if state != "raised"
+]  # a request whose transfer raises fails without a comparison
 
 
-@of_first("a later prefill cannot send by stock's code")
-@pytest.mark.parametrize("name", [*JUDGED, "nixl-nsa_draft", "mooncake-nsa_draft"])
-def test_what_stock_does_is_judged_as_every_byte_is(serve, name):
-    """With `log` it is served; where no byte is wrong nothing is said."""
+@only_0_5_9("a later prefill cannot send by stock's code")
+@pytest.mark.parametrize("name", [*COMPARED_STOCK, "nixl-nsa_draft", "mooncake-nsa_draft"])
+def test_verify_agrees_with_byte_comparison(serve, name):
+    """With `log`, the request is served, and a mismatch is reported only if a byte is wrong."""
     fleet = STOCK[name][0] if name in STOCK else replace(NSA_DRAFT, backend=name.split("-")[0])
     with serve(with_stock_transfer(fleet, "log")) as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
-        said = said_by_each(servers)
+        said = reported_mismatches(servers)
     judged = ["wrong" if text else "right" for text in said]
     assert judged == [answer["state"] for answer in outcome.decode], (outcome, said)
     if name in WRONG_ON_STOCK or name not in STOCK:
@@ -185,33 +194,33 @@ ONE_SIDED = [
 
 
 @pytest.mark.parametrize("side, prefill, decode", ONE_SIDED)
-@pytest.mark.parametrize("backend", few(BACKENDS, "mooncake"))
-def test_a_peer_that_does_not_compare_is_served(serve, backend, side, prefill, decode):
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
+def test_peer_without_verification_is_served(serve, backend, side, prefill, decode):
     fleet = verifying(Fleet(backend=backend, v_width=4), sides=[side])
     with serve(fleet, prefill, decode) as servers:
         for src, dst, chunks in REQUESTS:
             assert servers.request(src, dst, chunks).state == "right"
 
 
-@pytest.mark.parametrize("backend", few(BACKENDS, "nixl"))
-def test_digests_that_cannot_be_made_fail_their_request(serve, backend):
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+def test_unavailable_digests_fail_their_request(serve, backend):
     with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
         (prefill,) = servers.prefill
-        prefill.call("mistake", what="no digests")
+        prefill.call("corrupt_transfers", what="no digests")
         outcome = servers.request(SRC, DST)
         assert outcome.decode[0]["state"] == "failed", outcome
-        assert "a prefill rank could not digest it, its log says why" in outcome.reasons
-        prefill.call("mistake", what="junk digests")
+        assert "a prefill rank could not compute digests; see its log" in outcome.reasons
+        prefill.call("corrupt_transfers", what="junk digests")
         outcome = servers.request(SRC, DST)
         assert outcome.decode[0]["state"] == "failed", outcome
         assert "digests of 5 bytes cannot be read" in outcome.reasons
-        prefill.call("mistake", what="")
+        prefill.call("corrupt_transfers", what="")
         assert servers.request(SRC, DST).state == "right"
 
 
 @st.composite
 def fleets(draw) -> Fleet:
-    """Any pair of servers that may work together: heads or MLA, stages, drafts on either side."""
+    """Draws a compatible pair of servers: heads or MLA, stages, drafts on either side."""
     backend = draw(st.sampled_from(BACKENDS))
     mla = draw(st.booleans())
     heads = draw(st.sampled_from([1, 2, 4]))
@@ -242,12 +251,12 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     "examples, requests",
     [
-        (2 if IS_LATER else 5, 10),
+        (2 if SINCE_0_5_20 else 5, 10),
         pytest.param(40 if IS_DEFAULT else 15, 100, marks=NIGHTLY),
     ],
     ids=["few", "many"],
 )
-def test_nothing_is_said_where_nothing_is_wrong(serve, examples, requests):
+def test_verify_has_no_false_alarms(serve, examples, requests):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(fleet=fleets(), seed=st.integers(0, 1 << 32))
     def all_right(fleet, seed):
@@ -261,7 +270,7 @@ def test_nothing_is_said_where_nothing_is_wrong(serve, examples, requests):
                 outcome = servers.request(src, dst, chunks)
                 assert outcome.state == "right", (fleet, src, dst, chunks, outcome)
             for rank in servers.decode:
-                pairs = rank.call("verified")["pairs"].values()
+                pairs = rank.call("verify_results")["pairs"].values()
                 assert {pair["requests"] for pair in pairs} == {requests}
 
     all_right()

@@ -1,4 +1,4 @@
-"""`kv_layout` alone, found in the patch tree: no engine, no torch."""
+"""Lets unit tests import `kv_layout` from the patch tree, without an engine or torch."""
 
 import sys
 from pathlib import Path

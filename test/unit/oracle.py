@@ -1,7 +1,7 @@
-"""Two PD servers in simulated memory, and what decode must hold afterwards, told head by head.
+"""Two PD servers in simulated memory, and what decode must hold after a transfer, head by head.
 
-Nothing here computes an interval or an offset: heads are dealt out like cards, layers are listed,
-and each (component, model, layer, head, token) is a number that is looked for where it belongs.
+Nothing here computes an interval or an offset: heads and layers are listed one by one, and each
+(component, model, layer, head, token) is a number that must be where it belongs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 from kv_layout import (
     Buffer,
     Heads,
-    PeerFacts,
     Pointers,
     RankLayout,
-    connected_prefill_ranks,
-    difference,
+    StockRegistration,
+    byte_ranges,
+    describe_difference,
+    missing_parts,
     plan_for_peer,
+    position_weights,
+    prefill_ranks_of,
     sent_parts,
-    slices_of,
-    sum_up,
-    unsent,
-    weights,
+    summarize,
 )
 
 GAP = 1 << 32  # bytes between the buffers' simulated addresses
@@ -31,27 +31,27 @@ UNTOUCHED = -1
 
 
 def deal_heads(total: int, ranks: int) -> list[list[int]]:
-    """Heads of each rank: whole hands, or each head to several ranks in a row."""
+    """The heads of each rank: equal shares, or each head on several consecutive ranks."""
     if total >= ranks:
         return [hand.tolist() for hand in np.array_split(np.arange(total), ranks)]
     return [[head] for head in range(total) for _ in range(ranks // total)]
 
 
-def splittable(total: int, ranks: int) -> bool:
+def can_split(total: int, ranks: int) -> bool:
     return total % ranks == 0 or ranks % total == 0
 
 
-# Every (prefill TP, decode TP, total of KV heads) up to 16 that an engine serves.
+# Every (prefill TP, decode TP, number of KV heads) up to 16 that the engine can serve.
 TOPOLOGIES = [
     (prefill, decode, total)
     for prefill, decode, total in product(range(1, 17), repeat=3)
-    if splittable(prefill, decode) and splittable(total, prefill) and splittable(total, decode)
+    if can_split(prefill, decode) and can_split(total, prefill) and can_split(total, decode)
 ]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Widths are int64 elements a head (of an opaque component: a token)."""
+    """A model; `widths` are int64 elements per head, or per token for opaque components."""
 
     layers: int
     kv_heads: int | None = None  # None: MLA, components are opaque
@@ -60,15 +60,15 @@ class Model:
 
 
 @dataclass
-class Rank:
+class SimulatedRank:
     layout: RankLayout
     pointers: list[int]
     memory: dict[int, np.ndarray]  # address -> int64 [pages, page_size, heads or 1, width]
     heads: dict[bool, list[int]]
 
 
-class World:
-    """Hands out addresses and performs copies between them."""
+class SimulatedMemory:
+    """Assigns addresses and performs copies between them."""
 
     def __init__(self, page_size: int, pages: int):
         self.page_size, self.pages = page_size, pages
@@ -82,10 +82,10 @@ class World:
         pp: tuple[int, int],
         layers: list[int],
         drafts: int,
-    ) -> Rank:
+    ) -> SimulatedRank:
         held = {
-            False: self._held(model.kv_heads, tp),
-            True: self._held(model.draft_heads or model.kv_heads, tp),
+            False: self._heads_of(model.kv_heads, tp),
+            True: self._heads_of(model.draft_heads or model.kv_heads, tp),
         }
         buffers, pointers, memory = [], [], {}
         for is_draft, numbers in ((False, layers), (True, range(drafts))):
@@ -94,8 +94,7 @@ class World:
                 for layer in numbers:
                     shape = (self.pages, self.page_size, len(held[is_draft]), width)
                     array = np.full(shape, UNTOUCHED, dtype=np.int64)
-                    address = next(self._next) * GAP
-                    self._bytes[address // GAP] = array.reshape(-1).view(np.uint8)
+                    address = self.register(array)
                     heads = total and Heads(held[is_draft][0], held[is_draft][-1] + 1, total)
                     buffers.append(
                         Buffer(
@@ -105,10 +104,16 @@ class World:
                     pointers.append(address)
                     memory[address] = array
         layout = RankLayout(*tp, *pp, self.page_size, "int64", "DRAM", model.layers, tuple(buffers))
-        return Rank(layout, pointers, memory, held)
+        return SimulatedRank(layout, pointers, memory, held)
+
+    def register(self, array: np.ndarray) -> int:
+        """The array's address, from and to which copies may lead."""
+        number = next(self._next)
+        self._bytes[number] = array.reshape(-1).view(np.uint8)
+        return number * GAP
 
     @staticmethod
-    def _held(total: int | None, tp: tuple[int, int]) -> list[int]:
+    def _heads_of(total: int | None, tp: tuple[int, int]) -> list[int]:
         return [0] if total is None else deal_heads(total, tp[1])[tp[0]]
 
     def apply(self, copies) -> None:
@@ -119,70 +124,69 @@ class World:
             into[at : at + length] = out_of[start : start + length]
 
 
-def value(model: Model, buffer: Buffer, head: int, token: int, element: int) -> int:
-    """The number that this element of this head of this token of the request must hold."""
+def values(model: Model, buffer: Buffer, heads: list[int], tokens: int, width: int) -> np.ndarray:
+    """The numbers of the request's tokens, `[tokens, heads, width]`; no two are equal."""
     component = list(model.widths).index(buffer.component)
+    places = np.array(heads)[:, None], np.arange(tokens)[:, None, None], np.arange(width)
     number = component
-    for digit in (int(buffer.draft), buffer.layer, head, token, element):
-        number = number * 1000 + digit
+    for digit in (int(buffer.draft), buffer.layer, *places):
+        number = number * 4096 + digit
     return number
 
 
-def fill(model: Model, rank: Rank, pages: list[int], page_size: int) -> None:
-    """Write the request's tokens, which lie in `pages`, into a prefill rank."""
+def fill(model: Model, rank: SimulatedRank, pages: list[int]) -> None:
+    """Writes the request's tokens into these pages of a prefill rank."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
-        array = rank.memory[address]
-        for i, page in enumerate(pages):
-            for slot in range(page_size):
-                for j, head in enumerate(rank.heads[buffer.draft]):
-                    for element in range(array.shape[-1]):
-                        array[page, slot, j, element] = value(
-                            model, buffer, head, i * page_size + slot, element
-                        )
+        fill_pages(rank.memory[address], model, rank, buffer, pages)
 
 
-def check(model: Model, rank: Rank, pages: list[int], page_size: int, sent: set) -> None:
-    """Every element of a decode rank: the request's where it was sent, untouched elsewhere."""
+def fill_pages(
+    array: np.ndarray, model: Model, rank: SimulatedRank, buffer: Buffer, pages: list[int]
+) -> None:
+    _, page_size, _, width = array.shape
+    held = rank.heads[buffer.draft]
+    numbers = values(model, buffer, held, len(pages) * page_size, width)
+    array[pages] = numbers.reshape(len(pages), *array.shape[1:])
+
+
+def check_received(model: Model, rank: SimulatedRank, pages: list[int], sent: set) -> None:
+    """Checks all elements of a decode rank: the request's where sent, untouched elsewhere."""
     for buffer, address in zip(rank.layout.kv, rank.pointers):
         array = rank.memory[address]
         expected = np.full_like(array, UNTOUCHED)
         if (buffer.draft, buffer.layer) in sent:
-            for i, page in enumerate(pages):
-                for slot in range(page_size):
-                    for j, head in enumerate(rank.heads[buffer.draft]):
-                        for element in range(array.shape[-1]):
-                            expected[page, slot, j, element] = value(
-                                model, buffer, head, i * page_size + slot, element
-                            )
+            fill_pages(expected, model, rank, buffer, pages)
         np.testing.assert_array_equal(array, expected, err_msg=f"{rank.layout.name}: {buffer.name}")
 
 
-def digests(rank: Rank, parts, pages: list[int]):
-    """Of these parts of a rank's memory; a page's is a sum over its bytes."""
+def digests(rank: SimulatedRank, parts, pages: list[int]):
+    """Digests of these parts of a rank's memory; a page's is a weighted sum of its bytes."""
     table = np.empty((len(parts), len(pages)), np.uint64)
-    for number, where in enumerate(slices_of(parts, rank.layout, rank.layout.kv)):
+    for number, where in enumerate(byte_ranges(parts, rank.layout, rank.layout.kv)):
         whole = rank.memory[rank.pointers[where.buffer]].view(np.uint8)
         rows = whole.reshape(len(whole), where.rows, -1)[pages]
         held = rows[:, :, where.start : where.start + where.length]
         held = held.reshape(len(pages), where.rows * where.length)
-        table[number] = (held * weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
-    return sum_up(tuple(parts), table)
+        table[number] = (held * position_weights(held.shape[1])).sum(axis=1, dtype=np.uint64)
+    return summarize(tuple(parts), table)
 
 
-def check_digests(senders: list[Rank], receiver: Rank, src_pages, dst_pages) -> None:
-    """What these ranks sent is what the receiver has, and is all of it."""
+def check_digests(
+    senders: list[SimulatedRank], receiver: SimulatedRank, src_pages, dst_pages
+) -> None:
+    """Checks that the receiver has what these ranks sent, and that they sent all of it."""
     own, sent = receiver.layout, []
     for sender in senders:
         parts = sent_parts(sender.layout, own, sender.layout.kv, own.kv)
         there, here = (
             digests(*of) for of in ((sender, parts, src_pages), (receiver, parts, dst_pages))
         )
-        assert difference(there, here, own.page_size) is None
+        assert describe_difference(there, here, own.page_size) is None
         sent += parts
-    assert unsent(own.kv, sent) == []
+    assert missing_parts(own.kv, sent) == []
 
 
-def run(
+def run_transfer(
     model: Model,
     prefill_tp: int,
     decode_tp: int,
@@ -195,12 +199,19 @@ def run(
     dst_pages: list[int] = (3, 4, 0),
     stock_decode: bool = False,
 ) -> int:
-    """One request from all prefill ranks to all decode ranks, read back; returns the copies made.
+    """Sends one request to all decode ranks and checks it; returns the number of copies.
 
-    `stages` lists each prefill stage's layers; the drafts are on the last. `decode_stages` is None
-    for a decode server without pipeline stages.
+    Args:
+        model: The model of both servers.
+        prefill_tp, decode_tp: TP sizes.
+        stages: The layers of each prefill stage; the last one has the draft's layers, too.
+        decode_stages: The same for decode; None without pipeline stages.
+        prefill_drafts, decode_drafts: Numbers of draft layers.
+        page_size: Tokens per page.
+        src_pages, dst_pages: The request's pages on prefill and on decode.
+        stock_decode: Whether decode ranks do not describe their layouts.
     """
-    world = World(page_size, pages=8)
+    world = SimulatedMemory(page_size, pages=8)
     wanted = decode_stages or [list(range(model.layers))]
     last = len(stages) - 1
     senders = {
@@ -215,7 +226,7 @@ def run(
         for pp, layers in enumerate(stages)
     }
     for sender in senders.values():
-        fill(model, sender, list(src_pages), page_size)
+        fill(model, sender, list(src_pages))
     copies_made = 0
     for pp, layers in enumerate(wanted):
         drafts = decode_drafts if pp == len(wanted) - 1 else 0
@@ -223,7 +234,7 @@ def run(
             receiver = world.rank(model, (tp, decode_tp), (pp, len(wanted)), layers, drafts)
             served_by = []
             for (sender_tp, sender_pp), sender in senders.items():
-                connected = sender_tp in connected_prefill_ranks(tp, prefill_tp, decode_tp)
+                connected = sender_tp in prefill_ranks_of(tp, prefill_tp, decode_tp)
                 if not connected or (len(wanted) > 1 and sender_pp != pp):
                     continue
                 if model.kv_heads is None and sender_tp * decode_tp // prefill_tp != tp:
@@ -231,7 +242,7 @@ def run(
                 served_by.append(sender)
                 peer = receiver.layout
                 if stock_decode:
-                    peer = PeerFacts(tp, decode_tp, len(receiver.pointers))
+                    peer = StockRegistration(tp, decode_tp, len(receiver.pointers))
                 plan = plan_for_peer(
                     sender.layout, Pointers(sender.pointers), peer, Pointers(receiver.pointers)
                 )
@@ -240,26 +251,26 @@ def run(
                 world.apply(copies)
             sent = {(False, layer) for layer in layers}
             sent |= {(True, layer) for layer in range(min(prefill_drafts, drafts))}
-            check(model, receiver, list(dst_pages), page_size, sent)
+            check_received(model, receiver, list(dst_pages), sent)
             check_digests(served_by, receiver, list(src_pages), list(dst_pages))
     return copies_made
 
 
-def facts_of(rank: Rank, **changed) -> PeerFacts:
+def registration_of(rank: SimulatedRank, **changed) -> StockRegistration:
     facts = {
         "tp_rank": rank.layout.tp_rank,
         "tp_size": rank.layout.tp_size,
         "kv_pointers": len(rank.pointers),
         "page_bytes": rank.layout.kv[0].page_bytes,
     }
-    return PeerFacts(**{**facts, **changed})
+    return StockRegistration(**{**facts, **changed})
 
 
-def evenly(layers: int, stages: int) -> list[list[int]]:
+def equal_stages(layers: int, stages: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(range(layers), stages)]
 
 
-def unevenly(sizes: list[int]) -> list[list[int]]:
+def stages_of_sizes(sizes: list[int]) -> list[list[int]]:
     """Stages of these sizes, such as 23/23/24/24."""
     edges = np.cumsum([0, *sizes])
     return [list(range(a, b)) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())]

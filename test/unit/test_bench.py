@@ -1,4 +1,4 @@
-"""The benchmark compares equal work, and says so when a side is slower than it has to be."""
+"""The benchmark compares equal work, and reports a speedup below its target."""
 
 import importlib.util
 import subprocess
@@ -29,39 +29,41 @@ def copies(*rows):
     return [np.array(rows).T]
 
 
-def test_order_and_cuts_do_not_matter(bench):
-    one = bench.merged(copies((0, 100, 8), (8, 108, 8), (32, 0, 4)))
-    other = bench.merged([*copies((32, 0, 2)), *copies((34, 2, 2)), *copies((0, 100, 16))])
+def test_equal_copies_in_other_order_compare_equal(bench):
+    one = bench.canonical_copies(copies((0, 100, 8), (8, 108, 8), (32, 0, 4)))
+    other = bench.canonical_copies(
+        [*copies((32, 0, 2)), *copies((34, 2, 2)), *copies((0, 100, 16))]
+    )
     np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(one, [[0, 32], [100, 0], [16, 4]])
-    assert bench.merged([]).shape == (3, 0)
+    assert bench.canonical_copies([]).shape == (3, 0)
 
 
 @pytest.mark.parametrize("wrong", [(8, 109, 8), (9, 108, 8), (8, 108, 7)])
-def test_another_byte_matters(bench, wrong):
-    right = bench.merged(copies((0, 100, 8), (8, 108, 8)))
-    assert not np.array_equal(right, bench.merged(copies((0, 100, 8), wrong)))
+def test_copies_of_other_bytes_compare_unequal(bench, wrong):
+    right = bench.canonical_copies(copies((0, 100, 8), (8, 108, 8)))
+    assert not np.array_equal(right, bench.canonical_copies(copies((0, 100, 8), wrong)))
 
 
-class ByPlan:
-    """Sends as the benchmark's kinds do, by our plan, buffers in reverse."""
+class PlanSender:
+    """Sends by transfer plan, as in the benchmark's cases, but with copies in reverse order."""
 
-    late = 0
+    offset = 0
 
     def send_kvcache(self, peer, src, dst_pointers, dst, executor):
         plan = self.decode_kv_args_table[peer].plan.kv
         at, to, size = (column[::-1] for column in plan.copies(src, dst).lists())
-        return self.engine.batch_transfer_sync(peer, at, [byte + self.late for byte in to], size)
+        return self.engine.batch_transfer_sync(peer, at, [byte + self.offset for byte in to], size)
 
 
-class OneByteLate(ByPlan):
-    late = 1
+class OffByOneByteSender(PlanSender):
+    offset = 1
 
 
-class ByBlocks:
-    """The same as a later release's NIXL: by numbers of blocks that the agent knows."""
+class BlockSender:
+    """Sends like NIXL in later releases: by numbers of blocks that the agent knows."""
 
-    late = 0
+    offset = 0
 
     def _prepare_payload_xfer(self, info):
         self.prepared = kv_layout.prepare(info.plan.kv, self._num_slots_src, info.dst_num_slots)
@@ -79,58 +81,60 @@ class ByBlocks:
     def send_kvcache_slice(self, peer, src, dst):
         src, dst = self.prepared.blocks(src, dst)
         ours, theirs = self.lists
-        return self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst + self.late)
+        return self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst + self.offset)
 
 
-class OneBlockLate(ByBlocks):
-    late = 1
+class OffByOneBlockSender(BlockSender):
+    offset = 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("fragments", ["contiguous", "half", "full"])
-def test_other_bytes_are_found(bench, monkeypatch, count, fragments):
+def test_bench_check_detects_other_bytes(bench, monkeypatch, count, fragments):
     monkeypatch.setitem(sys.modules, f"{bench.ENGINE}.kv_layout", kv_layout)
     pool = bench.mla(bench.NPU_INDEXED_MLA)
-    pages = [bench.pages_of(count, fragments, seed) for seed in (1, 2)]
-    equal = bench.Kind("k", ByPlan, ByPlan, pool, pool, sliced=False, lists=True)
+    pages = [bench.make_pages(count, fragments, seed) for seed in (1, 2)]
+    equal = bench.TransferCase("k", PlanSender, PlanSender, pool, pool, sliced=False, lists=True)
     runs = -(-count // (bench.FRAGMENTS[fragments] or count))
     assert bench.check(equal, *pages) == 183 * runs
-    unequal = bench.Kind("k", ByPlan, OneByteLate, pool, pool, sliced=False, lists=True)
+    unequal = bench.TransferCase(
+        "k", PlanSender, OffByOneByteSender, pool, pool, sliced=False, lists=True
+    )
     with pytest.raises(ValueError, match="copy different bytes"):
         bench.check(unequal, *pages)
 
 
 @pytest.mark.parametrize("tp", [((0, 1), (0, 1)), ((1, 2), (0, 1)), ((0, 1), (1, 2))])
-def test_other_blocks_are_found(bench, monkeypatch, tp):
+def test_bench_check_detects_other_blocks(bench, monkeypatch, tp):
     monkeypatch.setitem(sys.modules, f"{bench.ENGINE}.kv_layout", kv_layout)
     own, peer = (bench.gqa(*side) for side in tp)
-    pages = [bench.pages_of(3, "half", seed) for seed in (1, 2)]
+    pages = [bench.make_pages(3, "half", seed) for seed in (1, 2)]
     how = {"own": own, "peer": peer, "sliced": own != peer, "lists": False, "later": True}
     blocks = 3 * 128 * (bench.PAGE_SIZE if own != peer else 1)
-    assert bench.check(bench.Kind("k", ByBlocks, ByBlocks, **how), *pages) == blocks
+    assert bench.check(bench.TransferCase("k", BlockSender, BlockSender, **how), *pages) == blocks
     with pytest.raises(ValueError, match="copy different bytes"):
-        bench.check(bench.Kind("k", ByBlocks, OneBlockLate, **how), *pages)
+        bench.check(bench.TransferCase("k", BlockSender, OffByOneBlockSender, **how), *pages)
 
 
-def test_blocks_are_looked_up_in_their_runs(bench):
+def test_descriptors_look_up_blocks_in_runs(bench):
     runs = np.array([(100, 8, 0, 10, 2), (500, 4, 1, 4, 3)], dtype=np.uint64)
-    found = bench.bench_later.descriptors(runs, np.array([4, 0, 2, 1], dtype=np.int32))
+    found = bench.bench_0_5_23.descriptors(runs, np.array([4, 0, 2, 1], dtype=np.int32))
     assert found.tolist() == [[508, 4, 1], [100, 8, 0], [500, 4, 1], [110, 8, 0]]
     for outside in (5, -1):
         with pytest.raises(IndexError, match="of 5"):
-            bench.bench_later.descriptors(runs, np.array([0, outside], dtype=np.int32))
+            bench.bench_0_5_23.descriptors(runs, np.array([0, outside], dtype=np.int32))
 
 
-def test_what_is_too_slow_is_named(bench):
+def test_speedup_below_target_is_reported(bench):
     row = {"kind": "MLA k v index_k, Ascend", "pages": 1024, "fragmented": "full"}
-    assert bench.misses([{**row, "faster": {"ours": 6.0, "arrays": 25.0}}]) == []
-    missed = bench.misses([{**row, "faster": {"ours": 5.9, "arrays": 24.0}}])
+    assert bench.regressions([{**row, "faster": {"ours": 6.0, "arrays": 25.0}}]) == []
+    missed = bench.regressions([{**row, "faster": {"ours": 5.9, "arrays": 24.0}}])
     assert ["ours 5.90" in missed[0], "arrays 24.00" in missed[1]] == [True, True]
-    assert bench.misses([{**row, "pages": 1, "faster": {"ours": 1.01, "arrays": 1.0}}]) == []
-    assert "1 pages" in bench.misses([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
+    assert bench.regressions([{**row, "pages": 1, "faster": {"ours": 1.01, "arrays": 1.0}}]) == []
+    assert "1 pages" in bench.regressions([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
 
 
-def test_help():
+def test_bench_prints_help():
     found = subprocess.run([BENCH, "--help"], capture_output=True, text=True)
     assert (
         found.returncode == 0 and "usage: scripts/bench.sh [--release RELEASE] plan" in found.stdout
@@ -138,8 +142,8 @@ def test_help():
 
 
 @pytest.mark.engine
-def test_stock_and_ours_copy_the_same_bytes():
-    """The real stock managers and ours, in the stock environment."""
+def test_stock_and_patched_copy_the_same_bytes():
+    """Runs the real stock managers and the patched ones in the stock environment."""
     if not (ROOT / ".pd-env" / release() / "stock" / ".ready").exists():
         pytest.skip("no stock engine in .pd-env: scripts/setup.sh makes it")
     found = subprocess.run([BENCH, "plan", "--check"], capture_output=True, text=True)

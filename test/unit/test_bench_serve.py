@@ -1,4 +1,4 @@
-"""What the benchmark of whole servers makes of its figures."""
+"""How the benchmark of whole servers evaluates its figures."""
 
 import importlib.util
 from pathlib import Path
@@ -18,10 +18,10 @@ def bench():
 
 
 @pytest.mark.parametrize("figure, ratio", [(LATENCY, 2.0), (THROUGHPUT, 0.5)])
-def test_a_ratio_above_one_is_better(bench, figure, ratio):
+def test_ratio_above_one_is_an_improvement(bench, figure, ratio):
     row = bench.row("fleet", figure, {"stock": [10.0] * 8, "patched": [5.0] * 8})
     assert (row["ratio"], row["noise"]) == (ratio, 0.0)
-    assert bool(bench.slower([row])) == (ratio < 1)
+    assert bool(bench.regressions([row])) == (ratio < 1)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_a_ratio_above_one_is_better(bench, figure, ratio):
         [10, 10, 10, 10, 11, 11, 11, 11],  # early and late
     ],
 )
-def test_noise_is_the_distance_of_an_engine_from_itself(bench, values):
+def test_noise_is_difference_between_runs_of_one_engine(bench, values):
     assert bench.noise({"stock": [10.0] * 8, "patched": values}) == pytest.approx(0.1)
 
 
-def test_what_is_slower_by_more_than_the_noise_is_named(bench):
+def test_slowdown_beyond_noise_is_reported(bench):
     row = {"fleet": "nixl", "figure": LATENCY, "noise": 0.05}
-    assert bench.slower([{**row, "ratio": 0.96}]) == []
-    assert "nixl: answer, alone, ms: 0.94" in bench.slower([{**row, "ratio": 0.94}])[0]
+    assert bench.regressions([{**row, "ratio": 0.96}]) == []
+    assert "nixl: answer, alone, ms: 0.94" in bench.regressions([{**row, "ratio": 0.94}])[0]

@@ -1,4 +1,4 @@
-"""Digests: whatever differs is seen, and said with its place; what cannot be read is refused."""
+"""Digests: any difference is reported with its place; invalid frames are refused."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from kv_layout import (
     Part,
     RankLayout,
     RoomDigests,
+    byte_ranges,
     decode_digests,
-    difference,
+    describe_difference,
     encode_digests,
+    missing_parts,
+    position_weights,
     sent_parts,
-    slices_of,
-    sum_up,
-    unsent,
-    weights,
+    summarize,
 )
 
 PARTS = (
@@ -35,8 +35,8 @@ def table(pages: int, seed: int = 0):
     return rng.integers(0, 1 << 64, (len(PARTS), pages), dtype=np.uint64, endpoint=False)
 
 
-def said(before, after, tokens: int = 16) -> str | None:
-    return difference(sum_up(PARTS, before), sum_up(PARTS, after), tokens)
+def compare_tables(before, after, tokens: int = 16) -> str | None:
+    return describe_difference(summarize(PARTS, before), summarize(PARTS, after), tokens)
 
 
 @given(
@@ -44,22 +44,22 @@ def said(before, after, tokens: int = 16) -> str | None:
     change=st.integers(1, (1 << 64) - 1),
     data=st.data(),
 )
-def test_one_page_of_one_part_is_named(pages, change, data):
+def test_changed_page_and_part_are_reported(pages, change, data):
     part = data.draw(st.integers(0, len(PARTS) - 1))
     page = data.draw(st.integers(0, pages - 1))
     before = table(pages)
     after = before.copy()
     after[part, page] ^= np.uint64(change)
     place = f"tokens {16 * page} to {16 * page + 15}"
-    assert said(before, after) == (
+    assert compare_tables(before, after) == (
         f"{PARTS[part].name} of 4 parts; first wrong page {page} of {pages} ({place}), 1 in all"
     )
-    assert said(before, before) is None
+    assert compare_tables(before, before) is None
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_what_is_swapped_is_seen(axis):
-    """Two parts, or two pages: all that arrived is there, in another order."""
+def test_swapped_parts_or_pages_are_detected(axis):
+    """All parts and pages have arrived, but two of them in the wrong order."""
     before = table(5)
     after = before.copy()
     if axis == 0:
@@ -67,25 +67,25 @@ def test_what_is_swapped_is_seen(axis):
     else:
         after[:, [1, 3]] = before[:, [3, 1]]
     first = "k, layer 0, KV heads [0,2) of 4 and"
-    assert said(before, after).startswith(first)
-    assert f"first wrong page {axis} of 5" in said(before, after)
+    assert compare_tables(before, after).startswith(first)
+    assert f"first wrong page {axis} of 5" in compare_tables(before, after)
 
 
-def test_a_page_of_one_token():
+def test_difference_names_single_token_of_page():
     before = table(3)
     after = before.copy()
     after[3, 2] ^= np.uint64(1)
-    assert said(before, after, 1) == (
+    assert compare_tables(before, after, 1) == (
         "draft k, layer 0 of 4 parts; first wrong page 2 of 3 (token 2), 1 in all"
     )
 
 
-def test_another_number_of_pages():
-    assert said(table(3), table(4)) == "prefill has 3 pages of this request, decode 4"
+def test_unequal_digest_page_counts_are_reported():
+    assert compare_tables(table(3), table(4)) == "prefill has 3 pages of this request, decode 4"
 
 
-def test_weights_are_odd_and_all_different():
-    found = weights(1 << 16)
+def test_position_weights_are_odd_and_distinct():
+    found = position_weights(1 << 16)
     assert (found % 2 == 1).all()
     assert len(set(found.tolist())) == len(found)
     assert len({part.weight for part in PARTS}) == len(PARTS)
@@ -95,43 +95,43 @@ def layout(*buffers: Buffer) -> RankLayout:
     return RankLayout(1, 2, 0, 1, 4, "bfloat16", "DRAM", 2, buffers)
 
 
-def test_a_slice_of_heads():
+def test_byte_range_of_one_head_in_buffer():
     held = layout(Buffer("k", False, 0, 4 * 2 * 10, Heads(2, 4, 4), 8))
-    (found,) = slices_of([Part("k", False, 0, Heads(3, 4, 4))], held, held.kv)
+    (found,) = byte_ranges([Part("k", False, 0, Heads(3, 4, 4))], held, held.kv)
     assert (found.buffer, found.rows, found.start, found.length) == (0, 4, 10, 10)
 
 
 @pytest.mark.parametrize(
     "part, why",
     [
-        (Part("k", False, 1, Heads(2, 4, 4)), "TP 1/2 PP 0/1 holds no k, layer 1"),
-        (Part("k", False, 0, Heads(0, 4, 4)), "holds KV heads [2,4) of 4 of k, layer 0, KV heads"),
-        (Part("k", False, 0), "holds k, layer 0, KV heads [2,4) of 4, the other side k, layer 0"),
+        (Part("k", False, 1, Heads(2, 4, 4)), "TP 1/2 PP 0/1 does not hold k, layer 1"),
+        (Part("k", False, 0, Heads(0, 4, 4)), "holds KV heads [2,4) of 4, which do not include k,"),
+        (Part("k", False, 0), "holds k, layer 0, KV heads [2,4) of 4; the other side holds k,"),
     ],
 )
-def test_what_a_rank_does_not_hold(part, why):
+def test_parts_missing_on_rank_are_refused(part, why):
     held = layout(Buffer("k", False, 0, 80, Heads(2, 4, 4), 8))
     with pytest.raises(LayoutError) as raised:
-        slices_of([part], held, held.kv)
+        byte_ranges([part], held, held.kv)
     assert why in str(raised.value)
 
 
-def test_what_nobody_sent():
+def test_unsent_parts_are_reported():
     buffers = (
         Buffer("k", False, 0, 80, Heads(0, 4, 4), 8),
         Buffer("kv", False, 1, 80),
         Buffer("k", True, 0, 80, Heads(0, 4, 4), 8),
-        Buffer("k", False, 2, 80, Heads(0, 4, 4), 8, idle=True),
+        Buffer("k", False, 2, 80, Heads(0, 4, 4), 8, unused=True),
     )
     sent = [Part("k", False, 0, Heads(0, 2, 4)), Part("k", False, 0, Heads(3, 4, 4))]
-    assert unsent(buffers, sent) == ["k, layer 0, KV heads [2]", "kv, layer 1"]
+    assert missing_parts(buffers, sent) == ["k, layer 0, KV heads [2]", "kv, layer 1"]
     rest = [Part("k", False, 0, Heads(2, 3, 4)), Part("kv", False, 1)]
-    assert unsent(buffers, sent + rest) == []
+    assert missing_parts(buffers, sent + rest) == []
 
 
 @pytest.mark.parametrize("elides", ["decode", "both"])
-def test_index_keys_that_decode_elides_are_not_missed(elides):
-    """Only those: of a layer that has some, decode misses them."""
+def test_index_keys_elided_by_decode_are_not_missing(elides):
+    """Index keys of a layer that has some are missing if they are not sent."""
 
     def keys(side: str) -> RankLayout:
         sizes = (40, 0) if elides in (side, "both") else (40, 40)
@@ -141,12 +141,12 @@ def test_index_keys_that_decode_elides_are_not_missed(elides):
     src, dst = keys("prefill"), keys("decode")
     parts = sent_parts(src, dst, src.state, dst.state)
     assert parts == (Part("index_k", False, 0),)
-    assert unsent(dst.state, parts) == []
-    assert unsent(dst.state, ()) == ["index_k, layer 0"]
+    assert missing_parts(dst.state, parts) == []
+    assert missing_parts(dst.state, ()) == ["index_k, layer 0"]
 
 
-def test_they_travel():
-    digests = RoomDigests("TP 0/1 PP 0/1", sum_up(PARTS, table(3)))
+def test_digests_round_trip():
+    digests = RoomDigests("TP 0/1 PP 0/1", summarize(PARTS, table(3)))
     assert decode_digests(encode_digests(digests)) == digests
 
 
@@ -160,6 +160,6 @@ def test_they_travel():
         encode_digests(RoomDigests("", Digests((), b"", b"123"))),
     ],
 )
-def test_what_cannot_be_read(frame):
+def test_invalid_digest_frames_are_refused(frame):
     with pytest.raises(LayoutError, match="digests of"):
         decode_digests(frame)

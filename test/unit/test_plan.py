@@ -1,19 +1,19 @@
-"""The forms of a plan's copies agree with one another, and with loops that know no arrays."""
+"""All representations of a transfer plan's copies agree with each other, and with plain loops."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_layout import Buffer, LayoutError, Pair, make_plan, prepare
+from kv_layout import Buffer, BufferPair, LayoutError, make_plan, prepare
 
 PAGE_SIZE = 3
-# Buffers on either side, by the bytes of a page; a slice is 10 bytes of a row.
+# Bytes per page of each buffer on either side; a slice is 10 bytes of a row.
 PAGE_BYTES = {"src": [60, 90, 120], "dst": [120, 90, 60]}
 POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000_000, 60_000_000, 90_000_000]}
-WHOLE = Pair(1, 1, True, 0, 0, 90)
+WHOLE_PAGE = BufferPair(1, 1, True, 0, 0, 90)
 
 
-def plan_of(pairs):
+def plan_for(pairs):
     buffers = {
         side: [Buffer("k", False, i, size) for i, size in enumerate(sizes)]
         for side, sizes in PAGE_BYTES.items()
@@ -24,16 +24,16 @@ def plan_of(pairs):
 
 
 @st.composite
-def some_pairs(draw):
-    """Whole pages and slices, of buffers alike and not, mixed."""
+def buffer_pairs(draw):
+    """A mix of whole pages and slices, the latter of buffers with equal or different pages."""
     pairs = []
     for _ in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):
-            pairs.append(WHOLE)
+            pairs.append(WHOLE_PAGE)
         else:
             at = draw(st.integers(0, 9)), draw(st.integers(0, 9))
             src, dst = draw(st.sampled_from([0, 2])), draw(st.sampled_from([0, 2]))
-            pairs.append(Pair(src, dst, False, *at, 10))
+            pairs.append(BufferPair(src, dst, False, *at, 10))
     return pairs
 
 
@@ -42,8 +42,8 @@ def pages(most=8):
     return st.lists(both, max_size=most, unique_by=(lambda one: one[0], lambda one: one[1]))
 
 
-def in_loops(pairs, pages):
-    """Source, destination, bytes of each copy: buffer after buffer."""
+def copies_by_loops(pairs, pages):
+    """Source, destination and bytes of each copy, buffer after buffer."""
     found = []
     for pair in pairs:
         size = {side: PAGE_BYTES[side][getattr(pair, side)] for side in PAGE_BYTES}
@@ -64,13 +64,13 @@ def in_loops(pairs, pages):
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs=some_pairs(), pages=pages())
-def test_all_forms_are_the_same_copies(pairs, pages):
+@given(pairs=buffer_pairs(), pages=pages())
+def test_all_representations_of_copies_agree(pairs, pages):
     src, dst = (np.array([one[side] for one in pages], dtype=np.int32) for side in (0, 1))
-    copies = plan_of(pairs).copies(src, dst)
+    copies = plan_for(pairs).copies(src, dst)
     lists = copies.lists()
     found = list(zip(*lists))
-    assert sorted(found) == sorted(in_loops(pairs, pages))
+    assert sorted(found) == sorted(copies_by_loops(pairs, pages))
     assert len(copies) == len(found)
     assert all(type(number) is int for column in lists for number in column)
     assert copies.arrays().tolist() == [list(column) for column in lists]
@@ -79,16 +79,16 @@ def test_all_forms_are_the_same_copies(pairs, pages):
     assert there.tolist() == [[dst, size, 7] for _, dst, size in found]
 
 
-def bytes_of(copies):
-    """Where each byte comes from and goes to."""
+def byte_mapping(copies):
+    """The source and the destination of each byte."""
     return sorted((src + i, dst + i) for src, dst, size in copies for i in range(size))
 
 
 @settings(max_examples=100, deadline=None)
-@given(pairs=some_pairs(), pages=pages(), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
-def test_prepared_blocks_are_the_same_copies(pairs, pages, more):
-    """The two sides have other numbers of pages, and buffers without a slice in them."""
-    prepared = prepare(plan_of(pairs), *(10 + count for count in more))
+@given(pairs=buffer_pairs(), pages=pages(), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
+def test_prepared_blocks_match_copies(pairs, pages, more):
+    """The sides have different numbers of pages, and some buffers have no slice."""
+    prepared = prepare(plan_for(pairs), *(10 + count for count in more))
     src, dst = prepared.blocks([src for src, _ in pages], [dst for _, dst in pages])
     assert src.dtype == dst.dtype == np.int32 and src.shape == dst.shape
     ours, theirs = (
@@ -98,62 +98,62 @@ def test_prepared_blocks_are_the_same_copies(pairs, pages, more):
     moved = [(ours[i], theirs[j]) for i, j in zip(src.tolist(), dst.tolist())]
     assert all(here[1] == there[1] for here, there in moved)
     found = [(here[0], there[0], here[1]) for here, there in moved]
-    assert bytes_of(found) == bytes_of(in_loops(pairs, pages))
+    assert byte_mapping(found) == byte_mapping(copies_by_loops(pairs, pages))
 
 
-def test_prepared_are_the_pages_that_both_sides_have():
+def test_prepare_prefers_described_page_counts():
     buffers = [[Buffer("k", False, 0, 90, None, count)] for count in (5, 4)]
-    plan = make_plan([Pair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
-    prepared = prepare(plan, 8, 8)  # which those who describe themselves know better
+    plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
+    prepared = prepare(plan, 8, 8)  # the described counts take precedence
     assert (prepared.src, prepared.dst) == ([(1000, 90, 90, 5)], [(9000, 90, 90, 4)])
     with pytest.raises(LayoutError, match="prefill sends pages 1 to 3 of 5"):
         prepared.blocks([1, 3], [4, 2])
 
 
-def test_no_more_blocks_than_can_be_numbered():
-    plan = plan_of([WHOLE])
+def test_prepare_refuses_more_than_int32_blocks():
+    plan = plan_for([WHOLE_PAGE])
     assert prepare(plan, 2**31 - 1, 5).src[0][3] == 2**31 - 1
-    with pytest.raises(LayoutError, match="2147483648 blocks of KV on one side"):
+    with pytest.raises(LayoutError, match="2147483648 KV blocks on one side"):
         prepare(plan, 2**31, 5)
 
 
-def test_prepared_blocks_are_of_pages_that_a_stock_peer_has():
+def test_prepared_blocks_refuse_pages_outside_stock_peer():
     with pytest.raises(LayoutError, match="nothing is written outside"):
-        prepare(plan_of([WHOLE]), 5, 5).blocks([1], [5])
+        prepare(plan_for([WHOLE_PAGE]), 5, 5).blocks([1], [5])
 
 
-def test_buffers_alike_keep_their_order():
-    """Buffer after buffer, pages in order: whole ones first."""
-    pairs = [Pair(0, 0, False, 5, 0, 10), WHOLE, Pair(0, 0, False, 0, 3, 10)]
+def test_copies_keep_buffer_and_page_order():
+    """Copies are in order of buffers, then of pages; whole pages come first."""
+    pairs = [BufferPair(0, 0, False, 5, 0, 10), WHOLE_PAGE, BufferPair(0, 0, False, 0, 3, 10)]
     pages = [(4, 0), (5, 1), (2, 2)]
-    found = list(zip(*plan_of(pairs).copies([4, 5, 2], [0, 1, 2]).lists()))
-    assert found == in_loops([pairs[1], pairs[0], pairs[2]], pages)
+    found = list(zip(*plan_for(pairs).copies([4, 5, 2], [0, 1, 2]).lists()))
+    assert found == copies_by_loops([pairs[1], pairs[0], pairs[2]], pages)
 
 
 @settings(max_examples=100, deadline=None)
-@given(pairs=some_pairs(), pages=pages(), at_most=st.integers(1, 40))
-def test_parts_are_the_whole(pairs, pages, at_most):
-    copies = plan_of(pairs).copies([src for src, _ in pages], [dst for _, dst in pages])
-    parts = copies.parts(at_most)
+@given(pairs=buffer_pairs(), pages=pages(), at_most=st.integers(1, 40))
+def test_split_copies_add_up_to_all(pairs, pages, at_most):
+    copies = plan_for(pairs).copies([src for src, _ in pages], [dst for _, dst in pages])
+    parts = copies.split(at_most)
     together = [copy for part in parts for copy in zip(*part.lists())]
     assert together == list(zip(*copies.lists()))
     for part in parts:
-        buffers = sum(some.src.size for some in part.sets)
+        buffers = sum(some.src.size for some in part.groups)
         assert buffers == 1 or len(part) <= at_most
 
 
-def test_more_than_is_summed_at_once():
-    """`lists` works in steps: of buffers, and of one buffer that alone is larger than a step."""
+def test_lists_equal_arrays_beyond_one_chunk():
+    """`lists` works in chunks of several buffers, or of one buffer larger than a chunk."""
     for count, buffers in ((3000, 5), (9000, 2)):
         pages = np.arange(count)[::-1]
-        copies = plan_of([WHOLE] * buffers).copies(pages, pages)
+        copies = plan_for([WHOLE_PAGE] * buffers).copies(pages, pages)
         assert len(copies) == count * buffers
         assert [list(column) for column in copies.arrays()] == list(copies.lists())
 
 
-def test_descriptors_are_what_nixl_takes():
-    """C-contiguous `[n, 3]` of 64 bits: anything else it would copy or refuse."""
-    for side in plan_of([WHOLE] * 2).copies([1, 2, 5], [0, 1, 2]).descriptors(0, 0):
+def test_descriptors_have_shape_nixl_expects():
+    """C-contiguous int64 `[n, 3]`: NIXL would copy or refuse anything else."""
+    for side in plan_for([WHOLE_PAGE] * 2).copies([1, 2, 5], [0, 1, 2]).descriptors(0, 0):
         assert side.shape == (4, 3) and side.dtype == np.int64 and side.flags.c_contiguous
 
 
@@ -163,11 +163,11 @@ def test_descriptors_are_what_nixl_takes():
     pages=st.lists(st.tuples(st.integers(-2, 8), st.integers(-2, 8)), max_size=4),
     kind=st.sampled_from([np.int32, np.int64]),
 )
-def test_no_copy_leaves_the_buffers(held, pages, kind):
-    """`held` pages on either side, 0: not said, where only negative pages are surely wrong."""
+def test_copies_outside_buffers_are_refused(held, pages, kind):
+    """`held` is each side's number of pages; if 0, it is unknown, and only negatives are wrong."""
     buffers = [[Buffer("k", False, 0, 90, None, count)] for count in held]
     src, dst = (np.array([one[side] for one in pages], dtype=kind) for side in (0, 1))
-    plan = make_plan([Pair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
+    plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
     right = [0 <= page < (held[i] or 99) for both in pages for i, page in enumerate(both)]
     if all(right):
         plan.copies(src, dst)
@@ -176,20 +176,20 @@ def test_no_copy_leaves_the_buffers(held, pages, kind):
             plan.copies(src, dst)
 
 
-def test_refuses_pages_with_both_sides_values():
+def test_refusal_names_pages_of_both_sides():
     buffers = [Buffer("k", False, 0, 90, None, 5), Buffer("v", False, 0, 90, None, 4)]
-    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
     plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9900])
     said = "prefill sends pages 1 to 3 of 4, decode has set aside pages 2 to 4 of 4"
     with pytest.raises(LayoutError, match=said):
         plan.copies([1, 3], [4, 2])
 
 
-@pytest.mark.parametrize("told", [0, 9])
-def test_a_peers_pages_end_where_its_next_buffer_begins(told):
-    """Also if it says that they do not: the third would be the other buffer's first."""
-    buffers = [Buffer(part, False, 0, 90, None, told) for part in "kv"]
-    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+@pytest.mark.parametrize("page_count", [0, 9])
+def test_peer_pages_end_at_its_next_buffer(page_count):
+    """Also if the peer describes more: its third page would be the next buffer's first."""
+    buffers = [Buffer(part, False, 0, 90, None, page_count) for part in "kv"]
+    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
     plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9180])
     plan.copies([5, 6], [0, 1])
     with pytest.raises(LayoutError, match="decode has set aside pages 1 to 2 of 2"):
@@ -197,25 +197,25 @@ def test_a_peers_pages_end_where_its_next_buffer_begins(told):
 
 
 @pytest.mark.parametrize("pointers", [[9000, 9000], [9000, 9050]])
-def test_buffers_within_one_another_say_nothing(pointers):
+def test_overlapping_peer_buffers_imply_no_page_limit(pointers):
     buffers = [Buffer(part, False, 0, 90) for part in "kv"]
-    pairs = [Pair(0, 0, True, 0, 0, 90), Pair(1, 1, True, 0, 0, 90)]
+    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
     plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, pointers)
     assert len(plan.copies([5, 9], [0, 1000])) == 4
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_no_slice_leaves_its_row(side):
-    """A row of 20 bytes on prefill, of 40 on decode."""
-    plan_of([Pair(0, 0, False, 10, 30, 10)])
+def test_slice_outside_row_is_refused(side):
+    """A row has 20 bytes on prefill, and 40 on decode."""
+    plan_for([BufferPair(0, 0, False, 10, 30, 10)])
     offsets = (11, 30) if side == "src" else (10, 31)
-    with pytest.raises(LayoutError, match="bytes behind the beginning of a row of"):
-        plan_of([Pair(0, 0, False, *offsets, 10)])
+    with pytest.raises(LayoutError, match="bytes after the start of a row of"):
+        plan_for([BufferPair(0, 0, False, *offsets, 10)])
 
 
-@pytest.mark.parametrize("pairs", [[], [WHOLE], [Pair(0, 2, False, 0, 0, 10)]])
-def test_refuses_other_page_counts(pairs):
-    plan = plan_of(pairs)
+@pytest.mark.parametrize("pairs", [[], [WHOLE_PAGE], [BufferPair(0, 2, False, 0, 0, 10)]])
+def test_refuses_unequal_page_counts(pairs):
+    plan = plan_for(pairs)
     with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):
         plan.copies([0, 1], [0])
     with pytest.raises(LayoutError, match="sends 1 pages where decode has set aside 2"):

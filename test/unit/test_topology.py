@@ -1,32 +1,32 @@
-"""Who sends what: for any sizes, by the planner and by dealing heads and layers like cards."""
+"""What each rank sends, for any sizes: by the planner, and by listing heads and layers."""
 
 from collections import Counter
 
 import pytest
-from configs import DEEPSEEK_V3, EVERY
+from hf_configs import ALL_CONFIGS, DEEPSEEK_V3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import deal_heads, splittable
+from oracle import can_split, deal_heads
 
-from sglang_pd.topology.core import kv_layout
-from sglang_pd.topology.hybrids import RECURRENT, Recurrent
-from sglang_pd.topology.limits import NO_START, REFUSED, RIGHT, UNKNOWN
-from sglang_pd.topology.links import TOKENS, Layouts, links
-from sglang_pd.topology.model import Heads, Latent, Model, as_model
-from sglang_pd.topology.pair import BACKENDS, make_pair
-from sglang_pd.topology.sizes import Sizes, parse
-from sglang_pd.topology.verdict import patched
+from sglang_pd.plan.core import kv_layout
+from sglang_pd.plan.hybrids import RECURRENT, RecurrentState
+from sglang_pd.plan.known_failures import NO_START, REFUSED, RIGHT, UNKNOWN
+from sglang_pd.plan.links import TOKENS, LayoutCache, links
+from sglang_pd.plan.model import KVHeads, MLADims, Model, config_to_model
+from sglang_pd.plan.pair import BACKENDS, make_pair
+from sglang_pd.plan.sizes import ServerSizes, parse_sizes
+from sglang_pd.plan.verdict import patched
 
 TP = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
-STATE = Recurrent(16, 1, 16, 1, 4, 3, 4, False)
+STATE = RecurrentState(16, 1, 16, 1, 4, 3, 4, False)
 
 
 @st.composite
 def models(draw) -> Model:
     layers = draw(st.integers(4, 7))
-    heads = Heads(draw(st.sampled_from([1, 2, 4, 6, 8, 16])), 4, draw(st.sampled_from([4, 2])))
+    heads = KVHeads(draw(st.sampled_from([1, 2, 4, 6, 8, 16])), 4, draw(st.sampled_from([4, 2])))
     kind = draw(st.sampled_from(["gqa", "mla", "index", "window", "recurrent"]))
-    attention = Latent(8, 4, 128 * (kind == "index")) if kind in ("mla", "index") else heads
+    attention = MLADims(8, 4, 128 * (kind == "index")) if kind in ("mla", "index") else heads
     others = {"window": "window", "recurrent": RECURRENT}.get(kind, "full")
     kinds = tuple(frozenset({others if n % 2 else "full"}) for n in range(layers))
     has_windows, is_recurrent = kind == "window", kind == "recurrent"
@@ -42,10 +42,10 @@ def models(draw) -> Model:
 
 
 @st.composite
-def sides(draw, pp) -> Sizes:
+def sides(draw, pp) -> ServerSizes:
     tp, dp = draw(TP), draw(st.sampled_from([1, 1, 2]))
     draft = draw(st.integers(0, 2))
-    return Sizes(tp * dp, draw(st.sampled_from(pp)), dp, draft=draft, page=draw(st.just(4)))
+    return ServerSizes(tp * dp, draw(st.sampled_from(pp)), dp, draft=draft, page=draw(st.just(4)))
 
 
 @st.composite
@@ -58,13 +58,13 @@ def pairs(draw):
     )
 
 
-def serves(pair) -> bool:
-    """By the rules of thumb that a person would use."""
+def can_serve(pair) -> bool:
+    """Whether the pair can be served, by rules of thumb."""
     (p, d), (prefill_pp, decode_pp) = pair.tp, pair.pp
     heads = pair.model.kv_heads
-    if heads and not (splittable(heads, p) and splittable(heads, d)):
+    if heads and not (can_split(heads, p) and can_split(heads, d)):
         return False
-    if not splittable(p, d) or decode_pp not in (1, prefill_pp):
+    if not can_split(p, d) or decode_pp not in (1, prefill_pp):
         return False
     if pair.release == "0.5.9" and pair.prefill.draft and prefill_pp > 1:
         return False
@@ -72,53 +72,55 @@ def serves(pair) -> bool:
     return not is_cut or (pair.release == "0.5.23" and prefill_pp == decode_pp)
 
 
-def expected(pair, tp: int, stage: int) -> set:
-    """(kind of layer, is draft, layer, head) of all that a decode rank must be sent."""
+def expected_parts(pair, tp: int, stage: int) -> set:
+    """(kind of layer, is draft, layer, head) of all that a decode rank must receive."""
     model, windows = pair.model, pair.model.window_heads
     totals = {"full": model.kv_heads, "window": windows and windows.total, RECURRENT: None}
 
-    def of(kind: str, draft: bool, layer: int) -> set:
+    def layer_parts(kind: str, draft: bool, layer: int) -> set:
         heads = deal_heads(totals[kind], pair.tp[1])[tp] if totals[kind] else [0]
         return {(kind, draft, layer, head) for head in heads}
 
-    held = [of(kind, False, n) for n in pair.stages[1][stage] for kind in model.kinds[n]]
+    held = [layer_parts(kind, False, n) for n in pair.stages[1][stage] for kind in model.kinds[n]]
     if stage == pair.decode.pp - 1:
-        held += [of("full", True, n) for n in range(min(pair.prefill.draft, pair.decode.draft))]
+        held += [
+            layer_parts("full", True, n) for n in range(min(pair.prefill.draft, pair.decode.draft))
+        ]
     return set().union(*held)
 
 
 GROUPS = {"swa": "window", "mamba": RECURRENT}
 
 
-def check(pair) -> None:
-    is_served = serves(pair)
+def check_pair(pair) -> None:
+    is_served = can_serve(pair)
     assert patched(pair).outcome in ((RIGHT,) if is_served else (REFUSED, NO_START, UNKNOWN))
     if not is_served:
         return
-    layouts, sent = Layouts(pair), {}
+    layouts, sent = LayoutCache(pair), {}
     for link in links(pair):
         arrived = sent.setdefault(link.decode, Counter())
-        for share in link.shares:
+        for share in link.parts:
             group = GROUPS.get(share.component.split("_")[0], "full")
             for head in range(*(share.heads or (0, 1))):
                 arrived[share.component, group, share.draft, share.layer, head] += 1
         check_bytes(pair, link, layouts)
     for rank, arrived in sent.items():
         assert set(arrived.values()) <= {1}, "something is sent twice"
-        held = expected(pair, *rank)
-        if pair.cuts_state:  # sent the engine's own way
+        held = expected_parts(pair, *rank)
+        if pair.splits_recurrent_state:  # sent by the engine itself
             held = {one for one in held if one[0] != RECURRENT}
         assert {what for _, *rest in arrived for what in [tuple(rest)]} == held
     assert len(sent) == pair.tp[1] * pair.decode.pp
 
 
 def check_bytes(pair, link, layouts) -> None:
-    """Those of the planner's copies, and as many of these; no page is cut by its end."""
-    if not link.shares:
-        assert (link.bytes, link.fewest, link.most) == (0, 0, 0)
+    """Checks a link's bytes and number of copies against those of a transfer plan."""
+    if not link.parts:
+        assert (link.bytes, link.min_copies, link.most) == (0, 0, 0)
         return
     own, peer = layouts["prefill", link.prefill], layouts["decode", link.decode]
-    size = fewest = 0
+    size = min_copies = 0
     for name in ("kv", "state"):
         mine, theirs = getattr(own, name), getattr(peer, name)
         pages = TOKENS // 4
@@ -130,36 +132,45 @@ def check_bytes(pair, link, layouts) -> None:
         )
         copies = made.copies(range(pages), range(pages))
         size += int(copies.arrays()[2].sum()) if len(copies) else 0
-        fewest += len(copies)
-    assert (link.bytes, link.fewest) == (size, fewest)
-    assert link.most >= link.fewest
+        min_copies += len(copies)
+    assert (link.bytes, link.min_copies) == (size, min_copies)
+    assert link.most >= link.min_copies
 
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_any_topology(count):
+def test_any_topology_is_planned_completely(count):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(pair=pairs())
     def run(pair):
-        check(pair)
+        check_pair(pair)
 
     run()
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_models_between_sizes(name):
-    """Each configuration, all of it sent, once."""
-    model = as_model(EVERY[name], name, "0.5.23")
+@pytest.mark.parametrize("name", ALL_CONFIGS)
+def test_each_model_is_sent_completely(name):
+    """Everything in each configuration is sent once."""
+    model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
     for prefill, decode in (("tp=2", "tp=2"), ("tp=4,dp=2", "tp=4"), ("tp=2,pp=2", "tp=1")):
-        check(make_pair(model, parse(prefill, page=4), parse(decode, page=4), "nixl", "0.5.23", 0))
+        check_pair(
+            make_pair(
+                model,
+                parse_sizes(prefill, page=4),
+                parse_sizes(decode, page=4),
+                "nixl",
+                "0.5.23",
+                0,
+            )
+        )
 
 
-def test_messages_and_dummies():
-    """Of four ranks with the same latent one sends; all are asked, and one answers."""
-    model = as_model(DEEPSEEK_V3, "", "0.5.23")
-    pair = make_pair(model, Sizes(tp=4), Sizes(), "nixl", "0.5.23", False)
+def test_mla_latent_is_sent_by_one_of_four_ranks():
+    """Decode requests the latent from all four ranks that hold it; only the first sends it."""
+    model = config_to_model(DEEPSEEK_V3, "", "0.5.23")
+    pair = make_pair(model, ServerSizes(tp=4), ServerSizes(), "nixl", "0.5.23", False)
     first, *others = links(pair)
-    assert (first.messages, len(first.shares), first.fewest) == (2, 61, 61)
-    assert [(link.messages, link.bytes, link.shares) for link in others] == [(1, 0, ())] * 3
+    assert (first.messages, len(first.parts), first.min_copies) == (2, 61, 61)
+    assert [(link.messages, link.bytes, link.parts) for link in others] == [(1, 0, ())] * 3
     assert first.most == 61 * TOKENS
     assert first.bytes == 61 * (512 + 64) * 2 * TOKENS

@@ -1,11 +1,27 @@
-"""Describe, match, plan and copy in simulated memory; every byte of decode is read back."""
+"""Describes, matches, plans and copies in simulated memory, and checks every byte of decode."""
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_layout import Buffer, Heads, LayoutError, PeerFacts, Pointers, RankLayout, plan_for_peer
-from oracle import TOPOLOGIES, Model, World, evenly, facts_of, run, unevenly
+from kv_layout import (
+    Buffer,
+    Heads,
+    LayoutError,
+    Pointers,
+    RankLayout,
+    StockRegistration,
+    plan_for_peer,
+)
+from oracle import (
+    TOPOLOGIES,
+    Model,
+    SimulatedMemory,
+    equal_stages,
+    registration_of,
+    run_transfer,
+    stages_of_sizes,
+)
 
 MLA = {"k": 3, "v": 2}
 MLA_INDEXED = {"k": 3, "v": 2, "index_k": 1}
@@ -19,9 +35,9 @@ MLA_INDEXED = {"k": 3, "v": 2, "index_k": 1}
 @example(topology=(8, 16, 4), page_size=2)  # 0.5.23 fails an assertion
 @example(topology=(4, 1, 2), page_size=1)  # stock hangs
 @example(topology=(1, 4, 2), page_size=1)  # stock answers 500
-def test_any_tp_sizes(topology, page_size):
+def test_every_byte_arrives_for_any_tp_sizes(topology, page_size):
     prefill, decode, total = topology
-    run(Model(1, total), prefill, decode, [[0]], page_size=page_size)
+    run_transfer(Model(1, total), prefill, decode, [[0]], page_size=page_size)
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,14 +49,14 @@ def test_any_tp_sizes(topology, page_size):
     stock_decode=st.booleans(),
     widths=st.sampled_from([MLA, MLA_INDEXED, {"kv": 2}]),
 )
-def test_any_stages_and_drafts(
+def test_every_byte_arrives_for_any_stages_and_drafts(
     sizes, prefill_drafts, decode_drafts, same_stages, stock_decode, widths
 ):
-    stages = unevenly(sizes)
+    stages = stages_of_sizes(sizes)
     if stock_decode and same_stages and len(sizes) > 1:
-        # A stage's layers plus drafts may be as many as the model's: stock does not tell which.
+        # A stage may have as many layers, with the draft's, as the model: a count is ambiguous.
         decode_drafts = 0
-    run(
+    run_transfer(
         Model(sum(sizes), widths=widths),
         1,
         1,
@@ -54,10 +70,12 @@ def test_any_stages_and_drafts(
 
 @pytest.mark.parametrize("stock_decode", [False, True])
 @pytest.mark.parametrize("sizes", [[23, 23, 24, 24], [30, 31], [2, 2, 3], [3, 4], [2, 2]])
-def test_uneven_mha_stages(sizes, stock_decode):
+def test_every_byte_arrives_for_uneven_mha_stages(sizes, stock_decode):
     """94 layers over PP 4: stock sends stage 0's V 0 to K 92; 61 over PP 2: V 30 to V 0."""
     layers = sum(sizes)
-    run(Model(layers, 1), 1, 1, unevenly(sizes), page_size=1, stock_decode=stock_decode)
+    run_transfer(
+        Model(layers, 1), 1, 1, stages_of_sizes(sizes), page_size=1, stock_decode=stock_decode
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,11 +88,13 @@ def test_uneven_mha_stages(sizes, stock_decode):
     stock_decode=st.booleans(),
     draft_heads=st.sampled_from([None, 4]),
 )
-def test_stages_and_tp_sizes_together(tp, total, stages, drafts, widths, stock_decode, draft_heads):
+def test_every_byte_arrives_for_stages_and_tp_sizes(
+    tp, total, stages, drafts, widths, stock_decode, draft_heads
+):
     if stock_decode and not drafts[0]:
-        draft_heads = None  # nothing on prefill's side tells what a stock peer's draft is like
+        draft_heads = None  # without a draft, prefill cannot know that of a stock peer
     model = Model(5, total, widths, draft_heads)
-    run(model, *tp, evenly(5, stages), None, *drafts, stock_decode=stock_decode)
+    run_transfer(model, *tp, equal_stages(5, stages), None, *drafts, stock_decode=stock_decode)
 
 
 @given(
@@ -85,23 +105,25 @@ def test_stages_and_tp_sizes_together(tp, total, stages, drafts, widths, stock_d
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_any_pages(pages):
+def test_contiguous_pages_are_merged_into_runs(pages):
     src, dst = [a for a, _ in pages], [b for _, b in pages]
-    copies = run(Model(2, 2), 1, 1, [[0, 1]], src_pages=src, dst_pages=dst)
+    copies = run_transfer(Model(2, 2), 1, 1, [[0, 1]], src_pages=src, dst_pages=dst)
     runs = sum(
         i == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1 for i in range(len(pages))
     )
     assert copies == 4 * runs  # k and v of two layers
 
 
-def test_tokens_of_unequal_heads_are_not_merged():
-    """Page size 1, neighbouring pages, half of the heads: one copy a token."""
-    copies = run(Model(1, 2), 2, 1, [[0]], page_size=1, src_pages=[1, 2, 3], dst_pages=[4, 5, 6])
+def test_partial_heads_are_copied_token_by_token():
+    """Page size 1, adjacent pages, half of the heads: one copy per token."""
+    copies = run_transfer(
+        Model(1, 2), 2, 1, [[0]], page_size=1, src_pages=[1, 2, 3], dst_pages=[4, 5, 6]
+    )
     assert copies == 2 * 2 * 3  # senders x components x tokens
 
 
 def peers(model=None, other=None, tp=(1, 1), page_size=2, **changed):
-    world = World(page_size, 4)
+    world = SimulatedMemory(page_size, 4)
     model = model or Model(2, 2)
     other = other or model
     src = world.rank(model, (0, tp[0]), (0, 1), list(range(model.layers)), 0)
@@ -117,23 +139,23 @@ def refusal(src, dst, peer=None):
     return str(caught.value)
 
 
-def test_refuses_tp_sizes_of_which_neither_divides_the_other():
+def test_refuses_tp_sizes_that_do_not_divide():
     text = refusal(*peers(Model(2, 6), tp=(3, 2)))
     assert "prefill attention TP size 3" in text and "decode attention TP size 2" in text
 
 
-def test_refuses_other_layer_counts():
+def test_refuses_unequal_layer_counts():
     assert "number of layers: prefill has 2, decode has 3" in refusal(*peers(other=Model(3, 2)))
 
 
-def test_refuses_other_head_counts():
+def test_refuses_unequal_head_counts():
     text = refusal(*peers(Model(2, 2), Model(2, 4)))
-    assert "KV heads in all: prefill has 2, decode has 4" in text
+    assert "total KV heads: prefill has 2, decode has 4" in text
 
 
-def test_refuses_other_head_widths():
+def test_refuses_unequal_head_widths():
     text = refusal(*peers(Model(2, 2), Model(2, 2, {"k": 4, "v": 2})))
-    assert "k, layer 0, bytes a page: prefill has 64, decode has 128" in text
+    assert "k, layer 0, bytes per page: prefill has 64, decode has 128" in text
 
 
 def test_refuses_a_missing_component():
@@ -144,24 +166,24 @@ def test_refuses_a_missing_component():
 def test_refuses_fewer_pointers_than_described():
     src, dst = peers()
     dst.pointers.pop()
-    assert "describes 4 buffers and registered 3" in refusal(src, dst)
+    assert "describes 4 buffers but registered 3" in refusal(src, dst)
 
 
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"page_bytes": 17}, "decode registered 17 bytes a page, prefill expects 64"),
+        ({"page_bytes": 17}, "decode registered 17 bytes per page, prefill expects 64"),
         ({"kv_pointers": 3}, "decode registered 3 KV buffers"),
         ({"kv_pointers": 2}, "decode registered 2 KV buffers"),
         ({"state_pointers": 2}, "decode registered 2 state buffers"),
     ],
 )
-def test_refuses_a_stock_peer_that_fits_nothing(changed, said):
+def test_refuses_stock_peer_with_unexpected_buffers(changed, said):
     src, dst = peers()
-    assert said in refusal(src, dst, facts_of(dst, **changed))
+    assert said in refusal(src, dst, registration_of(dst, **changed))
 
 
-def test_different_page_counts_are_an_error():
+def test_unequal_page_counts_raise():
     src, dst = peers()
     plan = plan_for_peer(src.layout, Pointers(src.pointers), dst.layout, Pointers(dst.pointers))
     with pytest.raises(LayoutError, match="sends 2 pages where decode has set aside 1"):
@@ -183,7 +205,7 @@ ATTENTION = [Buffer(c, False, 1, 64, Heads(0, 1, 1)) for c in "kv"]
 
 
 def test_refuses_recurrent_state_between_unequal_pp_sizes():
-    """Each stage has slots for all recurrent layers; only its own hold anything."""
+    """Each stage has slots for all recurrent layers, but uses only those of its own."""
     src, dst = layout(ATTENTION, MAMBA, pp=(1, 2)), layout(ATTENTION, MAMBA)
     with pytest.raises(LayoutError, match="recurrent state: prefill PP size 2, decode PP size 1"):
         plan_for_peer(src, pointers(2, 2), dst, pointers(2, 2))
@@ -191,14 +213,14 @@ def test_refuses_recurrent_state_between_unequal_pp_sizes():
 
 def test_refuses_to_guess_the_layers_of_a_hybrid():
     src = layout(ATTENTION, MAMBA, pp=(1, 2))
-    with pytest.raises(LayoutError, match="does not say for which layers"):
-        plan_for_peer(src, pointers(2, 2), PeerFacts(0, 1, 4, 2), pointers(4, 2))
+    with pytest.raises(LayoutError, match="KV buffers without layer numbers"):
+        plan_for_peer(src, pointers(2, 2), StockRegistration(0, 1, 4, 2), pointers(4, 2))
 
 
-def test_an_idle_layer_is_neither_sent_nor_received():
-    """Stages of layers 0 and 1, each with room for the next one, which another stage fills."""
+def test_unused_layer_is_neither_sent_nor_received():
+    """The stage of layer 0 also has buffers for layer 1, which the next stage computes."""
     layers = [Buffer(c, False, n, 64) for c in ("k", "v") for n in range(2)]
-    idle = [msgspec.structs.replace(b, idle=b.layer == 1) for b in layers]
+    idle = [msgspec.structs.replace(b, unused=b.layer == 1) for b in layers]
     src, dst = layout(idle, idle, pp=(0, 2), layers=2), layout(layers, layers, layers=2)
     plan = plan_for_peer(src, pointers(4, 4), dst, pointers(4, 4))
     for part in (plan.kv, plan.state):
@@ -212,24 +234,24 @@ def test_an_idle_layer_is_neither_sent_nor_received():
         )
 
 
-def test_an_idle_layer_of_a_stage_whose_decode_is_stock():
-    """The same stage holds the same buffers, the idle one's among them."""
+def test_unused_layer_is_not_sent_to_stock_decode():
+    """The same stage of decode has the same buffers, with those of the unused layer."""
     kv = [Buffer(c, False, n, 64, Heads(0, 1, 1), 4, n == 3) for c in "kv" for n in (1, 3)]
     src = layout(kv, MAMBA[:0], pp=(0, 2))
-    plan = plan_for_peer(src, pointers(4), PeerFacts(0, 1, 4), pointers(4))
+    plan = plan_for_peer(src, pointers(4), StockRegistration(0, 1, 4), pointers(4))
     assert plan.kv.copies([0], [0]).lists()[1] == [1000, 1002]
 
 
 def test_refuses_to_split_recurrent_state_by_tp():
     src = layout(ATTENTION, MAMBA)
     with pytest.raises(LayoutError, match="prefill TP size 1 cannot be split for decode TP size 2"):
-        plan_for_peer(src, pointers(2, 2), PeerFacts(0, 2, 2, 2), pointers(2, 2))
+        plan_for_peer(src, pointers(2, 2), StockRegistration(0, 2, 2, 2), pointers(2, 2))
 
 
-def test_refuses_to_cut_a_window_of_several_convolutions():
-    """Mooncake cuts recurrent state by itself, and would cut x, B and C as if they were one."""
+def test_refuses_to_split_fused_convolution_state():
+    """Mooncake itself slices recurrent state, and would slice x, B and C as if they were one."""
     state = [Buffer(f"mamba_{i}", False, 0, 64) for i in range(2)]
-    facts, theirs = PeerFacts(0, 2, 2, None), pointers(2)
+    facts, theirs = StockRegistration(0, 2, 2, None), pointers(2)
     with pytest.raises(LayoutError, match="TP size 1, decode TP size 2; its convolutions"):
         plan_for_peer(layout(ATTENTION, state), pointers(2, 2), facts, theirs)
     empty = [*state[:1], msgspec.structs.replace(state[1], page_bytes=0)]
@@ -237,34 +259,34 @@ def test_refuses_to_cut_a_window_of_several_convolutions():
         plan_for_peer(layout(ATTENTION, cut), pointers(2, len(cut)), facts, theirs)
 
 
-def test_state_that_another_way_carries_is_not_inferred():
-    """Mooncake slices recurrent state by itself."""
+def test_state_sent_by_engine_is_not_planned():
+    """Mooncake itself slices recurrent state."""
     src = layout(ATTENTION, MAMBA)
-    plan = plan_for_peer(src, pointers(2, 2), PeerFacts(0, 2, 2, None), pointers(2))
+    plan = plan_for_peer(src, pointers(2, 2), StockRegistration(0, 2, 2, None), pointers(2))
     assert plan.state is None
-    assert len(plan.kv.copies([0], [0])) == 2  # k and v, the one head that all ranks hold
+    assert len(plan.kv.copies([0], [0])) == 2  # k and v of the one head, which all ranks hold
 
 
-def test_a_stock_peer_with_another_kind_of_draft():
+def test_stock_peer_with_mha_draft_of_mla_target():
     """MLA target, MHA draft (EAGLE-3): one group of target pointers, two of draft pointers."""
     target = [Buffer("kv", False, n, 64) for n in range(4)]
     draft = [Buffer(c, True, 0, 32, Heads(0, 1, 1)) for c in "kv"]
     src = layout(target + draft)
-    plan = plan_for_peer(src, pointers(6), PeerFacts(0, 1, 6), pointers(6))
+    plan = plan_for_peer(src, pointers(6), StockRegistration(0, 1, 6), pointers(6))
     src, dst, _ = plan.kv.copies([0], [0]).lists()
     assert src == dst == list(range(1000, 1006))
 
 
 def test_refuses_a_stage_without_layers_for_a_stock_peer():
     with pytest.raises(LayoutError, match="holds 0 of a model"):
-        plan_for_peer(layout([], pp=(1, 2)), pointers(0), PeerFacts(0, 1, 8), pointers(8))
+        plan_for_peer(layout([], pp=(1, 2)), pointers(0), StockRegistration(0, 1, 8), pointers(8))
 
 
 @pytest.mark.parametrize("pp", [(0, 1), (1, 2)])
-def test_a_stock_peer_registers_no_state_of_its_draft(pp):
-    """The target's state goes to the target's, whole model or the same stage; the draft's stays."""
+def test_draft_state_is_not_sent_to_stock_peer(pp):
+    """Only the target's state is sent, to decode's whole model or to the same stage."""
     kv = [Buffer("kv", draft, n, 64) for draft, n in ((False, 2), (False, 3), (True, 0))]
     state = [Buffer("index_k", b.draft, b.layer, 8) for b in kv]
     src = layout(kv, state, pp=pp)
-    plan = plan_for_peer(src, pointers(3, 3), PeerFacts(0, 1, 3, 2), pointers(3, 2))
+    plan = plan_for_peer(src, pointers(3, 3), StockRegistration(0, 1, 3, 2), pointers(3, 2))
     assert plan.state.copies([0], [0]).lists()[1] == [1000, 1001]

@@ -1,4 +1,4 @@
-"""The trailing frames: what is written is read, and what is not ours is left alone."""
+"""Layout frames: what is written can be read back, and foreign frames are ignored."""
 
 import msgspec
 import pytest
@@ -9,9 +9,9 @@ from kv_layout import (
     Heads,
     LayoutError,
     RankLayout,
-    bears_layout,
     decode_layout,
     encode_layout,
+    has_layout_frame,
 )
 
 heads = st.builds(
@@ -43,14 +43,14 @@ layouts = st.builds(
     aux=st.lists(st.integers(0, 1 << 15), max_size=10).map(tuple),
     aux_slots=st.integers(0, 4096),
 )
-# What the version before wrote: buffers of five fields.
-BEFORE = (
+# A frame of the previous version, whose buffers have five fields.
+PREVIOUS_FRAME = (
     b"KVL1\x8a\xa7tp_rank\x01\xa7tp_size\x02\xa7pp_rank\x00\xa7pp_size\x01\xa9page_size\x10"
     b"\xa5dtype\xa8bfloat16\xa6memory\xa4VRAM\xactotal_layers=\xa2kv\x92"
     b"\x95\xa1k\xc2\x00\xcd\x10\x00\x93\x02\x04\x04\x95\xa2kv\xc3\x03\xcd\x01,\xc0"
     b"\xa5state\x91\x95\xa7index_k\xc2\x00\x08\xc0"
 )
-SAID_BEFORE = RankLayout(
+PREVIOUS_LAYOUT = RankLayout(
     tp_rank=1,
     tp_size=2,
     pp_rank=0,
@@ -66,34 +66,34 @@ LAYOUT = RankLayout(0, 1, 0, 1, 16, "bfloat16", "VRAM", 61, (Buffer("k", False, 
 
 
 @given(layout=layouts)
-def test_round_trip(layout):
+def test_layout_round_trip(layout):
     assert decode_layout(encode_layout(layout)) == layout
 
 
 @pytest.mark.parametrize("frame", [b"", b"KVL9\x80", b"junk", b"KVL", b"\0" * (2 << 20)])
-def test_a_peer_that_sends_no_description(frame):
-    """A stock one, or a fork whose frame in our place is another thing."""
+def test_frame_of_stock_peer_is_not_a_layout(frame):
+    """A stock peer, or a fork that sends another frame in its place."""
     assert decode_layout(frame) is None
 
 
 @given(frame=st.binary(max_size=200).filter(lambda frame: not frame.startswith(b"KVL1")))
-def test_no_frame_of_others_is_read(frame):
+def test_frame_without_magic_is_ignored(frame):
     assert decode_layout(frame) is None
 
 
 @given(noise=st.binary(max_size=200))
-def test_a_garbled_description_is_a_layout_error(noise):
+def test_garbled_layout_frame_raises(noise):
     with pytest.raises(LayoutError, match="layout frame"):
         decode_layout(b"KVL1" + noise)
 
 
 @given(cut=st.integers(0, len(encode_layout(LAYOUT)) - 5))
-def test_a_truncated_description_is_a_layout_error(cut):
+def test_truncated_layout_frame_raises(cut):
     with pytest.raises(LayoutError, match="cannot be read"):
         decode_layout(encode_layout(LAYOUT)[: 4 + cut])
 
 
-def test_an_oversized_frame_is_not_read():
+def test_oversized_layout_frame_raises():
     with pytest.raises(LayoutError, match="at most"):
         decode_layout(b"KVL1" + bytes(2 << 20))
 
@@ -103,18 +103,18 @@ def test_impossible_ranks_are_refused():
         decode_layout(encode_layout(msgspec.structs.replace(LAYOUT, tp_rank=3, tp_size=2)))
 
 
-def test_fields_of_later_releases_are_skipped():
+def test_unknown_layout_fields_are_ignored():
     later = msgspec.msgpack.decode(encode_layout(LAYOUT)[4:])
     later["compression"] = "none"
     later["kv"] = [[*buffer, "later"] for buffer in later["kv"]]
     assert decode_layout(b"KVL1" + msgspec.msgpack.encode(later)) == LAYOUT
 
 
-def test_the_version_before_is_read():
-    assert decode_layout(BEFORE) == SAID_BEFORE
+def test_previous_layout_version_is_readable():
+    assert decode_layout(PREVIOUS_FRAME) == PREVIOUS_LAYOUT
 
 
-class BufferBefore(msgspec.Struct, frozen=True, array_like=True):
+class PreviousBuffer(msgspec.Struct, frozen=True, array_like=True):
     component: str
     draft: bool
     layer: int
@@ -122,7 +122,7 @@ class BufferBefore(msgspec.Struct, frozen=True, array_like=True):
     heads: Heads | None = None
 
 
-class LayoutBefore(msgspec.Struct, frozen=True, omit_defaults=True):
+class PreviousRankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     tp_rank: int
     tp_size: int
     pp_rank: int
@@ -131,17 +131,17 @@ class LayoutBefore(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str
     memory: str
     total_layers: int
-    kv: tuple[BufferBefore, ...]
-    state: tuple[BufferBefore, ...] = ()
+    kv: tuple[PreviousBuffer, ...]
+    state: tuple[PreviousBuffer, ...] = ()
 
 
 @given(layout=layouts)
-def test_the_version_before_reads_ours(layout):
-    """These two are what it reads into: of what BEFORE says, the same is written again."""
-    read = msgspec.msgpack.Decoder(LayoutBefore).decode
-    assert b"KVL1" + msgspec.msgpack.encode(read(BEFORE[4:])) == BEFORE
+def test_previous_version_reads_current_layout(layout):
+    """The two classes above are its format: with them PREVIOUS_FRAME is rewritten unchanged."""
+    read = msgspec.msgpack.Decoder(PreviousRankLayout).decode
+    assert b"KVL1" + msgspec.msgpack.encode(read(PREVIOUS_FRAME[4:])) == PREVIOUS_FRAME
     theirs = read(encode_layout(layout)[4:])
-    for field in LayoutBefore.__struct_fields__[:8]:
+    for field in PreviousRankLayout.__struct_fields__[:8]:
         assert getattr(theirs, field) == getattr(layout, field)
     for part in ("kv", "state"):
         for one, ours in zip(getattr(theirs, part), getattr(layout, part), strict=True):
@@ -162,18 +162,18 @@ def test_the_version_before_reads_ours(layout):
 )
 def test_impossible_buffers_are_refused(changed):
     buffer = msgspec.structs.replace(LAYOUT.kv[0], **changed)
-    with pytest.raises(LayoutError, match=r"a layout frame says Buffer\("):
+    with pytest.raises(LayoutError, match=r"invalid layout frame: Buffer\("):
         decode_layout(encode_layout(msgspec.structs.replace(LAYOUT, kv=(buffer,))))
 
 
-def test_a_large_model_fits_one_small_frame():
+def test_large_model_layout_fits_in_8_kib():
     kv = tuple(Buffer(c, False, n, 1 << 20, Heads(0, 8, 64)) for c in "kv" for n in range(128))
     assert len(encode_layout(msgspec.structs.replace(LAYOUT, kv=kv))) < 8192
 
 
-def test_a_description_is_a_registrations_13th_frame():
+def test_layout_is_13th_frame_of_registration():
     registration = [b"None"] * 12
-    assert not bears_layout(registration)
-    assert bears_layout([*registration, encode_layout(LAYOUT), b"more"])
-    assert not bears_layout([*registration, b"what a fork sends there"])
-    assert not bears_layout([*registration, b"", encode_layout(LAYOUT)])
+    assert not has_layout_frame(registration)
+    assert has_layout_frame([*registration, encode_layout(LAYOUT), b"more"])
+    assert not has_layout_frame([*registration, b"what a fork sends there"])
+    assert not has_layout_frame([*registration, b"", encode_layout(LAYOUT)])

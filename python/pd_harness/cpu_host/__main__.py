@@ -1,6 +1,6 @@
 """Print the CPU host's environment, one NAME=VALUE per line, for `scripts/cpu_host.sh`.
 
-What the caller's environment already sets is left as it is.
+Variables that the caller's environment already sets keep their values.
 """
 
 import os

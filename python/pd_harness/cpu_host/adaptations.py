@@ -1,4 +1,4 @@
-"""What the CPU host changes in imported modules, and why.  Each function takes the module."""
+"""What the CPU host changes in imported modules, and why; most functions take the module."""
 
 import contextlib
 import functools
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from pd_harness.cpu_host.newer import TorchOfPools
+from pd_harness.cpu_host.adaptations_0_5_23 import NpuPoolTorch
+from pd_harness.cpu_host.file_lock import FileLock
 from pd_harness.cpu_host.streams import NoEvent, NoStream
-from pd_harness.cpu_host.turns import Turn
 from pd_harness.releases import release
 
-TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
+MAX_TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
 
 
-KEPT_SECONDS = 600
+KEEP_ALIVE_S = 600
 PROGRESS_DELAY_US = 10_000
 
 
-def without_hccl(transfer_engine: ModuleType) -> None:
-    """Before it asks MemFabric for DEVICE_RDMA the engine starts HCCL, by a tensor on an NPU."""
+def skip_hccl(transfer_engine: ModuleType) -> None:
+    """Initialize MemFabric's DEVICE_RDMA without HCCL, which the engine starts on an NPU first."""
     engine = transfer_engine.AscendTransferEngine
-    # Where a patch has its own, the engine's has another name.
-    name = "_initialize" if "_initialize" in vars(engine) else "initialize"
+    # A patch that has its own `initialize` renames the engine's.
+    name = "_engine_initialize" if "_engine_initialize" in vars(engine) else "initialize"
     initialize = getattr(engine, name)
 
     def on_host(self):
@@ -41,8 +41,8 @@ def without_hccl(transfer_engine: ModuleType) -> None:
     setattr(engine, name, on_host)
 
 
-def torch_streams(torch: ModuleType) -> None:
-    """Streams and events that the engine's pipeline loop names even on ``--device cpu``."""
+def stub_torch_streams(torch: ModuleType) -> None:
+    """Stub streams and events, which the engine's PP event loop uses even on ``--device cpu``."""
     if torch.cuda.is_available():
         return
     torch.cuda.Event = NoEvent
@@ -55,7 +55,7 @@ def torch_streams(torch: ModuleType) -> None:
 
 
 def _without_pinning(make):
-    """With DP attention the engine pins small tensors for a copy that here there is not."""
+    """``make`` that ignores ``pin_memory``, with which DP attention makes small tensors."""
 
     @functools.wraps(make)
     def made(*args, pin_memory=False, **kwargs):
@@ -64,11 +64,11 @@ def _without_pinning(make):
     return made
 
 
-def whole_kv_heads(update_config: ModuleType) -> None:
-    """Let KV heads be replicated as on an accelerator, rather than padded with dummy ones.
+def disable_kv_head_padding(update_config: ModuleType) -> None:
+    """Let the engine replicate KV heads as on an accelerator, instead of padding with dummy heads.
 
-    With more TP ranks than KV heads the CPU engine pads the model with dummy heads.  A rank then
-    does not hold the heads that it would hold on an NPU, and a right head mapping looks wrong.
+    With more TP ranks than KV heads the CPU engine pads the model.  A rank's heads then differ
+    from those it would have on an NPU, and a correct head mapping looks wrong.
     """
 
     def unchanged(model_config, load_config, tp_size):
@@ -77,13 +77,13 @@ def whole_kv_heads(update_config: ModuleType) -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = unchanged
 
 
-def nixl_memory_kind(nixl_api: ModuleType) -> None:
-    """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools lie.
+def map_vram_to_dram(nixl_api: ModuleType) -> None:
+    """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools are.
 
-    The stock engine names "VRAM" whatever the pool's device.  The patch set's engine names the
-    right kind itself, so there NIXL stays as it is.
+    The stock engine passes "VRAM" whatever the pool's device.  The patched engine passes the right
+    memory type itself, and needs no change.
     """
-    if engine_is_patched():
+    if is_engine_patched():
         return
     agent = nixl_api.nixl_agent
     make = agent.__init__
@@ -95,40 +95,40 @@ def nixl_memory_kind(nixl_api: ModuleType) -> None:
     agent.__init__ = make_with_host_memory
 
 
-def few_copies_at_once(mooncake_engine: ModuleType) -> None:
-    """Let Mooncake's engines make few copies at a time, for one caller of this server.
+def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
+    """Limit Mooncake to `MAX_TCP_COPIES` copies at a time, for one caller of this server.
 
-    Its TCP transport fails with some 2,000 copies under way in a process, and a caller spins until
-    its copies have ended: with more callers than cores none ends in time, nor does anything else. A
-    server's processes share a folder for temporary files, and so their turn.
+    Its TCP transport fails with some 2,000 concurrent copies in a process, and a caller spins until
+    its copies are done: with more callers than cores, neither they nor anything else finishes in
+    time. A server's processes share a folder for temporary files, and with it the lock.
     """
     engine = mooncake_engine.TransferEngine
     write = engine.batch_transfer_sync_write
-    turn = Turn("mooncake")
+    file_lock = FileLock("mooncake")
 
-    def write_in_turn(self, session, src, dst, lengths, *more, **options) -> int:
-        for start in range(0, len(src), TCP_COPIES):
-            few = [column[start : start + TCP_COPIES] for column in (src, dst, lengths)]
-            with turn.taken():
-                status = write(self, session, *few, *more, **options)
+    def transfer_serialized(self, session, src, dst, lengths, *more, **options) -> int:
+        for start in range(0, len(src), MAX_TCP_COPIES):
+            batch = [column[start : start + MAX_TCP_COPIES] for column in (src, dst, lengths)]
+            with file_lock.acquired():
+                status = write(self, session, *batch, *more, **options)
             if status != 0:
                 return status
         return 0
 
-    engine.batch_transfer_sync_write = write_in_turn
+    engine.batch_transfer_sync_write = transfer_serialized
 
 
-def nixl_agents(nixl_api: ModuleType) -> None:
-    """Both changes to NIXL."""
-    nixl_memory_kind(nixl_api)
-    nixl_progress_delay(nixl_api)
+def adapt_nixl(nixl_api: ModuleType) -> None:
+    """Make both changes to NIXL."""
+    map_vram_to_dram(nixl_api)
+    throttle_nixl_progress(nixl_api)
 
 
-def nixl_progress_delay(nixl_api: ModuleType) -> None:
-    """Let the progress thread of NIXL's agents sleep between two looks.
+def throttle_nixl_progress(nixl_api: ModuleType) -> None:
+    """Let the progress thread of NIXL's agents sleep between two polls.
 
-    NIXL gives it no delay, so that each rank burns a whole core, also when it is idle; here they
-    have two cores in all.
+    NIXL sets no delay, so each rank occupies a whole core even when it is idle, and a test machine
+    may have two cores for all ranks.
     """
     config = nixl_api.nixlBind.nixlAgentConfig
 
@@ -139,27 +139,27 @@ def nixl_progress_delay(nixl_api: ModuleType) -> None:
     nixl_api.nixlBind.nixlAgentConfig = PatientConfig
 
 
-def kept_connections(uvicorn_config: ModuleType) -> None:
+def extend_keep_alive(uvicorn_config: ModuleType) -> None:
     """Let HTTP servers keep idle connections for longer than the router does.
 
-    The engine closes one after 5 s. The router may be writing a request to it just then, more
-    often the busier the machine is: one server has the request, the other never hears of it, and
-    the client waits. 0.5.23 has SGLANG_TIMEOUT_KEEP_ALIVE for it.
+    The engine closes an idle connection after 5 s. The router may be sending a request on it just
+    then, more often the busier the machine is: one server gets the request, the other never does,
+    and the client waits. 0.5.23 has SGLANG_TIMEOUT_KEEP_ALIVE for this.
     """
     make = uvicorn_config.Config.__init__
 
     @functools.wraps(make)
     def keeping(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        self.timeout_keep_alive = max(self.timeout_keep_alive, KEPT_SECONDS)
+        self.timeout_keep_alive = max(self.timeout_keep_alive, KEEP_ALIVE_S)
 
     uvicorn_config.Config.__init__ = keeping
 
 
-def gathers(parallel_state: ModuleType) -> None:
-    """Let DP attention's ranks exchange tensors through torch, as the engine does on an NPU.
+def use_torch_collectives(parallel_state: ModuleType) -> None:
+    """Let DP attention's ranks exchange tensors through torch, as on an NPU.
 
-    Elsewhere it calls operators of its own for that, which it registers for CUDA alone.
+    On other devices the engine calls its own operators, which it registers for CUDA alone.
     """
     group = parallel_state.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
@@ -168,8 +168,8 @@ def gathers(parallel_state: ModuleType) -> None:
         group.all_to_all_single = group._all_to_all_single
 
 
-def copies_between_ranks(dp_attention: ModuleType) -> None:
-    """DP attention's copy of a rank's tokens among those of all, or out of them, without Triton."""
+def use_torch_dp_copy(dp_attention: ModuleType) -> None:
+    """Copy a rank's tokens into, or out of, those of all DP attention ranks without Triton."""
 
     def copy(dst, src, dim, offset, sz, offset_src) -> None:
         rows = slice(int(offset), int(offset) + int(sz))
@@ -182,13 +182,14 @@ def copies_between_ranks(dp_attention: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
+def with_npu_operators(memory_pool_npu: ModuleType) -> Iterator[None]:
     """Give the engine's NPU pools, and nothing else, the operators of ``torch_npu`` that they call.
 
-    The stock module imports ``torch_npu``; the patched one does so on an NPU only, and has it from
-    here.  Whoever else asks finds none, for it would take this machine for one with an NPU.
+    The stock module imports ``torch_npu``; the patched one does so on an NPU only, and gets it
+    here.  Other modules must not find it, or they would assume that this machine has an NPU.
     """
-    importlib.import_module("sglang.srt.mem_cache.memory_pool")  # imports half the world
+    # Imports much of the engine, which must not see `torch_npu`.
+    importlib.import_module("sglang.srt.mem_cache.memory_pool")
     operators = importlib.import_module("pd_harness.cpu_host.npu_operators")
     sys.modules["torch_npu"] = operators
     try:
@@ -196,26 +197,26 @@ def npu_pools(memory_pool_npu: ModuleType) -> Iterator[None]:
     finally:
         del sys.modules["torch_npu"]
     memory_pool_npu.torch_npu = operators
-    memory_pool_npu.torch = TorchOfPools("torch")
+    memory_pool_npu.torch = NpuPoolTorch("torch")
 
 
-def torch_native_attention(torch_native_backend: ModuleType) -> None:
-    """Compute the new tokens of a prompt's chunk, and not all before them again; pad for DP; draft.
+def extend_torch_native_attention(torch_native_backend: ModuleType) -> None:
+    """Compute only the new tokens of a prompt's chunk; support DP padding and speculation.
 
-    With DP attention idle ranks and short batches are padded by requests of a length that each
-    attention backend names, and this one does not.
+    With DP attention the engine pads idle ranks and short batches with requests whose length each
+    attention backend returns; the torch-native backend lacks that method.
     """
     from pd_harness.cpu_host.attention import extend
 
     backend = torch_native_backend.TorchNativeAttnBackend
     backend._run_sdpa_forward_extend = extend
-    for graph in ("cuda", "cpu"):  # later releases ask for the second
+    for graph in ("cuda", "cpu"):  # later releases call the second
         setattr(backend, f"get_{graph}_graph_seq_len_fill_value", lambda self: 1)
-    speculative_attention(torch_native_backend)
+    support_speculation(torch_native_backend)
 
 
 def ascend_attention(attention_registry: ModuleType) -> None:
-    """Let ``ascend`` be attention over the NPU pools without an NPU's kernels."""
+    """Register ``ascend`` as attention over the NPU pools without an NPU's kernels."""
 
     def make(runner):
         from pd_harness.cpu_host.ascend_attention import AscendAttention
@@ -225,38 +226,38 @@ def ascend_attention(attention_registry: ModuleType) -> None:
     attention_registry.ATTENTION_BACKENDS["ascend"] = make
 
 
-def chains_of_drafts(eagle_utils: ModuleType) -> None:
-    """Build and verify chains of drafted tokens without ``sgl_kernel``, which trees take."""
+def use_draft_chains(eagle_utils: ModuleType) -> None:
+    """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation
 
-    if release() != "0.5.9":  # which has another module for that, see `newer`
+    if release() != "0.5.9":  # later releases use another module, see `adaptations_0_5_23`
         return
     eagle_utils.sgl_build_tree_kernel_efficient = speculation.build_chains
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
 
 
-def speculative_attention(torch_native_backend: ModuleType) -> None:
-    """Let the backend, which knows prompts and single tokens, verify and draft."""
-    from pd_harness.cpu_host.speculation import decoded_lengths, extended_lengths
+def support_speculation(torch_native_backend: ModuleType) -> None:
+    """Let the backend, which supports prompts and single tokens, also verify and draft."""
+    from pd_harness.cpu_host.speculation import with_decode_lengths, with_extend_lengths
 
     backend = torch_native_backend.TorchNativeAttnBackend
     extend, decode = backend.forward_extend, backend.forward_decode
     backend.drafted = 0
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        return extend(self, q, k, v, layer, extended_lengths(forward_batch), save_kv_cache)
+        return extend(self, q, k, v, layer, with_extend_lengths(forward_batch), save_kv_cache)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        batch = decoded_lengths(forward_batch, self.drafted)
+        batch = with_decode_lengths(forward_batch, self.drafted)
         return decode(self, q, k, v, layer, batch, save_kv_cache)
 
     backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
 
 
-def draft_attention(draft_utils: ModuleType) -> None:
-    """Let a draft have the attention that its model runner has.
+def use_runner_attention(draft_utils: ModuleType) -> None:
+    """Let a draft model use its model runner's attention backend.
 
-    The engine knows none for ``torch_native``, and an NPU's kernels alone for ``ascend``.
+    For drafts the engine has no ``torch_native`` backend, and for ``ascend`` only NPU kernels.
     """
     from pd_harness.cpu_host.speculation import DraftSteps
 
@@ -268,10 +269,10 @@ def draft_attention(draft_utils: ModuleType) -> None:
     factory.create_draft_extend_backend = lambda self: self.draft_model_runner.attn_backend
 
 
-def absorbed_mla(attention_backend_handler: ModuleType) -> None:
-    """Compute MLA by the absorbed method, which takes K and V from the pool, at all times.
+def force_absorbed_mla(attention_backend_handler: ModuleType) -> None:
+    """Always compute MLA by the absorbed method, which reads K and V from the pool.
 
-    What else the engine would choose calls an NPU's kernels, or takes K and V past the pool.
+    The engine's other methods call NPU kernels, or bypass the pool.
     """
     method = attention_backend_handler.AttnForwardMethod.MLA
     for backend in ("ascend", "torch_native"):
@@ -280,8 +281,8 @@ def absorbed_mla(attention_backend_handler: ModuleType) -> None:
         )
 
 
-def engine_is_patched() -> bool:
-    """Whether the installed engine holds the package that only the patch set brings."""
+def is_engine_patched() -> bool:
+    """Whether the installed engine has the package that only the patch set adds."""
     engine = importlib.util.find_spec("sglang")
     return engine is not None and any(
         (Path(folder) / "srt" / "disaggregation" / "kv_layout" / "__init__.py").is_file()

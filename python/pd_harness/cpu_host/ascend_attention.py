@@ -1,6 +1,6 @@
 """Attention over the engine's NPU pools, computed by the engine's own torch-native backend.
 
-Imported only when a server runs with ``--attention-backend ascend``: it needs the engine.
+It needs the engine, so only a server with ``--attention-backend ascend`` imports it.
 """
 
 import copy
@@ -11,11 +11,11 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 
 class TokenView:
-    """An NPU pool as the torch-native backend knows pools: buffers of [tokens, heads, width].
+    """An NPU pool with the buffers that the torch-native backend reads: [tokens, heads, width].
 
-    NPU pools keep pages, [pages, page size, heads, width], or with ``ASCEND_USE_FIA`` single
-    tokens, [tokens, 1, heads, width].  MLA pools keep the latent part where others keep K, and
-    the RoPE part where others keep V; attention's K is both, and its V the latent part.
+    NPU pools store pages, [pages, page size, heads, width], or with ``ASCEND_USE_FIA`` single
+    tokens, [tokens, 1, heads, width].  MLA pools store the latent part where others store K, and
+    the RoPE part where others store V; attention's K is both, and its V the latent part.
     """
 
     def __init__(self, pool):
@@ -39,7 +39,7 @@ class TokenView:
 
 
 class AscendAttention(TorchNativeAttnBackend):
-    """What the engine calls ``ascend``; it passes the RoPE parts of MLA apart."""
+    """The engine's ``ascend`` backend; the engine passes MLA's RoPE parts to it separately."""
 
     def __init__(self, runner):
         super().__init__(runner)
@@ -65,7 +65,7 @@ def _joined(q, k, layer, q_rope=None, k_rope=None):
 
 
 def _viewed(forward_batch):
-    """The batch with its NPU pool as the torch-native backend reads it in 0.5.9."""
+    """The batch with its pool as a `TokenView`; in 0.5.9 attention reads the batch's pool."""
     if not hasattr(forward_batch, "token_to_kv_pool"):
         return forward_batch
     batch = copy.copy(forward_batch)

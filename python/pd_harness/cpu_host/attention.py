@@ -1,7 +1,7 @@
-"""Attention of the CPU host's servers: a prompt's chunk costs what its own tokens cost.
+"""Attention of the CPU host's servers, in which a prompt's chunk costs only its own tokens.
 
-The engine's torch-native backend computes all tokens of a prompt again with each of its chunks,
-and keeps the last; a prompt of 1,500 tokens in chunks of 128 then takes twelve times as long.
+With each chunk the engine's torch-native backend computes all tokens of the prompt so far, and
+keeps the new ones; a prompt of 1,500 tokens in chunks of 128 then takes twelve times as long.
 """
 
 import torch
@@ -29,14 +29,15 @@ def extend(
     """Attention of new tokens over all tokens of their requests; a method of that backend.
 
     ``query`` and ``output`` are [new tokens of all requests, heads, width], caches [tokens, KV
-    heads, width]; of each request the other tensors give its row in ``req_to_token``, and how many
-    tokens it has, had, and gets. With a window a token sees itself and as many before it.
+    heads, width]. The other tensors give each request's row in ``req_to_token``, and its numbers
+    of all, previous and new tokens. With a window a token sees itself and
+    ``sliding_window_size`` tokens before it.
 
     Raises:
         NotImplementedError: attention to an encoder's tokens.
     """
     if is_cross_attn:
-        raise NotImplementedError("the CPU host has no attention to an encoder's tokens")
+        raise NotImplementedError("the CPU host does not support attention to an encoder's tokens")
     requests = (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
     first = 0
     for row, length, before, new in zip(*(each.tolist() for each in requests)):

@@ -1,14 +1,14 @@
-"""A process that has imported the engine, and forks servers that then need not.
+"""A process that has imported the engine and forks servers, which need not import it.
 
-usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks`, which asks it)
+usage: python -m pd_harness.cpu_host.fork_server SOCKET   (see `pd_harness.forks`, its client)
 
-For each connection to the Unix socket it forks a keeper (compare `pd_harness.keeper`), which says
-``{"read": {NAME: VALUE}}``, the variables that were read while the engine was imported, and takes
-``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the module as
-``python -m`` would, or a file whose name ends in ``.py``; what the engine then starts by
-``multiprocessing`` is forked, too.  The keeper says ``{"keeper": PID}``, its own, and in the end
-``{"status": N}``.  When the connection is closed, or the server has ended, every process of its
-group is killed.  The fork server ends with its standard input.
+For each connection to the Unix socket it forks a supervisor (compare `pd_harness.supervisor`).  The
+supervisor sends ``{"read": {NAME: VALUE}}``, the variables that the engine's import read, and
+receives ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the
+module as ``python -m`` would, or a file whose name ends in ``.py``; processes that the engine then
+starts by ``multiprocessing`` are forked, too.  The supervisor sends ``{"keeper": PID}``, its own
+pid, and at the end ``{"status": N}``.  When the connection is closed or the server has exited, it
+kills every process of the server's group.  The fork server exits when its standard input ends.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from pd_harness.cpu_host.import_hooks import after_import
 from pd_harness.cpu_host.nixl_plugin import load_nixl
 from pd_harness.releases import release
 
-IMPORTED = (
+PRELOADED_MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -43,32 +43,32 @@ IMPORTED = (
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.models.registry",
 )
-# They look at each variable for those with a prefix of theirs; as do others, with ``items``.
-GO_OVER_ALL = ("fsspec.config",)
-LIMIT = 1 << 20  # bytes of a message
-BOOTSTRAP_SECONDS = 10  # in which the bootstrap server starts
+# They read every variable to find those with their prefix; other modules do so with ``items``.
+READ_ALL_MODULES = ("fsspec.config",)
+MAX_MESSAGE_BYTES = 1 << 20
+BOOTSTRAP_TIMEOUT_S = 10  # for the bootstrap server to start
 
 
 def main(path: Path) -> None:
     """Import the engine, then fork for each connection until standard input ends.
 
+    ``path`` is where the Unix socket appears once the engine is imported.
+
     Raises:
-        SystemExit: the engine has started threads, which a fork would not have.
+        SystemExit: the import started threads, which a fork would not have.
     """
-    after_import("sglang.srt.disaggregation.common.conn", _patient_registration)
+    after_import("sglang.srt.disaggregation.common.conn", _register_after_bootstrap)
     before = dict(os.environ)
-    with _noting_reads() as read:
-        for name in IMPORTED:
+    with _recorded_reads() as read:
+        for name in PRELOADED_MODULES:
             importlib.import_module(name)
-        load_nixl()  # not Mooncake, which starts threads when it is imported
+        load_nixl()  # not Mooncake, whose import starts threads
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     read = {name: before.get(name) for name in read}
-    if not is_alone():
-        sys.exit(
-            "fork server: importing the engine has started threads, which a fork would not have"
-        )
+    if not is_single_threaded():
+        sys.exit("fork server: importing the engine has started threads, which a fork would lack")
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for supervisors
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         draft = path.with_suffix(".draft")
         listener.bind(str(draft))
@@ -82,15 +82,15 @@ def main(path: Path) -> None:
             sys.stdout.flush()
             if os.fork() == 0:
                 listener.close()
-                keep(connection, read, made)
+                supervise(connection, read, made)
             connection.close()
 
 
-def _patient_registration(conn: ModuleType) -> None:
+def _register_after_bootstrap(conn: ModuleType) -> None:
     """Let a prefill rank register only when the bootstrap server listens.
 
-    The engine starts that server after the ranks, and a forked rank may be there first; it would
-    try once, and remain unknown, or in later releases wait for a second.
+    The engine starts that server after the ranks, and a forked rank may be ready first: in 0.5.9 it
+    would try once and stay unregistered, in later releases wait for a second.
     """
     manager = conn.CommonKVManager
     name = "_register_to_bootstrap" if release() == "0.5.9" else "register_to_bootstrap"
@@ -99,7 +99,7 @@ def _patient_registration(conn: ModuleType) -> None:
     @functools.wraps(register)
     def register_in_time(self):
         start = time.monotonic()
-        while time.monotonic() - start < BOOTSTRAP_SECONDS:
+        while time.monotonic() - start < BOOTSTRAP_TIMEOUT_S:
             try:
                 socket.create_connection((self.bootstrap_host, self.bootstrap_port)).close()
                 break
@@ -110,14 +110,14 @@ def _patient_registration(conn: ModuleType) -> None:
     setattr(manager, name, register_in_time)
 
 
-def is_alone() -> bool:
-    """Whether this process has one thread, of any language."""
+def is_single_threaded() -> bool:
+    """Whether this process has one thread, counting native threads."""
     return len(os.listdir("/proc/self/task")) == 1
 
 
 @contextlib.contextmanager
-def _noting_reads() -> Iterator[set[str]]:
-    """Note each variable that is read from ``os.environ`` by its name."""
+def _recorded_reads() -> Iterator[set[str]]:
+    """Record each variable that is read from ``os.environ`` by its name."""
     read: set[str] = set()
     environment = type(os.environ)
     get = environment.__getitem__
@@ -125,7 +125,7 @@ def _noting_reads() -> Iterator[set[str]]:
     def noted(self, name):
         caller = sys._getframe(1)
         by_name = caller.f_code.co_name != "__iter__"
-        if by_name and caller.f_globals.get("__name__") not in GO_OVER_ALL:
+        if by_name and caller.f_globals.get("__name__") not in READ_ALL_MODULES:
             read.add(name)
         return get(self, name)
 
@@ -136,18 +136,18 @@ def _noting_reads() -> Iterator[set[str]]:
         environment.__getitem__ = get
 
 
-def keep(connection: socket.socket, read: dict[str, str | None], made: dict[str, str]) -> None:
-    """Run one server and kill all that is left of it; never returns, but in the server.
+def supervise(connection: socket.socket, read: dict[str, str | None], made: dict[str, str]) -> None:
+    """Run one server, and kill what is left of it; never returns.
 
-    ``read`` are variables that the import has read, ``made`` those that it has set.
+    ``read`` are the variables that the import read, ``made`` those that it set.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
-    _say(connection, read=read)
-    message, files, _, _ = socket.recv_fds(connection, LIMIT, 1)
+    _send_message(connection, read=read)
+    message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
     if not message:
         os._exit(0)
-    asked = json.loads(message)
+    request = json.loads(message)
     os.dup2(files[0], 1)
     os.dup2(files[0], 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -156,57 +156,57 @@ def keep(connection: socket.socket, read: dict[str, str | None], made: dict[str,
     if server == 0:
         connection.close()
         os.close(files[0])
-        asked["environment"] = {**made, **asked["environment"]}
-        serve(asked, scratch)
-    _say(connection, keeper=os.getpid())
+        request["environment"] = {**made, **request["environment"]}
+        run_server(request, scratch)
+    _send_message(connection, keeper=os.getpid())
     select.select([connection, os.pidfd_open(server)], [], [])
     kill(server)
     _, status = os.waitpid(server, 0)
     shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.suppress(OSError):
-        _say(connection, status=os.waitstatus_to_exitcode(status))
+        _send_message(connection, status=os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 
-def _say(connection: socket.socket, **what) -> None:
+def _send_message(connection: socket.socket, **what) -> None:
     connection.sendall(json.dumps(what).encode())
 
 
 def kill(server: int) -> None:
-    """Kill it and its group, which it may not have made yet; nobody has waited for it."""
+    """Kill the server, not yet waited for, and its group, which it may not have made yet."""
     os.kill(server, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
 
 
-def serve(asked: dict, scratch: str) -> None:
-    """Be the server: end as ``python -m MODULE`` would."""
+def run_server(request: dict, scratch: str) -> None:
+    """Run the requested module in this process; exits as ``python -m MODULE`` would."""
     os.setpgid(0, 0)
     os.chdir(scratch)
     os.environ.clear()
-    os.environ.update(asked["environment"], TMPDIR=scratch)
+    os.environ.update(request["environment"], TMPDIR=scratch)
     tempfile.tempdir = None
-    sys.argv = ["", *asked["arguments"]]
-    sys.orig_argv = [sys.executable, "-m", asked["module"], *asked["arguments"]]
-    multiprocessing.context.SpawnProcess._Popen = staticmethod(forked_or_spawned)
-    os.register_at_fork(after_in_child=_forget_signals)
-    if (file := Path(asked["module"])).suffix == ".py":
+    sys.argv = ["", *request["arguments"]]
+    sys.orig_argv = [sys.executable, "-m", request["module"], *request["arguments"]]
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(fork_or_spawn)
+    os.register_at_fork(after_in_child=_reset_signal_handlers)
+    if (file := Path(request["module"])).suffix == ".py":
         sys.path.insert(0, str(file.parent))
         runpy.run_path(str(file), run_name="__main__")
     else:
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
-def forked_or_spawned(process):
-    """Start a process that was to be spawned: by a fork, unless a thread would be missing there."""
-    if is_alone():
+def fork_or_spawn(process):
+    """Fork a process instead of spawning it, unless this one has threads that a fork would lack."""
+    if is_single_threaded():
         return popen_fork.Popen(process)
     return popen_spawn_posix.Popen(process)
 
 
-def _forget_signals() -> None:
-    """A spawned process would not have its parent's handlers."""
+def _reset_signal_handlers() -> None:
+    """Restore default handlers, since a spawned process would not inherit its parent's."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 

@@ -11,10 +11,10 @@ Context = contextlib.AbstractContextManager
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` once the module ``name`` has been executed.
+    """Call ``action(module)`` after the module ``name`` has been executed.
 
     Raises:
-        RuntimeError: the module is loaded already, so importers may hold what it was.
+        RuntimeError: the module is already loaded, so others may have imported its old names.
     """
 
     @contextlib.contextmanager
@@ -29,15 +29,15 @@ def around_import(name: str, context: Callable[[ModuleType], Context]) -> None:
     """Execute the module ``name`` inside ``context(module)``.
 
     Raises:
-        RuntimeError: the module is loaded already, so importers may hold what it was.
+        RuntimeError: the module is already loaded, so others may have imported its old names.
     """
     if name in sys.modules:
-        raise RuntimeError(f"{name} is imported already; hooks must be set at interpreter start")
+        raise RuntimeError(f"{name} is already imported; hooks must be set at interpreter start")
     sys.meta_path.insert(0, _AroundImport(name, context))
 
 
 class _AroundImport(importlib.abc.MetaPathFinder):
-    """A finder for one module, which lets the other finders find it and wraps its loader."""
+    """A finder for one module: the other finders find it, this one wraps its loader."""
 
     def __init__(self, name: str, context: Callable[[ModuleType], Context]):
         self.name = name

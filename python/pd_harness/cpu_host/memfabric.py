@@ -1,7 +1,7 @@
-"""The real MemFabric, on a host that has no Ascend driver.
+"""The real MemFabric, on a host without an Ascend driver.
 
-`scripts/setup.sh` brings its wheels and builds a driver that stands under them (``driver/``); this
-lets the engine import them.
+`scripts/setup.sh` installs its wheels and builds a stand-in for the driver (``driver/``); this
+module lets the engine import them.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pd_harness.releases import release
 
-VARIABLE = "SGLANG_PD_MEMFABRIC"
-DEFAULT = "1.3.0"
+MEMFABRIC_VARIABLE = "SGLANG_PD_MEMFABRIC"
+DEFAULT_MEMFABRIC = "1.3.0"
 PACKAGE = "memfabric_hybrid"
 CHECKOUT = Path(__file__).resolve().parents[3]
 FOLDER = CHECKOUT / ".pd-env" / "memfabric"
 DRIVER = FOLDER / "driver"
-# Where MemFabric looks for the driver's library, and the name that the others are links to.
+# Where MemFabric expects the driver's library; the driver's other libraries are links to it.
 LIBRARY = DRIVER / "lib64" / "libascend_hal.so"
 RELEASES = sorted(
     (file.stem for file in (CHECKOUT / "scripts" / "requirements" / "memfabric").glob("*.txt")),
@@ -28,83 +28,86 @@ RELEASES = sorted(
 )
 
 
-# From here on a transfer engine has its port when it is initialised, and needs no store.
+# From this release on a transfer engine has its port once it is initialized, and needs no store.
 FIRST_WITHOUT_STORE = (1, 1, 3)
-# Their first write to a decode rank may never end, now and then; tests start such a pair anew.
+# Their first write to a decode rank occasionally hangs; tests then restart the pair.
 MAY_HANG = ("1.2.1",)
-# With it stock 0.5.9 serves; with one that chooses its port later it does not.
+# Stock 0.5.9 decode serves with this release, but not with those that choose their port later.
 FOR_STOCK_DECODE_0_5_9 = "1.0.8"
 
 
 def chosen_memfabric() -> str:
-    """The release that the variable names, or the newest that is tried."""
-    return os.environ.get(VARIABLE) or DEFAULT
+    """The release that ``SGLANG_PD_MEMFABRIC`` names, or the newest that is tested."""
+    return os.environ.get(MEMFABRIC_VARIABLE) or DEFAULT_MEMFABRIC
 
 
 def memfabric_for(decode_engine: str) -> str:
-    """The release that is chosen, or the newest with which this engine can be decode."""
-    if VARIABLE not in os.environ and (release(), decode_engine) == ("0.5.9", "stock"):
+    """The release that the variable names, or the newest with which this engine works as decode.
+
+    ``decode_engine`` is ``stock`` or ``patched``.
+    """
+    if MEMFABRIC_VARIABLE not in os.environ and (release(), decode_engine) == ("0.5.9", "stock"):
         return FOR_STOCK_DECODE_0_5_9
     return chosen_memfabric()
 
 
-def knows_peers_late(version: str) -> bool:
-    """Whether a peer that starts is known to the others after some seconds only."""
+def discovers_peers_late(version: str) -> bool:
+    """Whether peers discover a new peer only after several seconds."""
     return tuple(map(int, version.split("."))) < FIRST_WITHOUT_STORE
 
 
 class MemFabricFinder(importlib.abc.MetaPathFinder):
-    """Finds the release that is chosen when it is imported."""
+    """Finds the MemFabric release that is chosen at the time of the import."""
 
     def find_spec(self, name, path=None, target=None):
-        """The package's spec, with the made-up driver in place.
+        """The package's spec; points MemFabric at the stand-in for the driver.
 
         Raises:
-            ImportError: the release or the driver is not there, or does not load.
+            ImportError: the release or the driver is missing, or does not load.
         """
         if name != PACKAGE:
             return None
         version = chosen_memfabric()
-        if why := why_no_memfabric(version):
-            raise ImportError(why, name=PACKAGE)
+        if reason := memfabric_error(version):
+            raise ImportError(reason, name=PACKAGE)
         os.environ["ASCEND_HOME_PATH"] = str(DRIVER)
         return importlib.machinery.PathFinder.find_spec(name, [str(FOLDER / version)])
 
 
 def install() -> None:
-    """Offer MemFabric to imports; one that is installed goes first."""
+    """Make MemFabric importable; an installed one comes first."""
     sys.meta_path.append(MemFabricFinder())
 
 
-def why_no_memfabric(version: str) -> str | None:
+def memfabric_error(version: str) -> str | None:
     """Why this release cannot be imported here; None if it can."""
     if version not in RELEASES:
-        return f"{VARIABLE} is {version}; set it to one of {', '.join(RELEASES)}"
+        return f"{MEMFABRIC_VARIABLE} is {version}; set it to one of {', '.join(RELEASES)}"
     missing = [path for path in (FOLDER / version, LIBRARY) if not path.exists()]
     if missing:
         return (
             f"{missing[0].relative_to(CHECKOUT)} is missing; run `scripts/setup.sh --memfabric "
-            f"{version}`, which says why if it cannot be made"
+            f"{version}`, which reports why if it cannot be made"
         )
     try:
         ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return (
-            f"the stand-in for the Ascend driver does not load ({error}); here it must be built "
+            f"the stand-in for the Ascend driver does not load ({error}); it must be built "
             f"for {os.uname().machine}: remove {DRIVER.relative_to(CHECKOUT)} and run "
             "`scripts/setup.sh` again"
         )
     return None
 
 
-def why_no_copies() -> str | None:
-    """Why a process here cannot write into another, as the made-up driver does; None if it can."""
+def process_copy_error() -> str | None:
+    """Why a process cannot write to another one here, as the stand-in does; None if it can."""
     libc = ctypes.CDLL(None, use_errno=True)
     there = ctypes.create_string_buffer(b"before", 6)
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        # The driver, which the child loads, lets others reach into it.
+        # Loading the driver allows other processes to access this one's memory.
         ctypes.CDLL(str(LIBRARY))
         os.write(ready[1], b"1")
         os.read(done[0], 1)
@@ -124,10 +127,10 @@ def why_no_copies() -> str | None:
         os.close(end)
     if written == 6 and status == 0:
         return None
-    said = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
+    errno_text = f"{errno.errorcode.get(number, number)}, {os.strerror(number)}"
     return (
-        f"process_vm_writev is refused here ({said}): the stand-in for the Ascend driver copies "
-        "between processes with it; let the container call it (a seccomp profile that allows it, "
+        f"process_vm_writev is refused here ({errno_text}): the stand-in for the Ascend driver "
+        "copies between processes with it; allow the container to call it (by a seccomp profile, "
         "or the capability SYS_PTRACE)"
     )
 
@@ -136,16 +139,16 @@ def check(version: str) -> None:
     """Import this release and copy between two processes.
 
     Raises:
-        SystemExit: one of them is not possible; its text says why.
+        SystemExit: the import or the copy fails; its text says why.
     """
-    os.environ[VARIABLE] = version
+    os.environ[MEMFABRIC_VARIABLE] = version
     install()
     try:
         __import__(PACKAGE)
     except (ImportError, OSError) as error:
         sys.exit(f"MemFabric {version} cannot be imported: {error}")
-    if why := why_no_copies():
-        sys.exit(why)
+    if reason := process_copy_error():
+        sys.exit(reason)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Tiny models, made on the spot and never downloaded, whose output depends on the whole KV cache.
+"""Tiny models, made locally and never downloaded, whose output depends on the whole KV cache.
 
-Weights are random with a wide range: with the usual range the output is one token repeated, which
-hides corruption.  They are float32, so that TP 1, 2 and 4 agree to three decimals in logprobs and
+Weights are random with a wide range: with the usual range the output repeats one token, which hides
+corruption.  Weights are float32, so that the logprobs of TP 1, 2 and 4 agree to three decimals and
 one server can be the reference for all.
 """
 
@@ -21,10 +21,10 @@ CONTEXT = 4096  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class TinyModel(abc.ABC):
-    """What all have in common: ``heads`` are query heads, ``hidden`` is the width of a token.
+    """Parameters of all models: ``heads`` are query heads, ``hidden`` is the width of a token.
 
-    What the layers after the first one say is weighted by ``later``: where that is little, a draft
-    that knows the first layer alone foresees some tokens (`pd_harness.cpu_host.drafts`).
+    ``later_weight`` scales the output of all layers after the first: if it is small, a draft model
+    of the first layer alone predicts some tokens (`pd_harness.cpu_host.drafts`).
     """
 
     family: ClassVar[str]
@@ -33,29 +33,29 @@ class TinyModel(abc.ABC):
     heads: int = 4
     hidden: int = 128
     seed: int = 0
-    later: float = 1.0
+    later_weight: float = 1.0
 
     @property
     def name(self) -> str:
-        """Folder of the checkpoint, which tells every parameter."""
-        later = "" if self.later == 1 else f"-later{self.later:g}"
+        """Name of the checkpoint's folder, which contains every parameter."""
+        later_weight = "" if self.later_weight == 1 else f"-later{self.later_weight:g}"
         return (
-            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache}"
-            f"-e{self.hidden}-s{self.seed}{later}"
+            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache_name}"
+            f"-e{self.hidden}-s{self.seed}{later_weight}"
         )
 
     @property
     @abc.abstractmethod
-    def cache(self) -> str:
-        """What the name tells of the KV cache."""
+    def cache_name(self) -> str:
+        """The KV cache's part of the name."""
 
     @abc.abstractmethod
     def network(self, **common):
-        """A transformers model with random weights; ``common`` goes into its config."""
+        """A transformers model with random weights; ``common`` are options of its config."""
 
     def make(self, folder: Path) -> Path:
-        """Folder of the checkpoint below ``folder``, written there first if it is not yet."""
-        return written_once(folder / self.name, self._write)
+        """The checkpoint's folder below ``folder``; writes the checkpoint if it does not exist."""
+        return write_atomically(folder / self.name, self._write)
 
     def _write(self, folder: Path) -> None:
         import torch
@@ -76,8 +76,8 @@ class TinyModel(abc.ABC):
                 dtype="float32",
             )
         for layer in network.model.layers[1:]:
-            for said in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                said.weight.data *= self.later
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight.data *= self.later_weight
         network.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
 
@@ -92,7 +92,7 @@ class TinyGQA(TinyModel):
     head_dim: int = 64
 
     @property
-    def cache(self) -> str:
+    def cache_name(self) -> str:
         return f"kv{self.kv_heads}-d{self.head_dim}"
 
     def network(self, **common):
@@ -104,10 +104,10 @@ class TinyGQA(TinyModel):
 
 @dataclasses.dataclass(frozen=True)
 class TinyLlama(TinyGQA):
-    """The same of the Llama family, which has EAGLE drafts.
+    """Grouped-query attention of the Llama family, which has EAGLE drafts.
 
-    Queries are about as small as Qwen3's norm makes them: with larger ones a token looks at one
-    other alone, and most of the cache goes unread.
+    Queries are about as small as Qwen3's norm makes them: with larger queries a token attends to
+    one other token alone, and most of the cache does not matter.
     """
 
     family = "llama"
@@ -126,7 +126,7 @@ class TinyLlama(TinyGQA):
 class TinyMLA(TinyModel):
     """Multi-head latent attention of the DeepSeek-V2 family, every layer dense.
 
-    The cache holds ``latent`` + ``rope`` elements a token and layer; ``head_dim`` is the width of
+    The cache has ``latent`` + ``rope`` elements per token and layer; ``head_dim`` is the width of
     a head's value, and of its key without the RoPE part.
     """
 
@@ -137,7 +137,7 @@ class TinyMLA(TinyModel):
     head_dim: int = 32
 
     @property
-    def cache(self) -> str:
+    def cache_name(self) -> str:
         return f"c{self.latent}-r{self.rope}-d{self.head_dim}"
 
     def network(self, **common):
@@ -150,18 +150,18 @@ class TinyMLA(TinyModel):
             qk_rope_head_dim=self.rope,
             v_head_dim=self.head_dim,
             first_k_dense_replace=self.layers,
-            moe_layer_freq=1,  # the engine asks for it, transformers does not
-            **plain_yarn(),
+            moe_layer_freq=1,  # read by the engine, not by transformers
+            **identity_yarn(),
             **common,
         )
         return DeepseekV2ForCausalLM(config)
 
 
-def loaded(folder: Path):
-    """The transformers model of a checkpoint, to be compared with.
+def load_checkpoint(folder: Path):
+    """The transformers model of a checkpoint, as a reference.
 
-    Not by ``from_pretrained``: in a process with the CPU host that of transformers 5 leaves RoPE's
-    frequencies as they were in memory.
+    Does not use ``from_pretrained``: with transformers 5 and the CPU host it leaves RoPE's
+    frequencies uninitialized.
     """
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -171,8 +171,8 @@ def loaded(folder: Path):
     return network.eval()
 
 
-def plain_yarn() -> dict[str, dict]:
-    """RoPE of the only kind that the engine knows for MLA on a CPU; a factor of 1 makes it plain.
+def identity_yarn() -> dict[str, dict]:
+    """YaRN, the only RoPE that the engine supports for MLA on a CPU; factor 1 makes it plain RoPE.
 
     transformers 4 reads ``rope_scaling``, transformers 5 ``rope_parameters``.
     """
@@ -184,10 +184,10 @@ def plain_yarn() -> dict[str, dict]:
     return {"rope_parameters": {**kind, "rope_theta": 10_000.0}}
 
 
-def written_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """The folder ``target``, whose files are written by ``write(folder)`` if it is not there yet.
+def write_atomically(target: Path, write: Callable[[Path], None]) -> Path:
+    """The folder ``target``; if it does not exist, ``write(folder)`` writes its files.
 
-    It appears whole or not at all, also when two processes make it at once.
+    The folder appears atomically, even if two processes make it at once.
     """
     if target.is_dir():
         return target
@@ -207,8 +207,8 @@ def written_once(target: Path, write: Callable[[Path], None]) -> Path:
 def byte_tokenizer():
     """A tokenizer with one token per byte (0-255), an end token (256), and unused ones.
 
-    Each token reads as a single printable character of its own, bytes as in the alphabet of
-    byte-level BPE, so two answers have equal tokens exactly if their texts are equal.
+    Each token decodes to its own printable character (bytes to those of byte-level BPE's
+    alphabet), so two answers have equal tokens exactly if their texts are equal.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,7 @@
-"""Speculative decoding without an accelerator's kernels, where a draft has no branches.
+"""Speculative decoding without an accelerator's kernels, for drafts without branches.
 
-With ``--speculative-eagle-topk 1`` the draft proposes one token after another.  The engine's tree
-is then a chain: the request's last token, and after it what was drafted.
+With ``--speculative-eagle-topk 1`` the draft model proposes one token after another.  The engine's
+tree is then a chain: the request's last token, then the drafted tokens.
 """
 
 import copy
@@ -23,17 +23,17 @@ def build_chains(
     tokens: int,
     mask_mode: int,
 ) -> None:
-    """Say where the tokens to verify stand, as ``sgl_kernel.build_tree_kernel_efficient`` does.
+    """Arrange the tokens to verify, in place of ``sgl_kernel.build_tree_kernel_efficient``.
 
-    It fills ``positions`` [requests * tokens], ``places`` [requests, tokens], which are those of
-    the tokens in the batch, and ``next_tokens`` [requests, tokens], in their chain, of which the
-    last stays -1.  The mask stays all true: attention here is causal, and so is a chain.
+    Fills ``positions`` [requests * tokens], ``places`` [requests, tokens], the tokens' places in
+    the batch, and ``next_tokens`` [requests, tokens], each token's successor in its chain; the
+    last one's stays -1.  The mask stays all true: attention here is causal, and so is a chain.
 
     Raises:
         ValueError: there are branches.
     """
     if topk != 1:
-        raise ValueError(f"the CPU host drafts one token at a time, topk is {topk}")
+        raise ValueError(f"the CPU host supports only topk 1, not topk {topk}")
     steps_on = torch.arange(tokens)
     positions.copy_((seq_lens[:, None] + steps_on).flatten())
     places.copy_(torch.arange(places.numel()).view_as(places))
@@ -51,12 +51,12 @@ def verify_chains(
     target_predict: torch.Tensor,
     topk: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept drafted tokens up to the first that is not the target's, in place of a kernel.
+    """Accept drafted tokens up to the first that differs from the target's, without a kernel.
 
-    Shapes: ``candidates``, ``target_predict`` and ``retrive_index`` are [requests, tokens]: what
-    was drafted, what the target says comes next, and the tokens' places in the batch.  It fills
-    and returns ``predicts`` [places], ``accept_index`` [requests, tokens], places or -1, and
-    ``accept_token_num`` [requests], the drafted ones among them.
+    Shapes: ``candidates``, ``target_predict`` and ``retrive_index`` are [requests, tokens]: the
+    drafted tokens, the target's next tokens, and the tokens' places in the batch.  Fills and
+    returns ``predicts`` [places], ``accept_index`` [requests, tokens], places or -1, and
+    ``accept_token_num`` [requests], the number of drafted tokens accepted.
     """
     agreed = candidates[:, 1:] == target_predict[:, :-1]
     accept_token_num.copy_(agreed.cumprod(dim=1).sum(dim=1))
@@ -67,9 +67,9 @@ def verify_chains(
 
 
 class DraftSteps:
-    """Attention of a draft that takes so many ``steps``: a backend for each that computes.
+    """Attention backends of a draft model, one for each of its ``steps`` but the first.
 
-    The first token comes from what the draft computed before.
+    The draft model has computed the first token before these steps.
     """
 
     def __init__(self, attention, steps: int):
@@ -78,11 +78,11 @@ class DraftSteps:
             one.drafted = drafted
 
     def init_forward_metadata(self, forward_batch) -> None:
-        """There are none."""
+        """Do nothing: these backends have no metadata."""
 
 
-def decoded_lengths(forward_batch, drafted: int):
-    """The batch with the lengths of its requests where the last so many tokens are drafts."""
+def with_decode_lengths(forward_batch, drafted: int):
+    """The batch with ``drafted`` tokens added to each request's length."""
     if not drafted:
         return forward_batch
     batch = copy.copy(forward_batch)
@@ -91,15 +91,15 @@ def decoded_lengths(forward_batch, drafted: int):
 
 
 def is_draft_extend(mode) -> bool:
-    """Whether the draft takes in what was accepted; later releases have the second kind alone."""
+    """Whether the draft model extends by accepted tokens; later releases have the v2 mode alone."""
     return mode.is_draft_extend() if hasattr(mode, "is_draft_extend") else mode.is_draft_extend_v2()
 
 
-def extended_lengths(forward_batch):
+def with_extend_lengths(forward_batch):
     """The batch with the lengths that attention over a prompt's chunk reads.
 
-    While the target verifies, they are those before the tokens to verify; when the draft takes in
-    what was accepted, lengths before are of an earlier batch.
+    When the target verifies, the batch's lengths exclude the tokens to verify; when the draft
+    model extends, the batch's prefix lengths are an earlier batch's.
     """
     mode, batch = forward_batch.forward_mode, copy.copy(forward_batch)
     if mode.is_target_verify():

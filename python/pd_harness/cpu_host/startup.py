@@ -1,7 +1,7 @@
 """Switch the CPU host on at interpreter start.
 
-The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so that every process
-of a server, spawned ones too, starts with it.
+The environments of `scripts/setup.sh` call `activate` from a ``.pth`` file, so that it runs in
+every process of a server, including spawned ones.
 """
 
 import gc
@@ -13,89 +13,94 @@ from types import ModuleType
 from pd_harness.cpu_host import (
     SWITCH,
     adaptations,
+    adaptations_0_5_23,
     idle,
+    import_stubs,
     memfabric,
-    name_only,
-    newer,
-    probe,
+    scheduler_dump,
     thread_binding,
 )
-from pd_harness.cpu_host.engines_sends import engines_sends
 from pd_harness.cpu_host.import_hooks import after_import, around_import
+from pd_harness.cpu_host.stock_sends import stock_sends
 from pd_harness.cpu_host.stock_transfer import stock_transfer
 
 
 def activate() -> None:
-    """Offer stand-ins for what is not installed, and hook the modules that need an adaptation.
+    """Install stand-ins for missing packages, and hook the modules that need an adaptation.
 
-    Does nothing unless the switch is ``1``.
+    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set.
 
     Raises:
-        SystemExit: the switch has another value, or a real ``torch_npu`` is installed.
+        SystemExit: the variable is not ``1``, or a real ``torch_npu`` is installed.
     """
     value = os.environ.get(SWITCH)
     if value is None:
         return
     if value != "1":
-        sys.exit(f"{SWITCH} is {value!r}; set it to 1, or leave it out to run without the CPU host")
+        sys.exit(f"{SWITCH} is {value!r}; set it to 1, or unset it to run without the CPU host")
     npu = importlib.util.find_spec("torch_npu")
     if npu is not None:
         sys.exit(
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
-    # Importing the engine makes a million objects that stay; collecting among them takes a second.
+    # Importing the engine makes a million lasting objects; collecting among them takes a second.
     gc.set_threshold(100_000)
-    name_only.install()
+    import_stubs.install()
     memfabric.install()
     _bind_threads()
-    after_import("torch", adaptations.torch_streams)
-    after_import("transformers.utils.import_utils", newer.no_torchvision)
-    after_import("sglang.srt.configs.update_config", adaptations.whole_kv_heads)
+    after_import("torch", adaptations.stub_torch_streams)
+    after_import("transformers.utils.import_utils", adaptations_0_5_23.hide_torchvision)
+    after_import("sglang.srt.configs.update_config", adaptations.disable_kv_head_padding)
     for build in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
-        after_import(f"{build}._api", adaptations.nixl_agents)
+        after_import(f"{build}._api", adaptations.adapt_nixl)
     if os.environ.get("MC_FORCE_TCP"):
-        after_import("mooncake.engine", adaptations.few_copies_at_once)
-    after_import("uvicorn.config", adaptations.kept_connections)
+        after_import("mooncake.engine", adaptations.limit_mooncake_batches)
+    after_import("uvicorn.config", adaptations.extend_keep_alive)
     engine = "sglang.srt"
-    after_import(f"{engine}.disaggregation.mooncake.conn", _mooncake)
-    after_import(f"{engine}.disaggregation.ascend.transfer_engine", adaptations.without_hccl)
-    after_import(f"{engine}.disaggregation.common.staging_buffer", newer.staging_on_host)
-    after_import(f"{engine}.disaggregation.common.staging_handler", newer.scatter_on_host)
-    for name in newer.SLOT_MODULES:
-        after_import(name, newer.slots_without_kernels)
-    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.npu_pools)
+    after_import(f"{engine}.disaggregation.mooncake.conn", _adapt_mooncake)
+    after_import(f"{engine}.disaggregation.ascend.transfer_engine", adaptations.skip_hccl)
     after_import(
-        f"{engine}.layers.attention.torch_native_backend", adaptations.torch_native_attention
+        f"{engine}.disaggregation.common.staging_buffer", adaptations_0_5_23.stage_in_host_memory
     )
-    after_import(f"{engine}.distributed.parallel_state", adaptations.gathers)
-    after_import(f"{engine}.layers.dp_attention", adaptations.copies_between_ranks)
+    after_import(
+        f"{engine}.disaggregation.common.staging_handler",
+        adaptations_0_5_23.scatter_from_host_memory,
+    )
+    for name in adaptations_0_5_23.SLOT_MODULES:
+        after_import(name, adaptations_0_5_23.install_slot_functions)
+    around_import(f"{engine}.hardware_backend.npu.memory_pool_npu", adaptations.with_npu_operators)
+    after_import(
+        f"{engine}.layers.attention.torch_native_backend", adaptations.extend_torch_native_attention
+    )
+    after_import(f"{engine}.distributed.parallel_state", adaptations.use_torch_collectives)
+    after_import(f"{engine}.layers.dp_attention", adaptations.use_torch_dp_copy)
     after_import(f"{engine}.layers.attention.attention_registry", adaptations.ascend_attention)
     after_import(
-        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.absorbed_mla
+        f"{engine}.models.deepseek_common.attention_backend_handler", adaptations.force_absorbed_mla
     )
-    after_import(f"{engine}.speculative.eagle_utils", adaptations.chains_of_drafts)
-    after_import("sglang.kernels.ops.speculative.spec_tree", newer.chains_of_drafts)
-    after_import(f"{engine}.speculative.draft_utils", adaptations.draft_attention)
-    after_import(f"{engine}.managers.scheduler", _schedulers)
-    after_import(f"{engine}.managers.data_parallel_controller", idle.rested_controllers)
-    after_import(f"{engine}.disaggregation.pd.describe", stock_transfer)
-    after_import(f"{engine}.disaggregation.nixl.conn", engines_sends)
-    after_import(f"{engine}.disaggregation.ascend.conn", engines_sends)
+    after_import(f"{engine}.speculative.eagle_utils", adaptations.use_draft_chains)
+    after_import("sglang.kernels.ops.speculative.spec_tree", adaptations_0_5_23.use_draft_chains)
+    after_import(f"{engine}.speculative.draft_utils", adaptations.use_runner_attention)
+    after_import(f"{engine}.managers.scheduler", _adapt_schedulers)
+    after_import(f"{engine}.managers.data_parallel_controller", idle.throttle_controllers)
+    after_import(f"{engine}.disaggregation.pd.local_layout", stock_transfer)
+    after_import(f"{engine}.disaggregation.nixl.conn", stock_sends)
+    after_import(f"{engine}.disaggregation.ascend.conn", stock_sends)
 
 
-def _mooncake(module: ModuleType) -> None:
-    newer.page_indices_unpinned(module)
-    engines_sends(module)
+def _adapt_mooncake(module: ModuleType) -> None:
+    adaptations_0_5_23.disable_pinned_page_indices(module)
+    stock_sends(module)
 
 
-def _schedulers(module: ModuleType) -> None:
-    idle.rested_schedulers(module)
-    probe.probed_schedulers(module)
+def _adapt_schedulers(module: ModuleType) -> None:
+    idle.throttle_schedulers(module)
+    scheduler_dump.install_scheduler_dump(module)
 
 
 def _bind_threads() -> None:
-    """Name one core per rank, unless the user has, from the command line's sizes."""
+    """Bind one core per rank of the command line's sizes, unless the user has bound them."""
     words = [part for word in sys.orig_argv for part in word.split("=", 1)]
     given = dict(zip(words, words[1:]))
 

@@ -1,8 +1,8 @@
-"""The stock engine's transfer code in a patched prefill server, to see what the checks find.
+"""The stock engine's transfer code in a patched prefill server, to test what verification finds.
 
 With `SGLANG_PD_STOCK_TRANSFER` (the folder `sglang/` of a stock engine) a prefill rank sends KV and
 state by that engine's methods, with the item lengths and the state that its pools would register.
-All else is the patched engine's: who is told, the descriptions, and `SGLANG_PD_VERIFY`.
+The rest is the patched engine's: notifications, layout descriptions, and `SGLANG_PD_VERIFY`.
 """
 
 import contextlib
@@ -14,38 +14,44 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from pd_harness.cpu_host.adaptations import npu_pools
+from pd_harness.cpu_host.adaptations import with_npu_operators
+from pd_harness.releases import release
 
-VARIABLE = "SGLANG_PD_STOCK_TRANSFER"
+STOCK_TRANSFER_VARIABLE = "SGLANG_PD_STOCK_TRANSFER"
 DISAGGREGATION = "srt/disaggregation"
 NPU_POOLS = Path("srt/hardware_backend/npu/memory_pool_npu.py")
 BACKENDS = {"nixl": ["nixl"], "mooncake": ["mooncake"], "ascend": ["ascend", "mooncake"]}
 
 
 def stock_transfer(describe: ModuleType) -> None:
-    """Wrap `pd.describe.make_kv_manager`."""
+    """Make `make_kv_manager` of 0.5.9's module `pd.local_layout` install stock's sends in prefill.
+
+    Later releases have no such function; see `stock_sends`.
+    """
+    if release() != "0.5.9":
+        return
     make = describe.make_kv_manager
 
     @functools.wraps(make)
     def make_with_stock_transfer(queue, kv_args, mode):
         manager = make(queue, kv_args, mode)
-        folder = os.environ.get(VARIABLE)
+        folder = os.environ.get(STOCK_TRANSFER_VARIABLE)
         if folder and mode.value == "prefill":
-            _borrow(manager, Path(folder), queue)
+            _install_stock_sends(manager, Path(folder), queue)
         return manager
 
     describe.make_kv_manager = make_with_stock_transfer
 
 
-def _borrow(manager, folder: Path, queue) -> None:
+def _install_stock_sends(manager, folder: Path, queue) -> None:
     backend = type(manager).__module__.split(".")[-2]
     names = [*BACKENDS[backend], "common"]
-    modules = [_load(folder / DISAGGREGATION / name / "conn.py") for name in names]
+    modules = [_load_stock_module(folder / DISAGGREGATION / name / "conn.py") for name in names]
     classes = [
         next(one for name, one in vars(module).items() if _is_manager(name, one, module))
         for module in modules
     ]
-    stock = _Stock(manager, classes, _stock_args(manager.kv_args, folder, queue))
+    stock = _StockManager(manager, classes, _stock_args(manager.kv_args, folder, queue))
     sends = _NixlSends if backend == "nixl" else _QueuedSends
     borrowed = sends(manager, stock)
     manager.send_kvcache = borrowed.send_kvcache
@@ -58,25 +64,25 @@ def _is_manager(name: str, one: object, module: ModuleType) -> bool:
 
 
 @functools.cache
-def _load(file: Path) -> ModuleType:
-    """A stock module under a name of its own; what it imports is the patched engine's."""
+def _load_stock_module(file: Path) -> ModuleType:
+    """A stock module under its own name; its imports are the patched engine's modules."""
     spec = importlib.util.spec_from_file_location("stock_" + "_".join(file.parts[-3:-1]), file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it
-    with npu_pools(module) if file.name == NPU_POOLS.name else contextlib.nullcontext():
+    sys.modules[spec.name] = module  # its dataclasses need the entry
+    with with_npu_operators(module) if file.name == NPU_POOLS.name else contextlib.nullcontext():
         spec.loader.exec_module(module)
     return module
 
 
 def _stock_args(args, folder: Path, queue) -> SimpleNamespace:
-    """Item lengths, and of state what belongs to the target model, as stock registers them."""
+    """``args`` as stock registers them: its item lengths, and the target model's state only."""
     changed = copy.copy(args)
     pools = (queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
     changed.kv_item_lens = []
     for pool in filter(None, pools):
         owner = type(pool)
         if owner.__module__.endswith(NPU_POOLS.stem):
-            owner = vars(_load(folder / NPU_POOLS))[owner.__name__]
+            owner = vars(_load_stock_module(folder / NPU_POOLS))[owner.__name__]
         changed.kv_item_lens += owner.get_contiguous_buf_infos(pool)[2]
     targets = sum(not buffer.draft for buffer in args.layout.state)
     for name in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
@@ -84,8 +90,8 @@ def _stock_args(args, folder: Path, queue) -> SimpleNamespace:
     return changed
 
 
-class _Stock:
-    """A manager as stock's methods see it: their own others first, then the manager's."""
+class _StockManager:
+    """A manager as stock's methods see it: stock's own methods first, then the manager's."""
 
     def __init__(self, manager, classes: list[type], args):
         self._manager, self._classes, self.kv_args = manager, classes, args
@@ -98,11 +104,11 @@ class _Stock:
 
     @property
     def agent(self):
-        """NIXL's, to which all memory is of the kind that the patched engine registers."""
-        return _Agent(self._manager.agent, self._manager.kv_args.layout.memory)
+        """NIXL's agent; "VRAM" becomes the memory type that the patched engine registers."""
+        return _StockAgent(self._manager.agent, self._manager.kv_args.layout.memory)
 
 
-class _Agent:
+class _StockAgent:
     def __init__(self, agent, memory: str):
         self._agent, self._memory = agent, memory
 
@@ -114,7 +120,7 @@ class _Agent:
 
 
 class _NixlSends:
-    def __init__(self, manager, stock: _Stock):
+    def __init__(self, manager, stock: _StockManager):
         self.manager, self.stock = manager, stock
 
     def send_kvcache(self, peer, pages, dst_ptrs, dst_pages, gpu, notif):
@@ -132,17 +138,17 @@ class _NixlSends:
         return self._write(peer, notif, self.stock.maybe_send_extra(*arguments))
 
     def _write(self, peer: str, notif: str, handle):
-        from sglang.srt.disaggregation.pd.writes import Write
+        from sglang.srt.disaggregation.pd.nixl_transfers import Transfer
 
         if handle is None:
             return None
-        write = Write(int(notif.split("_")[0]), peer, handle)
-        self.manager.writes.add(write)
+        write = Transfer(int(notif.split("_")[0]), peer, handle)
+        self.manager.transfers.add(write)
         return write
 
 
 class _QueuedSends:
-    def __init__(self, manager, stock: _Stock):
+    def __init__(self, manager, stock: _StockManager):
         self.manager, self.stock = manager, stock
 
     def send_kvcache(self, session, pages, dst_ptrs, dst_pages, executor):

@@ -2,7 +2,7 @@
 
 
 class NoEvent:
-    """``torch.cuda.Event`` where everything is synchronous: always recorded, always reached."""
+    """``torch.cuda.Event`` without asynchrony: every event has already happened."""
 
     def __init__(self, *args, **kwargs):
         self.recorded_on = None
@@ -11,20 +11,20 @@ class NoEvent:
         self.recorded_on = stream
 
     def wait(self, stream=None) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is ever pending."""
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is ever pending."""
 
     def query(self) -> bool:
         return True
 
 
 class NoStream:
-    """``torch.cuda.Stream`` where everything is synchronous."""
+    """``torch.cuda.Stream`` without asynchrony."""
 
     def __init__(self, *args, **kwargs):
-        """Priority and device make no difference."""
+        """Ignore priority and device."""
 
     def __enter__(self):
         return self
@@ -33,10 +33,10 @@ class NoStream:
         return False
 
     def wait_stream(self, stream) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is ever pending."""
 
     def wait_event(self, event) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is ever pending."""
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Return at once: no work is ever pending."""

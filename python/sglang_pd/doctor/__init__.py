@@ -1,16 +1,16 @@
-"""`sglang-pd doctor`: what of a host, an image or running servers keeps PD from working, and why.
+"""`sglang-pd doctor`: what keeps PD from working on a host, in an image or between servers.
 
-findings    what a check says
-host        what the checks look at; tests give another
-engine      the engine, its release, the patches
-packages    torch, torch_npu, CANN, and the transport's library
-memfabric   its releases, and the engines that serve over them
-system      limits, shared memory, RDMA devices, NPUs
-ports       those that a server opens, and those that it must reach
-variables   of the environment
-ascend      those of MemFabric
-network     those of addresses, devices and proxies
-servers     running ones, alone and two by two
-examine     all of them
-show        as a table, or as JSON
+findings     the result of a check
+host         the host under check, and the launch options; tests substitute a host
+engine       the engine, its release, the patches
+packages     torch, torch_npu, CANN, and the transport's library
+memfabric    MemFabric's releases, and the engines that serve over them
+system       limits, shared memory, RDMA devices, NPUs
+ports        ports that a server opens, and ports that it must reach
+environment  environment variables
+ascend       variables of MemFabric
+network      variables for addresses, network devices and proxies
+servers      running servers, alone and in pairs
+run_checks   all checks
+show         output as a table, or as JSON
 """

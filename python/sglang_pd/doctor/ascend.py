@@ -1,24 +1,24 @@
-"""Variables of the `ascend` backend: MemFabric's store, its ports, and how it carries bytes."""
+"""Checks the `ascend` backend's variables: MemFabric's store, ports and transfer protocol."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.memfabric import installed, uses_store
-from sglang_pd.doctor.network import GROUP, LOCAL, is_address
+from sglang_pd.doctor.network import GROUP, LOCAL_PREFIXES, is_address
 
-STORE = "ASCEND_MF_STORE_URL"
-OTHER_STORE = "MF_CONFIG_STORE_URL"
+STORE_URL = "ASCEND_MF_STORE_URL"
+OTHER_STORE_URL = "MF_CONFIG_STORE_URL"
 PROTOCOL = "ASCEND_MF_TRANSFER_PROTOCOL"
-# Of the ports that decode ranks listen on, where the store is not used, and what it takes else.
+# Without the store, decode ranks listen on ports of this range, or of MemFabric's default.
 FIRST_PORT, LAST_PORT = "MF_CONFIG_STORE_PORT_START", "MF_CONFIG_STORE_PORT_END"
-PORTS = range(9000, 65536)
-LEAST_PORT = 1024
+DEFAULT_PORTS = range(9000, 65536)
+MIN_PORT = 1024
 
 
 def store_address(url: str) -> tuple[str, int] | None:
-    """Host and port of MemFabric's store; None for what is no `tcp://HOST:PORT`."""
+    """Returns host and port of MemFabric's store; None unless the URL is `tcp://HOST:PORT`."""
     try:
         parts = urlsplit(url)
         address = parts.hostname, parts.port
@@ -28,48 +28,48 @@ def store_address(url: str) -> tuple[str, int] | None:
 
 
 def session_ports(host: Host) -> range:
-    """Of which MemFabric picks one for each rank; the default for a variable that is no number."""
+    """Returns the ports from which MemFabric picks one per rank; a non-number counts as unset."""
     named = [host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT)]
     first, last = (
         int(value) if value.isdecimal() else default
-        for value, default in zip(named, (PORTS[0], PORTS[-1]))
+        for value, default in zip(named, (DEFAULT_PORTS[0], DEFAULT_PORTS[-1]))
     )
-    return range(first, last + 1) if first <= last else PORTS
+    return range(first, last + 1) if first <= last else DEFAULT_PORTS
 
 
-def check_ascend(host: Host, launch: Launch) -> Iterator[Finding]:
+def check_ascend(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     if launch.backend != "ascend":
         return
     yield from _check_store(host)
     yield from _check_ports(host)
     protocol = host.environ.get(PROTOCOL, "sdma")
     if protocol.strip().lower() not in ("sdma", "device_rdma"):
-        advice = "0.5.9 takes sdma for it, later releases for what MemFabric has not; give sdma "
-        advice += "(A3) or device_rdma (A2)"
+        advice = "0.5.9 uses sdma instead, later releases do if MemFabric does not support it; set "
+        advice += "sdma (A3) or device_rdma (A2)"
         yield warning(GROUP, PROTOCOL, protocol, advice)
 
 
 def _check_store(host: Host) -> Iterator[Finding]:
-    """The engine hands MemFabric what the variable says, and MemFabric refuses None alone."""
-    url, other = host.environ.get(STORE), host.environ.get(OTHER_STORE)
+    """Checks the store's URL. The engine passes it to MemFabric, which refuses only None."""
+    url, other = host.environ.get(STORE_URL), host.environ.get(OTHER_STORE_URL)
     address = store_address(url or "")
     if url is None and other is not None:
-        advice = f"the engine reads {STORE} alone: `export {STORE}=${OTHER_STORE}`"
-        yield wrong(GROUP, STORE, f"not set, and {OTHER_STORE} is", advice)
+        advice = f"the engine reads only {STORE_URL}: `export {STORE_URL}=${OTHER_STORE_URL}`"
+        yield wrong(GROUP, STORE_URL, f"not set, but {OTHER_STORE_URL} is", advice)
     elif url is None:
-        advice = "give prefill and decode the first prefill node's: tcp://ADDRESS:24667"
-        yield wrong(GROUP, STORE, "not set", advice)
+        advice = "set it on both sides, to the first prefill node's store: tcp://ADDRESS:24667"
+        yield wrong(GROUP, STORE_URL, "not set", advice)
     elif not uses_store(host):
-        said = f"{url or 'empty'}, which MemFabric {installed(host)} does not use"
-        yield ok(GROUP, STORE, said)
+        text = f"{url or 'empty'}, which MemFabric {installed(host)} does not use"
+        yield ok(GROUP, STORE_URL, text)
     elif address is None:
-        yield wrong(GROUP, STORE, repr(url), "it takes tcp://ADDRESS:PORT")
+        yield wrong(GROUP, STORE_URL, repr(url), "expected tcp://ADDRESS:PORT")
     elif not is_address(address[0]):
-        advice = "MemFabric takes an IP address alone: give the first prefill node's"
-        yield wrong(GROUP, STORE, url, advice)
-    elif address[0].startswith(LOCAL):
+        advice = "MemFabric needs an IP address: give the first prefill node's"
+        yield wrong(GROUP, STORE_URL, url, advice)
+    elif address[0].startswith(LOCAL_PREFIXES):
         advice = "other hosts cannot reach it: give the first prefill node's address"
-        yield warning(GROUP, STORE, url, advice)
+        yield warning(GROUP, STORE_URL, url, advice)
 
 
 def _check_ports(host: Host) -> Iterator[Finding]:
@@ -78,15 +78,18 @@ def _check_ports(host: Host) -> Iterator[Finding]:
         if value is None:
             continue
         if uses_store(host):
-            advice = "MemFabric reads it from 1.1.3 on: unset it"
+            advice = "only MemFabric 1.1.3 and later read it: unset it"
             yield warning(GROUP, name, value, advice)
         elif not value.isdecimal():
-            advice = f"it takes a port; MemFabric would take {PORTS[0]} to {PORTS[-1]}"
+            advice = (
+                f"expected a port; MemFabric would use {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+            )
             yield warning(GROUP, name, repr(value), advice)
-        elif int(value) < LEAST_PORT:
-            advice = f"MemFabric takes none below {LEAST_PORT}, and the server does not start"
+        elif int(value) < MIN_PORT:
+            advice = f"MemFabric accepts no port below {MIN_PORT}; the server would not start"
             yield wrong(GROUP, name, value, advice)
     first, last = (host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT))
     if first.isdecimal() and last.isdecimal() and int(first) > int(last):
-        advice = f"MemFabric takes {PORTS[0]} to {PORTS[-1]} instead: give the lower one first"
+        usual = f"{DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+        advice = f"MemFabric would use {usual} instead: give the lower port first"
         yield warning(GROUP, "MemFabric's ports", f"{first} to {last}", advice)

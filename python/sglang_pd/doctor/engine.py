@@ -1,4 +1,4 @@
-"""The engine, its release, and whether the patches are applied."""
+"""Checks the engine, its release, and whether the patches are applied."""
 
 from collections.abc import Iterator
 
@@ -17,13 +17,13 @@ ADVICE = {
 
 
 def check_engine(engine: Engine, release: Release) -> Iterator[Finding]:
-    said = f"SGLang {engine.version or release.name} at {engine.root}"
+    text = f"SGLang {engine.version or release.name} at {engine.root}"
     if release.preview:
-        yield warning(GROUP, "release", said, f"it is a preview: {release.preview}")
+        yield warning(GROUP, "release", text, f"it is a preview: {release.preview}")
     elif engine.version and engine.version != release.name:
-        yield ok(GROUP, "release", f"{said}, taken for {release.name}")
+        yield ok(GROUP, "release", f"{text}, treated as {release.name}")
     else:
-        yield ok(GROUP, "release", said)
+        yield ok(GROUP, "release", text)
 
 
 def check_patches(status: Status) -> Iterator[Finding]:
@@ -33,4 +33,5 @@ def check_patches(status: Status) -> Iterator[Finding]:
         yield wrong(GROUP, "patches", status.state, ADVICE[status.state])
     if status.edited:
         files = ", ".join(status.edited)
-        yield wrong(GROUP, "files", f"edited since: {files}", "reinstall the engine, then apply")
+        found = f"edited since the patch set was applied: {files}"
+        yield wrong(GROUP, "files", found, "reinstall the engine, then apply")

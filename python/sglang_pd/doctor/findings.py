@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from typing import Literal
 
@@ -8,10 +8,10 @@ Level = Literal["ok", "warning", "wrong"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at.
+    """One checked item.
 
-    level: `wrong` keeps servers from working, `warning` may. found: what is there, with values.
-    advice: what to do; empty where all is well.
+    level: `wrong` keeps servers from working, `warning` may. found: the state found, with values.
+    advice: what to do; empty if the level is `ok`.
     """
 
     group: str

@@ -1,4 +1,4 @@
-"""What the checks look at: a host, and the server that is to be launched there."""
+"""The host under check, and the server to be launched there."""
 
 import os
 import re
@@ -14,12 +14,12 @@ IMPORT_SECONDS = 120
 
 
 def import_error(module: str) -> str:
-    """Why this Python cannot import a module, in one line; empty if it can."""
+    """Returns, in one line, why this Python cannot import a module; empty if it can."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"it takes more than {IMPORT_SECONDS} s"
+        return f"the import takes more than {IMPORT_SECONDS} s"
     lines = ran.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit code {ran.returncode}") if ran.returncode else ""
 
@@ -28,8 +28,9 @@ def import_error(module: str) -> str:
 class Host:
     """A machine or an image.
 
-    environ: its variables. root: where its /proc, /sys and /dev are. folders: where its Python
-    looks for packages. import_error: of a module, see there; None if it cannot be tried.
+    environ: its environment variables. root: the folder with its /proc, /sys and /dev. folders:
+    where its Python finds packages. import_error: returns a module's import error (see above);
+    None if imports cannot be tried.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -38,46 +39,46 @@ class Host:
     import_error: Callable[[str], str] | None = import_error
 
     def path(self, name: str) -> Path:
-        """Of an absolute name on the host."""
+        """Returns the path, below `root`, of an absolute name on the host."""
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:
-        """What a file says; nothing where there is none that can be read."""
+        """Returns a file's text; empty if the file cannot be read."""
         try:
             return self.path(name).read_text(errors="replace")
         except OSError:
             return ""
 
     def names(self, folder: str) -> list[str]:
-        """The entries of a folder; none where there is no such folder."""
+        """Returns a folder's entries, sorted; empty if the folder cannot be read."""
         try:
             return sorted(os.listdir(self.path(folder)))
         except OSError:
             return []
 
     def versions(self, *packages: str) -> dict[str, str]:
-        """Version by name of those packages that are installed; names as `_normal` has them."""
+        """Returns {name: version} of those installed; names must be normalized."""
         return {name: self._installed[name] for name in packages if name in self._installed}
 
     @cached_property
     def _installed(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for one in distributions(path=list(self.folders)):
-            found.setdefault(_normal(one.metadata["Name"] or ""), one.version)
+            found.setdefault(_normalized_name(one.metadata["Name"] or ""), one.version)
         return found
 
 
-def _normal(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
-class Launch:
-    """The server that is meant.
+class LaunchOptions:
+    """The server to be launched.
 
     role: `prefill`, `decode`, or empty for either. backend: `nixl`, `mooncake` or `ascend`.
-    port: the server's. bootstrap_port: of prefill's bootstrap server. in_image: what only the
-    host has (devices, limits, ports, variables) is not looked at. nodes: that the server has.
+    port: the server's. bootstrap_port: of prefill's bootstrap server. in_image: skips what only a
+    host has (devices, limits, ports, variables). nodes: the server's number of nodes.
     """
 
     role: str

@@ -8,19 +8,19 @@ from typing import Literal
 import msgspec
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.packages import GROUP, version
-from sglang_pd.patchset.patches import age, public, read_data
+from sglang_pd.patchset.patches import public_version, read_data, version_key
 
-KINDS = Path(__file__).with_name("memfabric.toml")
-RUNS = Path(__file__).with_name("memfabric_runs.json")
+TRAITS_FILE = Path(__file__).with_name("memfabric.toml")
+RUNS_FILE = Path(__file__).with_name("memfabric_runs.json")
 
 Outcome = Literal["right", "fails", "hangs"]
-SAID = {"right": "serves", "fails": "fails every request", "hangs": "lets requests hang"}
+OUTCOME_TEXTS = {"right": "serves", "fails": "fails every request", "hangs": "lets requests hang"}
 
 
-class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What some releases do; memfabric.toml says what the fields mean."""
+class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What some releases do; memfabric.toml explains the fields."""
 
     releases: list[str]
     session_id: Literal["HOST:PORT", "HOST:PORT_PID"]
@@ -29,15 +29,15 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     again: Literal["taken", "refused", "not run"]
     start: str
 
-    def names_sessions_as(self, other: "Kind") -> bool:
+    def has_same_session_ids_as(self, other: "ReleaseTraits") -> bool:
         return (self.session_id, self.port) == (other.session_id, other.port)
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests that one fleet was sent.
+    """The outcome of requests to one fleet.
 
-    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests, one
-    that a stock engine serves as far as layouts go. outcome: `right` if every byte arrived.
+    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests; a
+    stock engine can serve its layouts. outcome: `right` if every byte arrived.
     """
 
     memfabric: str
@@ -47,87 +47,94 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: Outcome
 
 
-class Table(msgspec.Struct, frozen=True):
-    kinds: list[Kind]
+class CompatibilityTable(msgspec.Struct, frozen=True):
+    kinds: list[ReleaseTraits]
     runs: list[Run]
 
-    def kind(self, release: str) -> Kind | None:
-        """Of a release; of one that is not listed, that of the next older one. None before all."""
-        older = [kind for kind in self.kinds if age(kind.releases[0]) <= age(release)]
+    def kind(self, release: str) -> ReleaseTraits | None:
+        """Returns the traits of a release, or of the next older listed one; None without either."""
+        older = [
+            kind for kind in self.kinds if version_key(kind.releases[0]) <= version_key(release)
+        ]
         return older[-1] if release and older else None
 
     def outcome(self, release: str, engine: str, patched: bool) -> Outcome | None:
-        """The worst of the runs; None where there was none."""
-        asked = (release, engine, patched)
+        """Returns the worst outcome of the runs; None without a run."""
+        wanted = (release, engine, patched)
         got = {
-            one.outcome for one in self.runs if (one.memfabric, one.engine, one.patched) == asked
+            one.outcome for one in self.runs if (one.memfabric, one.engine, one.patched) == wanted
         }
-        return max(got, key=list(SAID).index, default=None)
+        return max(got, key=list(OUTCOME_TEXTS).index, default=None)
 
     def tried(self, engine: str, patched: bool) -> dict[str, Outcome]:
-        """The outcome by release of MemFabric, oldest first."""
-        asked = {
+        """Returns {MemFabric release: outcome}, oldest release first."""
+        wanted = {
             one.memfabric for one in self.runs if (one.engine, one.patched) == (engine, patched)
         }
         return {
-            release: self.outcome(release, engine, patched) for release in sorted(asked, key=age)
+            release: self.outcome(release, engine, patched)
+            for release in sorted(wanted, key=version_key)
         }
 
     def expected(self, release: str, engine: str, patched: bool) -> tuple[str, Outcome] | None:
-        """A release that was run, and its outcome: this one, or one that names sessions alike.
+        """Returns a release that was run, and its outcome: this one, or one with like session ids.
 
-        Of several the one whose outcome is the worst. None where nothing like it was run.
+        Of several such releases, takes the one with the worst outcome. None if none was run.
         """
         tried, kind = self.tried(engine, patched), self.kind(release)
         if release in tried:
             return release, tried[release]
-        alike = [one for one in tried if kind and kind.names_sessions_as(self.kind(one))]
-        worst = max(alike, key=lambda one: list(SAID).index(tried[one]), default=None)
+        alike = [one for one in tried if kind and kind.has_same_session_ids_as(self.kind(one))]
+        worst = max(alike, key=lambda one: list(OUTCOME_TEXTS).index(tried[one]), default=None)
         return (worst, tried[worst]) if worst else None
 
 
 @cache
-def table() -> Table:
-    kinds = read_data(KINDS, dict[str, list[Kind]])["kinds"]
-    return Table(kinds, read_data(RUNS, dict[str, list[Run]])["runs"])
+def table() -> CompatibilityTable:
+    kinds = read_data(TRAITS_FILE, dict[str, list[ReleaseTraits]])["kinds"]
+    return CompatibilityTable(kinds, read_data(RUNS_FILE, dict[str, list[Run]])["runs"])
 
 
 def installed(host: Host) -> str:
-    """MemFabric's public release; empty where there is none."""
-    return public(version(host, "memfabric"))
+    """Returns MemFabric's public release; empty if it is not installed."""
+    return public_version(version(host, "memfabric"))
 
 
 def uses_store(host: Host) -> bool:
-    """Whether transfers need the store; also where nobody can tell."""
+    """Whether transfers need the store; True if the release is unknown."""
     kind = table().kind(installed(host))
     return kind is None or kind.store
 
 
-def check_memfabric(host: Host, launch: Launch, engine: str, patched: bool) -> Iterator[Finding]:
-    """Whether the engine serves over the MemFabric that is installed. engine: its release."""
+def check_memfabric(
+    host: Host, launch: LaunchOptions, engine: str, patched: bool
+) -> Iterator[Finding]:
+    """Checks whether the engine serves over the installed MemFabric. engine: its release."""
     found = version(host, "memfabric")
     if launch.backend != "ascend" or not found:
         return
-    yield judge(table(), found, engine, patched)
+    yield release_finding(table(), found, engine, patched)
 
 
-def judge(table: Table, found: str, engine: str, patched: bool) -> Finding:
-    name, who = "memfabric", f"{'patched' if patched else 'stock'} {engine}"
-    release = public(found)
+def release_finding(table: CompatibilityTable, found: str, engine: str, patched: bool) -> Finding:
+    name, engine_name = "memfabric", f"{'patched' if patched else 'stock'} {engine}"
+    release = public_version(found)
     expected = table.expected(release, engine, patched)
     if expected is None or (expected[1] == "right" and expected[0] != release):
         tried = ", ".join(table.tried(engine, patched)) or "none"
-        advice = f"run `sglang-pd verify` before you rely on it; {who} was run with: {tried}"
-        return warning(GROUP, name, f"{found}, not run with {who}", advice)
+        advice = (
+            f"run `sglang-pd verify` before you rely on it; {engine_name} was tested with: {tried}"
+        )
+        return warning(GROUP, name, f"{found}, not tested with {engine_name}", advice)
     run, outcome = expected
     if outcome == "right":
-        return ok(GROUP, name, f"{found}, with which {who} serves")
-    with_what = "with it" if run == release else f"with {run}, whose session ids are alike,"
-    said = f"{found}: {with_what} {who} {SAID[outcome]}"
-    return wrong(GROUP, name, said, _ways_out(table, release, engine, patched))
+        return ok(GROUP, name, f"{found}: {engine_name} serves with it")
+    with_what = "with it" if run == release else f"with {run}, whose session ids are similar,"
+    text = f"{found}: {with_what} {engine_name} {OUTCOME_TEXTS[outcome]}"
+    return wrong(GROUP, name, text, _remedies(table, release, engine, patched))
 
 
-def _ways_out(table: Table, release: str, engine: str, patched: bool) -> str:
+def _remedies(table: CompatibilityTable, release: str, engine: str, patched: bool) -> str:
     ways = []
     if not patched:
         expected = table.expected(release, engine, True)
@@ -136,6 +143,5 @@ def _ways_out(table: Table, release: str, engine: str, patched: bool) -> str:
     serve = [one for one, got in table.tried(engine, patched).items() if got == "right"]
     if serve:
         ways.append(f"install memfabric-hybrid=={serve[-1]} on all hosts")
-    return (
-        ", or ".join(ways) or "take another release of MemFabric: docs/memfabric.md has those run"
-    )
+    other = "install another release of MemFabric: docs/memfabric.md lists the tested ones"
+    return ", or ".join(ways) or other

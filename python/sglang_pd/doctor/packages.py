@@ -1,14 +1,14 @@
-"""Versions of what the patches have been tested with, and whether the transport can be loaded."""
+"""Checks package versions against the tested ones, and that the transport can be loaded."""
 
 import re
 from collections.abc import Iterator
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.patchset.patches import Release
 
 GROUP = "packages"
-# What each of them may be installed as.
+# The distributions that each may be installed as.
 PACKAGES = {
     "torch": ("torch",),
     "torch_npu": ("torch-npu",),
@@ -20,69 +20,72 @@ PACKAGES = {
     ),
     "memfabric": ("memfabric-hybrid",),
 }
-LIBRARY = {"nixl": "nixl", "mooncake": "mooncake", "ascend": "memfabric"}
-MODULE = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "ascend": "memfabric_hybrid"}
+BACKEND_LIBRARY = {"nixl": "nixl", "mooncake": "mooncake", "ascend": "memfabric"}
+BACKEND_MODULE = {"nixl": "nixl._api", "mooncake": "mooncake.engine", "ascend": "memfabric_hybrid"}
 CANN_HOMES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 CANN_FILES = ("*/ascend_toolkit_install.info", "compiler/version.info")
 
 
 def version(host: Host, name: str) -> str:
-    """Of a key of PACKAGES; empty where it is not installed."""
+    """Returns the version of a key of PACKAGES; empty if it is not installed."""
     found = host.versions(*PACKAGES[name])
     return next((found[package] for package in PACKAGES[name] if package in found), "")
 
 
 def choose_backend(host: Host) -> str:
-    """The one that a host is made for, as far as its packages tell; else the engine's default."""
+    """Returns the backend that the host's packages suggest, else the engine's default."""
     if version(host, "torch_npu"):
         return "ascend"
     return "nixl" if version(host, "nixl") and not version(host, "mooncake") else "mooncake"
 
 
-def check_versions(host: Host, launch: Launch, release: Release) -> Iterator[Finding]:
-    """Of a MemFabric that is installed doctor/memfabric.py has more to say."""
+def check_versions(host: Host, launch: LaunchOptions, release: Release) -> Iterator[Finding]:
+    """Checks the versions, except an installed MemFabric's, which doctor/memfabric.py checks."""
     on_npu = launch.backend == "ascend"
-    names = ["torch", *(["torch_npu"] if on_npu else []), LIBRARY[launch.backend]]
+    names = ["torch", *(["torch_npu"] if on_npu else []), BACKEND_LIBRARY[launch.backend]]
     for name in names:
         found = version(host, name)
         if not (name == "memfabric" and found):
-            yield _judge(name, found, release)
+            yield _version_finding(name, found, release)
     if on_npu:
-        yield _judge("CANN", cann_version(host), release)
+        yield _version_finding("CANN", cann_version(host), release)
 
 
-def _judge(name: str, found: str, release: Release) -> Finding:
+def _version_finding(name: str, found: str, release: Release) -> Finding:
     tested = release.tested.get(name, [])
     if not found:
         where = "source its `set_env.sh`" if name == "CANN" else "install it for this Python"
         return wrong(GROUP, name, "not found", f"{where}, or choose another --backend")
-    if _public(found) in map(_public, tested):
+    if _public_version(found) in map(_public_version, tested):
         return ok(GROUP, name, found)
-    known = f"only with {', '.join(tested)}" if tested else "with no version of it yet"
-    advice = f"the patches were tested {known}: run `sglang-pd verify` before you rely on it"
+    known = f"were tested only with {', '.join(tested)}" if tested else "were never tested with it"
+    advice = f"the patches {known}: run `sglang-pd verify` before you rely on it"
     return warning(GROUP, name, found, advice)
 
 
-def _public(version: str) -> str:
+def _public_version(version: str) -> str:
     return version.split("+")[0]
 
 
 def cann_version(host: Host) -> str:
-    """Of the toolkit that the environment names, else of the usual places; empty for none."""
+    """Returns the CANN toolkit's version; empty if there is none.
+
+    Looks where the environment says, then in the usual places.
+    """
     named = host.environ.get("ASCEND_TOOLKIT_HOME") or host.environ.get("ASCEND_HOME_PATH")
     for home in (named, *CANN_HOMES) if named else CANN_HOMES:
         for pattern in CANN_FILES:
             for file in sorted(host.path(home).glob(pattern)):
-                said = re.search(r"(?im)^version=(.+)$", file.read_text(errors="replace"))
-                if said:
-                    return said[1].strip()
+                match = re.search(r"(?im)^version=(.+)$", file.read_text(errors="replace"))
+                if match:
+                    return match[1].strip()
     return ""
 
 
-def check_library(host: Host, launch: Launch) -> Iterator[Finding]:
-    """Whether the transport's library can be loaded, system libraries included."""
-    module = MODULE[launch.backend]
-    if not version(host, LIBRARY[launch.backend]) or host.import_error is None:
+def check_library(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
+    """Checks that the transport's library can be loaded, including system libraries."""
+    module = BACKEND_MODULE[launch.backend]
+    if not version(host, BACKEND_LIBRARY[launch.backend]) or host.import_error is None:
         return
     if not (error := host.import_error(module)):
         yield ok(GROUP, module, "can be imported")
@@ -90,4 +93,4 @@ def check_library(host: Host, launch: Launch) -> Iterator[Finding]:
         advice = "an image has no NPU driver: run doctor again on the host"
         yield warning(GROUP, module, error, advice)
     else:
-        yield wrong(GROUP, module, error, "install what it names, with the system's packages")
+        yield wrong(GROUP, module, error, "install the missing system packages")

@@ -1,4 +1,4 @@
-"""Running servers: each alone and against this host's engine, and two by two."""
+"""Checks running servers: each alone and against this host's engine, and in pairs."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -9,13 +9,13 @@ import httpx
 import msgspec
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Launch
-from sglang_pd.patchset.patches import Release, public
+from sglang_pd.doctor.host import LaunchOptions
+from sglang_pd.patchset.patches import Release, public_version
 
 GROUP = "servers"
-SECONDS = 10.0
-UNANSWERED = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
-# The numbers that a rank is asked by, of 0.5.9 for the whole server and of later ones for rank 0.
+HTTP_TIMEOUT_S = 10.0
+REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
+# Parameters of a `/route` request: for the whole server in 0.5.9, for rank 0 in later releases.
 SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
 RANK_QUERY = dict.fromkeys(
     ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), 0
@@ -23,7 +23,7 @@ RANK_QUERY = dict.fromkeys(
 
 
 class Server(msgspec.Struct):
-    """What a server says of itself, as far as it matters here."""
+    """The part of a server's `/server_info` that the checks need."""
 
     disaggregation_mode: str = "null"
     disaggregation_transfer_backend: str = ""
@@ -43,10 +43,10 @@ class Server(msgspec.Struct):
 
     @property
     def attn_tp(self) -> int:
-        """Ranks that share the KV heads.
+        """Number of ranks that share the KV heads.
 
-        Groups of DP attention are `dp_size` in 0.5.9, `attn_dp_size` in later releases, where
-        `dp_size` counts replicas.
+        `dp_size` counts the groups of DP attention in 0.5.9; in later releases `attn_dp_size`
+        does, and `dp_size` counts replicas.
         """
         old = self.enable_dp_attention and self.attn_dp_size == 1
         groups = (self.dp_size if old else self.attn_dp_size) * self.attn_cp_size
@@ -58,15 +58,15 @@ class Server(msgspec.Struct):
 
 
 def check_servers(
-    client: httpx.Client, urls: list[str], launch: Launch, release: Release
+    client: httpx.Client, urls: list[str], launch: LaunchOptions, release: Release
 ) -> Iterator[Finding]:
-    """Each that is named, and each prefill with each decode server."""
+    """Checks each server, and each prefill server with each decode server."""
     servers = []
     for url in urls:
         try:
-            servers.append(ask(client, url.rstrip("/")))
-        except UNANSWERED as error:
-            advice = "is it up, is its port open to this host, is it an SGLang server?"
+            servers.append(query_server(client, url.rstrip("/")))
+        except REQUEST_ERRORS as error:
+            advice = "is it running, is its port open to this host, is it an SGLang server?"
             yield wrong(GROUP, url, f"no answer: {error!r}", advice)
     for server in servers:
         yield from check_server(server, launch, release)
@@ -78,8 +78,8 @@ def check_servers(
         yield from check_pair(prefill, decode)
 
 
-def ask(client: httpx.Client, url: str) -> Server:
-    """Raises one of UNANSWERED, also for an answer that is no server's."""
+def query_server(client: httpx.Client, url: str) -> Server:
+    """Requests a server's info. Raises one of REQUEST_ERRORS, also for an invalid answer."""
     response = client.get(f"{url}/server_info")
     if response.status_code == 404:
         response = client.get(f"{url}/get_server_info")
@@ -89,32 +89,32 @@ def ask(client: httpx.Client, url: str) -> Server:
     return server
 
 
-def check_server(server: Server, launch: Launch, release: Release) -> Iterator[Finding]:
+def check_server(server: Server, launch: LaunchOptions, release: Release) -> Iterator[Finding]:
     sizes = f"TP {server.tp_size}, PP {server.pp_size}, attention TP {server.attn_tp}"
-    said = f"SGLang {server.version}, {server.disaggregation_transfer_backend}, {sizes}"
+    text = f"SGLang {server.version}, {server.disaggregation_transfer_backend}, {sizes}"
     if server.disaggregation_mode not in ("prefill", "decode"):
         found = f"disaggregation mode {server.disaggregation_mode!r}"
         advice = "start it with --disaggregation-mode prefill or decode"
         yield wrong(GROUP, server.url, found, advice)
         return
-    yield ok(GROUP, server.name, said)
-    if public(server.version) != release.name:
+    yield ok(GROUP, server.name, text)
+    if public_version(server.version) != release.name:
         found = f"SGLang {server.version}, this host has {release.name}"
         advice = "run one release on both sides; docs/upgrade.md has the order of an upgrade"
         yield warning(GROUP, server.name, found, advice)
     if server.disaggregation_transfer_backend != launch.backend:
-        found = f"backend {server.disaggregation_transfer_backend}, this host's {launch.backend}"
+        found = f"backend {server.disaggregation_transfer_backend}, this host has {launch.backend}"
         yield wrong(GROUP, server.name, found, "both sides need the same backend (--backend)")
 
 
 def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
-    """Whether decode ranks can ask a prefill server, and whether that is patched."""
+    """Checks that a prefill server's bootstrap server answers, and whether it is patched."""
     host = urlsplit(server.url).hostname or ""
     host = f"[{host}]" if ":" in host else host
     address = f"{host}:{server.disaggregation_bootstrap_port}"
     try:
-        known = _route(client, address)
-    except UNANSWERED as error:
+        known = _query_route(client, address)
+    except REQUEST_ERRORS as error:
         advice = "decode hosts must reach the bootstrap port: open it"
         yield wrong(GROUP, f"bootstrap {address}", f"no answer: {error!r}", advice)
         return
@@ -122,12 +122,12 @@ def check_bootstrap(client: httpx.Client, server: Server) -> Iterator[Finding]:
         comparing = ", and compares KV" if known.get("verifies") else ""
         yield ok(GROUP, f"bootstrap {address}", f"answers; patched{comparing}")
     else:
-        advice = "run `sglang-pd apply` there, and start it again"
+        advice = "run `sglang-pd apply` there, and restart it"
         yield warning(GROUP, f"bootstrap {address}", "answers; a stock engine", advice)
 
 
-def _route(client: httpx.Client, address: str) -> dict:
-    """What the bootstrap server says of itself, or of its first rank. Raises as `ask` does."""
+def _query_route(client: httpx.Client, address: str) -> dict:
+    """Returns the bootstrap server's info on the server, or on rank 0. Raises as `query_server`."""
     url = f"http://{address}/route"
     response = client.get(url, params=SERVER_QUERY)
     if response.status_code == 400:
@@ -137,9 +137,9 @@ def _route(client: httpx.Client, address: str) -> dict:
 
 
 def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
-    """What the two must have in common."""
+    """Checks what the two servers must have in common."""
     name = f"{prefill.url} and {decode.url}"
-    found = [*_unequal(prefill, decode), *_unfit_sizes(prefill, decode)]
+    found = [*_unequal_options(prefill, decode), *_incompatible_sizes(prefill, decode)]
     for what, advice in found:
         yield wrong(GROUP, name, what, advice)
     for what, left, right in (
@@ -148,13 +148,13 @@ def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
         ("draft model", prefill.speculative_algorithm, decode.speculative_algorithm),
     ):
         if left != right:
-            advice = "intended? docs/upgrade.md and docs/recipes.md say what works"
+            advice = "is this intended? see docs/upgrade.md and docs/recipes.md"
             yield warning(GROUP, name, f"{what}: {left} and {right}", advice)
     if not found:
-        yield ok(GROUP, name, "fit together")
+        yield ok(GROUP, name, "compatible")
 
 
-def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
     flags = {
         "disaggregation_transfer_backend": "--disaggregation-transfer-backend",
         "page_size": "--page-size",
@@ -163,11 +163,11 @@ def _unequal(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
     for field, flag in flags.items():
         left, right = getattr(prefill, field), getattr(decode, field)
         if left != right:
-            yield f"{flag}: {left} and {right}", "start both with the same"
+            yield f"{flag}: {left} and {right}", "start both servers with the same value"
 
 
-def _unfit_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
-    from sglang_pd.topology.core import kv_layout  # takes a second, for two servers alone
+def _incompatible_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
+    from sglang_pd.plan.core import kv_layout  # a slow import (1 s), for pairs only
 
     if kv_layout.tp_size_conflict(prefill.attn_tp, decode.attn_tp):
         what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"

@@ -1,4 +1,4 @@
-"""Findings, for people and for programs."""
+"""Shows findings, as a table or as JSON."""
 
 import msgspec
 from rich.console import Console
@@ -7,12 +7,12 @@ from rich.text import Text
 
 from sglang_pd import __version__
 from sglang_pd.doctor.findings import Finding
-from sglang_pd.doctor.host import Launch
+from sglang_pd.doctor.host import LaunchOptions
 
 COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 
-def as_json(findings: list[Finding], launch: Launch) -> dict:
+def as_json(findings: list[Finding], launch: LaunchOptions) -> dict:
     return {
         "tool": __version__,
         "launch": {"role": launch.role or None, "backend": launch.backend},
@@ -22,10 +22,10 @@ def as_json(findings: list[Finding], launch: Launch) -> dict:
     }
 
 
-def show(findings: list[Finding], launch: Launch, console: Console) -> None:
-    """A table by group, then what to do, what is wrong first."""
+def show(findings: list[Finding], launch: LaunchOptions, console: Console) -> None:
+    """Prints a table by group, then advice, on `wrong` findings first."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "looked at", "found"):
+    for heading in ("", "check", "found"):
         table.add_column(heading, no_wrap=heading == "", overflow="fold")
     group = ""
     for one in findings:
@@ -38,14 +38,14 @@ def show(findings: list[Finding], launch: Launch, console: Console) -> None:
     for level in ("wrong", "warning"):
         for one in findings:
             if one.level == level:
-                said = Text(f"{level}: ", COLOURS[level])
-                console.print(said.append(f"{one.name}: {one.found}: {one.advice}", "not bold"))
-    console.print(_sentence(findings, launch))
+                line = Text(f"{level}: ", COLOURS[level])
+                console.print(line.append(f"{one.name}: {one.found}: {one.advice}", "not bold"))
+    console.print(_summary_line(findings, launch))
 
 
-def _sentence(findings: list[Finding], launch: Launch) -> Text:
+def _summary_line(findings: list[Finding], launch: LaunchOptions) -> Text:
     meant = f"{launch.role or 'prefill or decode'} over {launch.backend}"
     wrong = sum(one.level == "wrong" for one in findings)
     warnings = sum(one.level == "warning" for one in findings)
-    counts = f"{len(findings)} things looked at, {wrong} wrong, {warnings} to think about"
+    counts = f"{len(findings)} checks, {wrong} wrong, {warnings} warnings"
     return Text(f"{meant}: {counts}", "red" if wrong else "green")

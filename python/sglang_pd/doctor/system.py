@@ -1,29 +1,29 @@
-"""Limits, shared memory and devices."""
+"""Checks limits, shared memory and devices."""
 
 import os
 import re
 from collections.abc import Iterator
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
-from sglang_pd.doctor.host import Host, Launch
+from sglang_pd.doctor.host import Host, LaunchOptions
 
 GROUP = "system"
-OPEN_FILES = 65536  # each pair of ranks has sockets of its own
-SHARED_MEMORY = 1 << 30
-VERBS = "/dev/infiniband"
+MIN_OPEN_FILES = 65536  # each pair of ranks has its own sockets
+MIN_SHARED_MEMORY = 1 << 30
+VERBS_FOLDER = "/dev/infiniband"
 NPU_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
-def limit(host: Host, name: str) -> float | None:
-    """The soft limit of this process; infinity for none, None if it is not said."""
-    said = re.search(rf"(?m)^{name} +(\S+) +\S+", host.text("/proc/self/limits"))
-    if not said:
+def soft_limit(host: Host, name: str) -> float | None:
+    """Returns this process's soft limit; infinity if unlimited, None if not listed."""
+    found = re.search(rf"(?m)^{name} +(\S+) +\S+", host.text("/proc/self/limits"))
+    if not found:
         return None
-    return float("inf") if said[1] == "unlimited" else float(said[1])
+    return float("inf") if found[1] == "unlimited" else float(found[1])
 
 
 def rdma_devices(host: Host) -> dict[str, bool]:
-    """By name, whether a port is active."""
+    """Returns {device: whether any port is active}."""
     states = "/sys/class/infiniband/{}/ports/{}/state"
     return {
         device: any(
@@ -34,9 +34,9 @@ def rdma_devices(host: Host) -> dict[str, bool]:
     }
 
 
-def check_locked_memory(host: Host, launch: Launch) -> Iterator[Finding]:
-    """KV pools are registered with the network card, which locks them."""
-    found = limit(host, "Max locked memory")
+def check_locked_memory(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
+    """Checks the limit: registering KV pools with the network card locks their memory."""
+    found = soft_limit(host, "Max locked memory")
     if found is None:
         return
     if found == float("inf"):
@@ -49,14 +49,14 @@ def check_locked_memory(host: Host, launch: Launch) -> Iterator[Finding]:
 
 
 def check_open_files(host: Host) -> Iterator[Finding]:
-    found = limit(host, "Max open files")
+    found = soft_limit(host, "Max open files")
     if found is None:
         return
-    if found >= OPEN_FILES:
+    if found >= MIN_OPEN_FILES:
         yield ok(GROUP, "open files", f"{found:.0f}")
     else:
-        advice = f"every peer takes sockets: `ulimit -n {OPEN_FILES}`, or in Docker "
-        advice += f"`--ulimit nofile={OPEN_FILES}`"
+        advice = f"every peer needs sockets: `ulimit -n {MIN_OPEN_FILES}`, or in Docker "
+        advice += f"`--ulimit nofile={MIN_OPEN_FILES}`"
         yield warning(GROUP, "open files", f"{found:.0f}", advice)
 
 
@@ -67,15 +67,15 @@ def check_shared_memory(host: Host) -> Iterator[Finding]:
         yield wrong(GROUP, "shared memory", "no /dev/shm", "mount one; in Docker `--shm-size 16g`")
         return
     size = stat.f_frsize * stat.f_blocks
-    if size >= SHARED_MEMORY:
+    if size >= MIN_SHARED_MEMORY:
         yield ok(GROUP, "shared memory", f"{size / 2**30:.1f} GiB")
     else:
-        advice = "ranks of a server talk through it: in Docker `--shm-size 16g` or `--ipc host`"
+        advice = "a server's ranks communicate by it: in Docker `--shm-size 16g` or `--ipc host`"
         yield warning(GROUP, "shared memory", f"{size / 2**20:.0f} MiB", advice)
 
 
-def check_rdma(host: Host, launch: Launch) -> Iterator[Finding]:
-    """NVIDIA's side; an NPU has its own network."""
+def check_rdma(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
+    """Checks RDMA devices of NVIDIA hosts; an NPU has its own network."""
     if launch.backend == "ascend":
         return
     devices = rdma_devices(host)
@@ -84,28 +84,28 @@ def check_rdma(host: Host, launch: Launch) -> Iterator[Finding]:
         advice += "`--device /dev/infiniband`"
         yield warning(GROUP, "RDMA devices", "none", advice)
         return
-    verbs = [name for name in host.names(VERBS) if name.startswith("uverbs")]
-    said = ", ".join(f"{name}{'' if up else ' (down)'}" for name, up in devices.items())
+    verbs = [name for name in host.names(VERBS_FOLDER) if name.startswith("uverbs")]
+    found = ", ".join(f"{name}{'' if up else ' (down)'}" for name, up in devices.items())
     if not verbs:
-        advice = f"they cannot be opened: in Docker, add `--device {VERBS}`"
-        yield wrong(GROUP, "RDMA devices", f"{said}; no {VERBS}/uverbs*", advice)
+        advice = f"they cannot be opened: in Docker, add `--device {VERBS_FOLDER}`"
+        yield wrong(GROUP, "RDMA devices", f"{found}; no {VERBS_FOLDER}/uverbs*", advice)
     elif not any(devices.values()):
-        advice = "no port is active: see `ibstat`, and the cables"
-        yield wrong(GROUP, "RDMA devices", said, advice)
+        advice = "no port is active: check `ibstat`, and the cables"
+        yield wrong(GROUP, "RDMA devices", found, advice)
     elif not all(devices.values()):
         active = ",".join(name for name, up in devices.items() if up)
         advice = f"start the server with `--disaggregation-ib-device {active}`"
-        yield warning(GROUP, "RDMA devices", said, advice)
+        yield warning(GROUP, "RDMA devices", found, advice)
     else:
-        yield ok(GROUP, "RDMA devices", said)
+        yield ok(GROUP, "RDMA devices", found)
 
 
 def npus(host: Host) -> list[str]:
-    """Their names in /dev."""
+    """Returns the NPUs' names in /dev."""
     return [name for name in host.names("/dev") if re.fullmatch(r"davinci\d+", name)]
 
 
-def check_npus(host: Host, launch: Launch) -> Iterator[Finding]:
+def check_npus(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
     if launch.backend != "ascend":
         return
     found, names = npus(host), host.names("/dev")

@@ -1,1 +1,1 @@
-"""Python sources: read, compared by fingerprint, and grafted onto one another."""
+"""Reads Python sources, compares them by fingerprint, and grafts one onto another."""

@@ -1,4 +1,4 @@
-"""Grafts a file of ours onto the engine's file of the same path. The rules: docs/graft.md."""
+"""Grafts our file onto the engine's file of the same path, by the rules in docs/graft.md."""
 
 import ast
 import builtins
@@ -6,80 +6,80 @@ from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
-from sglang_pd.grafting.source import (
+from sglang_pd.grafting.symbols import (
     BASES,
-    Bound,
+    Binding,
     Definition,
     GraftError,
-    absolute,
+    absolute_module,
     bases,
     bases_statement,
     bindings,
-    find,
+    body_statements,
+    find_binding,
     fingerprint,
-    imported,
+    imported_bindings,
     imports_of,
     is_guarded_import,
     is_typing_block,
     parse,
-    statements,
     symbol_name,
 )
 
 WIDTH = 88
 SPACE = cst.SimpleWhitespace(" ")
 PAREN = (cst.LeftParen(), cst.RightParen())
-REMOVED = "REMOVED"  # of ours, a tuple of names that the engine has and shall not have
-# Of ours, a tuple of pairs: a definition of the engine's, and its name beside ours.
+REMOVED = "REMOVED"  # in our file, a tuple of the engine's names to remove
+# In our file, a tuple of pairs: an engine definition that ours replaces, and its new name.
 RENAMED = "RENAMED"
 BLANK = cst.EmptyLine(indent=False)
 
 
 def module_name(path: str) -> str:
-    """`srt/a/b.py` -> `sglang.srt.a.b`; a package's `__init__.py` keeps its last part."""
+    """Converts `srt/a/b.py` to `sglang.srt.a.b`; keeps a package's `__init__` as the last part."""
     return ".".join(["sglang", *path.removesuffix(".py").split("/")])
 
 
 def graft(engine: bytes, ours: bytes, path: str) -> tuple[bytes, dict[str, str | None]]:
-    """The engine's file with our symbols in place, and their fingerprints in the engine before.
+    """Returns the engine's file with our symbols in it, and their fingerprints in the original.
 
-    path: of both files, below `sglang/`. A fingerprint is None where the engine has no such symbol.
-    Raises GraftError, naming the symbol, where the two do not fit together.
+    path: both files' path below `sglang/`. A fingerprint is None if the engine lacks the symbol.
+    Raises GraftError, which names the symbol, if the files do not fit together.
     """
     module = parse(engine, f"the engine's {path}")
     if module.bytes != engine:
-        raise GraftError(f"the engine's {path} would not be written back byte for byte by LibCST")
-    return _Graft(path).run(module, parse(ours, f"our {path}"))
+        raise GraftError(f"the engine's {path} does not round-trip through LibCST")
+    return _Grafter(path).run(module, parse(ours, f"our {path}"))
 
 
-class _Graft:
+class _Grafter:
     def __init__(self, path: str):
         self.path = path
         self.module = module_name(path)
         self.before: dict[str, str | None] = {}
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
-        imports, typing, guarded, symbols = self._sort(ours)
-        symbols, gone, moved = self._said(symbols, "")
+        imports, typing, guarded, symbols = self._classify(ours)
+        symbols, removed, renamed = self._directives(symbols, "")
         bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
-        mine = {symbol_name(s): s for s in symbols}
-        body = self._without(list(engine.body), gone, bound, "")
-        body = self._renamed(body, moved, mine, "")
-        body = self._imports(body, imports, typing, {symbol_name(s) for s in symbols})
-        body = self._guard(body, guarded, ours)
-        body = self._symbols(body, symbols, "", moved)
+        our_symbols = {symbol_name(s): s for s in symbols}
+        body = self._remove_symbols(list(engine.body), removed, bound, "")
+        body = self._rename_definitions(body, renamed, our_symbols, "")
+        body = self._add_imports(body, imports, typing, {symbol_name(s) for s in symbols})
+        body = self._add_guarded_imports(body, guarded, ours)
+        body = self._merge_symbols(body, symbols, "", renamed)
         if body and not engine.body:
             engine = engine.with_changes(has_trailing_newline=True)
         grafted = engine.with_changes(body=body).bytes
         try:
             compile(grafted, self.path, "exec", dont_inherit=True)
         except SyntaxError as error:
-            text = f"{self.path}: the grafted file is no valid Python: {error}"
+            text = f"{self.path}: the grafted file is not valid Python: {error}"
             raise GraftError(text) from error
         return grafted, self.before
 
-    def _sort(self, ours: cst.Module):
-        """Our module-level imports, those for type checking, the guarded ones, and our symbols."""
+    def _classify(self, ours: cst.Module):
+        """Splits our module into imports, type-checking imports, guarded imports and symbols."""
         imports: list[cst.CSTNode] = []
         typing: list[cst.CSTNode] = []
         guarded: list[cst.If] = []
@@ -97,14 +97,16 @@ class _Graft:
 
     # Imports
 
-    def _imports(self, body: list, imports: list, typing: list, ours: set) -> list:
-        """The engine's statements with the imports of ours that it lacks."""
-        table: dict[str, list[Bound]] = {}
+    def _add_imports(self, body: list, imports: list, typing: list, ours: set) -> list:
+        """Returns the engine's statements, with those of our imports that they lack."""
+        table: dict[str, list[Binding]] = {}
         for statement in body:
             for name, bound in bindings(statement, self.module).items():
                 table.setdefault(name, []).append(bound)
-        lines = [line for node in imports if (line := self._missing(node, table, ours, False))]
-        typed = [line for node in typing if (line := self._missing(node, table, ours, True))]
+        lines = [
+            line for node in imports if (line := self._missing_import(node, table, ours, False))
+        ]
+        typed = [line for node in typing if (line := self._missing_import(node, table, ours, True))]
         block = next((at for at, s in enumerate(body) if is_typing_block(s)), None)
         if typed and block is not None:
             body[block] = body[block].with_deep_changes(
@@ -118,28 +120,30 @@ class _Graft:
         at = _after_imports(body)
         return [*body[:at], *map(cst.parse_statement, lines), *body[at:]]
 
-    def _missing(self, node, table: dict[str, list[Bound]], ours: set, typing: bool) -> str | None:
-        """The text of our import statement less what the engine's file has; None if it has all."""
+    def _missing_import(
+        self, node, table: dict[str, list[Binding]], ours: set, typing: bool
+    ) -> str | None:
+        """Returns our import, reduced to names that the engine's file lacks; None if it has all."""
         if isinstance(node, cst.ImportFrom):
             self._check_absolute(node)
-            if absolute(node, self.module) == self.module:
-                return self._check_own(node, table, ours)
+            if absolute_module(node, self.module) == self.module:
+                return self._check_own_import(node, table, ours)
         wanted = []
-        for alias, names in imported(node, self.module):
+        for alias, names in imported_bindings(node, self.module):
             if "typing.TYPE_CHECKING" in names.values():
                 continue
-            known = [self._bound(name, at, table, typing) for name, at in names.items()]
+            known = [self._is_bound(name, at, table, typing) for name, at in names.items()]
             if not all(known):
                 wanted.append(_alias_text(alias))
         if not wanted:
             return None
         if isinstance(node, cst.Import):
             return f"import {', '.join(wanted)}"
-        source = absolute(node, self.module)
+        source = absolute_module(node, self.module)
         if source == "__future__":
             raise GraftError(
                 f"our {self.path}: `from __future__ import {', '.join(wanted)}` would "
-                "change the meaning of the engine's code, whose file lacks it; write ours without"
+                "change the meaning of the engine's code, whose file lacks it; remove it from ours"
             )
         line = f"from {source} import {', '.join(wanted)}"
         if len(line) <= WIDTH:
@@ -152,17 +156,19 @@ class _Graft:
                 f"our {self.path}: imports must be absolute, and name what they import"
             )
 
-    def _check_own(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
-        """An import of the file's own module only tells linters of the engine's names."""
+    def _check_own_import(self, node: cst.ImportFrom, table: dict, ours: set) -> None:
+        """Checks an import of the file's own module: it only shows linters the engine's names."""
         for alias in node.names:
             if alias.asname or not (alias.evaluated_name in table or alias.evaluated_name in ours):
                 raise GraftError(
-                    f"our {self.path} takes `{alias.evaluated_name}` from its own module, which "
+                    f"our {self.path} imports `{alias.evaluated_name}` from its own module, which "
                     "has no such name"
                 )
 
-    def _bound(self, name: str, origin: str, table: dict[str, list[Bound]], typing: bool) -> bool:
-        """Whether the engine's file has the name; GraftError where it means something else."""
+    def _is_bound(
+        self, name: str, origin: str, table: dict[str, list[Binding]], typing: bool
+    ) -> bool:
+        """Whether the engine's file has the name; GraftError if it means something else there."""
         bounds = table.get(name, [])
         for bound in bounds:
             if bound.kind not in ("import", "typing") or bound.origin != origin:
@@ -177,17 +183,20 @@ class _Graft:
 
     # Removals and renames
 
-    def _said(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
-        """Our statements without those that say what is removed and renamed, and what they say."""
+    def _directives(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
+        """Splits our statements into symbols, removed names, and {renamed: new name}."""
         rest = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
-        removed, renamed = self._tuple(ours, REMOVED, scope), self._tuple(ours, RENAMED, scope)
+        removed, renamed = (
+            self._parse_directive(ours, REMOVED, scope),
+            self._parse_directive(ours, RENAMED, scope),
+        )
         names = [name for name, _ in renamed]
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} renames `{scope}{min(twice)}` twice")
         return rest, removed, dict(renamed)
 
-    def _tuple(self, ours: Sequence, name: str, scope: str) -> list:
-        """The elements of our assignment to this name: of REMOVED names, of RENAMED pairs."""
+    def _parse_directive(self, ours: Sequence, name: str, scope: str) -> list:
+        """Returns the elements that we assign to REMOVED (names) or RENAMED (pairs)."""
         found: list = []
         for statement in (s for s in ours if symbol_name(s) == name):
             try:
@@ -198,66 +207,71 @@ class _Graft:
             is_tuple = isinstance(elements, tuple) and len(elements) > 0
             if not (is_tuple and all(map(is_element, elements))):
                 raise GraftError(
-                    f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
-                    f"tuple of {'names' if name == REMOVED else 'pairs of names'}"
+                    f"our {self.path}: `{_first_line(statement)}` in "
+                    f"{scope[:-1] or 'the module'} must be "
+                    f"a tuple of {'names' if name == REMOVED else 'pairs of names'}"
                 )
             found += elements
         return found
 
-    def _renamed(self, body: list, names: dict[str, str], ours: dict, scope: str) -> list:
-        """The engine's statements, where definitions that ours takes the name of have another."""
+    def _rename_definitions(
+        self, body: list, names: dict[str, str], ours: dict, scope: str
+    ) -> list:
+        """Renames the engine's definitions whose names our definitions take."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name, new in names.items():
-            at, symbol = find(body, name, where), scope + name
+            at, symbol = find_binding(body, name, where), scope + name
             if at is None or not isinstance(body[at], Definition):
-                raise GraftError(f"our {self.path} renames `{symbol}`; {where} has none")
+                raise GraftError(
+                    f"our {self.path} renames `{symbol}`; {where} has no definition of it"
+                )
             if type(ours.get(name)) is not type(body[at]):
                 kind = _kind(body[at])
                 raise GraftError(
-                    f"our {self.path} renames the {kind} `{symbol}`, and has none itself"
+                    f"our {self.path} renames the {kind} `{symbol}`, but does not define one"
                 )
             if new in ours or any(new in bindings(s, self.module) for s in body):
                 raise GraftError(
-                    f"our {self.path} renames `{symbol}` to `{new}`, which is another thing"
+                    f"our {self.path} renames `{symbol}` to `{new}`, which is already defined"
                 )
-            self._note_overridden(body[at], ours[name], symbol)
+            self._record_overridden(body[at], ours[name], symbol)
             body[at] = body[at].with_changes(name=cst.Name(new))
         return body
 
-    def _note_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
-        """Of a class only what a subclass of that name overrides, or adds; else the whole."""
+    def _record_overridden(self, theirs: cst.CSTNode, ours: cst.CSTNode, symbol: str) -> None:
+        """Records a renamed definition's fingerprint; of a class, only those of members in ours."""
         if not isinstance(theirs, cst.ClassDef):
             self.before[symbol] = fingerprint(theirs)
             return
         where = f"the engine's {self.path}, class {symbol}"
-        members = statements(theirs, where)
-        for name in filter(None, map(symbol_name, statements(ours, f"our {self.path}"))):
-            at = find(members, name, where)
+        members = body_statements(theirs, where)
+        for name in filter(None, map(symbol_name, body_statements(ours, f"our {self.path}"))):
+            at = find_binding(members, name, where)
             self.before[f"{symbol}.{name}"] = None if at is None else fingerprint(members[at])
 
-    def _without(self, body: list, names: list[str], ours: set, scope: str) -> list:
-        """The engine's statements of a module or class less those that bind our removed names."""
+    def _remove_symbols(self, body: list, names: list[str], ours: set, scope: str) -> list:
+        """Removes our REMOVED names from the statements of the engine's module or class."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
         for name in names:
-            at = find(body, name, where, ("symbol", "import"))
+            at = find_binding(body, name, where, ("symbol", "import"))
             if at is None:
-                raise GraftError(f"our {self.path} removes `{scope}{name}`; {where} has none")
+                raise GraftError(f"our {self.path} removes `{scope}{name}`, which {where} lacks")
             if symbol_name(body[at]) is None and not imports_of(body[at]):
                 raise GraftError(
-                    f"our {self.path} removes `{scope}{name}`, which {where} binds by "
-                    f"`{_head(body[at])}`, together with something else"
+                    f"our {self.path} removes `{scope}{name}`, which {where} binds together with "
+                    f"something else: `{_first_line(body[at])}`"
                 )
             if name in ours or names.count(name) > 1:
-                raise GraftError(f"our {self.path} removes `{scope}{name}` and binds it, or twice")
+                raise GraftError(f"our {self.path} removes `{scope}{name}` twice, or also binds it")
             self.before[scope + name] = fingerprint(body[at])
-        places = {find(body, name, where, ("symbol", "import")) for name in names}
+        places = {find_binding(body, name, where, ("symbol", "import")) for name in names}
         for at in sorted(places, reverse=True):
-            rest = _less(body[at], set(names))
+            rest = _without_names(body[at], set(names))
             if rest is not None:
                 body[at] = rest
                 continue
             lines = body[at].leading_lines
-            lines = _split_comments(lines)[0] if at or scope else lines  # a file's own comments
+            lines = _split_comments(lines)[0] if at or scope else lines  # keep a file's header
             if at + 1 < len(body):
                 more = body[at + 1].leading_lines
                 lines = lines if any(line.comment for line in lines) else ()
@@ -267,32 +281,32 @@ class _Graft:
 
     # Guarded imports
 
-    def _guard(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
-        """The engine's statements with our guarded imports, below its own."""
+    def _add_guarded_imports(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
+        """Adds our guarded imports to the engine's statements, below its imports."""
         place = _after_imports(body)
         where = f"the engine's {self.path}"
         added = []
         for block in blocks:
-            names = self._guarded(block, ours)
-            found = [find(body, name, where, ("import", "guarded")) for name in names]
+            names = self._guarded_names(block, ours)
+            found = [find_binding(body, name, where, ("import", "guarded")) for name in names]
             if any(at is not None and fingerprint(body[at]) == fingerprint(block) for at in found):
                 self.before.update(dict.fromkeys(names, fingerprint(block)))
-                continue  # the engine's own guard
+                continue  # the engine has the same block
             if bound := [name for name, at in zip(names, found) if at is not None]:
                 raise GraftError(
-                    f"our {self.path} guards {_quoted(bound)}, which {where} imports otherwise; "
-                    f"name it in {REMOVED}"
+                    f"our {self.path} guards {_quoted(bound)}, which {where} imports in another "
+                    f"way; add it to {REMOVED}"
                 )
             for name in names:
                 self.before.setdefault(name, None)
             _, comments = _split_comments(block.leading_lines)
             added.append(block.with_changes(leading_lines=[BLANK, *comments]))
         for block in added:
-            self._check_test(block, body[:place])
+            self._check_guard_test(block, body[:place])
         return [*body[:place], *added, *body[place:]]
 
-    def _guarded(self, block: cst.If, ours: cst.Module) -> list[str]:
-        """What our block binds."""
+    def _guarded_names(self, block: cst.If, ours: cst.Module) -> list[str]:
+        """Checks our block, and returns the names that it binds."""
         for node in (node for line in block.body.body for node in imports_of(line)):
             if isinstance(node, cst.ImportFrom):
                 self._check_absolute(node)
@@ -300,15 +314,17 @@ class _Graft:
         for name, bound in bounds.items():
             if bound.kind != "guarded" or "." in name:
                 raise GraftError(
-                    f"our {self.path}: `{_head(block)}` binds `{name}`, and may only import plain "
-                    "names, each of one thing (`import a.b as c`)"
+                    f"our {self.path}: `{_first_line(block)}` binds `{name}`, but may only "
+                    "import plain names, each from one origin (`import a.b as c`)"
                 )
             if sum(name in bindings(s, self.module) for s in ours.body) > 1:
-                raise GraftError(f"our {self.path} binds `{name}` twice; `{_head(block)}` does it")
+                raise GraftError(
+                    f"our {self.path} binds `{name}` twice, once in `{_first_line(block)}`"
+                )
         return list(bounds)
 
-    def _check_test(self, block: cst.If, top: list) -> None:
-        """What the test calls must be imported above it; compiling does not show it."""
+    def _check_guard_test(self, block: cst.If, top: list) -> None:
+        """Checks that the test's names are imported above it, which compiling does not check."""
         tree = ast.parse(_code(block.test).strip(), mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         bound = {
@@ -319,42 +335,44 @@ class _Graft:
         }
         if missing := names - bound - set(dir(builtins)):
             raise GraftError(
-                f"our {self.path}: `{_head(block)}` needs {_quoted(missing)}, which nothing "
-                "imports above the engine's first line of code, where it will stand"
+                f"our {self.path}: `{_first_line(block)}` needs {_quoted(missing)}, which nothing "
+                "imports above the engine's first line of code, where the block is placed"
             )
 
     # Symbols
 
-    def _symbols(self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]) -> list:
-        """The engine's statements of a module or class with our symbols replaced or added."""
+    def _merge_symbols(
+        self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]
+    ) -> list:
+        """Replaces or adds our symbols in the statements of the engine's module or class."""
         where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
-        names = [self._name(statement, scope) for statement in ours]
+        names = [self._require_name(statement, scope) for statement in ours]
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} defines `{scope}{min(twice)}` twice")
-        known = {name for name in names if find(body, name, where) is not None}
+        known = {name for name in names if find_binding(body, name, where) is not None}
         for k, (name, statement) in enumerate(zip(names, ours)):
             if name in known:
-                at = find(body, name, where)
+                at = find_binding(body, name, where)
                 body[at] = self._replace(body[at], statement, scope + name)
                 continue
             if name not in renamed:
                 self.before.setdefault(scope + name, None)
             self._check_new(statement, scope + name)
             if name in renamed:
-                at = find(body, renamed[name], where) + 1
+                at = find_binding(body, renamed[name], where) + 1
             elif scope and not isinstance(statement, Definition):
                 at = _after_fields(body)
             else:
-                at = self._place(body, ours, k, known, where, scope)
-            body.insert(at, _spaced(statement, 1 if scope else 2))
+                at = self._insertion_index(body, ours, k, known, where, scope)
+            body.insert(at, _with_blank_lines(statement, 1 if scope else 2))
         return body
 
-    def _name(self, statement: cst.CSTNode, scope: str) -> str:
+    def _require_name(self, statement: cst.CSTNode, scope: str) -> str:
         name = symbol_name(statement)
         if name is None:
             raise GraftError(
-                f"our {self.path}: `{_head(statement)}` in {scope[:-1] or 'the module'} is no "
-                "function, class or assignment to one name"
+                f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} "
+                "is not a function, class or assignment to one name"
             )
         return name
 
@@ -362,17 +380,21 @@ class _Graft:
         inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
         if any(symbol_name(s) in (REMOVED, RENAMED) for s in inner):
             raise GraftError(
-                f"our {self.path}: `class {symbol}` is new; nothing can be removed or renamed"
+                f"our {self.path}: `class {symbol}` is new; it has nothing to remove or rename"
             )
 
-    def _place(self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str) -> int:
-        """Where a new symbol goes: after our previous one, else before our next in the engine."""
+    def _insertion_index(
+        self, body: list, ours: Sequence, k: int, known: set, where: str, scope: str
+    ) -> int:
+        """Returns a new symbol's index: after our previous one, else before our next known one."""
         chain = [s for s in ours if not scope or isinstance(s, Definition)]
         k = chain.index(ours[k])
         if k:
-            return find(body, symbol_name(chain[k - 1]), where) + 1
+            return find_binding(body, symbol_name(chain[k - 1]), where) + 1
         following = (symbol_name(s) for s in chain[1:])
-        return next((find(body, name, where) for name in following if name in known), len(body))
+        return next(
+            (find_binding(body, name, where) for name in following if name in known), len(body)
+        )
 
     def _replace(self, old: cst.CSTNode, new: cst.CSTNode, symbol: str) -> cst.CSTNode:
         if type(old) is not type(new):
@@ -387,30 +409,30 @@ class _Graft:
         if _decorators(new) not in ("", _decorators(old)):
             raise GraftError(
                 f"{self.path}: `class {symbol}` has `{_decorators(new)}` in ours, "
-                f"`{_decorators(old)}` in the engine; an opened class repeats them, or leaves them "
-                "out"
+                f"`{_decorators(old)}` in the engine; an opened class must repeat the engine's "
+                "decorators, or omit them"
             )
         old = self._with_bases(old, new, symbol)
-        members = _without_docstring(statements(new, f"our {self.path}"))
-        members, gone, moved = self._said(members, f"{symbol}.")
-        mine = {symbol_name(s): s for s in members}
-        body = statements(old, f"the engine's {self.path}")
-        body = self._without(body, gone, set(mine), f"{symbol}.")
-        body = self._renamed(body, moved, mine, f"{symbol}.")
-        body = self._symbols(body, members, f"{symbol}.", moved)
+        members = _without_docstring(body_statements(new, f"our {self.path}"))
+        members, removed, renamed = self._directives(members, f"{symbol}.")
+        our_symbols = {symbol_name(s): s for s in members}
+        body = body_statements(old, f"the engine's {self.path}")
+        body = self._remove_symbols(body, removed, set(our_symbols), f"{symbol}.")
+        body = self._rename_definitions(body, renamed, our_symbols, f"{symbol}.")
+        body = self._merge_symbols(body, members, f"{symbol}.", renamed)
         return old.with_deep_changes(old.body, body=body)
 
     def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
-        """The engine's class with the bases that ours puts before the engine's."""
+        """Returns the engine's class with our additional bases before its own."""
         theirs, wanted = bases(old), bases(new)
         added = wanted[: len(wanted) - len(theirs)]
         if not wanted or wanted == theirs:
             return old
         if [*added, *theirs] != wanted or any("=" in base for base in added):
             raise GraftError(
-                f"{self.path}: `class {symbol}` has `{_joined(wanted)}` in ours, "
-                f"`{_joined(theirs)}` in the engine; an opened class repeats them, with its own "
-                "before them, or leaves them out"
+                f"{self.path}: `class {symbol}` has `{_format_bases(wanted)}` in ours, "
+                f"`{_format_bases(theirs)}` in the engine; an opened class must repeat the "
+                "engine's bases, with its own before them, or omit them"
             )
         self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
         front = cst.parse_statement(f"class C({', '.join(added)}): ...").bases
@@ -421,7 +443,7 @@ class _Graft:
         return old.with_changes(bases=[*front, *old.bases], lpar=PAREN[0], rpar=PAREN[1])
 
 
-def _joined(names: list[str]) -> str:
+def _format_bases(names: list[str]) -> str:
     return f"({', '.join(names)})"
 
 
@@ -433,8 +455,8 @@ def _is_pair(element: object) -> bool:
     return isinstance(element, tuple) and len(element) == 2 and all(map(_is_name, element))
 
 
-def _less(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
-    """The statement without what binds these names; None where nothing is left of it."""
+def _without_names(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
+    """Returns the statement without what binds these names; None if nothing is left of it."""
     imports = imports_of(statement)
     kept = []
     for node in imports:
@@ -468,7 +490,7 @@ def _without_docstring(body: Sequence) -> list:
 
 
 def _after_imports(body: list) -> int:
-    """Position after the last import above the first line of code."""
+    """Returns the index after the last import above the first line of code."""
     at = len(body) - len(_without_docstring(body))
     for k in range(at, len(body)):
         if imports_of(body[k]):
@@ -479,7 +501,7 @@ def _after_imports(body: list) -> int:
 
 
 def _after_fields(body: list) -> int:
-    """Position after the last assignment of a class, else after its docstring."""
+    """Returns the index after a class's last assignment, else after its docstring."""
     fields = [k + 1 for k, s in enumerate(body) if symbol_name(s) and not isinstance(s, Definition)]
     return fields[-1] if fields else len(body) - len(_without_docstring(body))
 
@@ -489,15 +511,15 @@ def _alias_text(alias: cst.ImportAlias) -> str:
 
 
 def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
-    """The lines above a statement: those apart from it, and the comments that touch it."""
+    """Splits the lines above a statement into separate ones and the comments that touch it."""
     k = len(lines)
     while k and lines[k - 1].comment:
         k -= 1
     return list(lines[:k]), list(lines[k:])
 
 
-def _spaced(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
-    """A new definition has blank lines above it, also if it was the first of our file or class."""
+def _with_blank_lines(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
+    """Puts blank lines above a new definition that has none, as the first in our file or class."""
     lines = statement.leading_lines
     if not isinstance(statement, Definition) or (lines and not lines[0].comment):
         return statement
@@ -512,8 +534,8 @@ def _code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def _head(statement: cst.CSTNode) -> str:
-    """First line of a statement."""
+def _first_line(statement: cst.CSTNode) -> str:
+    """Returns a statement's first line, without comments above it."""
     return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
 
 

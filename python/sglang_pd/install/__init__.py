@@ -1,1 +1,1 @@
-"""An installed engine: found, edited whole or not at all, and put back."""
+"""Finds an installed engine, edits it completely or not at all, and restores it."""

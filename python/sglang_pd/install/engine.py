@@ -1,4 +1,4 @@
-"""Finds the engine, without importing it, and tells its release."""
+"""Finds the engine and its release, without importing it."""
 
 import ast
 import sys
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 
 
 @dataclass(frozen=True)
 class Engine:
-    """root: the folder `sglang/`. version: None if unknown. record: its RECORD, if installed."""
+    """An engine.
+
+    root: the folder `sglang/`. version: None if unknown. dist_record: its RECORD, if installed.
+    """
 
     root: Path
     version: str | None
-    record: Path | None
+    dist_record: Path | None
 
     def prefix(self) -> str:
-        """The engine's folder as seen from where a diff of it applies, with a trailing slash."""
+        """Returns the engine's folder relative to where its diff applies, with a final slash."""
         is_checkout = (
             self.root.parent.name == "python" and (self.root.parent.parent / ".git").exists()
         )
@@ -27,20 +30,19 @@ class Engine:
 
 
 def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
-    """The engine at `path` (`sglang/`, site-packages or a checkout), else the importable one.
+    """Finds the engine at `path` (`sglang/`, site-packages or a checkout), else the importable one.
 
-    release: taken as the engine's version instead of what it says.
-    Raises Refusal NO_ENGINE.
+    release: overrides the engine's version. Raises Refusal NO_ENGINE.
     """
     root = _at(path) if path else _importable()
     installed = _distribution(root)
     files = installed.files if installed else []
-    record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
-    return Engine(root, release or _version(root, installed), record)
+    dist_record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
+    return Engine(root, release or _version(root, installed), dist_record)
 
 
 def _is_engine(folder: Path) -> bool:
-    # Our own sources are a `sglang/` folder too, without `__init__.py`.
+    # Our own sources are in a `sglang/` folder, too, but without `__init__.py`.
     return (folder / "__init__.py").is_file() and (folder / "srt").is_dir()
 
 
@@ -51,9 +53,9 @@ def _at(path: Path) -> Path:
             return folder.resolve()
     looked = ", ".join(map(str, candidates))
     raise Refusal(
-        Code.NO_ENGINE,
-        f"no SGLang at {path}: neither of {looked} has `__init__.py` and `srt/`. Give "
-        "--engine the folder `sglang/`, the site-packages folder that holds it, or a checkout",
+        ExitCode.NO_ENGINE,
+        f"no SGLang at {path}: none of {looked} has `__init__.py` and `srt/`. Pass the `sglang/` "
+        "folder, the site-packages folder that contains it, or a checkout as --engine",
     )
 
 
@@ -62,14 +64,14 @@ def _importable() -> Path:
         if _is_engine(folder):
             return folder.resolve()
     raise Refusal(
-        Code.NO_ENGINE,
+        ExitCode.NO_ENGINE,
         f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
-        "the engine, or give the engine's folder with --engine",
+        "the engine, or pass the engine's folder as --engine",
     )
 
 
 def _package_folders() -> Iterator[Path]:
-    """Where each import finder has `sglang`; a namespace folder must not hide an engine."""
+    """Yields where each import finder has `sglang`; a namespace folder must not hide an engine."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         spec = find_spec("sglang", None) if find_spec else None
@@ -78,9 +80,9 @@ def _package_folders() -> Iterator[Path]:
 
 
 def _distribution(root: Path) -> Distribution | None:
-    """What installed this folder; None for a checkout."""
+    """Returns the distribution that installed this folder; None for a checkout."""
     for one in distributions(path=[str(root.parent)]):
-        # A fork's is named otherwise; others may have thousands of files.
+        # A fork's name may have a suffix; others are skipped, for they may have thousands of files.
         ours = (one.metadata["Name"] or "").startswith("sglang")
         if ours and PackagePath(root.name, "__init__.py") in (one.files or ()):
             return one
@@ -95,7 +97,7 @@ def _version(root: Path, installed: Distribution | None) -> str | None:
 
 
 def _literal(path: Path) -> str | None:
-    """The string that a module's top level assigns to `__version__`."""
+    """Returns the constant that a module's top level assigns to `__version__`; None without it."""
     for node in ast.parse(path.read_bytes()).body:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
             continue

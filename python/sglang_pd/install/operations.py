@@ -1,4 +1,4 @@
-"""The commands' work: apply, revert, status and diff of a release's patch set on an engine."""
+"""Implements apply, revert, status and diff of a release's patch set on an engine."""
 
 import os
 import re
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from difflib import unified_diff
 
 from sglang_pd import __version__
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.install import record, transaction
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.install import dist_record, transaction
 from sglang_pd.install.engine import Engine
-from sglang_pd.install.matching import remarks
+from sglang_pd.install.release_detection import release_notes
 from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
+from sglang_pd.patchset.edits import Drift, Edit, is_applied, plan, symbol_states
 from sglang_pd.patchset.patches import Patch, Release
-from sglang_pd.patchset.plan import Drift, Edit, plan, stands, survey
 
 
 @dataclass(frozen=True)
 class Status:
-    """state, and each patch's state: `applied`, `absent`, `half-applied`, `drifted` or `outdated`.
+    """The state of an engine, of its patches and of its symbols.
 
-    symbols: each symbol's own state. edited: files changed by someone since they were applied.
-    drifts: why `apply` would refuse. notes: what else a person should know.
+    A state is `applied`, `absent`, `half-applied`, `drifted` or `outdated`. edited: files changed
+    by someone since `apply`. drifts: why `apply` would refuse. notes: what else a user should know.
     """
 
     state: str
@@ -35,27 +35,27 @@ class Status:
 def apply(
     engine: Engine, release: Release, dry_run: bool = False, preview: bool = False
 ) -> list[Edit]:
-    """Applies the patch set; returns the files changed, none if it was applied already.
+    """Applies the patch set; returns the edits, none if it was applied already.
 
-    A half-applied or outdated engine is first taken back to its originals. Raises Refusal;
-    PREVIEW for a release that is one, unless `preview` is given.
+    First restores the originals of a half-applied or outdated engine. With `dry_run`, writes
+    nothing. Raises Refusal; PREVIEW for a preview release, unless `preview` is set.
     """
     if release.preview and not preview:
         raise Refusal(
-            Code.PREVIEW,
+            ExitCode.PREVIEW,
             f"SGLang {release.name} is a preview: {release.preview}\nNothing was written. "
-            "--preview applies it all the same.",
+            "Pass --preview to apply it anyway.",
         )
     root = engine.root
     with transaction.locked(root):
         journal = read_journal(root)
         if journal:
             transaction.check_undoable(root, journal)
-        edits = _edits(engine, release, journal)
+        edits = _plan_edits(engine, release, journal)
         is_complete = journal is not None and transaction.is_complete(root, journal)
         if not edits or (is_complete and _is_current(journal, edits)):
             if not dry_run:
-                transaction.sweep(root)
+                transaction.remove_leftovers(root)
             return []
         if dry_run:
             transaction.check_writable(root, [edit.path for edit in edits])
@@ -71,20 +71,20 @@ def revert(engine: Engine) -> bool:
 
 
 def status(engine: Engine, release: Release) -> Status:
-    """What the engine's own files say, symbol by symbol."""
+    """Determines the status from the engine's own files, symbol by symbol."""
     root, journal = engine.root, read_journal(engine.root)
     entries = journal.entries if journal else []
-    files = {entry.path: transaction.present(root, entry) for entry in entries}
-    symbols = survey(release, lambda path: read_file(root / path))
+    files = {entry.path: transaction.file_state(root, entry) for entry in entries}
+    symbols = symbol_states(release, lambda path: read_file(root / path))
     edits, drifts = plan(release, originals(root, journal))
     if not journal and set(symbols.values()) == {"applied"}:
-        drifts = []  # the patch set does not fit onto itself
+        drifts = []  # the patch set cannot be applied twice
     is_complete = journal is not None and set(files.values()) == {"new"}
     for symbol, at in symbols.items():
-        # What stands in a file exactly as some patch set wrote it was not changed by anyone else.
+        # Nobody else has changed a file that is exactly as some patch set wrote it.
         if at != "applied" and (is_complete or files.get(symbol.split("::")[0]) == "new"):
             symbols[symbol] = "outdated"
-    state = _overall(list(symbols.values()))
+    state = _combined_state(list(symbols.values()))
     if state != "drifted" and "old" in files.values():
         state = "half-applied"
     elif is_complete and not drifts and not _is_current(journal, edits):
@@ -92,81 +92,84 @@ def status(engine: Engine, release: Release) -> Status:
     elif state == "absent" and drifts:
         state = "drifted"
     patches = [
-        (patch, _overall([at for symbol, at in symbols.items() if patch.owns(symbol)]))
+        (patch, _combined_state([at for symbol, at in symbols.items() if patch.owns(symbol)]))
         for patch in release.patches
     ]
-    notes = [*remarks(engine, release), *_notes(engine, journal, state)]
+    notes = [*release_notes(engine, release), *_notes(engine, journal, state)]
     edited = [path for path, at in files.items() if at == "edited"]
     return Status(state, patches, symbols, edited, drifts, notes)
 
 
 def diff(engine: Engine, release: Release) -> Iterator[bytes]:
-    """Lines of a unified diff from the engine's originals to what stands or would stand there.
+    """Yields lines of a unified diff from the engine's originals to their patched text.
 
-    It applies with `patch -p1` in the folder that holds `sglang/`, or at a checkout's top.
+    The diff applies with `patch -p1` in the folder that holds `sglang/`, or at a checkout's top.
     """
     root, journal = engine.root, read_journal(engine.root)
     if journal and transaction.is_complete(root, journal):
         read = originals(root, journal)
         edits = [Edit(e.path, read(e.path), read_file(root / e.path)) for e in journal.entries]
     else:
-        edits = _edits(engine, release, journal)
+        edits = _plan_edits(engine, release, journal)
     for edit in sorted(edits, key=lambda edit: edit.path):
         if not edit.path.startswith(".."):
             yield from _file_diff(engine.prefix() + edit.path, edit)
 
 
-def _edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
-    """All edits, RECORD's last; none if they stand without a journal. Refusal for a drift."""
+def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
+    """Returns all edits, RECORD's last; none if applied without a journal. Refuses a drift."""
     read = originals(engine.root, journal)
     edits, drifts = plan(release, read)
-    if drifts and not journal and stands(release, read):
+    if drifts and not journal and is_applied(release, read):
         return []
     if drifts:
-        raise _refuse_drifts(engine, release, drifts)
+        raise _drift_refusal(engine, release, drifts)
     edits = [edit for edit in edits if edit.old != edit.new]
-    if engine.record is None:
+    if engine.dist_record is None:
         return edits
-    name = os.path.relpath(engine.record, engine.root)
+    name = os.path.relpath(engine.dist_record, engine.root)
     old = read(name)
     folder = engine.root.name
     listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
     with_record = [*edits, Edit(name, old, b"")]
-    listed |= {f"{folder}/{path}": None for path in transaction.kept(with_record)}
-    return [*edits, Edit(name, old, record.updated(old, listed))]
+    listed |= {f"{folder}/{path}": None for path in transaction.state_files(with_record)}
+    return [*edits, Edit(name, old, dist_record.with_entries(old, listed))]
 
 
-def _refuse_drifts(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
-    """EDITED if RECORD shows that a drifted file was changed since installation, else DRIFTED."""
-    rows = engine.record.read_bytes() if engine.record else b""
+def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
+    """Returns EDITED if by RECORD a drifted file was changed since installation, else DRIFTED."""
+    rows = engine.dist_record.read_bytes() if engine.dist_record else b""
     changed = set()
     for path in {drift.path for drift in drifts}:
         content = read_file(engine.root / path)
-        if content is not None and record.differs(rows, f"{engine.root.name}/{path}", content):
+        if content is not None and dist_record.has_other_hash(
+            rows, f"{engine.root.name}/{path}", content
+        ):
             changed.add(path)
     lines = "\n".join(f"  {drift}" for drift in drifts)
     if changed:
         return Refusal(
-            Code.EDITED,
-            f"someone has edited {', '.join(sorted(changed))} of {engine.root} since it was "
-            f"installed:\n{lines}\nNothing was written. Reinstall the engine, or take them back.",
+            ExitCode.EDITED,
+            f"edited since the engine was installed: {', '.join(sorted(changed))} (in "
+            f"{engine.root}):\n{lines}\n"
+            "Nothing was written. Reinstall the engine, or undo these edits.",
         )
     return Refusal(
-        Code.DRIFTED,
-        f"{engine.root} is not the SGLang {release.name} that this patch set knows:\n{lines}\n"
-        "Nothing was written. Install the published release, or give the right one with --release.",
+        ExitCode.DRIFTED,
+        f"{engine.root} differs from SGLang {release.name} as this patch set expects it:\n{lines}\n"
+        "Nothing was written. Install the published release, or pass the right one as --release.",
     )
 
 
 def _is_current(journal: Journal, edits: list[Edit]) -> bool:
-    """Whether the journal's changes of the engine's files are the edits of today's patch set."""
+    """Whether the journal's changes to the engine's files are the current patch set's edits."""
     wanted = {edit.path: transaction.sha256(edit.new) for edit in edits if edit.old != edit.new}
     made = {entry.path: entry.new for entry in journal.entries}
     return all(wanted.get(path) == made.get(path) for path in {*wanted, *made} if path[0] != ".")
 
 
-def _overall(states: list[str]) -> str:
-    """One state for many symbols."""
+def _combined_state(states: list[str]) -> str:
+    """Combines the states of several symbols into one."""
     for state in ("drifted", "outdated"):
         if state in states:
             return state
@@ -177,15 +180,15 @@ def _notes(engine: Engine, journal: Journal | None, state: str) -> list[str]:
     notes = []
     if transaction.has_leftovers(engine.root):
         notes.append(
-            "an apply or revert was interrupted, or is under way; revert removes what it left"
+            "an apply or revert was interrupted, or is still running; revert removes its leftovers"
         )
     if journal is None and state == "applied":
-        notes.append("applied by other means than sglang-pd (git apply?): undo it the same way")
+        notes.append("not applied by sglang-pd (by git apply?): undo it the same way")
     if state == "half-applied":
-        notes.append("apply completes it, revert takes it back")
+        notes.append("apply completes it, revert undoes it")
     if state == "outdated":
         notes.append(
-            f"applied by another patch set (sglang-pd {journal.tool}); apply brings it up to date"
+            f"applied by another version (sglang-pd {journal.tool}); apply brings it up to date"
         )
     return notes
 
@@ -201,5 +204,5 @@ def _file_diff(name: str, edit: Edit) -> Iterator[bytes]:
 
 
 def _lines(content: bytes) -> list[str]:
-    # Not `splitlines`, for which a form feed ends a line too.
+    # Not `splitlines`, which also splits at a form feed.
     return re.findall(r"[^\n]*\n|[^\n]+", content.decode())

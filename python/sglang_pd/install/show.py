@@ -1,4 +1,4 @@
-"""An engine's status, whole or of one patch, for people and for programs."""
+"""Shows an engine's status, whole or of one patch, as text or as JSON."""
 
 from itertools import groupby
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from sglang_pd import __version__
 from sglang_pd.install.engine import Engine
 from sglang_pd.install.operations import Status
-from sglang_pd.patchset.patches import Patch, Record, Release
+from sglang_pd.patchset.patches import Patch, PatchRecord, Release
 
 COLOURS = {
     "applied": "green",
@@ -28,29 +28,29 @@ KINDS = {
 }
 
 
-def as_json(engine: Engine, release: Release, told: Status) -> dict:
-    """Every patch with its state, and its symbols' own."""
+def as_json(engine: Engine, release: Release, status: Status) -> dict:
+    """Returns the status, with the states of every patch and of its symbols."""
     return {
         "tool": __version__,
         "engine": _engine(engine, release),
-        "state": told.state,
+        "state": status.state,
         "patches": [
-            {**_patch(patch), "state": state, "symbols": _symbols(patch, told)}
-            for patch, state in told.patches
+            {**_patch(patch), "state": state, "symbols": _symbols(patch, status)}
+            for patch, state in status.patches
         ],
         "carried": [_patch(patch) for patch in release.carried],
         "missing": [_patch(patch) for patch in release.missing],
         "preview": release.preview or None,
-        "edited": told.edited,
-        "drifts": [str(drift) for drift in told.drifts],
-        "notes": told.notes,
+        "edited": status.edited,
+        "drifts": [str(drift) for drift in status.drifts],
+        "notes": status.notes,
     }
 
 
-def show(engine: Engine, release: Release, told: Status, console: Console) -> None:
-    """A table in the records' order, and below it what else there is to say."""
-    console.print(_heading(engine, release).append(told.state, COLOURS[told.state]))
-    states = {patch.id: Text(state, COLOURS[state]) for patch, state in told.patches}
+def show(engine: Engine, release: Release, status: Status, console: Console) -> None:
+    """Prints a table in the records' order, then edited files, drifts and notes."""
+    console.print(_heading(engine, release).append(status.state, COLOURS[status.state]))
+    states = {patch.id: Text(state, COLOURS[state]) for patch, state in status.patches}
     for patch in release.carried:
         states[patch.id] = Text(f"carried by SGLang {release.name}", COLOURS["carried"])
     for patch in release.missing:
@@ -58,64 +58,64 @@ def show(engine: Engine, release: Release, told: Status, console: Console) -> No
     table = Table(box=None, pad_edge=False)
     for heading in ("patch", "state", "upstream", "title"):
         table.add_column(heading)
-    for kind, patches in groupby(release.every, key=lambda patch: patch.kind):
+    for kind, patches in groupby(release.all_patches, key=lambda patch: patch.kind):
         table.add_row(Text(f"{KINDS[kind]}:", "bold"))
         for patch in patches:
             upstream = "#" + patch.upstream.rsplit("/")[-1] if "/" in patch.upstream else ""
             table.add_row(f"  {patch.id}", states[patch.id], upstream, Text(patch.title))
     console.print(table)
-    for path in told.edited:
-        console.print(Text(f"edited since it was applied: {path}", "red"))
-    for drift in told.drifts:
+    for path in status.edited:
+        console.print(Text(f"edited since the patch set was applied: {path}", "red"))
+    for drift in status.drifts:
         console.print(Text(f"drifted: {drift}", "red"))
-    for note in told.notes:
+    for note in status.notes:
         console.print(Text(note))
 
 
-def patch_state(record: Record, release: Release, told: Status) -> str:
-    """Of one patch here: a state in Status, `carried`, `missing` (needed, no edit) or `unknown`."""
-    states = {patch.id: state for patch, state in told.patches}
+def patch_state(record: PatchRecord, release: Release, status: Status) -> str:
+    """Returns a patch's state: one of Status, `carried`, `missing` (needed, no edit), `unknown`."""
+    states = {patch.id: state for patch, state in status.patches}
     states |= {patch.id: "carried" for patch in release.carried}
     states |= {patch.id: "missing" for patch in release.missing}
     return states.get(record.id, "unknown")
 
 
-def patch_as_json(record: Record, engine: Engine, release: Release, told: Status) -> dict:
-    """The record whole, and its state and symbols in this engine."""
-    ours = [patch for patch, _ in told.patches if patch.id == record.id]
+def patch_as_json(record: PatchRecord, engine: Engine, release: Release, status: Status) -> dict:
+    """Returns the whole record, and its state and symbols in this engine."""
+    ours = [patch for patch, _ in status.patches if patch.id == record.id]
     return {
         **msgspec.to_builtins(record),
         "engine": _engine(engine, release),
-        "state": patch_state(record, release, told),
-        "symbols": {at: state for patch in ours for at, state in _symbols(patch, told).items()},
+        "state": patch_state(record, release, status),
+        "symbols": {at: state for patch in ours for at, state in _symbols(patch, status).items()},
     }
 
 
 def show_patch(
-    record: Record, engine: Engine, release: Release, told: Status, console: Console
+    record: PatchRecord, engine: Engine, release: Release, status: Status, console: Console
 ) -> None:
-    """The record whole: what it is for, this release's part of it, and the other releases'."""
-    state = patch_state(record, release, told)
+    """Prints the whole record: its purpose, this release's part of it, and the other releases'."""
+    state = patch_state(record, release, status)
     console.print(_heading(engine, release).append(state, COLOURS.get(state, "")))
     console.print(Text(f"{record.id} ({KINDS[record.kind]}): {record.title}", "bold"))
     stand = record.at(release.name)
-    _say(console, "upstream", record.upstream)
-    _say(console, "symptom", record.symptom)
-    _say(console, "cause", record.cause)
-    _say(console, "drop when", record.drop_when)
+    _print_field(console, "upstream", record.upstream)
+    _print_field(console, "symptom", record.symptom)
+    _print_field(console, "cause", record.cause)
+    _print_field(console, "drop when", record.drop_when)
     needs = (stand.state if stand else "not examined", stand.what if stand else "")
-    _say(console, f"SGLang {release.name}", ": ".join(filter(None, needs)))
-    _say(console, "change", stand.change if stand else "")
-    _say(console, "names", "; ".join(stand.names) if stand else "")
+    _print_field(console, f"SGLang {release.name}", ": ".join(filter(None, needs)))
+    _print_field(console, "change", stand.change if stand else "")
+    _print_field(console, "names", "; ".join(stand.names) if stand else "")
     others = (f"{name} {record.at(name).state}" for name in record.releases if name != release.name)
-    _say(console, "other releases", ", ".join(others))
-    for patch, _ in told.patches:
+    _print_field(console, "other releases", ", ".join(others))
+    for patch, _ in status.patches:
         if patch.id == record.id:
-            for symbol, at in _symbols(patch, told).items():
+            for symbol, at in _symbols(patch, status).items():
                 console.print(Text("  ").append(f"{at:<12}", COLOURS[at]).append(f" {symbol}"))
 
 
-def _say(console: Console, label: str, text: str) -> None:
+def _print_field(console: Console, label: str, text: str) -> None:
     if text:
         console.print(Text(f"{label}: ", "bold").append(text, "not bold"))
 
@@ -133,5 +133,5 @@ def _patch(patch: Patch) -> dict:
     return {**said, "need": patch.need, "what": patch.what}
 
 
-def _symbols(patch: Patch, told: Status) -> dict[str, str]:
-    return {symbol: at for symbol, at in told.symbols.items() if patch.owns(symbol)}
+def _symbols(patch: Patch, status: Status) -> dict[str, str]:
+    return {symbol: at for symbol, at in status.symbols.items() if patch.owns(symbol)}

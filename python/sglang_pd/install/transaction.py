@@ -1,9 +1,10 @@
-"""Changes many files of a folder as one: all or none, whatever happens to the process in between.
+"""Changes many files of a folder as one: all or none, even if the process is interrupted.
 
-First everything is staged in a scratch folder inside the engine: the originals, the new contents,
-and a journal of both sides' digests. One rename makes it the state folder; from then on the journal
-says how to undo. Then each staged file is renamed onto its target. Undoing renames the originals
-back, then removes the journal, then what is left. At every moment each target is whole: old or new.
+First it stages everything in a scratch folder inside the engine: the originals, the new contents,
+and a journal of both sides' digests. One rename makes that the state folder; from then on the
+journal records how to undo. Then each staged file is renamed onto its target. Undoing renames the
+originals back, then removes the journal, then the rest. Each target is complete at every moment:
+old or new.
 """
 
 import fcntl
@@ -16,14 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_pd.errors import Code, Refusal
-from sglang_pd.patchset.plan import Edit
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.patchset.edits import Edit
 
-STATE = ".sglang_pd"
-SCRATCH = ".sglang_pd.new"  # being staged: holds nothing of worth
+STATE_FOLDER = ".sglang_pd"
+SCRATCH_FOLDER = ".sglang_pd.new"  # for staging: may be deleted at any time
 
 
-class Entry(msgspec.Struct, frozen=True):
+class JournalEntry(msgspec.Struct, frozen=True):
     """A changed file. staged: its name in the state folder. old (None: new file), new: SHA-256."""
 
     path: str
@@ -33,11 +34,11 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What was changed, for which release. folders: those made for new files, parents first."""
+    """The changes, and their release. folders: those made for new files, parents first."""
 
     tool: str
     release: str
-    entries: list[Entry]
+    entries: list[JournalEntry]
     folders: list[str]
 
 
@@ -54,15 +55,15 @@ def read_file(path: Path) -> bytes | None:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Holds the engine for this process; leaves no file. Raises Refusal BUSY if another has it."""
+    """Locks the engine, without a lock file. Raises Refusal BUSY if another process holds it."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refusal(
-                Code.BUSY,
-                f"another apply or revert of {root} is under way; try again when it has ended",
+                ExitCode.BUSY,
+                f"another apply or revert of {root} is under way; try again when it has finished",
             ) from None
         yield
     finally:
@@ -70,41 +71,42 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def read_journal(root: Path) -> Journal | None:
-    """The journal of an applied or half-applied engine; None for an untouched one.
+    """Returns the journal of an applied or half-applied engine; None for an untouched one.
 
-    Raises Refusal IO where it is damaged.
+    Raises Refusal IO if the journal is damaged.
     """
-    text = read_file(root / STATE / "journal.json")
+    text = read_file(root / STATE_FOLDER / "journal.json")
     if text is None:
         return None
     try:
         return msgspec.json.decode(text, type=Journal)
     except msgspec.DecodeError as error:
         raise Refusal(
-            Code.IO, f"{root / STATE / 'journal.json'} cannot be read ({error}); reinstall SGLang"
+            ExitCode.IO,
+            f"{root / STATE_FOLDER / 'journal.json'} cannot be read ({error}); reinstall SGLang",
         ) from error
 
 
-def present(root: Path, entry: Entry) -> str:
-    """`old`, `new`, or `edited` where the file is neither."""
+def file_state(root: Path, entry: JournalEntry) -> str:
+    """Returns `old`, `new`, or `edited` if the file is neither."""
     content = read_file(root / entry.path)
     digest = None if content is None else sha256(content)
     return "new" if digest == entry.new else "old" if digest == entry.old else "edited"
 
 
 def is_complete(root: Path, journal: Journal) -> bool:
-    return all(present(root, entry) == "new" for entry in journal.entries)
+    return all(file_state(root, entry) == "new" for entry in journal.entries)
 
 
 def originals(root: Path, journal: Journal | None) -> Callable[[str], bytes | None]:
-    """Reads the engine's files as they were before the journal's changes."""
+    """Returns a reader of the engine's files as they were before the journal's changes."""
     entries = {entry.path: entry for entry in journal.entries} if journal else {}
 
     def read(path: str) -> bytes | None:
         entry = entries.get(path)
-        if entry is None or present(root, entry) == "old":
+        if entry is None or file_state(root, entry) == "old":
             return read_file(root / path)
-        return None if entry.old is None else read_file(root / STATE / "old" / entry.staged)
+        return None if entry.old is None else read_file(root / STATE_FOLDER / "old" / entry.staged)
 
     return read
 
@@ -113,128 +115,134 @@ def staged_names(edits: list[Edit]) -> list[str]:
     return [f"{k:03}-{Path(edit.path).name}.txt" for k, edit in enumerate(edits)]
 
 
-def kept(edits: list[Edit]) -> list[str]:
-    """The state folder's own files that stay while the edits are applied."""
+def state_files(edits: list[Edit]) -> list[str]:
+    """Returns the files that the state folder keeps while the edits are applied."""
     names = [
         f"old/{name}" for name, edit in zip(staged_names(edits), edits) if edit.old is not None
     ]
-    return [f"{STATE}/{name}" for name in ["journal.json", *names]]
+    return [f"{STATE_FOLDER}/{name}" for name in ["journal.json", *names]]
 
 
 def check_writable(root: Path, paths: list[str]) -> None:
-    """Raises Refusal NO_PERMISSION, naming the first file or folder that could not be replaced."""
-    for path in [root / STATE, *(root / path for path in paths)]:
+    """Raises Refusal NO_PERMISSION, naming the first file or folder that cannot be replaced."""
+    for path in [root / STATE_FOLDER, *(root / path for path in paths)]:
         folder = path.parent
         while not folder.exists():
             folder = folder.parent
         if path.is_symlink():
             raise Refusal(
-                Code.NO_PERMISSION,
+                ExitCode.NO_PERMISSION,
                 f"{path} is a symbolic link, and its target may belong to others (a package "
                 "manager's cache?); reinstall the engine with copied files",
             )
         for place in [folder, *([path] if path.exists() else [])]:
             if not os.access(place, os.W_OK):
                 raise Refusal(
-                    Code.NO_PERMISSION,
+                    ExitCode.NO_PERMISSION,
                     f"no permission to write {place}; run as its owner, or make it writable",
                 )
-        # Of folders only: files of a container's image may show the device of another layer.
+        # Compares folders only: files of a container's image may report another layer's device.
         if os.stat(folder).st_dev != os.stat(root).st_dev:
             raise Refusal(
-                Code.NO_PERMISSION,
+                ExitCode.NO_PERMISSION,
                 f"{folder} is on another file system than {root}: its files cannot be replaced "
                 "in one step",
             )
 
 
 def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
-    """Makes the edits; an earlier journal's are undone first. Hold the lock; nothing is `edited`.
+    """Makes the edits, after undoing an earlier journal's.
 
-    Raises Refusal NO_PERMISSION, the engine as before, or IO, the engine without any edits.
+    The caller holds the lock, and no file is `edited`. Raises Refusal NO_PERMISSION, leaving the
+    engine as before, or IO, leaving it without any edits.
     """
     journal = read_journal(root)
     check_writable(root, [item.path for item in (*edits, *(journal.entries if journal else ()))])
-    sweep(root)
+    remove_leftovers(root)
     if journal:
         _undo(root, journal)
     try:
         _stage(root, edits, release, tool)
-        os.rename(root / SCRATCH, root / STATE)
+        os.rename(root / SCRATCH_FOLDER, root / STATE_FOLDER)
     except BaseException as error:
-        shutil.rmtree(root / SCRATCH, ignore_errors=True)
-        raise _told(error, f"nothing is applied: staging in {root / SCRATCH} failed") from error
+        shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
+        raise _as_refusal(
+            error, f"nothing is applied: staging in {root / SCRATCH_FOLDER} failed"
+        ) from error
     journal = read_journal(root)
     try:
         _sync(root)
         for folder in journal.folders:
             _make_folder(root / folder)
         for entry in journal.entries:
-            os.replace(root / STATE / "new" / entry.staged, root / entry.path)
+            os.replace(root / STATE_FOLDER / "new" / entry.staged, root / entry.path)
         _sync_parents(root, journal)
-        os.rmdir(root / STATE / "new")
+        os.rmdir(root / STATE_FOLDER / "new")
     except BaseException as error:
         _undo(root, journal)
-        raise _told(error, "undone again, nothing is applied") from error
+        raise _as_refusal(error, "all edits are undone, nothing is applied") from error
 
 
-def _told(error: BaseException, what: str) -> BaseException:
-    return Refusal(Code.IO, f"{what}: {error}") if isinstance(error, OSError) else error
+def _as_refusal(error: BaseException, what: str) -> BaseException:
+    return Refusal(ExitCode.IO, f"{what}: {error}") if isinstance(error, OSError) else error
 
 
 def undo(root: Path) -> bool:
-    """Restores every byte; False if there was nothing to restore. Hold the lock.
+    """Restores every byte; returns False if there was nothing to restore.
 
-    Raises Refusal as `check_undoable` and `check_writable` do, writing nothing.
+    The caller holds the lock. Raises Refusal as `check_undoable` and `check_writable`, before it
+    writes anything.
     """
     journal = read_journal(root)
     if journal is None:
         if has_leftovers(root):
             check_writable(root, [])
-            sweep(root)
+            remove_leftovers(root)
         return False
     check_undoable(root, journal)
     check_writable(root, [entry.path for entry in journal.entries])
-    sweep(root)
+    remove_leftovers(root)
     _undo(root, journal)
     return True
 
 
 def check_undoable(root: Path, journal: Journal) -> None:
     """Raises Refusal EDITED for a file that is neither old nor new, IO for a lost original."""
-    states = {entry.path: present(root, entry) for entry in journal.entries}
+    states = {entry.path: file_state(root, entry) for entry in journal.entries}
     if found := [path for path, state in states.items() if state == "edited"]:
         raise Refusal(
-            Code.EDITED,
-            f"edited since the patch set was applied: {', '.join(found)} (in {root}). Take these "
-            "edits back first. If the engine was reinstalled over the patch set instead, delete "
-            f"{root / STATE}",
+            ExitCode.EDITED,
+            f"edited since the patch set was applied: {', '.join(found)} (in {root}). Undo these "
+            "edits first. If the engine was reinstalled over the patch set instead, delete "
+            f"{root / STATE_FOLDER}",
         )
     for entry in journal.entries:
-        saved = root / STATE / "old" / entry.staged
+        saved = root / STATE_FOLDER / "old" / entry.staged
         is_needed = entry.old is not None and states[entry.path] == "new"
         if is_needed and sha256(read_file(saved) or b"") != entry.old:
             raise Refusal(
-                Code.IO,
+                ExitCode.IO,
                 f"the original of {entry.path} is missing or damaged at {saved}; reinstall SGLang",
             )
 
 
 def has_leftovers(root: Path) -> bool:
-    """Whether an interrupted run left folders that nobody needs."""
-    return (root / SCRATCH).exists() or ((root / STATE).exists() and not read_journal(root))
+    """Whether an interrupted run left unneeded folders."""
+    return (root / SCRATCH_FOLDER).exists() or (
+        (root / STATE_FOLDER).exists() and not read_journal(root)
+    )
 
 
-def sweep(root: Path) -> None:
-    """Removes what an interrupted run left and nobody needs."""
-    shutil.rmtree(root / SCRATCH, ignore_errors=True)
+def remove_leftovers(root: Path) -> None:
+    """Removes the unneeded folders that an interrupted run left."""
+    shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
     if not read_journal(root):
-        shutil.rmtree(root / STATE, ignore_errors=True)
-    _remove_if_empty(root / STATE / "new")
+        shutil.rmtree(root / STATE_FOLDER, ignore_errors=True)
+    _remove_if_empty(root / STATE_FOLDER / "new")
 
 
 def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
-    scratch = root / SCRATCH
+    scratch = root / SCRATCH_FOLDER
     for folder in (scratch, scratch / "old", scratch / "new"):
         _make_folder(folder)
     entries = []
@@ -246,7 +254,9 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
             os.utime(scratch / "old" / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         _write(scratch / "new" / name, edit.new, like)
         entries.append(
-            Entry(edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new))
+            JournalEntry(
+                edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new)
+            )
         )
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
     text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
@@ -262,16 +272,16 @@ def _undo(root: Path, journal: Journal) -> None:
             target.unlink(missing_ok=True)
             for compiled in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
                 compiled.unlink()
-        elif present(root, entry) == "new":
-            os.replace(root / STATE / "old" / entry.staged, target)
+        elif file_state(root, entry) == "new":
+            os.replace(root / STATE_FOLDER / "old" / entry.staged, target)
     for folder in reversed(journal.folders):
         _remove_if_empty(root / folder / "__pycache__")
         _remove_if_empty(root / folder)
     _sync_parents(root, journal)
-    # The state folder itself cannot be renamed where it is part of a container's image.
-    os.unlink(root / STATE / "journal.json")
-    _sync(root / STATE)
-    shutil.rmtree(root / STATE)
+    # The state folder itself cannot be renamed if it is part of a container's image.
+    os.unlink(root / STATE_FOLDER / "journal.json")
+    _sync(root / STATE_FOLDER)
+    shutil.rmtree(root / STATE_FOLDER)
 
 
 def _missing_folders(root: Path, edits: list[Edit]) -> list[str]:
@@ -286,19 +296,19 @@ def _make_folder(path: Path) -> None:
     """Makes a folder with its parent's mode and owner."""
     above = path.parent.stat()
     os.mkdir(path)
-    _own(path, above, os.stat(path))
+    _copy_owner_and_mode(path, above, os.stat(path))
 
 
 def _write(path: Path, content: bytes, like: Path) -> None:
-    """Writes a new file to the disk, with another's mode and owner."""
+    """Writes a new file through to the disk, with the mode and owner of `like`."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
-        _own(path, like.stat(), os.fstat(file.fileno()))
+        _copy_owner_and_mode(path, like.stat(), os.fstat(file.fileno()))
         os.fsync(file.fileno())
 
 
-def _own(path: Path, wanted: os.stat_result, has: os.stat_result) -> None:
+def _copy_owner_and_mode(path: Path, wanted: os.stat_result, has: os.stat_result) -> None:
     if (wanted.st_uid, wanted.st_gid) != (has.st_uid, has.st_gid):
         with suppress(PermissionError):  # only root may give files away
             os.chown(path, wanted.st_uid, wanted.st_gid)

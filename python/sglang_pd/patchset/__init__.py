@@ -1,1 +1,1 @@
-"""The patch set as data: what it makes of an engine, for each release."""
+"""The patch set as data: how it changes an engine, for each release."""

@@ -7,20 +7,20 @@ from typing import Annotated
 import msgspec
 import typer
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
-from sglang_pd.grafting.source import Definition, GraftError, lookup, parse
-from sglang_pd.install import record
+from sglang_pd.grafting.symbols import Definition, GraftError, lookup, parse
+from sglang_pd.install import dist_record
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.install.transaction import STATE, read_file
-from sglang_pd.patchset.patches import Fingerprints, Patch, Release, load, symbol_ids
-from sglang_pd.patchset.plan import changed, same
+from sglang_pd.install.transaction import STATE_FOLDER, read_file
+from sglang_pd.patchset.edits import changed, repeated_symbols
+from sglang_pd.patchset.patches import Fingerprints, Patch, Release, load_release, symbol_ids
 
 
 def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
-    """The engine's fingerprints of every symbol that the tree replaces; None for what it adds.
+    """Returns the engine's fingerprints of the symbols that the tree replaces; None for additions.
 
-    Raises Refusal PATCH_SET where tree and records do not fit each other, or tree and engine.
+    Raises Refusal PATCH_SET if the tree does not fit the patch records or the engine.
     """
     fingerprints: Fingerprints = {}
     problems: list[str] = []
@@ -35,56 +35,58 @@ def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
             problems.append(str(error))
             continue
         problems += [
-            f"{path}::{symbol} is the engine's own text; drop it from our file"
-            for symbol in same(ours, path, fingerprints[path])
+            f"{path}::{symbol} is identical to the engine's; remove it from our file"
+            for symbol in repeated_symbols(ours, path, fingerprints[path])
             if isinstance(lookup(parse(ours, path), symbol, path), Definition)
         ]
     if not problems:
-        problems = unrecorded(release.patches, symbol_ids(changed(release.tree, fingerprints)))
+        problems = record_problems(release.patches, symbol_ids(changed(release.tree, fingerprints)))
     if problems:
-        raise Refusal(Code.PATCH_SET, "\n".join(problems))
+        raise Refusal(ExitCode.PATCH_SET, "\n".join(problems))
     return fingerprints
 
 
-def unrecorded(patches: list[Patch], symbols: list[str]) -> list[str]:
-    """Symbols that no patch record names, and records that name none."""
+def record_problems(patches: list[Patch], symbols: list[str]) -> list[str]:
+    """Returns messages on symbols that no patch record names, and on names without a symbol."""
     found = [
-        f"{s} belongs to no patch record" for s in symbols if not any(p.owns(s) for p in patches)
+        f"{s} is not in any patch record" for s in symbols if not any(p.owns(s) for p in patches)
     ]
     for patch in patches:
         for pattern in patch.symbols:
-            if not any(Patch.owns(_only(patch, pattern), s) for s in symbols):
-                found.append(f"patch {patch.id} names {pattern}, which the tree has not")
+            if not any(Patch.owns(_with_pattern(patch, pattern), s) for s in symbols):
+                found.append(f"patch {patch.id} names {pattern}, which the tree lacks")
     return found
 
 
-def _only(patch: Patch, pattern: str) -> Patch:
+def _with_pattern(patch: Patch, pattern: str) -> Patch:
     return msgspec.structs.replace(patch, symbols=[pattern])
 
 
 def check_unmodified(engine: Engine, paths: list[str]) -> None:
     """Raises Refusal EDITED unless every file is as its wheel installed it."""
-    if (engine.root / STATE).exists():
+    if (engine.root / STATE_FOLDER).exists():
         raise Refusal(
-            Code.EDITED,
-            f"the patch set is applied to {engine.root}; make fingerprints on an unmodified one",
+            ExitCode.EDITED,
+            f"the patch set is applied to {engine.root}; make fingerprints on an unmodified engine",
         )
-    if engine.record is None:
+    if engine.dist_record is None:
         return
-    rows = engine.record.read_bytes()
+    rows = engine.dist_record.read_bytes()
     for path in paths:
         text = read_file(engine.root / path)
-        if text is not None and record.differs(rows, f"{engine.root.name}/{path}", text):
-            raise Refusal(Code.EDITED, f"{engine.root / path} is not as its wheel installed it")
+        if text is not None and dist_record.has_other_hash(
+            rows, f"{engine.root.name}/{path}", text
+        ):
+            raise Refusal(ExitCode.EDITED, f"{engine.root / path} was edited since installation")
 
 
 def main(
     engine: Annotated[Path, typer.Option(help="An unmodified engine.")],
-    release: Annotated[str, typer.Option(help="The release whose fingerprints are made.")],
+    release: Annotated[str, typer.Option(help="The release to make fingerprints of.")],
 ) -> None:
     """Writes engines/RELEASE/fingerprints.json."""
     try:
-        wanted = load(release, with_fingerprints=False)
+        wanted = load_release(release, with_fingerprints=False)
         found = find_engine(engine, release)
         check_unmodified(found, list(wanted.tree))
         fingerprints = make_fingerprints(found, wanted)

@@ -1,4 +1,4 @@
-"""The patch set as data: releases, patch records, fingerprints, and the trees of sources."""
+"""The patch set as data: releases, patch records, fingerprints, and source trees."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sglang_pd.errors import Code, Refusal
+from sglang_pd.errors import ExitCode, Refusal
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,24 +18,24 @@ else:
     import tomli as tomllib
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The wheel carries them inside the package; in a checkout they stand beside it.
+# A wheel has the trees inside the package, a checkout beside it.
 TREES = PACKAGE / "data" if (PACKAGE / "data").is_dir() else PACKAGE.parent
 RELEASES = TREES / "engines"
 
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
 Fingerprints = dict[str, dict[str, str | None] | None]
 State = Literal["needed", "in part", "carried"]
-# In the order in which a person reads them.
+# In reading order.
 Kind = Literal["mission", "layouts", "hardening"]
 
 
-class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a patch stands to one engine release.
+class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A patch's status in one engine release.
 
-    what: of the defect, what is left, or what the release carries itself.
-    change, symbols: what we do about it, where we have an edit for that release; the symbols are
-    patterns (`*` matches anything) of `path::Symbol`, or of the path of a new file.
-    names: what others may call and is gone, is elsewhere or is called in another way.
+    what: what remains of the defect, or what the release has itself.
+    change, symbols: our edit for that release, if there is one; the symbols are patterns (`*`
+    matches anything) of `path::Symbol`, or of a new file's path.
+    names: names that others may call and that are removed, moved or called differently.
     """
 
     state: State
@@ -46,18 +46,18 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if bool(self.change) != bool(self.symbols):
-            raise ValueError("`change` and `symbols` are given together, or neither")
+            raise ValueError("give both `change` and `symbols`, or neither")
         if self.names and not self.symbols:
-            raise ValueError("without `symbols` no `names` can change")
+            raise ValueError("`names` requires `symbols`")
         if self.symbols and self.state == "carried":
-            raise ValueError("what the engine carries whole has no `symbols` of ours")
+            raise ValueError("a carried patch must not have `symbols`")
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The record of one patch, for all releases; one that is not in `releases` was not examined.
+class PatchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The record of one patch; a release that is not in `releases` was not examined.
 
-    kind: `mission` is what the patch set is for, `layouts` what else keeps prefill's and decode's
-    layouts from fitting, `hardening` what goes wrong besides. order: of those of a kind.
+    kind: `mission` is the patch set's purpose, `layouts` other mismatches of prefill's and
+    decode's layouts, `hardening` other defects. order: the position within the kind.
     """
 
     id: str
@@ -68,15 +68,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symptom: str
     cause: str
     drop_when: str
-    releases: dict[str, State | Stand]
+    releases: dict[str, State | ReleaseStatus]
 
-    def at(self, release: str) -> Stand | None:
+    def at(self, release: str) -> ReleaseStatus | None:
         found = self.releases.get(release)
-        return Stand(found) if isinstance(found, str) else found
+        return ReleaseStatus(found) if isinstance(found, str) else found
 
 
 class Patch(msgspec.Struct, frozen=True):
-    """A record as one release has it. need: the state in Stand; what, symbols: as there."""
+    """A record for one release. need, what, symbols: its ReleaseStatus (`need` is the state)."""
 
     id: str
     title: str
@@ -92,91 +92,94 @@ class Patch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Release:
-    """What the patch set is for one engine release.
+    """The patch set for one engine release.
 
-    tree: our files by their path below `sglang/`. fingerprints: what the engine must hold for them.
-    every: all patches whose records speak of it, in the records' order, as the parts below are.
-    preview: why it is none to rely on yet; empty for a supported one.
+    tree: our files by path below `sglang/`. fingerprints: those that the engine must have.
+    all_patches: patches whose records mention the release, in the records' order, which the
+    properties below keep. preview: why not to rely on it yet; empty if the release is supported.
     tested: by package, the versions that the tests have run with.
     """
 
     name: str
     folder: Path
     tree: dict[str, bytes]
-    every: list[Patch]
+    all_patches: list[Patch]
     fingerprints: Fingerprints
     preview: str
     tested: dict[str, list[str]]
 
     @property
     def patches(self) -> list[Patch]:
-        """Those that we have an edit for."""
-        return [patch for patch in self.every if patch.symbols]
+        """Patches for which we have an edit."""
+        return [patch for patch in self.all_patches if patch.symbols]
 
     @property
     def carried(self) -> list[Patch]:
-        """Those that this engine has itself."""
-        return [patch for patch in self.every if patch.need == "carried"]
+        """Patches that this engine has itself."""
+        return [patch for patch in self.all_patches if patch.need == "carried"]
 
     @property
     def missing(self) -> list[Patch]:
-        """Those that it needs, and we have not."""
-        return [patch for patch in self.every if patch.need != "carried" and not patch.symbols]
+        """Patches that this engine needs and for which we have no edit."""
+        return [
+            patch for patch in self.all_patches if patch.need != "carried" and not patch.symbols
+        ]
 
 
 def symbol_ids(fingerprints: Fingerprints) -> list[str]:
-    """`path::Symbol` of each symbol, the bare path of each new file."""
+    """Returns `path::Symbol` of each symbol, and the bare path of each new file."""
     ids = []
     for path, symbols in fingerprints.items():
         ids += [path] if symbols is None else [f"{path}::{name}" for name in symbols]
     return ids
 
 
-def supported(releases: Path | None = None) -> list[str]:
-    """The releases that there are seams for, oldest first, previews among them."""
+def supported_releases(releases: Path | None = None) -> list[str]:
+    """Returns the releases that have seams, oldest first, including previews."""
     found = (folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
-    return sorted(found, key=age)
+    return sorted(found, key=version_key)
 
 
-def age(release: str) -> list[int]:
-    """Sorts releases: 0.5.9 before 0.5.12.post1."""
+def version_key(release: str) -> list[int]:
+    """Returns a sort key for releases: 0.5.9 comes before 0.5.12.post1."""
     return [int(number) for number in re.findall(r"\d+", release)]
 
 
-def public(version: str) -> str:
-    """A local version (`0.5.9+vendor`) is its public release."""
+def public_version(version: str) -> str:
+    """Returns the public release of a local version (`0.5.9+vendor`)."""
     return version.split("+")[0]
 
 
-def read_records(releases: Path | None = None) -> list[Record]:
-    """All patch records, in their order. Raises Refusal PATCH_SET where one is not right."""
+def read_records(releases: Path | None = None) -> list[PatchRecord]:
+    """Returns all patch records in order. Raises Refusal PATCH_SET if one is invalid."""
     folder = (releases or RELEASES) / "patches"
-    records = [read_data(path, Record) for path in folder.glob("*.toml")]
+    records = [read_data(path, PatchRecord) for path in folder.glob("*.toml")]
     kinds = get_args(Kind)
     return sorted(records, key=lambda one: (kinds.index(one.kind), one.order, one.id))
 
 
-def load(
+def load_release(
     name: str,
     releases: Path | None = None,
     trees: Path | None = None,
     with_fingerprints: bool = True,
 ) -> Release:
-    """Reads a release, given by its name or a local version of it.
+    """Loads a release by its name or by a local version of it.
 
     with_fingerprints: also read the fingerprints (False only while they are being made).
     Raises Refusal UNSUPPORTED for an unknown release, PATCH_SET if it does not fit its tree.
     """
     releases, trees = releases or RELEASES, trees or TREES
-    name = public(name)
-    if name not in supported(releases):
+    name = public_version(name)
+    if name not in supported_releases(releases):
         raise Refusal(
-            Code.UNSUPPORTED,
-            f"SGLang {name} is not supported; this patch set knows "
-            f"{', '.join(supported(releases))}. Install one of these, or a newer sglang-pd.",
+            ExitCode.UNSUPPORTED,
+            f"SGLang {name} is not supported; this patch set supports "
+            f"{', '.join(supported_releases(releases))}. Install one of these, or a newer "
+            "sglang-pd.",
         )
     folder = releases / name
-    about = read_data(folder / "release.toml", _About)
+    about = read_data(folder / "release.toml", _ReleaseManifest)
     tree = read_tree(trees / part for part in about.trees)
     fingerprints = (
         read_data(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
@@ -184,17 +187,17 @@ def load(
     if with_fingerprints and set(fingerprints) != set(tree):
         differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
         raise Refusal(
-            Code.PATCH_SET,
-            f"fingerprints of {name} do not fit the patch set's files ({differ}): "
+            ExitCode.PATCH_SET,
+            f"fingerprints of {name} do not match the patch set's files ({differ}): "
             f"run `python -m sglang_pd.patchset.fingerprints --release {name}` on an unmodified "
             "engine",
         )
-    every = _patches(name, read_records(releases))
-    return Release(name, folder, tree, every, fingerprints, about.preview, about.tested)
+    all_patches = _patches(name, read_records(releases))
+    return Release(name, folder, tree, all_patches, fingerprints, about.preview, about.tested)
 
 
-def _patches(release: str, records: list[Record]) -> list[Patch]:
-    """The records that speak of a release."""
+def _patches(release: str, records: list[PatchRecord]) -> list[Patch]:
+    """Returns the patches whose records mention a release."""
     stands = [(record, record.at(release)) for record in records]
     return [
         Patch(one.id, one.title, one.kind, one.upstream, stand.state, stand.what, stand.symbols)
@@ -203,24 +206,24 @@ def _patches(release: str, records: list[Record]) -> list[Patch]:
     ]
 
 
-class _About(msgspec.Struct, forbid_unknown_fields=True):
+class _ReleaseManifest(msgspec.Struct, forbid_unknown_fields=True):
     trees: list[str]
     preview: str = ""
     tested: dict[str, list[str]] = {}
 
 
 def read_data(path: Path, kind: Any) -> Any:
-    """A TOML or JSON file as this type. Raises Refusal PATCH_SET, naming the file and the key."""
+    """Reads a TOML or JSON file as type `kind`. Raises Refusal PATCH_SET, naming file and key."""
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(path.read_bytes(), type=kind)
         return msgspec.convert(tomllib.loads(path.read_text()), kind)
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(Code.PATCH_SET, f"{path} is not as it must be: {error}") from error
+        raise Refusal(ExitCode.PATCH_SET, f"{path} is invalid: {error}") from error
 
 
 def read_tree(folders: Iterable[Path]) -> dict[str, bytes]:
-    """Every Python file of the folders by relative path; of two, the later folder's."""
+    """Returns the folders' Python files by relative path; later folders override earlier ones."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for folder in folders

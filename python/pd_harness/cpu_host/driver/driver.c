@@ -1,18 +1,17 @@
-/* Stands in for the Ascend driver that a host without NPUs lacks, so that the real MemFabric runs
- * on it.
+/* A stand-in for the Ascend driver, with which the real MemFabric runs on a host without NPUs.
  *
- * All that MemFabric does is its own: the store, ranks, registration, 2 MiB pages, translation of
- * addresses, queues of SDMA tasks.  Only what a driver does is made up here.  "Device memory" is the
- * process's own memory.  A peer's, which MemFabric opens by a name or a share handle, becomes a
- * window: a reserved range of addresses that nobody can touch, and into which an SDMA task is
- * carried by process_vm_writev.
+ * MemFabric itself provides the store, ranks, registration, 2 MiB pages, translation of addresses,
+ * and queues of SDMA tasks.  This file simulates only the driver.  "Device memory" is the process's
+ * own memory.  A peer's memory, which MemFabric opens by a name or a share handle, becomes a
+ * window: a reserved, inaccessible range of addresses.  SDMA tasks write to it by
+ * process_vm_writev.
  *
  * Variables:
- *   PD_DRIVER_LOG    a file to which each call is written, one a line
- *   PD_DRIVER_FAULT  a file that tests write and remove while servers run.  While it is there, copies
- *                    between processes go wrong as its first word says:
- *                      fail N     N copies succeed, and each one after them fails
- *                      slow N     each copy takes N microseconds more
+ *   PD_DRIVER_LOG    a file to which each call is written, one per line
+ *   PD_DRIVER_FAULT  a file that tests write and remove while servers run.  While it exists, its
+ *                    first word selects a fault of copies between processes:
+ *                      fail N     N copies succeed, and all later ones fail
+ *                      slow N     each copy takes N microseconds longer
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +30,7 @@
 
 #include "driver.h"
 
-void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
+void log_call(const char *call, uint64_t a, uint64_t b, uint64_t c) {
     static FILE *log;
     const char *path = getenv("PD_DRIVER_LOG");
     if (path == NULL || (log == NULL && (log = fopen(path, "a")) == NULL))
@@ -40,22 +39,22 @@ void note(const char *call, uint64_t a, uint64_t b, uint64_t c) {
     fflush(log);
 }
 
-/* What MemFabric looks up and no transfer needs: each says that it succeeded. */
+/* Functions that MemFabric looks up but no transfer needs: each returns success. */
 #define SUCCEEDS(name)                                                                             \
     long name(long a, long b, long c) {                                                            \
-        note(#name, a, b, c);                                                                      \
+        log_call(#name, a, b, c);                                                                      \
         return 0;                                                                                  \
     }
 #include "succeeds.h"
 int g_devmm_mem_dev = -1;
 
-/* Where Yama lets only a process's ancestors reach into it: let all. */
+/* Allow all processes to access this one's memory, even if Yama restricts access to ancestors. */
 __attribute__((constructor)) static void be_reachable(void) {
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
 }
 
-/* MemFabric asks for the driver's version in a file whose path is fixed.  scripts/setup.sh lets its
- * copy of the library ask here: version.info lies beside this library's folder. */
+/* MemFabric reads the driver's version from a file with a fixed path.  scripts/setup.sh makes its
+ * copy of the library call this instead: version.info is next to this library's folder. */
 char *pd_driver_realpath(const char *path, char *out) {
     char ours[PATH_MAX];
     Dl_info self;
@@ -74,7 +73,7 @@ char *pd_driver_realpath_chk(const char *path, char *out, size_t size) {
     return pd_driver_realpath(path, out);
 }
 
-/* The device, one a process */
+/* The device: one per process */
 
 int aclrtGetDevice(int *device) { return *device = 0; }
 const char *aclrtGetSocName(void) { return "Ascend910_9391"; }
@@ -100,7 +99,7 @@ int aclsysGetVersionStr(const char *package, char *version) {
     return 0;
 }
 
-/* Its memory, which is the process's */
+/* The device's memory, which is the process's */
 
 int aclrtMalloc(void **address, size_t size, int policy) { return posix_memalign(address, 4096, size); }
 int aclrtMallocHost(void **address, size_t size) { return posix_memalign(address, 4096, size); }
@@ -138,11 +137,11 @@ static int open_window(void *start, size_t size, int pid, uintptr_t there) {
     }
     windows[window_count++] = (struct window){(uintptr_t)start, size, pid, there};
     pthread_mutex_unlock(&window_lock);
-    note("open_window", (uintptr_t)start, size, there);
+    log_call("open_window", (uintptr_t)start, size, there);
     return 0;
 }
 
-/* The window's size, 0 if there is none.  What is reserved and not mapped has no process. */
+/* Returns the window's size, 0 if there is none.  A range that is not mapped yet has no process. */
 static size_t close_window(const void *start, int is_mapped) {
     size_t size = 0;
     pthread_mutex_lock(&window_lock);
@@ -153,7 +152,7 @@ static size_t close_window(const void *start, int is_mapped) {
             break;
         }
     pthread_mutex_unlock(&window_lock);
-    note("close_window", (uintptr_t)start, size, 0);
+    log_call("close_window", (uintptr_t)start, size, 0);
     return size;
 }
 
@@ -168,10 +167,10 @@ static int window_at(const void *address, size_t size, struct window *found) {
     return is_found;
 }
 
-/* By name */
+/* Windows by name */
 
 int rtIpcSetMemoryName(const void *start, uint64_t size, char *name, uint32_t most) {
-    note("export", (uintptr_t)start, size, 0);
+    log_call("export", (uintptr_t)start, size, 0);
     snprintf(name, most, "%d:%lx:%lx", getpid(), (long)start, (long)size);
     return 0;
 }
@@ -189,12 +188,12 @@ int rtIpcCloseMemory(const void *start) {
     return size ? munmap((void *)start, size) : 0;
 }
 
-/* By share handle */
+/* Windows by share handle */
 
 struct share { int pid; uintptr_t start; };
 
 int halMemRetainAllocationHandle(struct share **handle, void *start) {
-    note("export", (uintptr_t)start, 0, 0);
+    log_call("export", (uintptr_t)start, 0, 0);
     *handle = malloc(sizeof **handle);
     **handle = (struct share){getpid(), (uintptr_t)start};
     return 0;
@@ -234,7 +233,7 @@ int halMemUnmap(void *start) { close_window(start, 1); return 0; }
 
 /* Copies */
 
-int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
+int copy_process_memory(int pid, void *here, uintptr_t there, size_t size, int is_write) {
     for (size_t done = 0; done < size;) {
         struct iovec own = {(char *)here + done, size - done};
         struct iovec peers = {(void *)(there + done), size - done};
@@ -255,7 +254,7 @@ int move(int pid, void *here, uintptr_t there, size_t size, int is_write) {
     return 0;
 }
 
-int is_carried(void) {
+int is_copy_allowed(void) {
     static atomic_long done;
     const char *path = getenv("PD_DRIVER_FAULT");
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -274,15 +273,15 @@ int is_carried(void) {
 
 static int copy(void *to, const void *from, size_t size) {
     struct window peer;
-    note("copy", (uintptr_t)to, (uintptr_t)from, size);
+    log_call("copy", (uintptr_t)to, (uintptr_t)from, size);
     int is_write = window_at(to, size, &peer);
     if (!is_write && !window_at(from, size, &peer))
-        return move(getpid(), (void *)from, (uintptr_t)to, size, 1);
-    if (!is_carried())
+        return copy_process_memory(getpid(), (void *)from, (uintptr_t)to, size, 1);
+    if (!is_copy_allowed())
         return FAILED;
     if (is_write)
-        return move(peer.pid, (void *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
-    return move(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
+        return copy_process_memory(peer.pid, (void *)from, peer.there + ((uintptr_t)to - peer.start), size, 1);
+    return copy_process_memory(peer.pid, to, peer.there + ((uintptr_t)from - peer.start), size, 0);
 }
 
 int aclrtMemcpy(void *to, size_t most, const void *from, size_t size, int kind) { return copy(to, from, size); }
@@ -299,8 +298,8 @@ int aclrtMemcpyBatch(void **to, size_t *most, void **from, size_t *size, size_t 
     return 0;
 }
 
-/* Queues of the SDMA engine: a task is done when it is sent.  One that fails is reported to its
- * stream, as the engine would. */
+/* Queues of the SDMA engine: each task runs when it is sent.  A failed task is reported to its
+ * stream, as by the real engine. */
 
 enum { QUEUES = 4096, DEPTH = 2048, SDMA_TASK = 11, ADDRESS_ERROR = 6 };
 struct queue { uint32_t stream, head, failed_count; uint16_t failed[DEPTH]; };
@@ -315,7 +314,7 @@ int halResourceIdAlloc(uint32_t device, void *wanted, uint32_t *id) {
     return 0;
 }
 
-/* wanted: word 0 is 0 for a queue of tasks, whose stream is word 10; else it is one of reports. */
+/* wanted: if word 0 is 0 it is a task queue, whose stream is word 10; else a report queue. */
 int halSqCqAllocate(uint32_t device, uint32_t *wanted, uint32_t *ids) {
     pthread_mutex_lock(&queue_lock);
     uint32_t id = next_queue++ % QUEUES;

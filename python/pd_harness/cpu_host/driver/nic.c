@@ -1,20 +1,20 @@
-/* Stands in for an NPU's network card and for HCCP, the library that drives it (ra_*): for what
- * MemFabric asks of them as DEVICE_RDMA, the protocol of A2.
+/* A stand-in for an NPU's network card and for HCCP, the library that drives it (ra_*), as far as
+ * MemFabric uses them for DEVICE_RDMA, A2's protocol.
  *
- * Two processes find each other by sockets, connect one queue pair each, and know each other's
- * regions by keys.  A write is posted to the pair's send queue, and happens after a task of a stream
- * has rung the pair's doorbell.  Behind the writes MemFabric posts a read of a number of the peer's
- * into a notify of its own, for which the stream's next task waits: then all is written.  Here the
- * doorbell's task itself does, by process_vm_writev, what was posted, and checks what a card checks,
- * that both ends lie in regions of the keys given.  What fails breaks the pair: nothing behind it
- * happens, and the wait for the notify fails after its 5 s.  A pair does not recover.
+ * Two processes find each other by sockets, connect one queue pair each, and address each other's
+ * regions by keys.  A write is posted to the pair's send queue, and runs after a task of a stream
+ * has rung the pair's doorbell.  After the writes MemFabric posts a read of a value of the peer's
+ * into one of its own notifies, for which the stream's next task waits: then all writes are done.
+ * Here the doorbell's task itself runs the posted entries by process_vm_writev, and checks, as a
+ * card does, that both ends are in regions of the given keys.  A failure breaks the pair: no later
+ * entry runs, and the wait for the notify fails after its 5 s.  A pair does not recover.
  *
- * A device's address is made of its process's number.  It serves for names of sockets of this host
- * only, and takes none of its ports.
+ * A device's address is derived from its process's pid.  It only names Unix sockets of this host,
+ * and uses none of its ports.
  *
- *   PD_DRIVER_SEND_QUEUE   depth of each send queue, instead of what MemFabric asks for (32,767).
- *                          Entries then come back with a notify, or 1 s after the last post, so that
- *                          a longer batch fails each time; else every 10 ms, as from HCCP. */
+ *   PD_DRIVER_SEND_QUEUE   depth of each send queue, instead of MemFabric's (32,767).  Entries are
+ *                          then freed at a notify, or 1 s after the last post, so that a longer
+ *                          batch always fails; without the variable every 10 ms, as by HCCP. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <netinet/in.h>
@@ -35,14 +35,14 @@
 union address { struct in_addr v4; struct in6_addr v6; };
 struct device { uint32_t number; int family; union address address; };
 struct device_options { int mode; uint32_t notify; bool lite_910a, without_thread, lite; };
-struct asked_interfaces { uint32_t device, position; bool all; };
+struct interface_query { uint32_t device, position; bool all; };
 struct interface { int family, scope; union address address; struct in_addr mask; char name[256]; };
-static void *card; /* its handle, NULL until it is opened */
+static void *card; /* its handle, NULL until the card is opened */
 
 static struct in_addr address_of(pid_t pid) { return (struct in_addr){htonl(0x7f400000u | pid)}; }
 
-int ra_get_ifnum(const struct asked_interfaces *asked, uint32_t *count) { *count = 1; return 0; }
-int ra_get_ifaddrs(const struct asked_interfaces *asked, struct interface *found, uint32_t *count) {
+int ra_get_ifnum(const struct interface_query *asked, uint32_t *count) { *count = 1; return 0; }
+int ra_get_ifaddrs(const struct interface_query *asked, struct interface *found, uint32_t *count) {
     *found = (struct interface){.family = AF_INET, .address.v4 = address_of(getpid())};
     snprintf(found->name, sizeof found->name, "eth%u", asked->device);
     *count = 1;
@@ -73,9 +73,9 @@ struct closing { struct endpoint *endpoint; struct link *link; int linger; };
 static struct link *links;
 static pthread_mutex_t link_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* A socket that listens at an address, or is connected to it; -1 if it cannot be. */
+/* Returns a socket that listens at an address, or is connected to it; -1 on failure. */
 static int open_socket(struct in_addr address, uint32_t port, bool is_listener) {
-    struct sockaddr_un name = {.sun_family = AF_UNIX}; /* its path starts with 0: it is in no folder */
+    struct sockaddr_un name = {.sun_family = AF_UNIX}; /* abstract: its path starts with 0 */
     int size = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "pd_driver/%08x:%u",
                         ntohl(address.s_addr), port);
     socklen_t length = sizeof name.sun_family + 1 + size;
@@ -118,7 +118,7 @@ int ra_socket_listen_stop(struct listening *asked, uint32_t count) {
     return 0;
 }
 
-/* The peer may not listen yet: ra_get_sockets connects. */
+/* The peer may not listen yet, so ra_get_sockets connects. */
 int ra_socket_batch_connect(struct connecting *asked, uint32_t count) {
     pthread_mutex_lock(&link_lock);
     for (uint32_t i = 0; i < count; i++)
@@ -161,7 +161,7 @@ int ra_socket_batch_close(struct closing *asked, uint32_t count) {
     return 0;
 }
 
-/* Regions.  Before it writes, a peer reads its region's entry of this table. */
+/* Regions.  A peer reads a region's entry in this table before it writes to the region. */
 
 enum { REGIONS = 1 << 14 };
 struct region { uint64_t key; uintptr_t start; size_t size; };
@@ -179,7 +179,7 @@ int ra_register_mr(const void *handle, struct region_info *info, struct region *
     if (*region)
         **region = (struct region){info->local_key = info->remote_key = last_key, info->start, info->size};
     pthread_mutex_unlock(&region_lock);
-    note("region", info->start, info->size, info->local_key);
+    log_call("region", info->start, info->size, info->local_key);
     return *region ? 0 : FAILED;
 }
 
@@ -197,7 +197,7 @@ struct resource { uint32_t kind, ts, id; };
 struct detail { uint32_t kind, value; };
 struct notify_info { uint32_t ts, id; uint64_t offset; };
 
-/* Where one lies: the first for MemFabric 1.0, the second for later ones. */
+/* A notify's offset: the first function is MemFabric 1.0's, the second later releases'. */
 int drvNotifyIdAddrOffset(uint32_t device, struct notify_info *info) {
     info->offset = info->id * sizeof *notifies;
     return 0;
@@ -233,20 +233,20 @@ struct wanted {
 };
 struct entry { struct piece here; uintptr_t there; uint32_t there_key, operation; };
 struct doorbell { uint32_t index; unsigned long value; };
-struct pair_options { int mode, completions[4]; void *verbs[4]; uint32_t depth; }; /* as far as the depth */
+struct pair_options { int mode, completions[4]; void *verbs[4]; uint32_t depth; }; /* fields up to the depth */
 
 struct pair {
-    char hccps[2048]; /* MemFabric 1.0 writes into HCCP's own fields: a mutex, lists of regions */
+    char hccps[2048]; /* MemFabric 1.0 writes to HCCP's own fields: a mutex, lists of regions */
     pthread_mutex_t lock;
     struct entry *queue;
     int socket;
     pid_t peer; /* 0 until it is connected */
     struct region *peers_regions;
     uint32_t number, depth, posted, done, polled;
-    bool is_broken, is_known_broken; /* known: since its completions were polled */
+    bool is_broken, is_known_broken; /* known: HCCP has polled the pair's completions */
     int64_t polled_at;
 };
-static struct pair *pairs[PAIRS]; /* they stay: a doorbell may ring after its pair was destroyed */
+static struct pair *pairs[PAIRS]; /* never freed: a doorbell may ring after its pair is destroyed */
 static uint32_t pair_count;
 static pthread_mutex_t pair_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -261,7 +261,7 @@ static int add_pair(uint32_t depth, struct pair **pair) {
     if (is_added)
         pairs[(*pair)->number = pair_count++] = *pair;
     pthread_mutex_unlock(&pair_lock);
-    note("pair", (*pair)->number, (*pair)->depth, depth);
+    log_call("pair", (*pair)->number, (*pair)->depth, depth);
     return is_added ? 0 : FAILED;
 }
 
@@ -279,7 +279,7 @@ int ra_qp_destroy(struct pair *pair) {
     return 0;
 }
 
-/* Each end tells the other where its table of regions is. */
+/* Sends the other end the address of this end's table of regions. */
 int ra_qp_connect_async(struct pair *pair, const struct link *link) {
     struct region *ours = regions;
     pair->socket = link->fd;
@@ -301,7 +301,7 @@ static void poll_completions(struct pair *pair) {
     pair->is_known_broken = pair->is_broken;
 }
 
-/* HCCP leaves two entries empty, and takes nothing for a pair that it knows to be broken. */
+/* HCCP leaves two entries empty, and rejects posts to a pair that it knows to be broken. */
 int ra_send_wr_v2(struct pair *pair, const struct wanted *wanted, struct doorbell *doorbell) {
     bool is_forced = getenv("PD_DRIVER_SEND_QUEUE") != NULL;
     struct timespec time;
@@ -327,12 +327,12 @@ static bool is_done(const struct pair *pair, const struct entry *entry) {
     struct region there;
     struct iovec copy = {&there, sizeof there};
     struct iovec original = {&pair->peers_regions[entry->there_key % REGIONS], sizeof there};
-    note(entry->operation == READ ? "read" : "write", entry->there, here.start, here.size);
+    log_call(entry->operation == READ ? "read" : "write", entry->there, here.start, here.size);
     return holds(&regions[here.key % REGIONS], here.key, here.start, here.size) &&
            process_vm_readv(pair->peer, &copy, 1, &original, 1, 0) == sizeof there &&
            holds(&there, entry->there_key, entry->there, here.size) &&
-           (entry->operation == READ || is_carried()) &&
-           move(pair->peer, (void *)here.start, entry->there, here.size, entry->operation != READ) == 0;
+           (entry->operation == READ || is_copy_allowed()) &&
+           copy_process_memory(pair->peer, (void *)here.start, entry->there, here.size, entry->operation != READ) == 0;
 }
 
 static void ring(uint32_t number, uint32_t posted) {
@@ -341,7 +341,7 @@ static void ring(uint32_t number, uint32_t posted) {
     while ((int32_t)(posted - pair->done) > 0 && pair->queue) {
         const struct entry *entry = &pair->queue[pair->done++ % pair->depth];
         pair->is_broken = pair->is_broken || !is_done(pair, entry);
-        if (entry->operation == READ) /* the notify's: the batch ends here */
+        if (entry->operation == READ) /* the read into the notify, a batch's last entry */
             poll_completions(pair);
     }
     pthread_mutex_unlock(&pair->lock);
@@ -365,7 +365,7 @@ int nic_task(const uint32_t *task) {
     return 0;
 }
 
-/* Memory of the host that the card may reach: it has the same address for the card. */
+/* Host memory that the card may access, at the same address as on the host. */
 
 int halHostRegister(void *start, uint64_t size, uint32_t flag, uint32_t device, void **on_device) {
     *on_device = start;

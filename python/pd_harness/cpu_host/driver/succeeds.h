@@ -1,4 +1,4 @@
-/* Calls of the driver, of which MemFabric's releases 1.0.8 to 1.3.0 want to find each. */
+/* Driver functions, all of which MemFabric's releases 1.0.8 to 1.3.0 must find. */
 SUCCEEDS(HcclCommDestroy)
 SUCCEEDS(HcclCommInitClusterInfoMemConfig)
 SUCCEEDS(HcomUrmaDestroyEndpoint)

@@ -1,47 +1,47 @@
-"""What a rank's KV buffers hold, which of a peer's buffers hold the same, and the copies between.
+"""Describes a rank's KV buffers, pairs them with a peer's, and plans the copies between them.
 
-The order of thought is the order of the modules: `describe` (and `pools`, which describes the
-engine's own), `heads` and `match`, `plan` (and `prepared`, for a transport that is told of all
-pages beforehand), `bounds`, which no copy may leave, with `infer` for peers that describe nothing,
-`wire` for the frame in which a description travels, `aux_rows` for a request's metadata, `peer` for
-all of it in one call, `transfer_status` for the receiving end, and `digests` to prove all of it.
-Nothing here imports the engine or torch.
+The modules build on one another: `layout` (the description) and `pools` (which describes the
+engine's pools), `heads` and `match`, `plan` (and `prepared`, for a transport that prepares all
+pages in advance), `bounds`, which no copy may leave, `infer` for peers that send no description,
+`wire` for the frame that carries one, `aux_buffers` for a request's metadata, `convolutions` for
+Mamba 2's state, `peer` for a whole plan in one call, `transfer_status` for the receiving side, and
+`digests` to verify the result. Nothing here imports the engine or torch.
 """
 
-from .aux_rows import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows
+from .aux_buffers import HIDDEN_STATES, AuxPlan, make_aux_plan, unsent_rows_message
 from .bounds import (
     Bounds,
+    announced_memory,
+    described_aux,
     described_memory,
-    described_rows,
-    most_slots,
-    told_memory,
-    why_no_slots,
+    max_slots,
+    slot_error,
 )
-from .describe import OPAQUE, Buffer, Heads, LayoutError, RankLayout
 from .digests import (
+    ByteRange,
     Digests,
     Part,
     RoomDigests,
-    Slice,
+    byte_ranges,
     decode_digests,
-    difference,
+    describe_difference,
     elided_parts,
     encode_digests,
+    missing_parts,
+    position_weights,
     sent_parts,
-    slices_of,
-    sum_up,
-    unsent,
-    weights,
+    summarize,
 )
-from .heads import connected_prefill_ranks, heads_of_rank, heads_to_send, tp_size_conflict
-from .infer import PeerFacts, counted_layout, infer_layout
-from .match import Pair, match_buffers, one_sided_draft, refusals
+from .heads import heads_of_rank, heads_to_send, prefill_ranks_of, tp_size_conflict
+from .infer import StockRegistration, infer_layout, layout_from_counts
+from .layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout
+from .match import BufferPair, draft_mismatch, incompatibilities, match_buffers
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
 from .plan import Copies, TransferPlan, make_plan
 from .pools import (
     describe_pools,
     describe_unknown,
-    keeps_own_state,
+    has_separate_state,
     memory_kind,
     total_heads,
 )
@@ -49,13 +49,13 @@ from .prepared import PreparedPlan, prepare
 from .transfer_status import Notification, TransferStatus, format_notification, parse_notification
 from .wire import (
     Sizes,
-    bears_layout,
     decode_layout,
     encode_layout,
     encode_sizes,
-    is_ours,
-    layout_frame,
-    told_sizes,
+    find_layout_frame,
+    find_sizes,
+    has_layout_frame,
+    is_extension_frame,
 )
 
 __all__ = [
@@ -70,27 +70,27 @@ __all__ = [
     "Heads",
     "LayoutError",
     "Notification",
-    "Pair",
+    "BufferPair",
     "Part",
-    "PeerFacts",
+    "StockRegistration",
     "PeerPlan",
     "PreparedPlan",
     "Pointers",
     "RankLayout",
     "RoomDigests",
     "Sizes",
-    "Slice",
+    "ByteRange",
     "TransferPlan",
-    "bears_layout",
-    "connected_prefill_ranks",
-    "counted_layout",
+    "has_layout_frame",
+    "prefill_ranks_of",
+    "layout_from_counts",
     "decode_digests",
     "decode_layout",
     "describe_pools",
     "describe_unknown",
     "described_memory",
-    "described_rows",
-    "difference",
+    "described_aux",
+    "describe_difference",
     "elided_parts",
     "encode_digests",
     "encode_layout",
@@ -98,30 +98,30 @@ __all__ = [
     "format_notification",
     "heads_of_rank",
     "infer_layout",
-    "is_ours",
-    "keeps_own_state",
-    "layout_frame",
+    "is_extension_frame",
+    "has_separate_state",
+    "find_layout_frame",
     "make_aux_plan",
     "make_plan",
     "match_buffers",
     "memory_kind",
-    "one_sided_draft",
-    "most_slots",
+    "draft_mismatch",
+    "max_slots",
     "pair_layers",
     "parse_notification",
     "plan_for_peer",
     "prepare",
-    "refusals",
+    "incompatibilities",
     "heads_to_send",
     "sent_parts",
-    "slices_of",
-    "sum_up",
-    "told_memory",
-    "told_sizes",
+    "byte_ranges",
+    "summarize",
+    "announced_memory",
+    "find_sizes",
     "total_heads",
     "tp_size_conflict",
-    "unsent",
-    "unsent_rows",
-    "weights",
-    "why_no_slots",
+    "missing_parts",
+    "unsent_rows_message",
+    "position_weights",
+    "slot_error",
 ]

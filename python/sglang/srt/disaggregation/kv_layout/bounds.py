@@ -1,7 +1,7 @@
-"""What memory a side has, as far as it says so, and whether a copy stays within it.
+"""What memory a side is known to have, and whether a copy stays within it.
 
-A transfer engine may take more than was registered: MemFabric takes a write anywhere in a page of
-2 MiB in which something is registered, and reads from anywhere.
+A transfer engine may accept more than was registered: MemFabric accepts a write anywhere in a 2 MiB
+page that contains registered memory, and reads from anywhere.
 """
 
 from __future__ import annotations
@@ -12,44 +12,48 @@ from typing import Optional
 import numpy as np
 import numpy.typing as npt
 
-from .describe import Buffer, RankLayout
+from .layout import Buffer, RankLayout
 
-# Address and bytes of a buffer; None where its side does not say how many.
+# Address and bytes of a buffer; the bytes are None if its side does not report them.
 Memory = tuple[int, Optional[int]]
 
 ENDLESS = 1 << 64
 
 
-def until_next(pointers: Iterable[int]) -> dict[int, int]:
-    """Of each address the bytes until the next one: what begins there has no more."""
+def bytes_until_next(pointers: Iterable[int]) -> dict[int, int]:
+    """Returns the bytes from each address to the next: the most that a buffer there can have."""
     known = sorted(set(pointers))
     return {here: there - here for here, there in zip(known, [*known[1:], ENDLESS])}
 
 
-def fewest_until_next(
+def min_pages_until_next(
     numbers: Iterable[int], buffers: Sequence[Buffer], pointers: Sequence[int]
 ) -> int:
-    """Pages that each of the buffers with these numbers has room for before the next one begins.
+    """Returns the pages that each of these buffers has room for before the next buffer begins.
 
-    0 where that says nothing: of the last one in memory, or where they lie within one another.
+    Returns 0 if the addresses do not show it: for the last buffer in memory, or for buffers that
+    lie within one another.
+
+    Args:
+        numbers: Indices of the buffers that count.
     """
-    room = until_next(pointers)
+    room = bytes_until_next(pointers)
     pages = [room[pointers[i]] // buffers[i].page_bytes for i in set(numbers)]
     fewest = min(pages, default=0)
     return fewest if fewest < ENDLESS >> 32 else 0
 
 
 class Bounds:
-    """Memory that a side has; `whose` says whose, for messages."""
+    """Memory that a side has; `owner` names the side in messages."""
 
-    def __init__(self, whose: str, held: Iterable[Memory]):
-        """Buffers that lie within one another are one; those that only touch are not.
+    def __init__(self, owner: str, held: Iterable[Memory]):
+        """Merges buffers that overlap, but not buffers that only touch.
 
-        One of unknown length reaches to the next.
+        A buffer of unknown size extends to the next one.
         """
-        self.whose = whose
-        known = [(start, size) for start, size in held if start]  # what is empty has no address
-        room = until_next(start for start, _ in known)
+        self.owner = owner
+        known = [(start, size) for start, size in held if start]  # an empty buffer has no address
+        room = bytes_until_next(start for start, _ in known)
         spans = sorted(
             (start, start + (room[start] if size is None else size)) for start, size in known
         )
@@ -66,32 +70,35 @@ class Bounds:
             .T
         )
 
-    def why_outside(self, starts: Sequence[int], sizes: Sequence[int]) -> str:
-        """Which copy, by address and bytes, is not within a buffer; "" if all are."""
+    def outside_error(self, starts: Sequence[int], sizes: Sequence[int]) -> str:
+        """Returns which copy, by address and bytes, is not within a buffer; "" if all are."""
         if not len(starts):
             return ""
         try:
             first, size = np.array(starts, dtype=np.uint64), np.array(sizes, dtype=np.uint64)
-        except OverflowError:  # below 0, or above all addresses
-            return f"a copy of {min(sizes)} bytes or more from {min(starts):#x} on"
+        except OverflowError:  # negative, or more than 64 bits
+            return (
+                "a copy whose address or length is negative or exceeds 64 bits; the lowest address "
+                f"is {min(starts):#x}, the smallest length {min(sizes)} bytes"
+            )
         at = np.searchsorted(self.starts, first, side="right").astype(np.int64) - 1
         outside = at < 0
         if self.ends.size:
             end = first + size
-            outside |= (end > self.ends[at]) | (end < first)  # above all addresses it wraps
+            outside |= (end > self.ends[at]) | (end < first)  # beyond 64 bits it wraps
         if not outside.any():
             return ""
         which = outside.argmax()
         return (
             f"a copy of {int(size[which]):,} bytes at {int(first[which]):#x}, which is in none of "
-            f"the buffers that {self.whose} registered"
+            f"the buffers that {self.owner} registered"
         )
 
 
 def described_memory(
     layout: Optional[RankLayout], role: str, pointers: Sequence[int]
 ) -> list[Memory]:
-    """Memory of a side's `kv` or `state` buffers, by its description where it describes them."""
+    """Returns the memory of a side's `kv` or `state`; sizes come from its description, if any."""
     buffers = getattr(layout, role, ())
     if len(buffers) != len(pointers):
         return [(pointer, None) for pointer in pointers]
@@ -101,13 +108,13 @@ def described_memory(
     ]
 
 
-def told_memory(pointers: Sequence[int], told: Sequence[int]) -> Optional[list[Memory]]:
-    """The same by a list of bytes; None where it is not of these buffers."""
+def announced_memory(pointers: Sequence[int], told: Sequence[int]) -> Optional[list[Memory]]:
+    """Returns memory of the sizes that a side announced, in bytes; None if the counts differ."""
     return list(zip(pointers, told)) if len(pointers) == len(told) else None
 
 
-def described_rows(layout: Optional[RankLayout], pointers: Sequence[int]) -> list[Memory]:
-    """The same of metadata."""
+def described_aux(layout: Optional[RankLayout], pointers: Sequence[int]) -> list[Memory]:
+    """Returns the memory of a side's metadata; sizes come from its description, if any."""
     if layout is None or not layout.aux_slots or len(layout.aux) != len(pointers):
         return [(pointer, None) for pointer in pointers]
     return [
@@ -115,10 +122,14 @@ def described_rows(layout: Optional[RankLayout], pointers: Sequence[int]) -> lis
     ]
 
 
-def most_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[int]:
-    """Slots of the buffer that has the most of them; None where that is not known.
+def max_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[int]:
+    """Returns the slots of the buffer that has the most; None if unknown.
 
-    One whose slots are of 0 bytes is not sent; of nothing but those the slots do not matter.
+    Buffers with slots of 0 bytes do not count, because they are not sent; None if there are no
+    others.
+
+    Args:
+        item_bytes: Bytes per slot of each buffer in `memory`.
     """
     if len(memory) != len(item_bytes) or any(size is None for _, size in memory):
         return None
@@ -126,8 +137,8 @@ def most_slots(memory: Sequence[Memory], item_bytes: Sequence[int]) -> Optional[
     return max(slots, default=None)
 
 
-def why_no_slots(kind: object, slots: npt.ArrayLike, most: Optional[int]) -> str:
-    """Which of a peer's slots or pages of state it does not have; "" if it has all."""
+def slot_error(kind: object, slots: npt.ArrayLike, most: Optional[int]) -> str:
+    """Returns an error if a peer lacks some of these slots or pages of state, otherwise ""."""
     asked = np.asarray(slots, dtype=np.int64).reshape(-1)
     if not asked.size or (asked.min() >= 0 and (most is None or asked.max() < most)):
         return ""

@@ -1,4 +1,4 @@
-"""Digests of one request's pages, by which decode tells that what arrived is what prefill has.
+"""Digests of one request's pages, with which decode checks that it received what prefill has.
 
                    page 0   page 1   page 2
     k, layer 0      d00      d01      d02     -> row of this part
@@ -6,10 +6,10 @@
                      v        v        v
                    column   column   column
 
-A rank digests each page of each part: what it sends of one buffer, all of a page or some heads of
-it. Those numbers stay where they are; a row or a column, sums of them with weights, is what
-travels. A part that differs shows in its row, a page in its column, and what is swapped in both,
-for the weights say which part and which page of the request it is.
+A rank digests each page of each part; a part is what it sends of one buffer, whole pages or some
+heads of them. These digests stay on the rank, which sends only their weighted sums: rows and
+columns. A part that differs shows in its row, a page that differs in its column, and swapped data
+in both, because the weights depend on the part and on the page's place in the request.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .describe import Buffer, Heads, LayoutError, RankLayout
 from .heads import heads_to_send
+from .layout import Buffer, Heads, LayoutError, RankLayout
 from .match import is_elided, match_buffers
 
 Words = npt.NDArray[np.uint64]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What a prefill rank sends of one buffer: its pages, or these heads of them."""
+    """What a prefill rank sends of one buffer: whole pages, or these heads of them."""
 
     component: str
     draft: bool
@@ -40,29 +40,29 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[str, bool, int]:
-        """As a buffer's."""
+        """The `key` of the buffer that holds the part."""
         return (self.component, self.draft, self.layer)
 
     @property
     def name(self) -> str:
-        """For messages, such as `draft k, layer 0, KV heads [0,2) of 4`."""
+        """The part's name in messages, such as `draft k, layer 0, KV heads [0,2) of 4`."""
         heads = "" if self.heads is None else f", KV heads {self.heads}"
         return f"{'draft ' if self.draft else ''}{self.component}, layer {self.layer}{heads}"
 
     @property
     def weight(self) -> int:
-        """An odd number of 64 bits."""
+        """An odd 64-bit number that depends on all fields of the part."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
         return int.from_bytes(digest, "little") | 1
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Of some parts over the same pages; `rows` and `columns` are little-endian words of 8 bytes.
+    """Digests of some parts over the same pages, as little-endian words of 8 bytes.
 
     Attributes:
         parts: What was digested.
-        rows: One for each part.
-        columns: One for each page.
+        rows: One word for each part.
+        columns: One word for each page.
     """
 
     parts: tuple[Part, ...]
@@ -71,9 +71,11 @@ class Digests(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoomDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What one prefill rank (`sender`, such as `TP 0/2 PP 1/2`) sent to one decode rank.
+    """Digests of what one prefill rank sent to one decode rank.
 
-    `left_out` are index keys that it has none of, which decode may have.
+    Attributes:
+        sender: Name of the prefill rank, such as `TP 0/2 PP 1/2`.
+        left_out: Index keys that the prefill rank does not have, and decode may have.
     """
 
     sender: str
@@ -86,12 +88,12 @@ _decoder = msgspec.msgpack.Decoder(RoomDigests)
 
 
 def encode_digests(digests: RoomDigests) -> bytes:
-    """Some 30 bytes a part and 8 a page."""
+    """Encodes digests in about 30 bytes per part and 8 per page."""
     return msgspec.msgpack.encode(digests)
 
 
 def decode_digests(frame: bytes) -> RoomDigests:
-    """Raises LayoutError where the frame cannot be read."""
+    """Decodes a frame of digests. Raises LayoutError if the frame is invalid."""
     try:
         digests = _decoder.decode(frame)
     except msgspec.MsgspecError as error:
@@ -106,8 +108,11 @@ def decode_digests(frame: bytes) -> RoomDigests:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Bytes of a page: `length` from `start`, of each of `rows` equal parts of the page."""
+class ByteRange:
+    """Bytes of a page: `length` from `start` in each of the page's `rows` equal rows.
+
+    `buffer` is the index of the page's buffer.
+    """
 
     buffer: int
     rows: int
@@ -121,10 +126,13 @@ def sent_parts(
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
 ) -> tuple[Part, ...]:
-    """What `src` (prefill) sends to `dst` (decode), KV or state, in the order of `src_buffers`.
+    """Returns what prefill `src` sends to decode `dst`, in the order of `src_buffers`.
+
+    Args:
+        src_buffers, dst_buffers: The two sides' KV buffers, or their state buffers.
 
     Raises:
-        LayoutError: As `match_buffers`.
+        LayoutError: As for `match_buffers`.
     """
     parts = []
     for pair in match_buffers(src, dst, src_buffers, dst_buffers):
@@ -138,51 +146,55 @@ def sent_parts(
 
 
 def elided_parts(layout: RankLayout) -> tuple[Part, ...]:
-    """Index keys of layers that have none of their own on this rank."""
+    """Returns the index keys of layers that have none of their own on this rank."""
     return tuple(Part(*one.key) for one in (*layout.kv, *layout.state) if is_elided(one))
 
 
-def slices_of(parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]) -> list[Slice]:
-    """Where a rank holds each part.
+def byte_ranges(
+    parts: Iterable[Part], layout: RankLayout, buffers: Sequence[Buffer]
+) -> list[ByteRange]:
+    """Returns where a rank holds each part.
 
     Raises:
-        LayoutError: It does not hold one.
+        LayoutError: The rank does not hold a part.
     """
-    held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.idle}
+    held = {buffer.key: i for i, buffer in enumerate(buffers) if not buffer.unused}
     slices = []
     for part in parts:
         if part.key not in held:
-            raise LayoutError(f"{layout.name} holds no {part.name}")
+            raise LayoutError(f"{layout.name} does not hold {part.name}")
         slices.append(_slice(part, layout, held[part.key], buffers[held[part.key]]))
     return slices
 
 
-def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> Slice:
+def _slice(part: Part, layout: RankLayout, i: int, buffer: Buffer) -> ByteRange:
     if part.heads is None or buffer.heads is None:
         if part.heads != buffer.heads:
             raise LayoutError(
-                f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'undivided'}, the "
-                f"other side {part.name}"
+                f"{layout.name} holds {buffer.name}, KV heads {buffer.heads or 'not split'}; the "
+                f"other side holds {part.name}"
             )
-        return Slice(i, 1, 0, buffer.page_bytes)
+        return ByteRange(i, 1, 0, buffer.page_bytes)
     if part.heads & buffer.heads != part.heads:
-        raise LayoutError(f"{layout.name} holds KV heads {buffer.heads} of {part.name}")
+        raise LayoutError(
+            f"{layout.name} holds KV heads {buffer.heads}, which do not include {part.name}"
+        )
     head = buffer.page_bytes // (layout.page_size * buffer.heads.count)
     start = (part.heads.start - buffer.heads.start) * head
-    return Slice(i, layout.page_size, start, part.heads.count * head)
+    return ByteRange(i, layout.page_size, start, part.heads.count * head)
 
 
-def sum_up(parts: tuple[Part, ...], pages: npt.NDArray[np.int64]) -> Digests:
-    """Rows and columns of the digests of single pages, `[parts, pages]`."""
+def summarize(parts: tuple[Part, ...], pages: npt.NDArray[np.int64]) -> Digests:
+    """Returns rows and columns for the digests of single pages, `[parts, pages]`."""
     words = np.ascontiguousarray(pages).view(np.uint64)
-    rows = (words * weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+    rows = (words * position_weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
     of_part = np.array([part.weight for part in parts], dtype=np.uint64)
     columns = (words * of_part[:, None]).sum(axis=0, dtype=np.uint64)
     return Digests(parts, rows.tobytes(), columns.tobytes())
 
 
-def weights(count: int) -> Words:
-    """Odd numbers that look random, the same in every process: SplitMix64's of 0, 1, 2, ..."""
+def position_weights(count: int) -> Words:
+    """Returns odd pseudo-random numbers, the same in every process: SplitMix64 from seed 0."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -190,8 +202,8 @@ def weights(count: int) -> Words:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
-    """What differs, in words; None where all is equal. Both are of the same parts."""
+def describe_difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
+    """Returns what differs, in words; None if all is equal. Both must be of the same parts."""
     wrong = [
         part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
     ]
@@ -202,7 +214,7 @@ def difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[
     pages = np.flatnonzero(columns[0] != columns[1])
     if not wrong and not pages.size:
         return None
-    what = wrong[0].name if wrong else "what no single buffer shows"
+    what = wrong[0].name if wrong else "an unidentified one"
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_a_page)
     return f"{what}{more} of {len(sent.parts)} parts{where}"
@@ -213,8 +225,8 @@ def _place(page: int, wrong: int, count: int, tokens: int) -> str:
     return f"; first wrong page {page} of {count} ({at}), {wrong} in all"
 
 
-def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
-    """The target model's buffers, or heads of them, of which no prefill rank has sent a digest."""
+def missing_parts(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
+    """Returns the target model's buffers, or heads, of which no prefill rank sent a digest."""
     held: dict[tuple, set[int]] = {}
     for part in parts:
         heads = part.heads
@@ -226,7 +238,7 @@ def unsent(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:
         heads = buffer.heads
         wanted = {-1} if heads is None else set(range(heads.start, heads.stop))
         left = wanted - held.get(buffer.key, set())
-        if left and not (buffer.draft or buffer.idle or is_elided(buffer)):
+        if left and not (buffer.draft or buffer.unused or is_elided(buffer)):
             missing.append(
                 buffer.name if heads is None else f"{buffer.name}, KV heads {sorted(left)}"
             )

@@ -3,18 +3,18 @@
     total 4 over TP 2     rank 0: 0 1   rank 1: 2 3
     total 2 over TP 4     rank 0: 0     rank 1: 0     rank 2: 1     rank 3: 1
 
-With more ranks than heads a head is replicated on neighbouring ranks: it is `rank // replicas`.
+With more ranks than heads, neighbouring ranks hold the same head: `rank // replicas`.
 """
 
 from __future__ import annotations
 
 from typing import Optional
 
-from .describe import Heads, LayoutError
+from .layout import Heads, LayoutError
 
 
 def heads_of_rank(rank: int, tp_size: int, total: int) -> Heads:
-    """KV heads that rank `rank` of `tp_size` holds, out of the model's `total`.
+    """Returns the KV heads that rank `rank` of `tp_size` holds, out of the model's `total`.
 
     Raises:
         LayoutError: Neither of `total` and `tp_size` divides the other, so no engine splits them.
@@ -32,7 +32,7 @@ def heads_of_rank(rank: int, tp_size: int, total: int) -> Heads:
 
 
 def tp_size_conflict(prefill_tp: int, decode_tp: int) -> Optional[str]:
-    """Why these attention TP sizes cannot serve together; None if they can."""
+    """Returns why these attention TP sizes cannot serve together; None if they can."""
     if prefill_tp % decode_tp == 0 or decode_tp % prefill_tp == 0:
         return None
     return (
@@ -41,8 +41,8 @@ def tp_size_conflict(prefill_tp: int, decode_tp: int) -> Optional[str]:
     )
 
 
-def connected_prefill_ranks(decode_rank: int, prefill_tp: int, decode_tp: int) -> range:
-    """Prefill ranks that serve a decode rank, as the engine's receivers connect them."""
+def prefill_ranks_of(decode_rank: int, prefill_tp: int, decode_tp: int) -> range:
+    """Returns the prefill TP ranks to which the engine's receivers connect a decode TP rank."""
     if prefill_tp >= decode_tp:
         each = prefill_tp // decode_tp
         return range(decode_rank * each, (decode_rank + 1) * each)
@@ -53,17 +53,17 @@ def connected_prefill_ranks(decode_rank: int, prefill_tp: int, decode_tp: int) -
 def heads_to_send(
     sender: Heads, receiver: Heads, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> Heads:
-    """Heads that one prefill rank writes into one decode rank; possibly none.
+    """Returns the heads that one prefill rank writes into one decode rank; possibly none.
 
-    Of several prefill ranks that serve the decode rank with the same replicated head, the first
-    writes it and the others only say that they are done.
+    If several prefill ranks serve the decode rank with the same replicated head, the first writes
+    it and the others only report that they are done.
 
     Args:
-        sender, receiver: What the two ranks hold.
+        sender, receiver: Heads that the two ranks hold.
         prefill, decode: Each side's (rank, size) in attention TP.
     """
     rank, size = prefill
-    served_by = connected_prefill_ranks(decode[0], size, decode[1])
+    served_by = prefill_ranks_of(decode[0], size, decode[1])
     if size > sender.total and any(
         heads_of_rank(earlier, size, sender.total) == sender
         for earlier in served_by

@@ -1,12 +1,12 @@
-"""Pair a sender's buffers with the receiver's by what they hold.
+"""Pairs a sender's buffers with the receiver's by what they hold.
 
     prefill stage 1 of 2            decode, all layers
     k: layer 2, layer 3             k: layer 0, 1, 2, 3     draft k: layer 0
     v: layer 2, layer 3             v: layer 0, 1, 2, 3     draft v: layer 0
 
-    k2 -> k2, k3 -> k3, v2 -> v2, v3 -> v3; the draft has no sender here and stays as it is.
+    k2 -> k2, k3 -> k3, v2 -> v2, v3 -> v3; the draft has no sender here and is not written.
 
-A pair agrees in component, model and layer; of heads, it carries those that both sides hold.
+A pair agrees in component, model and layer, and carries the heads that both sides hold.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from .describe import (
+from .heads import heads_to_send, tp_size_conflict
+from .layout import (
     Buffer,
     Heads,
     LayoutError,
     RankLayout,
+    has_fused_conv_state,
     is_opaque,
     is_recurrent,
-    joins_convolutions,
 )
-from .heads import heads_to_send, tp_size_conflict
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One source buffer, one destination buffer, and what of each page is copied.
+class BufferPair:
+    """One source buffer, one destination buffer, and which bytes of each page are copied.
 
     Attributes:
         src, dst: Indices into the two sides' buffer tuples.
-        whole: The page is copied as one run, for both sides hold the same heads of it.
+        whole: Whether a page is copied in one piece, because both sides hold the same heads.
         src_offset, dst_offset: Bytes from a token's start to the first head copied; 0 if whole.
         row_bytes: Bytes copied from each token, or from each page if whole.
     """
@@ -46,8 +46,8 @@ class Pair:
     row_bytes: int
 
 
-def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
-    """Every reason why `src` (prefill) must not send to `dst` (decode); empty if it may."""
+def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
+    """Returns every reason why prefill `src` must not send to decode `dst`; empty if it may."""
     reasons = []
     conflict = tp_size_conflict(src.tp_size, dst.tp_size)
     if conflict:
@@ -58,23 +58,25 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
             "start decode with one of these"
         )
     if is_recurrent(src) and src.pp_size != dst.pp_size:
-        # Every stage has room for all recurrent layers and computes only its own.
+        # Every stage allocates all recurrent layers and computes only its own.
         reasons.append(
             f"recurrent state: prefill PP size {src.pp_size}, decode PP size {dst.pp_size}; "
-            "use one PP size for hybrid models"
+            "use the same PP size for hybrid models"
         )
-    if joins_convolutions(src) and src.tp_size != dst.tp_size:
+    if has_fused_conv_state(src) and src.tp_size != dst.tp_size:
         reasons.append(
             f"recurrent state: prefill TP size {src.tp_size}, decode TP size {dst.tp_size}; its "
-            "convolutions lie in one buffer, which cannot be cut: use one TP size for this model"
+            "convolutions share one buffer, which cannot be split; use the same TP size for this "
+            "model"
         )
     if is_opaque(src) or is_opaque(dst):
         ours, theirs = ((side.tp_size, len(side.kv), len(side.state)) for side in (src, dst))
         if ours != theirs:
             reasons.append(
-                "this model's KV pool is not known to the patch set, so that both servers must "
-                f"split it alike: TP size, KV and state buffers are {ours} on prefill, {theirs} on "
-                "decode; use one TP and PP size, and a draft model on both sides or on none"
+                "the patch set does not support this model's KV pool, so both servers must split "
+                f"it the same way: TP size, KV and state buffers are {ours} on prefill, {theirs} "
+                "on decode; use the same TP and PP size, and a draft model on both sides or on "
+                "neither"
             )
     for what, ours, theirs in (
         ("page size", src.page_size, dst.page_size),
@@ -84,7 +86,7 @@ def refusals(src: RankLayout, dst: RankLayout) -> list[str]:
         if ours != theirs:
             reasons.append(
                 f"{what}: prefill has {ours}, decode has {theirs}; "
-                "both servers must be started with the same model and the same value"
+                "start both servers with the same model and the same value"
             )
     return reasons
 
@@ -94,44 +96,44 @@ def match_buffers(
     dst: RankLayout,
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
-) -> tuple[Pair, ...]:
-    """Pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
+) -> tuple[BufferPair, ...]:
+    """Returns pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
 
-    A draft buffer that only one side has is left out. Pairs that carry no head are left out too.
+    Leaves out draft buffers that only one side has, and pairs that carry no head.
 
     Raises:
-        LayoutError: The target model's buffer is missing on the destination, or the two sides'
-            pages cannot hold the same thing.
+        LayoutError: The destination lacks a buffer of the target model, or the two sides' pages
+            cannot hold the same data.
     """
     pairs = (
         _pair(src, dst, i, j, src_buffers[i], dst_buffers[j])
-        for i, j in same_layers(src, dst, src_buffers, dst_buffers)
+        for i, j in match_layers(src, dst, src_buffers, dst_buffers)
         if not (is_elided(src_buffers[i]) or is_elided(dst_buffers[j]))
     )
     return tuple(pair for pair in pairs if pair.row_bytes)
 
 
 def is_elided(buffer: Buffer) -> bool:
-    """Index keys of a layer that has none of its own, which each server decides by its options."""
+    """Whether the layer has no index keys of its own, which each server's options decide."""
     return buffer.component == "index_k" and not buffer.page_bytes
 
 
-def same_layers(
+def match_layers(
     src: RankLayout,
     dst: RankLayout,
     src_buffers: tuple[Buffer, ...],
     dst_buffers: tuple[Buffer, ...],
 ) -> Iterator[tuple[int, int]]:
-    """Indices of buffers that hold the same component of the same layer, heads left aside.
+    """Yields (source, destination) indices of buffers of the same component and layer.
 
-    A draft buffer that only one side has is left out, and so is an idle one.
+    Ignores heads. Leaves out unused buffers, and draft buffers that only one side has.
 
     Raises:
-        LayoutError: The target model's buffer is missing on the destination.
+        LayoutError: The destination lacks a buffer of the target model.
     """
-    where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.idle}
+    where = {buffer.key: i for i, buffer in enumerate(dst_buffers) if not buffer.unused}
     for i, buffer in enumerate(src_buffers):
-        if buffer.idle:
+        if buffer.unused:
             continue
         j = where.get(buffer.key)
         if j is not None:
@@ -143,23 +145,25 @@ def same_layers(
             )
 
 
-def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer) -> Pair:
+def _pair(
+    src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs: Buffer
+) -> BufferPair:
     if ours.heads == theirs.heads and (ours.heads is None or src.tp_size <= ours.heads.total):
         if ours.page_bytes != theirs.page_bytes:
-            raise _unequal("bytes a page", ours, ours.page_bytes, theirs.page_bytes)
-        return Pair(i, j, True, 0, 0, ours.page_bytes)
+            raise _unequal("bytes per page", ours, ours.page_bytes, theirs.page_bytes)
+        return BufferPair(i, j, True, 0, 0, ours.page_bytes)
     if ours.heads is None or theirs.heads is None:
-        raise _unequal("split by heads", ours, ours.heads or "no", theirs.heads or "no")
+        raise _unequal("KV heads", ours, ours.heads or "none", theirs.heads or "none")
     if ours.heads.total != theirs.heads.total:
-        raise _unequal("KV heads in all", ours, ours.heads.total, theirs.heads.total)
+        raise _unequal("total KV heads", ours, ours.heads.total, theirs.heads.total)
     head = _head_bytes(ours, src.page_size)
     if head != _head_bytes(theirs, dst.page_size):
-        raise _unequal("bytes a head", ours, head, _head_bytes(theirs, dst.page_size))
+        raise _unequal("bytes per head", ours, head, _head_bytes(theirs, dst.page_size))
     share = heads_to_send(
         ours.heads, theirs.heads, (src.tp_rank, src.tp_size), (dst.tp_rank, dst.tp_size)
     )
     whole = share == ours.heads == theirs.heads
-    return Pair(
+    return BufferPair(
         i,
         j,
         whole,
@@ -170,13 +174,13 @@ def _pair(src: RankLayout, dst: RankLayout, i: int, j: int, ours: Buffer, theirs
 
 
 def _head_bytes(buffer: Buffer, page_size: int) -> int:
-    """Bytes of one head of one token."""
+    """Returns the bytes of one head of one token."""
     heads: Heads = buffer.heads
     size, rest = divmod(buffer.page_bytes, page_size * heads.count)
     if rest:
         raise LayoutError(
-            f"{buffer.name}: {buffer.page_bytes} bytes a page are not {page_size} tokens of "
-            f"{heads.count} heads; the pool is not what its description says"
+            f"{buffer.name}: {buffer.page_bytes} bytes per page are not {page_size} tokens of "
+            f"{heads.count} heads; the pool does not match its description"
         )
     return size
 
@@ -188,23 +192,23 @@ def _unequal(what: str, buffer: Buffer, ours: object, theirs: object) -> LayoutE
     )
 
 
-def one_sided_draft(src: RankLayout, dst: RankLayout) -> Optional[str]:
-    """What is said of a draft model that only one side has; its buffers are left out."""
+def draft_mismatch(src: RankLayout, dst: RankLayout) -> Optional[str]:
+    """Returns a warning if only one side has a draft model, whose buffers are then left out."""
     if src.pp_rank != src.pp_size - 1:
         return None  # only the last stage has a draft
     ours, theirs = (sum(buffer.draft for buffer in side.kv + side.state) for side in (src, dst))
     if ours and not theirs:
-        return f"it has no draft model; {ours} buffers of prefill's draft are not sent"
+        return f"decode has no draft model; {ours} buffers of prefill's draft are not sent"
     if theirs and not ours:
         return f"prefill has no draft model; {theirs} buffers of decode's draft are not written"
     return None
 
 
 def _summary(buffers: tuple[Buffer, ...]) -> str:
-    """Such as `k layers 0-3, draft k layers 0-0`."""
+    """Summarizes buffers, such as `k layers 0-3, draft k layers 0-0`."""
     spans: dict[str, list[int]] = {}
     for buffer in buffers:
-        if buffer.idle:
+        if buffer.unused:
             continue
         spans.setdefault(f"{'draft ' if buffer.draft else ''}{buffer.component}", []).append(
             buffer.layer

@@ -1,4 +1,4 @@
-"""From two descriptions and two pointer lists to the plans for one peer."""
+"""Turns two descriptions and two pointer lists into the plans for one peer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from .aux_rows import AuxPlan, make_aux_plan
-from .describe import Buffer, LayoutError, RankLayout
-from .infer import PeerFacts, infer_layout
-from .match import match_buffers, refusals, same_layers
+from .aux_buffers import AuxPlan, make_aux_plan
+from .infer import StockRegistration, infer_layout
+from .layout import Buffer, LayoutError, RankLayout
+from .match import incompatibilities, match_buffers, match_layers
 from .plan import TransferPlan, make_plan
 
 
 @dataclass(frozen=True)
 class Pointers:
-    """Base addresses as a rank registers them: `KVArgs.kv_data_ptrs` and `KVArgs.state_data_ptrs`.
+    """Base addresses that a rank registers: `KVArgs.kv_data_ptrs` and `KVArgs.state_data_ptrs`.
 
-    `state` is None where the transport sends state by other means.
+    `state` is None if the transport sends state by other means.
     """
 
     kv: Sequence[int]
@@ -26,7 +26,12 @@ class Pointers:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What a prefill rank needs to send to one decode rank."""
+    """What a prefill rank needs to know in order to send to one decode rank.
+
+    Attributes:
+        layout: The decode rank's, as described or inferred.
+        state: None if the transport sends state by other means.
+    """
 
     layout: RankLayout
     kv: TransferPlan
@@ -37,16 +42,20 @@ class PeerPlan:
 def plan_for_peer(
     own: RankLayout,
     own_pointers: Pointers,
-    peer: Union[RankLayout, PeerFacts],
+    peer: Union[RankLayout, StockRegistration],
     peer_pointers: Pointers,
 ) -> PeerPlan:
-    """Plans from prefill rank `own` to a decode rank, described or (as `PeerFacts`) stock.
+    """Returns the plans from prefill rank `own` to a decode rank.
+
+    Args:
+        peer: The decode rank's description; a stock rank, which has none, is a
+            `StockRegistration`.
 
     Raises:
-        LayoutError: The two cannot work together; the text holds every reason.
+        LayoutError: The two cannot work together; the text gives every reason.
     """
-    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
-    reasons = refusals(own, layout)
+    layout = infer_layout(own, peer) if isinstance(peer, StockRegistration) else peer
+    reasons = incompatibilities(own, layout)
     if reasons:
         raise LayoutError("; ".join(reasons))
 
@@ -66,27 +75,28 @@ def plan_for_peer(
 def pair_layers(
     own: RankLayout,
     own_kv: Sequence[int],
-    peer: Union[RankLayout, PeerFacts],
+    peer: Union[RankLayout, StockRegistration],
     peer_kv: Sequence[int],
 ) -> list[tuple[Buffer, int, int]]:
-    """(our buffer, our pointer, the peer's pointer) of each KV buffer that both sides hold.
+    """Returns (our buffer, our pointer, the peer's) for each KV buffer that both sides hold.
 
-    In our order. For callers that copy by themselves; `plan_for_peer` knows of heads, too.
+    The order is ours. This is for callers that plan their own copies: it ignores heads, which
+    `plan_for_peer` considers.
 
     Raises:
         LayoutError: The peer lacks a layer of the target model, or describes other buffers than it
             registered.
     """
-    layout = infer_layout(own, peer) if isinstance(peer, PeerFacts) else peer
+    layout = infer_layout(own, peer) if isinstance(peer, StockRegistration) else peer
     _check_count(own, own.kv, own_kv)
     _check_count(layout, layout.kv, peer_kv)
     return [
-        (own.kv[i], own_kv[i], peer_kv[j]) for i, j in same_layers(own, layout, own.kv, layout.kv)
+        (own.kv[i], own_kv[i], peer_kv[j]) for i, j in match_layers(own, layout, own.kv, layout.kv)
     ]
 
 
 def _check_count(who: RankLayout, buffers: Sequence[Buffer], pointers: Sequence[int]) -> None:
     if len(buffers) != len(pointers):
         raise LayoutError(
-            f"{who.name} describes {len(buffers)} buffers and registered {len(pointers)}"
+            f"{who.name} describes {len(buffers)} buffers but registered {len(pointers)}"
         )

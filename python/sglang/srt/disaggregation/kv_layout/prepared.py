@@ -1,10 +1,10 @@
-"""A plan for a transport that is told of all pages beforehand, and of a request by their numbers.
+"""Plans for a transport that prepares all pages in advance and gets a request as block numbers.
 
     run (one for each buffer and side)         blocks, numbered through all runs
     k, layer 0: address, length, stride, 3     0 1 2
     v, layer 0: address, length, stride, 3     3 4 5        page 1 of all buffers: blocks 1 and 4
 
-A block is what a plan copies at a time: a whole page, or some heads of one token.
+A block is the unit that a plan copies: a whole page, or some heads of one token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from .describe import LayoutError
+from .layout import LayoutError
 from .plan import TransferPlan
 
 Runs = list[tuple[int, int, int, int]]  # address, length and stride in bytes, blocks
@@ -24,17 +24,19 @@ MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class _Numbered:
-    """The blocks of a plan's group, of both sides at once, which have equally many of a page.
+class _BlockNumbers:
+    """Block numbers of a plan's group, for both sides, whose pages have equally many blocks.
 
-    `first` is where each run begins, `[2, runs, 1]`; `rows` are the blocks of page 0 in a run.
+    Attributes:
+        first: Number of each run's first block, `[2, runs, 1]`.
+        rows: Blocks of page 0, counted from the first block of a run.
     """
 
     first: Numbers
     rows: Numbers
 
-    def of_runs(self, pages: Numbers) -> Numbers:
-        """Of these pages, `[2, 1, pages]`, counted from where a run begins."""
+    def block_numbers(self, pages: Numbers) -> Numbers:
+        """Returns the blocks of `pages`, `[2, 1, pages]`, counted from the first of a run."""
         if self.rows.size == 1:
             return pages
         return (pages[..., None] * self.rows.size + self.rows).reshape(2, 1, -1)
@@ -42,50 +44,51 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class PreparedPlan:
-    """All blocks that a peer may be sent.
+    """All blocks that may be sent to a peer.
 
     Attributes:
-        plan: What they were made from.
-        src, dst: Runs of each side, which belong together in this order.
-        numbered: Numbers of the blocks, an entry for each of the plan's groups.
-        of_page: How many blocks a page has, of all runs.
+        plan: The plan that the blocks come from.
+        src, dst: Runs of each side, paired by position.
+        numbered: Numbers of the blocks, one entry for each of the plan's groups.
+        blocks_per_page: Blocks of one page in all runs together.
     """
 
     plan: TransferPlan
     src: Runs
     dst: Runs
-    numbered: tuple[_Numbered, ...]
-    of_page: int
+    numbered: tuple[_BlockNumbers, ...]
+    blocks_per_page: int
 
     def blocks(self, src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> tuple[Numbers, Numbers]:
-        """Numbers of the blocks that a request copies, from and to, `[blocks]`.
+        """Returns the numbers of a request's source and destination blocks, each `[blocks]`.
 
         Raises:
-            LayoutError: As `TransferPlan.copies`.
+            LayoutError: As for `TransferPlan.copies`.
         """
-        pages = np.array(self.plan.checked(src_pages, dst_pages), dtype=np.int32)
-        numbers, end = np.empty((2, self.of_page * pages.shape[1]), dtype=np.int32), 0
-        for group in self.numbered:  # each number is written once
-            of_runs = group.of_runs(pages[:, None])
-            shape = (2, group.first.shape[1], of_runs.shape[2])
+        pages = np.array(self.plan.validate_pages(src_pages, dst_pages), dtype=np.int32)
+        numbers, end = np.empty((2, self.blocks_per_page * pages.shape[1]), dtype=np.int32), 0
+        for group in self.numbered:  # writes each number once
+            block_numbers = group.block_numbers(pages[:, None])
+            shape = (2, group.first.shape[1], block_numbers.shape[2])
             start, end = end, end + shape[1] * shape[2]
-            np.add(group.first, of_runs, out=numbers[:, start:end].reshape(shape))
+            np.add(group.first, block_numbers, out=numbers[:, start:end].reshape(shape))
         return numbers[0], numbers[1]
 
 
 def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
-    """For a transfer plan; how many pages each side has, where the plan does not know.
+    """Returns the blocks of a transfer plan.
+
+    Args:
+        src_pages, dst_pages: Pages that each side has, used where the plan does not know them.
 
     Raises:
-        LayoutError: More blocks than 32 bits can number.
+        LayoutError: There are more blocks than 32 bits can number.
     """
     pages = (plan.src_pages or src_pages, plan.dst_pages or dst_pages)
     plan = replace(plan, src_pages=pages[0], dst_pages=pages[1])
     blocks = max(pages) * sum(group.src.size * group.rows for group in plan.groups)
     if blocks > MAX_BLOCKS:
-        raise LayoutError(
-            f"{blocks} blocks of KV on one side, and at most {MAX_BLOCKS} can be named"
-        )
+        raise LayoutError(f"{blocks} KV blocks on one side exceed the limit of {MAX_BLOCKS}")
     src = [
         (address, group.length, group.src_page // group.rows, pages[0] * group.rows)
         for group in plan.groups
@@ -96,11 +99,12 @@ def prepare(plan: TransferPlan, src_pages: int, dst_pages: int) -> PreparedPlan:
         for group in plan.groups
         for address in group.dst.tolist()
     ]
-    numbered, of_page = [], 0
+    numbered, blocks_per_page = [], 0
     for group in plan.groups:
-        starts = of_page + np.arange(group.src.size) * group.rows  # if both sides had one page
+        # First blocks if both sides had one page; they scale with the number of pages.
+        starts = blocks_per_page + np.arange(group.src.size) * group.rows
         first = np.array(pages)[:, None, None] * starts[:, None]
         rows = np.arange(group.rows, dtype=np.int32)
-        numbered.append(_Numbered(first.astype(np.int32), rows))
-        of_page += starts.size * group.rows
-    return PreparedPlan(plan, src, dst, tuple(numbered), of_page)
+        numbered.append(_BlockNumbers(first.astype(np.int32), rows))
+        blocks_per_page += starts.size * group.rows
+    return PreparedPlan(plan, src, dst, tuple(numbered), blocks_per_page)

@@ -1,26 +1,28 @@
-"""NIXL's notifications: what they say, and when a room has all of them.
+"""NIXL's notifications: what they contain, and when a room has received all of them.
 
     {room}_kv_{chunk}_{is last: 0|1}_{sender}     {room}_state_{sender}
     {room}_aux_{sender}                           {room}_failed_{sender}_{reason}
     {room}_digests_{sender}_{bytes}
 
-Stock peers write and read the first three (their aux has no sender, which they do not read); they
-skip the others. A sender's number is unique over TP x PP on our prefill and its PP rank alone on a
-stock one, so arrivals are counted by the NIXL agent that they come from, which is unique on both.
+Stock peers write and read the first three (they neither write nor read the sender of aux) and skip
+the others. A sender's number is unique over TP x PP on our prefill, but only the PP rank on a stock
+one, so arrivals are counted by the NIXL agent that sends them, which is unique on both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Optional
 
 
 @dataclass(frozen=True)
 class Notification:
-    """One notification. `kind` is `kv`, `aux`, `state`, `failed` or `digests`.
+    """One notification.
 
-    `chunk` counts from 0, `digests` are those of `RoomDigests`.
+    Attributes:
+        kind: `kv`, `aux`, `state`, `failed` or `digests`.
+        chunk: Number of the KV chunk, from 0.
+        digests: Encoded `RoomDigests`.
     """
 
     room: int
@@ -32,7 +34,7 @@ class Notification:
 
 
 def format_notification(notification: Notification, sender: int) -> bytes:
-    """The notification's bytes; `sender` must be unique over the prefill server's ranks."""
+    """Encodes a notification; `sender` must be unique over the prefill server's ranks."""
     if notification.kind == "kv":
         tail = f"{notification.chunk}_{int(notification.is_last)}_{sender}"
     elif notification.kind == "failed":
@@ -45,8 +47,8 @@ def format_notification(notification: Notification, sender: int) -> bytes:
     return head + notification.digests
 
 
-def parse_notification(message: bytes) -> Optional[Notification]:
-    """What a notification says; None for one that no release sends."""
+def parse_notification(message: bytes) -> Notification | None:
+    """Decodes a notification; returns None for one that no release sends."""
     parts = message.decode("ascii", "replace").split("_", 4)
     try:
         room, kind = int(parts[0]), parts[1]
@@ -62,57 +64,72 @@ def parse_notification(message: bytes) -> Optional[Notification]:
 
 
 @dataclass
-class TransferStatus:
-    """What has come in for one room.
+class _Arrived:
+    """What one sender has sent for a room.
 
     Attributes:
-        senders: Prefill ranks that must report; None until it is known.
-        expects_state: Each of them sends state, too.
-        expects_digests: Each of them sends digests of what it has written.
+        missing: The kinds of notification besides `kv` that must still arrive.
+        chunks: Numbers of the KV chunks that have arrived.
+        expected: Number of KV chunks in all; None until the last one has arrived.
     """
 
-    senders: Optional[int] = None
+    missing: set[str]
+    chunks: set[int] = field(default_factory=set)
+    expected: int | None = None
+
+
+@dataclass
+class TransferStatus:
+    """What has arrived for one room.
+
+    Attributes:
+        senders: Number of prefill ranks that must report; None until it is known.
+        expects_state: Whether each of them sends state, too.
+        expects_digests: Whether each of them sends digests of what it wrote.
+    """
+
+    senders: int | None = None
     expects_state: bool = False
     expects_digests: bool = False
-    _chunks: dict[Hashable, set[int]] = field(default_factory=dict)
-    _expected: dict[Hashable, int] = field(default_factory=dict)
-    _aux: set[Hashable] = field(default_factory=set)
-    _state: set[Hashable] = field(default_factory=set)
+    _arrived: dict[Hashable, _Arrived] = field(default_factory=dict)
+    _complete: set[Hashable] = field(default_factory=set)
     _failed: set[Hashable] = field(default_factory=set)
-    _digests: set[Hashable] = field(default_factory=set)
 
     def add(self, sender: Hashable, notification: Notification) -> None:
-        """Count `notification` from `sender`; a repeated one changes nothing."""
-        if notification.kind == "kv":
-            self._chunks.setdefault(sender, set()).add(notification.chunk)
-            if notification.is_last:
-                self._expected[sender] = notification.chunk + 1
-        elif notification.kind == "aux":
-            self._aux.add(sender)
-        elif notification.kind == "state":
-            self._state.add(sender)
-        elif notification.kind == "failed":
-            self._failed.add(sender)
-        elif notification.kind == "digests":
-            self._digests.add(sender)
+        """Counts a notification; a repeated one changes nothing.
+
+        Args:
+            sender: Name of the NIXL agent that sent it.
+        """
+        if sender not in self._arrived:
+            kinds = {"aux": True, "state": self.expects_state, "digests": self.expects_digests}
+            self._arrived[sender] = _Arrived({kind for kind in kinds if kinds[kind]})
+        arrived = self._arrived[sender]
+        match notification.kind:
+            case "failed":
+                self._failed.add(sender)
+            case "kv":
+                arrived.chunks.add(notification.chunk)
+                if notification.is_last:
+                    arrived.expected = notification.chunk + 1
+            case kind:
+                arrived.missing.discard(kind)
+        # Prefill sends one chunk too many if the room must not succeed, maybe after the last one.
+        if not arrived.missing and len(arrived.chunks) == arrived.expected:
+            self._complete.add(sender)
+        else:
+            self._complete.discard(sender)
 
     @property
     def is_failing(self) -> bool:
-        """Some sender has given up; others may still be writing."""
+        """Whether a sender reported a failure; others may still be writing."""
         return bool(self._failed)
 
     def is_failed(self) -> bool:
-        """The room failed, and no sender writes any more."""
-        return self.is_failing and len(self._failed | self._complete()) >= (self.senders or 0)
+        """Whether the room failed and no sender writes any more."""
+        return self.is_failing and len(self._failed | self._complete) >= (self.senders or 0)
 
     def is_done(self) -> bool:
-        """The room is over: failed, or each sender's chunks, aux and (if any) state are written."""
-        if self.is_failed():
-            return True
-        return self.senders is not None and len(self._complete()) >= self.senders
-
-    def _complete(self) -> set[Hashable]:
-        """Senders of which all has come."""
-        whole = {who for who, count in self._expected.items() if len(self._chunks[who]) == count}
-        state = self._state if self.expects_state else whole
-        return whole & self._aux & state & (self._digests if self.expects_digests else whole)
+        """Whether the room failed, or everything that each sender must send has arrived."""
+        is_complete = self.senders is not None and len(self._complete) >= self.senders
+        return is_complete or self.is_failed()

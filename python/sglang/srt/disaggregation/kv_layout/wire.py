@@ -1,8 +1,8 @@
-"""What our messages carry beyond a stock peer's: a description, and how large its buffers are.
+"""What our messages add to a stock peer's: a description of the buffers, and their sizes.
 
 Each is one frame of a registration: a format tag, then msgpack. Fields that a later release adds
-are skipped here; a tag that is not ours means a peer whose description we cannot read, which is
-served as if it had sent none. Stock peers read frames by position and do not see them.
+are skipped here. A peer whose tag is not ours sends a description that we cannot read; we serve it
+as if it had sent none. Stock peers read frames by position and do not see ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Optional
 
 import msgspec
 
-from .describe import Buffer, LayoutError, RankLayout
+from .layout import Buffer, LayoutError, RankLayout
 
 _TAG = b"KVL1"
 _SIZES_TAG = b"KVS1"
@@ -32,60 +32,58 @@ _sizes_decoder = msgspec.msgpack.Decoder(Sizes)
 
 
 def encode_layout(layout: RankLayout) -> bytes:
-    """The trailing frame for `layout`: some 20 bytes a buffer."""
+    """Returns the trailing frame for `layout`: about 20 bytes per buffer."""
     return _TAG + msgspec.msgpack.encode(layout)
 
 
 def decode_layout(frame: bytes) -> Optional[RankLayout]:
-    """The description in `frame`; None where that is empty or bears another tag.
+    """Returns the description in `frame`; None if the frame is empty or has another tag.
 
     Raises:
-        LayoutError: The frame bears our tag and cannot be read.
+        LayoutError: The frame has our tag and is invalid.
     """
     if not frame.startswith(_TAG):
         return None
     if len(frame) > _MAX_BYTES:
-        raise LayoutError(f"a layout frame of {len(frame)} bytes; at most {_MAX_BYTES} are read")
+        raise LayoutError(f"layout frame of {len(frame)} bytes, expected at most {_MAX_BYTES}")
     try:
         layout = _decoder.decode(frame[len(_TAG) :])
     except msgspec.MsgspecError as error:
-        raise LayoutError(
-            f"a layout frame of {len(frame)} bytes cannot be read: {error}"
-        ) from error
+        raise LayoutError(f"layout frame of {len(frame)} bytes cannot be read: {error}") from error
     if not (0 <= layout.tp_rank < layout.tp_size and layout.page_size > 0 and layout.pp_size > 0):
-        raise LayoutError(f"a layout frame says {layout.name}, page size {layout.page_size}")
+        raise LayoutError(f"invalid layout frame: {layout.name}, page size {layout.page_size}")
     if min(layout.aux_slots, *layout.aux, 0) < 0:
-        raise LayoutError(f"a layout frame says {layout.aux_slots} slots of {layout.aux} bytes")
+        raise LayoutError(f"invalid layout frame: {layout.aux_slots} slots of {layout.aux} bytes")
     for buffer in (*layout.kv, *layout.state):
         if not _is_possible(buffer):
-            raise LayoutError(f"a layout frame says {buffer}")
+            raise LayoutError(f"invalid layout frame: {buffer}")
     return layout
 
 
 def _is_possible(buffer: Buffer) -> bool:
     heads = buffer.heads
     held = heads is None or 0 <= heads.start < heads.stop <= heads.total
-    least = 0 if heads is None else 1  # a short convolution has no other state, yet its buffers
+    least = 0 if heads is None else 1  # a short convolution registers empty state buffers
     return held and buffer.page_bytes >= least and buffer.pages >= 0
 
 
-def bears_layout(frames: Sequence[bytes]) -> bool:
-    """Whether a registration holds a description of ours, as its 13th frame."""
+def has_layout_frame(frames: Sequence[bytes]) -> bool:
+    """Whether a registration has a description of ours as its 13th frame."""
     return len(frames) > 12 and frames[12].startswith(_TAG)
 
 
-def layout_frame(frames: Sequence[bytes]) -> bytes:
-    """The description among a message's frames, from the end; empty where there is none."""
+def find_layout_frame(frames: Sequence[bytes]) -> bytes:
+    """Returns the last description among a message's frames; empty if there is none."""
     return next((frame for frame in reversed(frames) if frame.startswith(_TAG)), b"")
 
 
 def encode_sizes(sizes: Sizes) -> bytes:
-    """The trailing frame for `sizes`: some 10 bytes a buffer."""
+    """Returns the trailing frame for `sizes`: about 10 bytes per buffer."""
     return _SIZES_TAG + msgspec.msgpack.encode(sizes)
 
 
-def told_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
-    """The sizes among a message's frames; None where there are none that can be read."""
+def find_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
+    """Returns the last sizes among a message's frames; None if they are missing or invalid."""
     frame = next((frame for frame in reversed(frames) if frame.startswith(_SIZES_TAG)), b"")
     try:
         told = _sizes_decoder.decode(frame[len(_SIZES_TAG) : _MAX_BYTES])
@@ -95,6 +93,6 @@ def told_sizes(frames: Sequence[bytes]) -> Optional[Sizes]:
     return told if min(sizes, default=0) >= 0 else None
 
 
-def is_ours(frame: bytes) -> bool:
-    """Whether a stock peer does not send it."""
+def is_extension_frame(frame: bytes) -> bool:
+    """Whether a frame is one of ours, which stock peers do not send."""
     return frame.startswith((_TAG, _SIZES_TAG))

@@ -1,31 +1,48 @@
-"""What is the same for every engine release and every backend, between `kv_layout` and the seams.
+"""Modules of the patch set between `kv_layout` and the engine's modules that it patches.
 
-    describe           what this rank's registered buffers hold
-    registration       decode ranks that register: their plan, or why they are refused
-    pairs              pointers of the same layers, as the engine asks for them
-    rooms              the state of each request, why it failed, who knows
-    sender, receiver   one request on prefill and on decode
-    prefill_servers    decode asks bootstrap servers, and notes which prefill servers are lost
-    agreement          ranks of one server change a request's state together
-    messages           sockets, and threads that read them
-    session_ids        of Mooncake and MemFabric
-    memory             buffers by name, and their registration with a transfer engine
-    verify             decode compares what arrived with what prefill has, where that is asked for
-    page_digests       digests of pages, computed where they lie
-    verify_reports     what was compared, gathered at prefill's bootstrap server
+In both releases, the same in each:
 
-For NIXL:
+    back_off             pauses transfers to decode ranks that keep failing (Mooncake, Ascend)
+    copy_batches         hands copies to synchronous transfer engines (Mooncake, Ascend)
+    device_rdma          keeps calls within the queue of MemFabric's device_rdma (Ascend A2)
+    early_connections    connects to decode ranks when they register (NIXL)
+    environment          reads numbers from environment variables
+    memory_registration  names buffers, and registers them with a transfer engine
+    page_digests         computes digests of pages where they lie
+    peer_plans           makes the plan for a decode rank that registers
+    peer_queue           queues chunks so that a blocked decode server delays no other
+    peer_silence         fails requests of decode ranks that do not answer
+    peer_sockets         sends messages without waiting, and watches connections
+    refused_requests     notifies decode of requests that prefill refused
+    session_ids          parses session ids of Mooncake and MemFabric
+    verify               compares what decode received with what prefill has
+    verify_mode          reads whether to verify
+    verify_reports       gathers the results of verify at prefill's bootstrap server
+    write_bounds         keeps unplanned writes within registered memory
 
-    writes             transfers of its agent, and connections that are lost
-    notifications      what they say, on both sides
+In both releases, different in each:
 
-For Mooncake and Ascend:
+    local_layout         describes this rank's buffers
+    message_checks       drops messages that cannot be read
+    peers                keeps plans for registered decode ranks, and checks their requests
+    prefill_servers      queries bootstrap servers, and notices prefill servers that are lost
+    room_failures        keeps why rooms failed, and notifies the decode ranks that wait for them
+    verify_exchange      sends digests to decode, and keeps there those that arrive
 
-    queued             chunks in queues, written by synchronous calls
-    status_messages    how prefill ranks say that a room has ended
-    back_off           decode ranks to which transfers fail again and again
-    device_rdma        what MemFabric's queue bears on Ascend A2
+In 0.5.9 only:
 
-No backend is imported here. Classes are bases that the seams put before the engine's own; what they
-need of a backend is named in their docstrings.
+    layer_pointers       pairs pointers of the same layers for the engine's own methods
+    nixl_transfers       writes, reports failed rooms, and reconnects after a lost connection (NIXL)
+    rank_consensus       makes ranks of one server change a request's state together
+    receiver             one request on decode
+    sender               one request on prefill
+
+In 0.5.23 only:
+
+    compatibility        checks sizes of prefill servers, and aborts on them what decode refuses
+    host_memory          names the memory kind of pools on the host (NIXL)
+    prefill_manager      overrides of the engine's managers on prefill, the same for all backends
+
+No module imports a backend. Classes are bases that the patched modules put before the engine's own;
+their docstrings name what they need from a backend.
 """

@@ -1,8 +1,8 @@
-"""Decode ranks to which transfers fail again and again are left alone for a while.
+"""Pauses transfers to decode ranks where they fail again and again.
 
-On a dead one each transfer costs the transfer engine's time-out, in one of few queues; a link that
-was cut for a moment must soon serve again. So the waits begin short and double, and are longer than
-the failures.
+Each transfer to a crashed rank costs the transfer engine's timeout, in one of few queues; but a
+link that was cut for a moment must soon serve again. So the pauses begin short and double, and are
+longer than the failures.
 """
 
 from __future__ import annotations
@@ -17,131 +17,137 @@ from typing import Dict
 
 from sglang.srt.disaggregation.kv_layout import LayoutError
 
-# After so many failures in a row, for some seconds, twice as many after each that fails then.
+# Failures in a row before the first pause; its length, which doubles with each further failure.
 FAILURES_IN_A_ROW = 2
 BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 30.0
-# A wait is as long as so many failures, and the longest may be as long as so many: a peer that
-# takes a time-out to fail leaves its queue to others for most of the time.
-LEAST_FAILURES = 2
-MOST_FAILURES = 10
+# Lower limits, in durations of the last failure, for a pause and for the longest pause: a peer
+# whose transfers fail by timeout leaves its queue to others most of the time.
+MIN_WAIT_IN_FAILURES = 2
+MAX_WAIT_IN_FAILURES = 10
 
 
 @dataclass
-class _Failures:
-    """`not_before` is when it is tried next, on the monotonic clock; infinite while it is."""
+class _PeerFailures:
+    """One peer's failures in a row.
+
+    Attributes:
+        wait: Seconds of the last pause.
+        retry_at: Time of the next attempt, on the monotonic clock; infinite during an attempt.
+    """
 
     count: int = 0
     wait: float = 0.0
-    not_before: float = -math.inf
+    retry_at: float = -math.inf
 
 
-class BackOff:
-    """Counts failures in a row of each peer, from any thread.
+class PeerBackoff:
+    """Counts each peer's failures in a row, from any thread.
 
-    in_a_row: After so many a peer is left alone.
+    Args:
+        in_a_row: Number of failures after which transfers to a peer pause.
     """
 
     def __init__(self, in_a_row: int = FAILURES_IN_A_ROW):
         self._in_a_row = in_a_row
         self._lock = threading.Lock()
-        self._failures: Dict[str, _Failures] = {}
+        self._failures: Dict[str, _PeerFailures] = {}
 
     @contextlib.contextmanager
-    def trying(self, peer: str) -> Iterator[None]:
-        """Around a transfer; after some failures one at a time.
+    def attempt(self, peer: str) -> Iterator[None]:
+        """Encloses one transfer to a peer; after some failures, admits one at a time.
 
         Raises:
-            RuntimeError: It failed a short time ago, or is being tried.
+            RuntimeError: The peer failed a short time ago, or another transfer is trying it.
         """
         self._check(peer)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             yield
         except LayoutError:  # nothing was tried
             with self._lock:
-                if self.is_left_alone(peer):
-                    self._failures[peer].not_before = 0.0
+                if self.is_backing_off(peer):
+                    self._failures[peer].retry_at = 0.0
             raise
         except Exception:
-            self.note_failure(peer, time.monotonic() - begun)
+            self.note_failure(peer, time.monotonic() - started_at)
             raise
-        self.forgive(peer)
+        self.reset(peer)
 
     def note_failure(self, peer: str, took: float) -> None:
-        """A transfer to it failed, after so many seconds."""
+        """Counts a transfer to the peer that failed after `took` seconds."""
         with self._lock:
-            known = self._failures.setdefault(peer, _Failures())
+            known = self._failures.setdefault(peer, _PeerFailures())
             known.count += 1
             if known.count >= self._in_a_row:
                 known.wait = _wait(known, took)
-                known.not_before = time.monotonic() + known.wait
+                known.retry_at = time.monotonic() + known.wait
 
-    def forgive(self, peer: str) -> None:
-        """It is another process, or lives."""
+    def reset(self, peer: str) -> None:
+        """Clears the failures of a peer that answers, or that is a new process."""
         with self._lock:
             self._failures.pop(peer, None)
 
-    def is_left_alone(self, peer: str) -> bool:
-        """Whether it is tried one at a time, and not at once."""
+    def is_backing_off(self, peer: str) -> bool:
+        """Whether transfers to the peer must pause, and then run one at a time."""
         known = self._failures.get(peer)
         return known is not None and known.count >= self._in_a_row
 
-    def seconds_left(self, peer: str) -> float:
-        """Until it is tried again; infinite while it is, 0 or less for one that may be tried."""
+    def retry_in(self, peer: str) -> float:
+        """Seconds until the next attempt: infinite during one, 0 or less if one may start."""
         known = self._failures.get(peer)
-        return -math.inf if known is None else known.not_before - time.monotonic()
+        return -math.inf if known is None else known.retry_at - time.monotonic()
 
     def _check(self, peer: str) -> None:
         with self._lock:
-            if not self.is_left_alone(peer):
+            if not self.is_backing_off(peer):
                 return
-            seconds, failures = self.seconds_left(peer), self._failures[peer].count
+            seconds, failures = self.retry_in(peer), self._failures[peer].count
             if seconds <= 0:
-                self._failures[peer].not_before = math.inf  # until this try has ended
+                self._failures[peer].retry_at = math.inf  # until this attempt ends
                 return
-        when = "when that has ended" if seconds == math.inf else f"in {math.ceil(seconds)} s"
+        in_progress = seconds == math.inf
+        when = "after the attempt in progress" if in_progress else f"in {math.ceil(seconds)} s"
         raise RuntimeError(
-            f"the last {failures} transfers to decode session {peer} failed; it is tried again "
-            f"{when}"
+            f"the last {failures} transfers to decode session {peer} failed; retrying {when}"
         )
 
 
-def _wait(known: _Failures, took: float) -> float:
-    """Seconds until the next try."""
-    longest = max(MAX_BACK_OFF_SECONDS, MOST_FAILURES * took)
-    return max(BACK_OFF_SECONDS, LEAST_FAILURES * took, min(2 * known.wait, longest))
+def _wait(known: _PeerFailures, took: float) -> float:
+    """Returns the seconds until the next attempt."""
+    longest = max(MAX_BACK_OFF_SECONDS, MAX_WAIT_IN_FAILURES * took)
+    return max(BACK_OFF_SECONDS, MIN_WAIT_IN_FAILURES * took, min(2 * known.wait, longest))
 
 
 class FailedSessions(set):
-    """The engine's failed sessions since 0.5.20: one that is to be tried again is not among them.
+    """The failed sessions of engines from 0.5.20 on, without those to be tried again.
 
     The engine adds a session at its first failure, and removes it when it registers or answers a
-    probe. Its workers ask whether a session is in here right before they write to it; those of one
-    session share a queue, so that one of them tries it.
+    probe. Its workers check whether a session is in this set right before they write to it; chunks
+    of one session share a queue, so that only one worker tries it.
     """
 
     def __init__(self):
         super().__init__()
-        self._back_off = BackOff(in_a_row=1)
-        self._asked = threading.local()  # when each worker began what may fail
+        self._back_off = PeerBackoff(in_a_row=1)
+        self._asked = threading.local()  # when each worker began its last transfer
 
     def __contains__(self, session: str) -> bool:
         self._asked.at = time.monotonic()
-        return super().__contains__(session) and self._back_off.seconds_left(session) > 0
+        return super().__contains__(session) and self._back_off.retry_in(session) > 0
 
     def add(self, session: str) -> None:
-        """A transfer to it failed."""
+        """Adds a session to which a transfer failed."""
         super().add(session)
         now = time.monotonic()
         self._back_off.note_failure(session, now - getattr(self._asked, "at", now))
 
     def discard(self, session: str) -> None:
-        """It has registered, or answers."""
+        """Removes a session that has registered, or that answers."""
         super().discard(session)
-        self._back_off.forgive(session)
+        self._back_off.reset(session)
 
-    def forgive(self, sessions: Iterable[str]) -> None:
-        """Transfers to these have succeeded: their next failure is a first one."""
+    def reset(self, sessions: Iterable[str]) -> None:
+        """Removes sessions after successful transfers: their next failure counts as the first."""
         for session in list(sessions):
             self.discard(session)

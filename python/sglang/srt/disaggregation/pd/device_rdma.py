@@ -1,7 +1,7 @@
-"""Ascend A2: MemFabric's `device_rdma`, which takes any batch and posts it into a bounded queue.
+"""Ascend A2: MemFabric's `device_rdma`, which accepts any batch and posts it into a bounded queue.
 
-It waits for no completion between two copies, lets two threads post to one queue pair, and after an
-error returns while copies that were posted before are still written.
+It does not wait for completions between copies, lets two threads post to one queue pair, and after
+an error returns while copies that it posted before are still being written.
 """
 
 from __future__ import annotations
@@ -15,51 +15,53 @@ from typing import List
 
 logger = logging.getLogger(__name__)
 
-# How many copies are in one call at most; and, if 1, that calls need not wait for each other.
+# The most copies in one call; and, if 1, that calls need not wait for each other.
 COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
-AT_ONCE_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
+CONCURRENT_CALLS_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
 DEFAULT_COPIES = 2048
 
 # The process has one transfer engine.
-_calls = threading.Lock()
+_call_lock = threading.Lock()
 
 
 def is_used() -> bool:
-    """Whether this server's environment asks for it."""
+    """Whether this server's environment selects `device_rdma`."""
     return os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip().lower() == "device_rdma"
 
 
-def copies_at_most() -> int:
-    """In one call to the transfer engine."""
+def max_copies_per_call() -> int:
+    """Returns the most copies for one call to the transfer engine."""
     return _read_copies(os.environ.get(COPIES_VARIABLE, ""))
 
 
-@functools.cache  # what is wrong with it is said once
+@functools.cache  # logs an invalid value once
 def _read_copies(text: str) -> int:
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text)
     if text:
-        logger.error(f"{COPIES_VARIABLE} is {text!r}, not 1 or more; {DEFAULT_COPIES} is taken")
+        logger.error(f"{COPIES_VARIABLE} is {text!r}, expected 1 or more; using {DEFAULT_COPIES}")
     return DEFAULT_COPIES
 
 
-def write_in_turn(
+def transfer_serialized(
     transfer: Callable[[str, List[int], List[int], List[int]], int],
     session: str,
     src: List[int],
     dst: List[int],
     lengths: List[int],
 ) -> int:
-    """Write copies by calls that the queue surely takes, one after the other in this process.
+    """Writes copies in calls that fit the queue, one at a time in this process.
 
     Args:
-        transfer: The engine's, of a decode session, addresses here and there, and bytes.
+        transfer: The engine's function of the arguments that follow; returns a status.
+        session: The decode session.
+        src, dst, lengths: Source addresses, destination addresses and bytes of the copies.
 
     Returns:
-        The first status that is not 0; what is left then is not begun.
+        The first status that is not 0, after which no copy is started; otherwise 0.
     """
-    at_most = copies_at_most()
-    for start in range(0, len(src), at_most) or (0,):  # of none the engine says what it says
+    at_most = max_copies_per_call()
+    for start in range(0, len(src), at_most) or (0,):  # the engine gets an empty list, too
         part = slice(start, start + at_most)
         status = _call(transfer, session, src[part], dst[part], lengths[part])
         if status != 0:
@@ -68,7 +70,7 @@ def write_in_turn(
 
 
 def _call(transfer: Callable[..., int], *copies) -> int:
-    if os.environ.get(AT_ONCE_VARIABLE) == "1":
+    if os.environ.get(CONCURRENT_CALLS_VARIABLE) == "1":
         return transfer(*copies)
-    with _calls:
+    with _call_lock:
         return transfer(*copies)

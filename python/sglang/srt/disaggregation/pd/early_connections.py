@@ -1,8 +1,8 @@
-"""NIXL, prefill: a decode rank is connected when it registers, not by its first large write.
+"""NIXL, prefill: connects to a decode rank when it registers, not with the first large write.
 
-told of the rank      NIXL makes an endpoint for each of its threads, and sends the first message
-                      over it; UCX needs some round trips more before it carries anything
-later                 a thread makes these while it has something to send, and not before
+rank added      NIXL makes an endpoint for each of its threads and sends the first message over it;
+                UCX needs some more round trips before the endpoint carries data
+later           a thread makes these round trips only while it has something to send
 
 So each thread is given something to send: it reads a byte of the rank's metadata, which the rank
 does not notice.
@@ -20,71 +20,71 @@ from queue import Empty, SimpleQueue
 from typing import Any, List, Set, Tuple
 
 import numpy as np
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "SGLANG_PD_CONNECT_EARLY"  # "0": by the first request, as the engine
-# NIXL divides a transfer among its threads if each of them gets so many copies.
+VARIABLE = "SGLANG_PD_CONNECT_EARLY"  # "0": with the first request, like the engine
+# NIXL divides a transfer among its threads if each of them gets this many copies.
 COPIES_OF_A_THREAD = 1024
-# A rank that has not answered after that is left to its first request.
+# A rank that does not answer in this time is connected with its first request.
 CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.01
 
 
 @dataclass
-class Reading:
-    """A transfer from a decode rank, begun on the monotonic clock."""
+class PendingRead:
+    """A read from a decode rank; `started_at` is on the monotonic clock."""
 
     peer: str
     handle: Any
-    begun: float
+    started_at: float
 
 
 class EarlyConnections:
-    """A prefill rank's KV manager; it has NIXL's `agent`.
+    """Base of a prefill rank's KV manager, which has NIXL's `agent`.
 
-    One thread connects to all decode ranks, and waits for none of them. It holds `agent_lock`,
-    where NIXL's callers must take turns, only while NIXL begins a transfer or says how one is.
+    One thread connects to all decode ranks, and waits for none of them. It holds `agent_lock`, if
+    NIXL's callers must take turns, only while NIXL begins a transfer or reports its state.
     """
 
     agent_lock: Any = contextlib.nullcontext()
-
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.to_connect: SimpleQueue[Tuple[str, int]] = SimpleQueue()
-        self.connects = False
-        # Those that are being read; NIXL must not forget one of them meanwhile.
-        self.connecting: Set[str] = set()
-        return self
+    to_connect: SimpleQueue[Tuple[str, int]] = PerInstance(SimpleQueue)
+    connects = False
+    # Decode ranks with a pending read; NIXL must not remove one of them meanwhile.
+    connecting: Set[str] = PerInstance(set)
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
-        """Have NIXL connect to a decode rank that it has been told of; returns at once.
+        """Makes NIXL connect to a decode rank; returns at once.
 
         Args:
-            aux_pointers: Where the rank has registered its metadata, in host memory.
+            peer: The rank's name; the agent must already have its metadata.
+            aux_pointers: Addresses of the rank's metadata buffers, in host memory.
         """
         is_ucx = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() == "UCX"
         if not aux_pointers or not is_ucx or os.environ.get(VARIABLE) == "0":
             return
         try:
             if not self.connects:
-                threading.Thread(target=self._connect, name="nixl-connect", daemon=True).start()
+                threading.Thread(
+                    target=self._connect_ranks, name="nixl-connect", daemon=True
+                ).start()
                 self.connects = True
             self.to_connect.put((peer, aux_pointers[0]))
         except Exception as error:
-            logger.warning(f"Decode {peer} is connected to by its first request: {error}")
+            logger.warning(f"Decode {peer} is connected only at its first request: {error}")
 
-    def could_not_connect(self, peer: str) -> None:
-        """NIXL may have forgotten a decode rank to which it found no connection."""
+    def handle_connect_failure(self, peer: str) -> None:
+        """Called if NIXL could not connect to a decode rank, which it may have removed."""
 
-    def _connect(self) -> None:
+    def _connect_ranks(self) -> None:
         byte, readings = np.zeros(1, np.uint8), []
         try:
             with self.agent_lock:
                 self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
         except Exception as error:
-            logger.warning(f"Decode ranks are connected to by their first requests: {error}")
+            logger.warning(f"Decode ranks are connected only at their first requests: {error}")
             return
         while True:
             with contextlib.suppress(Empty):
@@ -92,9 +92,9 @@ class EarlyConnections:
                 readings += self._begin(*asked, byte.ctypes.data)
             readings = [one for one in readings if not self._is_over(one)]
 
-    def _begin(self, peer: str, theirs: int, ours: int) -> List[Reading]:
-        """Begin to read; empty where that fails."""
-        begun = time.monotonic()
+    def _begin(self, peer: str, theirs: int, ours: int) -> List[PendingRead]:
+        """Begins to read; returns an empty list if that fails."""
+        started_at = time.monotonic()
         try:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
             copies = max(1, threads * COPIES_OF_A_THREAD)
@@ -106,16 +106,16 @@ class EarlyConnections:
                 self.connecting.add(peer)
                 handle = self.agent.initialize_xfer("READ", own, peers, peer)
                 if not handle or self.agent.transfer(handle) == "ERR":
-                    raise RuntimeError("NIXL did not begin to read")
+                    raise RuntimeError("NIXL did not start the read")
         except Exception as error:
             self.connecting.discard(peer)
             self._note_failed(peer, str(error))
             return []
-        return [Reading(peer, handle, begun)]
+        return [PendingRead(peer, handle, started_at)]
 
-    def _is_over(self, reading: Reading) -> bool:
-        seconds = time.monotonic() - reading.begun
-        reason = "it reports an error"
+    def _is_over(self, reading: PendingRead) -> bool:
+        seconds = time.monotonic() - reading.started_at
+        reason = "NIXL reported an error"
         with self.agent_lock:
             try:
                 state = self.agent.check_xfer_state(reading.handle)
@@ -134,8 +134,10 @@ class EarlyConnections:
         return True
 
     def _note_failed(self, peer: str, reason: str) -> None:
-        logger.warning(f"NIXL could not connect to decode {peer}, a request will: {reason}")
+        logger.warning(
+            f"NIXL could not connect to decode {peer}; a request will try again: {reason}"
+        )
         try:
-            self.could_not_connect(peer)
+            self.handle_connect_failure(peer)
         except Exception:
-            logger.exception(f"Decode {peer} is left to its first request")
+            logger.exception(f"Decode {peer} could not be added to NIXL again; a request will try")

@@ -1,8 +1,8 @@
-"""Digests of pages, computed where they lie, on any device that torch knows.
+"""Computes digests of pages where they lie, on any device that torch supports.
 
-A page, or a slice of it, is words of 4 bytes (2, 1 where it has another length), and its digest
-their sum, modulo 2**64, with odd weights that say which word it is. So a single word that differs
-is always seen, also where it differs in its sign alone.
+A page, or a slice of it, is a row of 4-byte words (of 2 or 1 bytes if its length requires that).
+Its digest is their weighted sum modulo 2**64, with an odd weight for each word's position. So a
+single word that differs is always detected, even if only its sign differs.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.kv_layout import (
     Buffer,
+    ByteRange,
     Digests,
     LayoutError,
     Part,
     RankLayout,
-    Slice,
-    slices_of,
-    sum_up,
-    weights,
+    byte_ranges,
+    position_weights,
+    summarize,
 )
 
-# Bytes that are gathered at a time; their products take twice as much again.
-AT_ONCE = 4 << 20
-DEPTH = 4
-WORDS = (torch.int32, torch.int16, torch.uint8)
+# Bytes that are gathered at a time; their products need twice as much in addition.
+CHUNK_BYTES = 4 << 20
+MAX_ATTRIBUTE_DEPTH = 4
+WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 
 
-class PageMemory:
-    """Buffers of a rank, KV or state, as bytes.
+class PageViews:
+    """A rank's KV or state buffers as bytes.
 
     Args:
-        layout: The rank's.
-        buffers: Those of `layout` that are meant.
-        owners: Pools, whose tensors the buffers are.
+        layout: The rank's layout.
+        buffers: Its `kv` or `state`.
+        owners: Pools whose tensors contain the buffers.
         ptrs, lens: Address and bytes of each buffer.
 
     Raises:
-        LayoutError: A buffer is in no tensor of the pools.
+        LayoutError: No tensor of the pools contains a buffer.
     """
 
     def __init__(
@@ -62,17 +62,19 @@ class PageMemory:
         self.weights: Dict[Tuple[int, torch.device], torch.Tensor] = {}
 
     def digests(self, parts: Sequence[Part], pages: npt.ArrayLike) -> Digests:
-        """Of these parts, over these pages in the request's order.
+        """Returns digests of these parts over these pages, which are in the request's order.
 
         Raises:
-            LayoutError: This rank does not hold a part, or has no such page.
+            LayoutError: This rank does not hold a part, or does not have a page.
         """
         indices = np.asarray(pages, dtype=np.int64)
-        slices = slices_of(parts, self.layout, self.buffers)
+        slices = byte_ranges(parts, self.layout, self.buffers)
         for one in slices:
             held = self.pages[one.buffer].shape[0]
             if indices.size and not 0 <= indices.min() <= indices.max() < held:
-                raise LayoutError(f"pages {indices.min()} to {indices.max()} of {held}")
+                raise LayoutError(
+                    f"pages {indices.min()} to {indices.max()} requested, only {held} exist"
+                )
         on_device: Dict[torch.device, torch.Tensor] = {}
         found: List[torch.Tensor] = []
         for one in slices:
@@ -81,23 +83,23 @@ class PageMemory:
                 on_device[device] = torch.from_numpy(indices).to(device)
             found.append(self._digests(one, on_device[device]))
         table = torch.stack(found).cpu().numpy() if found else np.empty((0, indices.size), np.int64)
-        return sum_up(tuple(parts), table)
+        return summarize(tuple(parts), table)
 
     def size(self, parts: Sequence[Part], pages: npt.ArrayLike) -> int:
-        """Bytes of these parts."""
-        slices = slices_of(parts, self.layout, self.buffers)
+        """Returns the bytes of these parts of these pages."""
+        slices = byte_ranges(parts, self.layout, self.buffers)
         return sum(one.rows * one.length for one in slices) * np.asarray(pages).size
 
-    def _digests(self, one: Slice, indices: torch.Tensor) -> torch.Tensor:
-        """Int64, `[pages]`."""
+    def _digests(self, one: ByteRange, indices: torch.Tensor) -> torch.Tensor:
+        """Returns one digest per page, int64, `[pages]`."""
         whole = self.pages[one.buffer]
         rows = whole.view(len(whole), one.rows, whole.shape[1] // one.rows)
         rows = rows[:, :, one.start : one.start + one.length]
         size = one.rows * one.length
-        word = next(word for word in WORDS if size % word.itemsize == 0)
+        word = next(word for word in WORD_DTYPES if size % word.itemsize == 0)
         weight = self._weights(size // word.itemsize, whole.device)
         found = torch.empty(len(indices), dtype=torch.int64, device=whole.device)
-        step = max(1, AT_ONCE // max(1, size))
+        step = max(1, CHUNK_BYTES // max(1, size))
         for start in range(0, len(indices), step):
             some = rows.index_select(0, indices[start : start + step])
             words = some.view(len(some), size).view(word)
@@ -107,14 +109,14 @@ class PageMemory:
     def _weights(self, count: int, device: torch.device) -> torch.Tensor:
         key = (count, device)
         if key not in self.weights:
-            self.weights[key] = torch.from_numpy(weights(count).view(np.int64)).to(device)
+            self.weights[key] = torch.from_numpy(position_weights(count).view(np.int64)).to(device)
         return self.weights[key]
 
 
 def _storages(owner: Any) -> Iterator[torch.Tensor]:
-    """The memory of each tensor that an object has, as bytes."""
+    """Yields the memory of each tensor that an object has, as bytes."""
     seen, level = set(), [owner]
-    for _ in range(DEPTH):
+    for _ in range(MAX_ATTRIBUTE_DEPTH):
         level = list(itertools.chain.from_iterable(map(_within, level)))
         for one in level:
             if isinstance(one, torch.Tensor) and id(one) not in seen:
@@ -135,11 +137,11 @@ def _within(one: Any) -> Iterator[Any]:
 def _bytes_at(
     storages: Sequence[torch.Tensor], buffer: Buffer, ptr: int, length: int
 ) -> torch.Tensor:
-    """The buffer, `[pages, bytes a page]`; a view, no copy."""
+    """Returns a view of the buffer, uint8, `[pages, bytes per page]`."""
     for storage in storages:
         start = ptr - storage.data_ptr()
         if start >= 0 and start + length <= storage.numel():
             count = length // buffer.page_bytes if buffer.page_bytes else 0
             end = start + count * buffer.page_bytes
             return storage[start:end].view(count, buffer.page_bytes)
-    raise LayoutError(f"{buffer.name}: the pools have no tensor at its {length} bytes")
+    raise LayoutError(f"{buffer.name}: no tensor of the pools contains its {length} bytes")

@@ -1,4 +1,4 @@
-"""The plan for a decode rank that has registered, by its description or by what it registers."""
+"""The plan for a decode rank that registers, made from its description or its registration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from typing import Optional
 
 from sglang.srt.disaggregation.kv_layout import (
-    PeerFacts,
     PeerPlan,
     Pointers,
     RankLayout,
-    one_sided_draft,
+    StockRegistration,
+    draft_mismatch,
     plan_for_peer,
-    unsent_rows,
+    unsent_rows_message,
 )
 
 logger = logging.getLogger(__name__)
@@ -23,26 +23,26 @@ def plan_registered(
     own: RankLayout,
     own_pointers: Pointers,
     layout: Optional[RankLayout],
-    facts: PeerFacts,
+    facts: StockRegistration,
     pointers: Pointers,
 ) -> PeerPlan:
-    """The copies to the decode rank of this name.
+    """Returns the plan for the decode rank `name`.
 
     Args:
-        own, own_pointers: This prefill rank's.
-        layout: The peer's description; None where it sends none.
-        facts, pointers: What it registers in any case.
+        own, own_pointers: This prefill rank's description and pointers.
+        layout: The decode rank's description; None if it sends none.
+        facts, pointers: What every decode rank registers.
 
     Raises:
-        LayoutError: The two cannot work together.
+        LayoutError: The two ranks cannot work together.
     """
     if layout is None:
         logger.warning(
-            f"Decode {name} runs a release that does not describe its KV buffers; "
-            "they are taken to be those of the same model."
+            f"Decode {name} does not describe its KV buffers; they are inferred from the model of "
+            "this server."
         )
     plan = plan_for_peer(own, own_pointers, layout or facts, pointers)
-    for unsent in (one_sided_draft, unsent_rows):
+    for unsent in (draft_mismatch, unsent_rows_message):
         said = unsent(own, plan.layout)
         if said:
             logger.warning(f"Decode {name}: {said}")

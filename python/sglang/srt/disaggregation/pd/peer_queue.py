@@ -1,4 +1,4 @@
-"""Prefill: chunks that wait to be sent, so that a decode server that takes none holds up no other.
+"""Prefill: queues chunks so that a decode server that accepts none does not delay the others.
 
 scheduler: put    a lane for each group of decode ranks    workers: get, from a lane whose
                                                            ranks no other worker is sending to
@@ -18,15 +18,17 @@ Peers = FrozenSet[str]
 
 
 class PeerQueue:
-    """One queue for all workers. Chunks of one group of ranks are sent in order, one at a time.
+    """One queue for all workers. Chunks for one group of ranks are sent in order, one at a time.
 
-    A worker is done with its chunk when it comes for the next one. Lanes take turns.
+    A worker has finished its chunk when it gets the next one. Lanes take turns.
     """
 
     def __init__(self, note_queued: Callable[[Any], Peers], note_taken: Callable[[Any], None]):
-        """note_queued: called with each chunk as it is put; gives the decode ranks it goes to.
+        """Creates an empty queue.
 
-        note_taken: called by a worker with each chunk, before it gets that; may wait.
+        Args:
+            note_queued: Called with each chunk that is put; returns the decode ranks it goes to.
+            note_taken: Called by a worker with each chunk before `get` returns it; may wait.
         """
         self._note_queued, self._note_taken = note_queued, note_taken
         self._changed = threading.Condition()
@@ -35,17 +37,17 @@ class PeerQueue:
         self._ends = 0
 
     def __len__(self) -> int:
-        """Chunks that no worker has."""
+        """Returns the number of chunks that no worker has taken."""
         with self._changed:
             return sum(map(len, self._lanes.values()))
 
-    def busy(self) -> Set[str]:
-        """Decode ranks that workers are sending to."""
+    def busy_peers(self) -> Set[str]:
+        """Returns the decode ranks to which workers are sending."""
         with self._changed:
             return set().union(*self._busy.values())
 
     def put(self, chunk: Any) -> None:
-        """Queue a chunk; None ends a worker that finds nothing else to do."""
+        """Queues a chunk; None stops one worker that has nothing else to do."""
         peers: Peers = frozenset() if chunk is None else self._note_queued(chunk)
         with self._changed:
             if chunk is None:
@@ -55,7 +57,7 @@ class PeerQueue:
             self._changed.notify()
 
     def get(self) -> Any:
-        """The next chunk of ranks that no other worker is sending to; waits for one."""
+        """Waits for a chunk to whose ranks no other worker is sending; None stops the worker."""
         worker = threading.get_ident()
         with self._changed:
             if self._busy.pop(worker, None):
@@ -73,7 +75,7 @@ class PeerQueue:
             self._busy[worker] = lane
         try:
             self._note_taken(chunk)
-        except Exception:  # the worker will find its room as it is
+        except Exception:  # the worker handles the room as it finds it
             logger.exception(f"Room {chunk.room}: a chunk could not be prepared")
         return chunk
 
@@ -84,21 +86,21 @@ class PeerQueue:
         return None
 
 
-class AtWork(threading.local):
-    """Decode ranks that a worker is sending to, also when their room has been cleared."""
+class WorkerState(threading.local):
+    """The decode ranks to which a worker is sending, even after their room was cleared."""
 
     peers: Peers = frozenset()
 
 
 class PeerQueues:
-    """A KV manager's `transfer_queues`, which the engine makes: all of them are one `PeerQueue`.
+    """Base of a KV manager: makes the engine's `transfer_queues` one and the same `PeerQueue`.
 
-    With staging buffers, of which each worker has its own, each remains a queue of its own.
+    With staging buffers, of which each worker has its own, makes each a `PeerQueue` of its own.
     """
 
     _queues: List[PeerQueue] = []
     enable_staging = False
-    at_work = AtWork()
+    worker_state = WorkerState()
 
     @property
     def transfer_queues(self) -> List[PeerQueue]:
@@ -116,7 +118,7 @@ class PeerQueues:
         return self._peers_of(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
-        self.at_work.peers = self._peers_of(chunk)
+        self.worker_state.peers = self._peers_of(chunk)
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))

@@ -1,10 +1,10 @@
-"""Sockets to other ranks: any thread sends, none waits, and it is known which peer still answers.
+"""Sockets to other ranks: any thread sends without waiting, and can check if a peer still answers.
 
-send_multipart    one socket an endpoint; it connects, and connects again, by itself
-heartbeats        ZeroMQ asks each peer; one that does not answer has lost its connection
-silent_for        seconds since there was a connection
-look_after        calls who wants to know, again and again
-RankLook          which prefill ranks are lost or silent, as decode sees it
+send_multipart        one socket per endpoint, which connects and reconnects by itself
+heartbeats            ZeroMQ pings each peer; one that does not answer has lost its connection
+silent_for            seconds since there was a connection
+call_periodically     calls methods that check peers, every half second
+ConnectionSnapshot    which prefill ranks are lost or silent, as decode sees it
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ logger = logging.getLogger(__name__)
 
 # The engine's own limit is ZeroMQ's: 1,023, and a large fleet has more ranks.
 MAX_SOCKETS = 65536
-# Messages that wait for one peer; more are refused.
-MAX_WAITING = 65536
+# Messages that may wait for one peer; further ones are rejected.
+MAX_QUEUED_MESSAGES = 65536
 LINGER_MS = 5000
-# A peer that is stopped, or whose packets vanish, is asked each so often and answers within.
+# How often a peer is pinged and how soon it must answer, to detect that it hangs or is cut off.
 HEARTBEAT_MS = 1000
-HEARTBEAT_ANSWER_MS = 4000
-# An attempt to connect ends after that; else packets that vanish cost the system's minutes.
+HEARTBEAT_TIMEOUT_MS = 4000
+# Time limit of an attempt to connect; the system's is minutes if packets are lost.
 CONNECT_MS = 3000
 RECONNECT_MS = (100, 2000)
-# Sockets of peers that are gone are closed after that, and opened again when needed.
-GONE_SECONDS = 60.0
-# Of so many it is remembered when they went.
-MAX_GONE = 4096
-LOOK_SECONDS = 0.5
-# This process was stopped itself: how long its peers were silent, it does not know.
-STOOD_STILL_SECONDS = 3.0
-# A connection that was lost for so long does not come back by itself at once.
+# Sockets of peers that are gone this long are closed, and opened again when needed.
+CLOSE_AFTER_SECONDS = 60.0
+# Peers with closed sockets for which it is kept when they were lost.
+MAX_CLOSED_PEERS = 4096
+POLL_INTERVAL_SECONDS = 0.5
+# A longer gap between polls means that this process was suspended: its peers' silence is unknown.
+SUSPENDED_SECONDS = 3.0
+# A connection that has been lost this long will not come back at once by itself.
 LOST_SECONDS = 1.0
 
 
-class _Open:
-    """One endpoint's socket, what ZeroMQ tells of its connection, and when it was used last.
+class _OpenSocket:
+    """One endpoint's socket, the state of its connection, and when it was last used.
 
-    `lost_at`: since when there has been no connection, on the monotonic clock; None while there is.
-    `has_met`: whether there was one.
+    Attributes:
+        lost_at: When the connection was lost, on the monotonic clock; None while connected.
+        was_connected: Whether there ever was a connection.
     """
 
-    has_met = False
+    was_connected = False
 
     def __init__(self, context: zmq.Context, endpoint: str, is_ipv6: bool):
         self.used = self.lost_at = time.monotonic()
-        # Held while sending, so that one peer's messages wait for no other's.
+        # Held while sending, so that messages to one peer do not wait for those to another.
         self.sending = threading.Lock()
         self.sock = context.socket(zmq.PUSH)
         options = {
             zmq.IPV6: int(is_ipv6),
-            zmq.SNDHWM: MAX_WAITING,
+            zmq.SNDHWM: MAX_QUEUED_MESSAGES,
             zmq.LINGER: LINGER_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_ANSWER_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
             zmq.CONNECT_TIMEOUT: CONNECT_MS,
             zmq.RECONNECT_IVL: RECONNECT_MS[0],
             zmq.RECONNECT_IVL_MAX: RECONNECT_MS[1],
@@ -77,17 +78,17 @@ class _Open:
         )
         self.sock.connect(endpoint)
 
-    def take_events(self) -> None:
+    def read_events(self) -> None:
         while self.monitor.poll(0):
             event, _ = self.monitor.recv_multipart()
             if int.from_bytes(event[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.lost_at, self.has_met = None, True
+                self.lost_at, self.was_connected = None, True
             elif self.lost_at is None:
                 self.lost_at = time.monotonic()
 
     def is_gone(self) -> bool:
         now, lost_at = time.monotonic(), self.lost_at
-        return lost_at is not None and now - max(lost_at, self.used) > GONE_SECONDS
+        return lost_at is not None and now - max(lost_at, self.used) > CLOSE_AFTER_SECONDS
 
     def close(self, linger: Optional[int] = None) -> None:
         with self.sending:
@@ -96,175 +97,175 @@ class _Open:
             self.sock.close(linger)
 
 
-class _Sockets:
-    """Of this process, by endpoint, and the thread that looks after them."""
+class _SocketPool:
+    """This process's sockets, by endpoint, and the thread that monitors them."""
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.open: Dict[str, _Open] = {}
-        # Since when those had no connection whose sockets are closed.
-        self.gone: OrderedDict[str, float] = OrderedDict()
-        self.looks: List[WeakMethod] = []
+        self.open: Dict[str, _OpenSocket] = {}
+        # When peers whose sockets are closed lost their connection.
+        self.closed: OrderedDict[str, float] = OrderedDict()
+        self.callbacks: List[WeakMethod] = []
         self.context: Optional[zmq.Context] = None
         self.process = 0
 
-    def of(self, endpoint: str, is_ipv6: bool) -> _Open:
-        """Its socket, made if there is none; the lock is held."""
-        self.begin()
+    def get_or_open(self, endpoint: str, is_ipv6: bool) -> _OpenSocket:
+        """Returns the endpoint's socket, opened if needed; the caller holds `lock`."""
+        self.start()
         known = self.open.get(endpoint)
         if known is None:
-            known = self.open[endpoint] = _Open(self.context, endpoint, is_ipv6)
-            self.gone.pop(endpoint, None)
+            known = self.open[endpoint] = _OpenSocket(self.context, endpoint, is_ipv6)
+            self.closed.pop(endpoint, None)
         return known
 
-    def known(self, endpoint: str) -> Optional[_Open]:
-        """Its socket, if there is one."""
+    def find(self, endpoint: str) -> Optional[_OpenSocket]:
+        """Returns the endpoint's socket, if it is open in this process."""
         return self.open.get(endpoint) if self.process == os.getpid() else None
 
-    def begin(self) -> None:
-        """Once in a process; a fork has its parent's sockets, and may use none of them."""
+    def start(self) -> None:
+        """Starts once per process: a fork must not use the sockets that it inherits."""
         if self.process == os.getpid():
             return
-        self.process, self.open, self.looks = os.getpid(), {}, []
-        self.gone.clear()
+        self.process, self.open, self.callbacks = os.getpid(), {}, []
+        self.closed.clear()
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        threading.Thread(target=self._look_after, name="PeerSockets", daemon=True).start()
+        threading.Thread(target=self._monitor, name="PeerSockets", daemon=True).start()
 
-    def _look_after(self) -> None:
+    def _monitor(self) -> None:
         looked = time.monotonic()
         while not self.context.closed:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_INTERVAL_SECONDS)
             with self.lock:
                 before, looked = looked, time.monotonic()
-                stood_still = looked - before > STOOD_STILL_SECONDS
+                stood_still = looked - before > SUSPENDED_SECONDS
                 for endpoint, known in list(self.open.items()):
-                    known.take_events()
+                    known.read_events()
                     if stood_still and known.lost_at is not None:
-                        known.lost_at = looked  # it could not connect meanwhile
+                        known.lost_at = looked  # no connection was possible meanwhile
                     if known.is_gone():
                         known.close(linger=0)
                         del self.open[endpoint]
-                        self.gone[endpoint] = known.lost_at
-                while len(self.gone) > MAX_GONE:
-                    self.gone.popitem(last=False)
-                self.looks = [look for look in self.looks if look() is not None]
-                looks = [look() for look in self.looks]
+                        self.closed[endpoint] = known.lost_at
+                while len(self.closed) > MAX_CLOSED_PEERS:
+                    self.closed.popitem(last=False)
+                self.callbacks = [look for look in self.callbacks if look() is not None]
+                looks = [look() for look in self.callbacks]
             for look in looks:
                 try:
                     if look is not None:
                         look()
                 except Exception:
-                    logger.exception("Peers could not be looked after")
-            look = looks = None  # else their owners would live as long as this thread
+                    logger.exception("A periodic check of peers failed")
+            look = looks = None  # otherwise this thread would keep their owners alive
 
 
-_sockets = _Sockets()
+_sockets = _SocketPool()
 
 
 class PeerSocket:
-    """Sends to one endpoint, from any thread; it never waits."""
+    """Sends to one endpoint from any thread, and never waits."""
 
     def __init__(self, endpoint: str, is_ipv6: bool = False):
         self.endpoint, self.is_ipv6 = endpoint, is_ipv6
 
     @classmethod
     def to(cls, host: str, port: int) -> PeerSocket:
-        """The socket to this IP address, or name, and port."""
+        """Returns the socket to a port of a host, given by IP address or name."""
         host = host.strip("[]")
         is_ipv6 = ":" in host
         return cls(f"tcp://[{host}]:{port}" if is_ipv6 else f"tcp://{host}:{port}", is_ipv6)
 
     def open(self) -> None:
-        """Connect, if nothing was sent before; that a peer is silent is known from then on."""
+        """Connects, unless the socket is open; the peer's silence is measured from then on."""
         with _sockets.lock:
-            _sockets.of(self.endpoint, self.is_ipv6)
+            _sockets.get_or_open(self.endpoint, self.is_ipv6)
 
     def send_multipart(self, frames: List[bytes]) -> None:
-        """Hand over a message, also before the peer is connected, or connected again.
+        """Queues a message, even before the peer is connected or reconnected.
 
         Raises:
-            zmq.Again: The peer takes none, and `MAX_WAITING` wait for it already.
+            zmq.Again: The peer accepts none, and `MAX_QUEUED_MESSAGES` already wait for it.
         """
         with _sockets.lock:
-            known = _sockets.of(self.endpoint, self.is_ipv6)
-            known.used = time.monotonic()  # it is not closed for `GONE_SECONDS`
+            known = _sockets.get_or_open(self.endpoint, self.is_ipv6)
+            known.used = time.monotonic()  # stays open for `CLOSE_AFTER_SECONDS`
         with known.sending:
             known.sock.send_multipart(frames, zmq.NOBLOCK)
 
     def silent_for(self) -> float:
-        """Seconds for which there has been no connection; 0 while there is.
+        """Returns the seconds without a connection; 0 while connected.
 
-        It is lost when the peer ends, and `HEARTBEAT_ANSWER_MS` after it stops or its packets
-        vanish; that is noted within `LOOK_SECONDS`. Infinite where nothing was ever sent, or the
-        peer has long gone.
+        A connection is lost when the peer exits, and `HEARTBEAT_TIMEOUT_MS` after the peer hangs or
+        its packets are lost; `POLL_INTERVAL_SECONDS` may pass before that is noticed. Infinite if
+        the socket was never opened, or the peer has long been gone.
         """
-        known = _sockets.known(self.endpoint)
-        if known is not None and known.lost_at is None:  # asked with each message: no lock
+        known = _sockets.find(self.endpoint)
+        if known is not None and known.lost_at is None:  # no lock: called for each message
             return 0.0
         with _sockets.lock:
-            known = _sockets.known(self.endpoint)
+            known = _sockets.find(self.endpoint)
             if known is None:
-                lost_at = _sockets.gone.get(self.endpoint, -math.inf)
+                lost_at = _sockets.closed.get(self.endpoint, -math.inf)
             else:
-                if known.lost_at is not None:  # that one is lost is seen by the thread, soon enough
-                    known.take_events()
+                if known.lost_at is not None:  # the thread notices a loss soon enough
+                    known.read_events()
                 lost_at = known.lost_at
             return 0.0 if lost_at is None else time.monotonic() - lost_at
 
     def lost_for(self) -> float:
-        """As `silent_for`; 0 also while the first connection is being made."""
+        """Returns `silent_for`, but 0 while the first connection is being made."""
         with _sockets.lock:
-            known = _sockets.known(self.endpoint)
+            known = _sockets.find(self.endpoint)
             if known is not None:
-                known.take_events()
-                if not known.has_met:
+                known.read_events()
+                if not known.was_connected:
                     return 0.0
         return self.silent_for()
 
-    def note_heard(self) -> None:
-        """The peer lives, as is known from elsewhere: its silence begins anew."""
+    def note_alive(self) -> None:
+        """Restarts the peer's silence, because the peer has answered in another way."""
         with _sockets.lock:
-            known = _sockets.known(self.endpoint)
+            known = _sockets.find(self.endpoint)
             if known is not None and known.lost_at is not None:
                 known.lost_at = time.monotonic()
 
 
-class RankLook:
-    """One look at prefill ranks, by their `rank_ip` and `rank_port`.
+class ConnectionSnapshot:
+    """The state of connections to prefill ranks, given by `rank_ip` and `rank_port`, at one time.
 
-    Each socket is asked once, for hundreds of rooms may wait for the same ranks.
+    Checks each socket once, because hundreds of rooms may wait for the same ranks.
     """
 
     def __init__(self, silent_seconds: float):
         self.silent_seconds = silent_seconds
-        self._seconds = functools.cache(_without_connection)
+        self._seconds = functools.cache(_seconds_disconnected)
 
     def is_silent(self, rank: dict) -> bool:
-        """Whether requests that wait for it are to fail."""
+        """Whether requests that wait for this rank must fail."""
         return self._seconds(rank["rank_ip"], rank["rank_port"])[0] >= self.silent_seconds
 
     def is_lost(self, rank: dict) -> bool:
-        """Whether it may have been started anew, so that its server is to be asked again."""
+        """Whether this rank may have restarted, so that its server must be queried again."""
         lost_for = self._seconds(rank["rank_ip"], rank["rank_port"])[1]
         return lost_for >= LOST_SECONDS or self.is_silent(rank)
 
 
-def _without_connection(host: str, port: int) -> Tuple[float, float]:
-    """Seconds without a connection to a rank, and without one that there was before."""
+def _seconds_disconnected(host: str, port: int) -> Tuple[float, float]:
+    """Returns `silent_for` and `lost_for` of the socket to a rank."""
     socket = PeerSocket.to(host, port)
     return socket.silent_for(), socket.lost_for()
 
 
-def look_after(look: Callable[[], None]) -> None:
-    """Have a method called every half second, as long as its object lives; it must not wait."""
+def call_periodically(look: Callable[[], None]) -> None:
+    """Calls a method every half second while its object lives; the method must not wait."""
     with _sockets.lock:
-        _sockets.begin()
-        if look not in [known() for known in _sockets.looks]:
-            _sockets.looks.append(WeakMethod(look))
+        _sockets.start()
+        if look not in [known() for known in _sockets.callbacks]:
+            _sockets.callbacks.append(WeakMethod(look))
 
 
 def open_sockets() -> List[str]:
-    """Endpoints that have one."""
+    """Returns the endpoints of this process's open sockets."""
     with _sockets.lock:
         return list(_sockets.open) if _sockets.process == os.getpid() else []

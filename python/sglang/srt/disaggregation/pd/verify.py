@@ -4,19 +4,18 @@
     last chunk written
     digest this request's pages, by part  ->  with the room's last message
                                               all has arrived: digest the same parts, compare
-                                              equal: the request is scheduled
-                                              else: it fails, on all ranks
+                                              equal: schedule the request
+                                              else: fail it on all ranks
 
-The two sides need no trust in each other's plan: each finds a part in its own pools, by its own
-description. With `1` a request that differs fails, with `log` it is reported and served.
+Neither side relies on the other's plan: each finds a part in its own pools, by its own description.
+With `1` a request that differs fails; with `log` it is logged and served.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
@@ -29,38 +28,40 @@ from sglang.srt.disaggregation.kv_layout import (
     RankLayout,
     RoomDigests,
     decode_digests,
-    difference,
+    describe_difference,
     elided_parts,
     encode_digests,
+    missing_parts,
     sent_parts,
-    unsent,
 )
-from sglang.srt.disaggregation.pd.memory import flat
-from sglang.srt.disaggregation.pd.page_digests import PageMemory
+from sglang.srt.disaggregation.pd.memory_registration import flatten
+from sglang.srt.disaggregation.pd.page_digests import PageViews
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE, verify_mode
-from sglang.srt.disaggregation.pd.verify_reports import Count, Report, Reports
+from sglang.srt.disaggregation.pd.verify_reports import PairStats, ReportSender, VerifyReport
 
 logger = logging.getLogger(__name__)
 
-# Place among all pages of the request, and pages of this rank's pool, int32.
+# A chunk's place among all pages of its request, and its pages of this rank's pool, int32.
 Chunk = Tuple[slice, npt.NDArray[np.int32]]
 
 
 @dataclass
 class Verifier:
-    """One rank's digests. On prefill it is used by whoever sends, on decode by the scheduler.
+    """One rank's digests. On prefill the thread that sends uses it, on decode the scheduler.
 
     Attributes:
-        reports: Decode: what has been compared, by prefill server and rank.
+        kv, state: This rank's buffers.
+        mode: `fail` or `log`.
+        reports: Decode: results of comparisons, by prefill server and rank.
     """
 
     args: KVArgs
-    kv: PageMemory
-    state: PageMemory
+    kv: PageViews
+    state: PageViews
     mode: str
 
     def __post_init__(self):
-        self.reports = Reports(self.name)
+        self.reports = ReportSender(self.name)
 
     @property
     def layout(self) -> RankLayout:
@@ -68,7 +69,7 @@ class Verifier:
 
     @property
     def name(self) -> str:
-        """This rank's, such as `DP 1 TP 0/2 PP 0/1`."""
+        """This rank's name, such as `DP 1 TP 0/2 PP 0/1`."""
         dp = self.args.system_dp_rank
         return self.layout.name if dp is None else f"DP {dp} {self.layout.name}"
 
@@ -80,41 +81,52 @@ class Verifier:
         chunks: Sequence[Chunk],
         peer: RankLayout,
         state_pages: Optional[Sequence[int]],
-        plans_state: bool,
+        sends_state_by_plan: bool,
     ) -> bytes:
-        """Of all that the room has sent to this decode rank; empty where that fails."""
+        """Returns digests of all that the room sent to a decode rank; empty if that fails.
+
+        Args:
+            peer: The decode rank's layout.
+            state_pages: This rank's pages or slots of state; None if the room sends no state.
+            sends_state_by_plan: Whether transfer plans cover state.
+        """
         try:
             chunks = sorted(chunks, key=lambda chunk: chunk[0].start)
             pages = np.concatenate([chunk for _, chunk in chunks])
             own, state = self.layout, None
             kv = self.kv.digests(sent_parts(own, peer, own.kv, peer.kv), pages)
-            # Between TP sizes Mooncake cuts recurrent state along dimensions.
-            is_alike = plans_state or own.tp_size == peer.tp_size
+            # Between different TP sizes Mooncake splits recurrent state along dimensions.
+            is_alike = sends_state_by_plan or own.tp_size == peer.tp_size
             if state_pages is not None and is_alike:
                 parts = sent_parts(own, peer, own.state, peer.state)
                 state = self.state.digests(parts, state_pages)
             return encode_digests(RoomDigests(self.name, kv, state, elided_parts(own)))
         except Exception:
-            logger.exception(f"Room {room}: no digests for decode {peer.name}")
+            logger.exception(f"Room {room}: could not compute digests for decode {peer.name}")
             return b""
 
     # Decode
 
-    def check(
+    def compare(
         self,
         room: int,
         frames: Iterable[bytes],
         pages: npt.NDArray[np.int32],
         state_pages: Optional[Sequence[int]],
-        report: Report,
+        report: VerifyReport,
         seconds: float,
     ) -> Optional[str]:
-        """Compare a room's digests, one frame from each prefill rank; what differs, in words.
+        """Compares a room's digests, one frame from each prefill rank, with this rank's pages.
 
-        With `log` that is logged, and None. It is counted in `report`, in which the transfer that
-        took so many `seconds` is noted, too.
+        Args:
+            pages, state_pages: The room's pages, and its pages or slots of state, on this rank.
+            report: Counts the result.
+            seconds: Duration of the room's transfer, for `report`.
+
+        Returns:
+            What differs, in words; None if nothing does, or with `log`, which only logs it.
         """
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             sent = [_read(frame) for frame in frames]
             differences = self._differences(sent, pages, state_pages, report.pairs)
@@ -122,23 +134,23 @@ class Verifier:
         except LayoutError as error:
             said = [str(error)]
         except Exception as error:
-            logger.exception(f"Room {room}: its digests could not be compared")
+            logger.exception(f"Room {room}: could not compare digests")
             said = [f"digests could not be compared: {error!r}"]
-        report.add(said, seconds, time.perf_counter() - begun)
+        report.add(said, seconds, time.perf_counter() - started_at)
         if not said:
             return None
-        reason = f"KV is not what prefill has: {'; '.join(said)}"
+        reason = f"KV verification failed: {'; '.join(said)}"
         logger.error(f"Room {room}: {reason}")
         return reason if self.mode == "fail" else None
 
     def _missing(self, sent: List[RoomDigests]) -> List[str]:
         own = self.layout
         left_out = [part for one in sent for part in one.left_out]
-        kv = unsent(own.kv, [*_parts(one.kv for one in sent), *left_out])
+        kv = missing_parts(own.kv, [*_parts(one.kv for one in sent), *left_out])
         if any(one.state is None for one in sent):
             state = []
         else:
-            state = unsent(own.state, [*_parts(one.state for one in sent), *left_out])
+            state = missing_parts(own.state, [*_parts(one.state for one in sent), *left_out])
         missing = [*kv, *state]
         return [f"no prefill rank sent {missing[0]} ({len(missing)} in all)"] if missing else []
 
@@ -147,11 +159,11 @@ class Verifier:
         sent: List[RoomDigests],
         pages: npt.NDArray[np.int32],
         state_pages: Any,
-        pairs: Dict[str, Count],
+        pairs: Dict[str, PairStats],
     ) -> List[str]:
         said = []
         for one in sent:
-            count = pairs.setdefault(one.sender, Count())
+            count = pairs.setdefault(one.sender, PairStats())
             count.requests += 1
             found = []
             for memory, digests, of in (
@@ -163,7 +175,7 @@ class Verifier:
                 count.parts += len(digests.parts)
                 count.bytes += memory.size(digests.parts, of)
                 arrived = memory.digests(digests.parts, of)
-                found.append(difference(digests, arrived, self.layout.page_size))
+                found.append(describe_difference(digests, arrived, self.layout.page_size))
             wrong = [text for text in found if text]
             if wrong:
                 count.mismatches += 1
@@ -172,61 +184,9 @@ class Verifier:
         return said
 
 
-class Verifies:
-    """A KV manager's part; its `verifier`, of `KVArgs`, is None where nothing is compared."""
-
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # Of each room; on prefill its chunks, on decode digests, by prefill rank.
-        self.sent_pages: Dict[int, List[Chunk]] = defaultdict(list)
-        self.arrived_digests: Dict[int, Dict[Hashable, bytes]] = defaultdict(dict)
-        return self
-
-    @property
-    def verifier(self) -> Optional[Verifier]:
-        return getattr(getattr(self, "kv_args", None), "verifier", None)
-
-    def note_chunk(self, room: int, index_slice: slice, pages: npt.NDArray[np.int32]) -> None:
-        """Prefill: these pages of the request are being sent."""
-        if self.verifier is not None:
-            with self.rooms_lock:
-                if room in self.request_status:  # else nobody would drop them
-                    self.sent_pages[room].append((index_slice, pages))
-
-    def room_digests(
-        self, room: int, info: Any, state_pages: Optional[Sequence[int]]
-    ) -> Optional[bytes]:
-        """Prefill: of all that the room has sent to a decode rank; None if it awaits none."""
-        if self.verifier is None or info.plan is None or not info.plan.layout.verifies:
-            return None
-        peer, chunks = info.plan.layout, self.sent_pages.get(room, [])
-        return self.verifier.digests(room, chunks, peer, state_pages, self.plans_state)
-
-    def drop_digests(self, room: int) -> None:
-        """Forget a room that is over."""
-        self.arrived_digests.pop(room, None)
-        self.sent_pages.pop(room, None)
-
-    def verify(
-        self,
-        room: int,
-        address: str,
-        pages: npt.NDArray[np.int32],
-        state_pages: Optional[Sequence[int]],
-        seconds: float,
-    ) -> Optional[str]:
-        """Decode: why the room fails, if its KV is not what the prefill server there has."""
-        frames, reports = self.arrived_digests[room].values(), self.verifier.reports
-        with reports.lock:
-            report = reports.of(address, f"{self.local_ip}:{self.rank_port}")
-            reason = self.verifier.check(room, frames, pages, state_pages, report, seconds)
-            reports.is_changed(address)
-        return reason
-
-
 def _read(frame: bytes) -> RoomDigests:
     if not frame:
-        raise LayoutError("a prefill rank could not digest it, its log says why")
+        raise LayoutError("a prefill rank could not compute digests; see its log")
     return decode_digests(frame)
 
 
@@ -235,13 +195,13 @@ def _parts(digests: Iterable[Any]) -> List[Part]:
 
 
 def make_verifier(args: KVArgs, owners: Sequence[Any]) -> Optional[Verifier]:
-    """This rank's, over its pools; None where nothing is to be compared."""
+    """Returns this rank's verifier over its pools (`owners`); None if nothing is compared."""
     mode = verify_mode()
     if not mode:
         return None
     layout = args.layout
-    kv = PageMemory(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
-    registered = (flat(args.state_data_ptrs), flat(args.state_data_lens))
-    state = PageMemory(layout, layout.state, owners, *registered)
+    kv = PageViews(layout, layout.kv, owners, args.kv_data_ptrs, args.kv_data_lens)
+    registered = (flatten(args.state_data_ptrs), flatten(args.state_data_lens))
+    state = PageViews(layout, layout.state, owners, *registered)
     logger.info(f"{VARIABLE}: KV is compared after each transfer ({mode})")
     return Verifier(args, kv, state, mode)

@@ -1,4 +1,4 @@
-"""Whether KV is compared after each transfer, and what becomes of a request that differs."""
+"""Whether KV is compared after each transfer, and what happens to a request that differs."""
 
 import os
 
@@ -7,12 +7,12 @@ MODES = {"": "", "0": "", "1": "fail", "log": "log"}
 
 
 def verify_mode() -> str:
-    """`fail`, `log`, or empty where nothing is to be compared.
+    """Returns `fail`, `log`, or "" if nothing is to be compared.
 
     Raises:
         ValueError: The variable has another value; the server must not start.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in MODES:
-        raise ValueError(f"{VARIABLE} is {value!r}; it takes 1, log, or 0")
+        raise ValueError(f"{VARIABLE} is {value!r}; expected 1, log, or 0")
     return MODES[value]

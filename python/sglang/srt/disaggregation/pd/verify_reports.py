@@ -1,6 +1,6 @@
-"""What decode ranks have compared, gathered where a client can ask: prefill's bootstrap server.
+"""Gathers what decode ranks compared where a client can query it: prefill's bootstrap server.
 
-decode rank  -- PUT /verify, once a second if there is news -->  bootstrap server
+decode rank  -- PUT /verify, once a second after changes -->     bootstrap server
 `sglang-pd verify`  -- GET /verify -->                           all ranks' reports
 """
 
@@ -18,16 +18,16 @@ from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
 
-EVERY_SECONDS = 1.0
-ANSWER_SECONDS = (2, 5)
-# What is kept of the past: mismatches in words, seconds of transfers, and ranks.
-MAX_SAID = 20
-MAX_TIMES = 1024
+REPORT_INTERVAL_SECONDS = 1.0
+HTTP_TIMEOUT_SECONDS = (2, 5)
+# How many of the latest are kept: mismatches in words, durations of transfers, and ranks.
+MAX_MISMATCHES = 20
+MAX_DURATIONS = 1024
 MAX_RANKS = 4096
 
 
-class Count(msgspec.Struct):
-    """What a decode rank has compared with one prefill rank's digests."""
+class PairStats(msgspec.Struct):
+    """Numbers of what a decode rank compared with one prefill rank's digests."""
 
     requests: int = 0
     parts: int = 0
@@ -35,61 +35,66 @@ class Count(msgspec.Struct):
     mismatches: int = 0
 
 
-class Report(msgspec.Struct):
-    """A decode rank's, on what came from one prefill server.
+class VerifyReport(msgspec.Struct):
+    """A decode rank's report on what arrived from one prefill server.
 
     Attributes:
-        decode, at: The rank, such as `TP 0/2 PP 0/1`, and where it reads messages.
-        requests, failed: Rooms that were compared, and those of them that differed.
-        pairs: By prefill rank.
+        decode, at: The rank, such as `TP 0/2 PP 0/1`, and HOST:PORT where it reads messages.
+        requests, failed: Numbers of rooms that were compared, and that differed.
+        pairs: Numbers by prefill rank.
         said: The last mismatches, in words.
-        seconds: Of the last transfers, from asking prefill until all had arrived.
-        comparing: Seconds that comparing has taken, in all.
+        seconds: Durations of the last transfers, from the request to prefill to the last arrival.
+        comparing: Seconds that all comparisons took.
     """
 
     decode: str
     at: str
     requests: int = 0
     failed: int = 0
-    pairs: Dict[str, Count] = msgspec.field(default_factory=dict)
+    pairs: Dict[str, PairStats] = msgspec.field(default_factory=dict)
     said: List[str] = msgspec.field(default_factory=list)
     seconds: List[float] = msgspec.field(default_factory=list)
     comparing: float = 0.0
 
     def add(self, said: List[str], seconds: float, comparing: float) -> None:
-        """One request has been compared."""
+        """Adds one compared room: its mismatches, and seconds of its transfer and comparison."""
         self.requests += 1
         self.comparing += comparing
-        self.seconds = [*self.seconds[1 - MAX_TIMES :], seconds]
+        self.seconds = [*self.seconds[1 - MAX_DURATIONS :], seconds]
         if said:
             self.failed += 1
-            self.said = [*self.said[1 - MAX_SAID :], "; ".join(said)]
+            self.said = [*self.said[1 - MAX_MISMATCHES :], "; ".join(said)]
 
 
-class Reports:
+class ReportSender:
     """A decode rank's reports, by bootstrap address, and the thread that sends them."""
 
     def __init__(self, decode: str):
         self.decode = decode
         self.lock = threading.Lock()
-        self.by_address: Dict[str, Report] = {}
+        self.by_address: Dict[str, VerifyReport] = {}
         self.changed: Set[str] = set()
         self.thread: Optional[threading.Thread] = None
 
-    def of(self, address: str, at: str) -> Report:
-        """The report for this prefill server; hold `lock`, and call `is_changed` after."""
-        return self.by_address.setdefault(address, Report(self.decode, at))
+    def report_for(self, address: str, at: str) -> VerifyReport:
+        """Returns a prefill server's report; hold `lock`, and call `mark_changed` afterwards.
 
-    def is_changed(self, address: str) -> None:
-        """Send it soon."""
+        Args:
+            address: The prefill server's bootstrap address.
+            at: HOST:PORT where this rank reads messages.
+        """
+        return self.by_address.setdefault(address, VerifyReport(self.decode, at))
+
+    def mark_changed(self, address: str) -> None:
+        """Has the report for this prefill server sent within about a second."""
         self.changed.add(address)
         if self.thread is None:
             thread = threading.Thread(target=self._send_all, daemon=True)
             try:
                 thread.start()
                 self.thread = thread
-            except RuntimeError as error:  # no more threads; the scheduler goes on
-                logger.warning(f"What was compared is not reported yet: {error}")
+            except RuntimeError as error:  # out of threads; the scheduler must go on
+                logger.warning(f"Verification results are not reported yet: {error}")
 
     def _send_all(self) -> None:
         while True:
@@ -98,32 +103,32 @@ class Reports:
                 self.changed.clear()
             for address, body in bodies.items():
                 self._send(address, body)
-            time.sleep(EVERY_SECONDS)
+            time.sleep(REPORT_INTERVAL_SECONDS)
 
     def _send(self, address: str, body: bytes) -> None:
-        """One that is lost is in the next one, too."""
+        """Sends a report; if it is lost, the next one includes what it said."""
         try:
             url = f"http://{address}/verify"
-            requests.put(url, data=body, timeout=ANSWER_SECONDS).raise_for_status()
-        except Exception as error:  # not all that `requests` raises is its own
-            logger.info(f"Bootstrap server {address} takes no report of what was compared: {error}")
+            requests.put(url, data=body, timeout=HTTP_TIMEOUT_SECONDS).raise_for_status()
+        except Exception as error:  # `requests` also raises other libraries' errors
+            logger.info(f"Could not report verification results to {address}: {error}")
 
 
-class GathersReports:
-    """A bootstrap server that takes reports; it has no such route where nothing is compared."""
+class VerifyRoutes:
+    """Base of a bootstrap server: adds routes for reports, unless nothing is compared."""
 
     def _setup_routes(self) -> None:
         super()._setup_routes()
         if verify_mode():
-            self.reports: Dict[str, Report] = {}
+            self.reports: Dict[str, VerifyReport] = {}
             self.app.router.add_put("/verify", self._take_report)
             self.app.router.add_get("/verify", self._show_reports)
 
     async def _take_report(self, request: web.Request) -> web.Response:
         try:
-            report = msgspec.json.decode(await request.read(), type=Report)
+            report = msgspec.json.decode(await request.read(), type=VerifyReport)
         except msgspec.MsgspecError as error:
-            return web.Response(text=f"this is no report: {error}", status=400)
+            return web.Response(text=f"not a report: {error}", status=400)
         self.reports.pop(report.at, None)
         self.reports[report.at] = report
         if len(self.reports) > MAX_RANKS:

@@ -1,11 +1,11 @@
-"""Copy the KV of a retracted request to the host, and back to other slots (PR #25249).
+"""Copies the KV of a retracted request to the host, and back to other slots (PR #25249).
 
     pool, per buffer          host, per chunk and buffer
     [layers, rows, ...]  ->   [layers, rows of the chunk, ...]
 
-A row is a token, or a whole page where a page's bytes are not token after token. All layers of a
+A row is a token, or a whole page if a page's bytes are not token after token. All layers of a
 buffer move at once, or as many as an NPU can index, a chunk of rows at a time; the caller waits at
-the beginning and at the end. A chunk is as large as one that moves a single layer would be, for
+the beginning and at the end. A chunk has as many bytes as if it moved a single layer, because
 device memory is short when requests are retracted.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple
 
 import torch
-from sglang.srt.hardware_backend.npu import host_blocks
+from sglang.srt.hardware_backend.npu import pinned_buffers
 
 # An NPU's index operators count the elements of what they index in 32 bits.
 MAX_INDEXED = 2**31 - 1
@@ -23,12 +23,12 @@ MAX_INDEXED = 2**31 - 1
 class HostCopy(List[List[torch.Tensor]]):
     """[chunk][buffer], each [layers, rows of the chunk, ...] on the host.
 
-    Once it is dropped another copy takes its memory: a tensor out of it must not outlive it.
+    Once it is dropped, another copy uses its memory: none of its tensors may outlive it.
     """
 
 
 def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int) -> HostCopy:
-    """The given rows of every layer, on the host, in pinned memory where the device has it.
+    """Returns the given rows of every layer on the host, pinned unless the device is the CPU.
 
     Args:
         buffers: Each [layers, rows, ...], on one device.
@@ -37,34 +37,34 @@ def copy_to_host(buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
     """
     copied = HostCopy()
     at_once = _rows_at_once(buffers, chunk)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     for part in _chunks(buffers, rows, at_once):
-        copied.append([_room(copied, buffer, len(part), at_once) for buffer in buffers])
+        copied.append([_host_buffer(copied, buffer, len(part), at_once) for buffer in buffers])
         for buffer, host in zip(buffers, copied[-1]):
             _gather(buffer, part, host)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     return copied
 
 
 def copy_from_host(
     copied: HostCopy, buffers: Sequence[torch.Tensor], rows: torch.Tensor, chunk: int
 ) -> None:
-    """Write what `copy_to_host` returned into other rows of these buffers, or of some like them.
+    """Writes what `copy_to_host` returned into other rows of the same or similar buffers.
 
     Raises:
         ValueError: The copy does not fit; nothing has been written.
     """
     parts = _chunks(buffers, rows, _rows_at_once(buffers, chunk))
     _check_fit(copied, buffers, parts)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
     for hosts, part in zip(copied, parts):
         for buffer, host in zip(buffers, hosts):
             _scatter(buffer, part, host)
-    _wait_for(buffers[0].device)
+    _synchronize(buffers[0].device)
 
 
 def _rows_at_once(buffers: Sequence[torch.Tensor], chunk: int) -> int:
-    if buffers[0].device.type == "cpu":  # where nothing is staged
+    if buffers[0].device.type == "cpu":  # which needs no staging
         return chunk
     return max(1, chunk // buffers[0].shape[0])
 
@@ -79,7 +79,7 @@ def _chunks(
 def copy_layers_to_host(
     layers: Sequence[Sequence[torch.Tensor]], rows: torch.Tensor, chunk: int
 ) -> List[List[List[torch.Tensor]]]:
-    """The given rows of every layer as [layer][chunk][buffer], which others may read and cut.
+    """Returns the given rows of every layer as [layer][chunk][buffer], for any code to slice.
 
     Args:
         layers: Buffers of each layer, each [rows, ...], all on one device.
@@ -88,12 +88,12 @@ def copy_layers_to_host(
     """
     device = layers[0][0].device
     parts = _chunks(layers[0], rows, chunk)
-    _wait_for(device)
+    _synchronize(device)
     copied = [
         [[buffer[part].to("cpu", non_blocking=True) for buffer in layer] for part in parts]
         for layer in layers
     ]
-    _wait_for(device)
+    _synchronize(device)
     return copied
 
 
@@ -103,32 +103,32 @@ def copy_layers_from_host(
     rows: torch.Tensor,
     chunk: int,
 ) -> None:
-    """Write [layer][chunk][buffer] into other rows of these layers, or of some like them.
+    """Writes [layer][chunk][buffer] into other rows of the same or similar layers.
 
     Raises:
         ValueError: The copy does not fit; nothing has been written.
     """
     device = layers[0][0].device
     parts = _chunks(layers[0], rows, chunk)
-    found = [[_said(hosts) for hosts in layer] for layer in copied]
-    fits = [
+    actual = [[_shapes(hosts) for hosts in layer] for layer in copied]
+    expected = [
         [[((len(part), *buffer.shape[1:]), buffer.dtype) for buffer in layer] for part in parts]
         for layer in layers
     ]
-    _refuse_misfit(found, fits)
-    _wait_for(device)
+    _require_equal_shapes(actual, expected)
+    _synchronize(device)
     for hosts_of_layer, layer in zip(copied, layers):
         for hosts, part in zip(hosts_of_layer, parts):
             for host, buffer in zip(hosts, layer):
                 buffer[part] = host.to(device, non_blocking=True)
-    _wait_for(device)
+    _synchronize(device)
 
 
 def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Pages that hold these tokens of a request, where a page can only be copied as a whole.
+    """Returns the pages that hold a request's tokens, where only whole pages can be copied.
 
     Raises:
-        ValueError: They do not fill page after page from its first slot, as a request's do.
+        ValueError: The tokens do not fill page after page from its first slot, as a request's do.
     """
     pages = tokens[::page_size] // page_size
     slots = torch.arange(page_size, device=tokens.device, dtype=tokens.dtype)
@@ -136,23 +136,23 @@ def whole_pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
     if not torch.equal(filled, tokens):
         raise ValueError(
             f"{len(tokens)} KV slots are not whole pages of {page_size} tokens, the last perhaps "
-            "partly filled; with SGLANG_USE_FIA_NZ a part of a page cannot be copied"
+            "partly filled; with SGLANG_USE_FIA_NZ only whole pages can be copied"
         )
     return pages
 
 
-def _room(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
-    """Host memory for so many rows of every layer, which belongs to this copy."""
+def _host_buffer(copied: HostCopy, buffer: torch.Tensor, rows: int, at_once: int) -> torch.Tensor:
+    """Returns host memory for `rows` rows of every layer, owned by this copy."""
     layers, _, *row = buffer.shape
     row_bytes = layers * buffer[0, 0].nbytes
     pinned = buffer.device.type != "cpu"
-    block = host_blocks.take(copied, rows * row_bytes, at_once * row_bytes, pinned)
+    block = pinned_buffers.allocate(copied, rows * row_bytes, at_once * row_bytes, pinned)
     return block.view(buffer.dtype).view(layers, rows, *row)
 
 
 def _gather(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
     for layers, part in _by_index(buffer, host):
-        flat, at = _flat(layers, rows)
+        flat, at = _flatten_rows(layers, rows)
         if flat.device.type == "cpu":
             torch.index_select(flat, 0, at, out=part)
         else:
@@ -161,24 +161,24 @@ def _gather(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> Non
 
 def _scatter(buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor) -> None:
     for layers, part in _by_index(buffer, host):
-        flat, at = _flat(layers, rows)
+        flat, at = _flatten_rows(layers, rows)
         flat.index_copy_(0, at, part.to(flat.device, non_blocking=True))
 
 
 def _by_index(buffer: torch.Tensor, host: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Layers that can be indexed at a time, and their rows on the host as [layers * rows, ...].
+    """Splits into layers that can be indexed at a time, with host rows [layers * rows, ...].
 
-    At least one: a layer is not cut.
+    Each part has at least one layer: a layer is not split.
     """
     at_once = max(1, MAX_INDEXED // buffer[0].numel())
     parts = [part.view(-1, *part.shape[2:]) for part in host.split(at_once)]
     return list(zip(buffer.split(at_once), parts))
 
 
-def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The layers as [layers * rows, ...], and these rows of all of them in it.
+def _flatten_rows(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Returns the layers as [layers * rows, ...], and the indices in it of these rows of each.
 
-    An NPU copies a whole buffer, twice, to index any dimension but the first.
+    To index any dimension but the first, an NPU copies a whole buffer, twice.
     """
     layers = torch.arange(buffer.shape[0], device=rows.device)
     at = layers[:, None] * buffer.shape[1] + rows
@@ -186,29 +186,29 @@ def _flat(buffer: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch
 
 
 def _check_fit(copied: HostCopy, buffers: Sequence[torch.Tensor], parts: Sequence) -> None:
-    fits = [
+    expected = [
         [((buffer.shape[0], len(part), *buffer.shape[2:]), buffer.dtype) for buffer in buffers]
         for part in parts
     ]
-    _refuse_misfit([_said(host) for host in copied], fits)
+    _require_equal_shapes([_shapes(host) for host in copied], expected)
 
 
-def _said(tensors: Sequence[torch.Tensor]) -> List[tuple]:
+def _shapes(tensors: Sequence[torch.Tensor]) -> List[tuple]:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def _refuse_misfit(found: list, fits: list) -> None:
-    if found != fits:
+def _require_equal_shapes(actual: list, expected: list) -> None:
+    if actual != expected:
         raise ValueError(
-            f"This copy of KV holds {found}, the pool's slots for it take {fits}; a request can "
-            "only be loaded into as many slots of a pool like the one it was copied from"
+            f"KV copy of {actual} does not fit slots of {expected}; it can only be loaded into "
+            "the same number of slots of a pool like the one it was copied from"
         )
 
 
-def by_token(buffer: torch.Tensor) -> torch.Tensor:
-    """[layers, pages, slots of a page, ...] seen as [layers, tokens, ...]; never a copy of it."""
+def as_tokens(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns [layers, pages, slots of a page, ...] as [layers, tokens, ...], a view of it."""
     return buffer.view(buffer.shape[0], -1, *buffer.shape[3:])
 
 
-def _wait_for(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize()

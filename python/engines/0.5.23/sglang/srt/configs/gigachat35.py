@@ -1,4 +1,4 @@
-"""GigaChat's linear attention, whose convolutions are not Mamba 2's."""
+"""GigaChat's linear attention, whose convolutions differ from Mamba 2's."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams
 
 
 class GigaChat35Config:
-    RENAMED = (("mamba2_cache_params", "_params_without_parts"),)
+    RENAMED = (("mamba2_cache_params", "_engine_mamba2_cache_params"),)
 
     @property
     def mamba2_cache_params(self) -> Mamba2CacheParams:
-        """The engine's, with the channels of the convolutions of q, k and v in the whole model."""
-        params = self._params_without_parts
+        """Extends the engine's: adds the whole model's channels of the q, k, v convolutions."""
+        params = self._engine_mamba2_cache_params
         keys = self.linear_key_head_dim * self.linear_num_key_heads
         values = self.linear_value_head_dim * self.linear_num_value_heads
         parts = [keys, keys, values]

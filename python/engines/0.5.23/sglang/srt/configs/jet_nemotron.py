@@ -1,4 +1,4 @@
-"""JetNemotron's linear attention, whose window has V last; Mamba 2's has its x first."""
+"""JetNemotron's linear attention, whose window ends with V; Mamba 2's begins with x."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams
 
 
 class JetNemotronConfig:
-    RENAMED = (("mamba2_cache_params", "_params_of_mamba2"),)
+    RENAMED = (("mamba2_cache_params", "_engine_mamba2_cache_params"),)
 
     @property
     def mamba2_cache_params(self) -> Mamba2CacheParams:
-        """The engine's, with the channels of q, k and v in the whole model."""
-        params = self._params_of_mamba2
+        """Extends the engine's: adds the whole model's channels of q, k and v."""
+        params = self._engine_mamba2_cache_params
         shape = params.shape
         values = shape.num_heads * shape.head_dim
         keys = shape.num_heads * shape.state_size

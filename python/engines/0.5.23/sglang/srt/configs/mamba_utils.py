@@ -4,7 +4,7 @@ from typing import Any, List, Optional
 
 
 class Mamba2StateShape:
-    RENAMED = (("create", "_create_without_parts"),)
+    RENAMED = (("create", "_engine_create"),)
 
     @staticmethod
     def create(
@@ -15,13 +15,14 @@ class Mamba2StateShape:
         conv_shard_groups: Optional[List[int]] = None,
         **sizes: Any,
     ) -> "Mamba2StateShape":
-        """The engine's, with the channels in the whole model of Mamba 2's convolutions: x, B, C.
+        """Creates the shape. Extends the engine's: adds the whole model's channels of x, B and C.
 
-        conv_shard_groups: those of another kind of model, whose configuration names them.
+        Args:
+            conv_shard_groups: Channels that the configuration of another kind of model gives.
         """
         if conv_shard_groups is None and n_groups * state_size:
             conv_shard_groups = [intermediate_size, *[n_groups * state_size] * 2]
-        return Mamba2StateShape._create_without_parts(
+        return Mamba2StateShape._engine_create(
             intermediate_size=intermediate_size,
             n_groups=n_groups,
             state_size=state_size,

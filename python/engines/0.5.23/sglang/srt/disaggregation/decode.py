@@ -1,12 +1,10 @@
-"""The scheduler, which knows the model, is known while buffers are registered; it asks no server
-whose ranks are not known yet.
-"""
+"""Decode: describes buffers at registration, and waits until a server's ranks are known."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional
 
-from sglang.srt.disaggregation.pd.registered import describing
+from sglang.srt.disaggregation.pd.local_layout import scheduler_context
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import (
@@ -21,12 +19,16 @@ RENAMED = (("DecodePreallocQueue", "EngineDecodePreallocQueue"),)
 
 class DecodePreallocQueue(EngineDecodePreallocQueue):
     def _init_kv_manager(self) -> CommonKVManager:
-        """As the engine's, whose buffers are described (`KVArgs.layout`)."""
-        with describing(self.scheduler):
+        """Creates the KV manager. Extends the engine's: sets `KVArgs.layout`."""
+        with scheduler_context(self.scheduler):
             return super()._init_kv_manager()
 
     def _resolve_prefill_dp_rank(self, req: Req) -> Optional[int]:
-        """As the engine's; None while the server is asked: its sizes are known before its ranks."""
-        if _bootstrap_addr(req) in self.kv_manager.asking:
+        """Returns the request's prefill DP rank; None if it is not known yet.
+
+        Extends the engine's: None also while the server is queried, which gives its sizes before
+        its ranks.
+        """
+        if _bootstrap_addr(req) in self.kv_manager.pending_queries:
             return None
         return super()._resolve_prefill_dp_rank(req)

@@ -1,13 +1,11 @@
-"""The scheduler, which knows the model, is known while buffers are registered; decode hears of
-requests that are refused.
-"""
+"""Prefill: describes buffers at registration, and notifies decode of refused requests."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.refused import tell_refused
-from sglang.srt.disaggregation.pd.registered import describing
+from sglang.srt.disaggregation.pd.local_layout import scheduler_context
+from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.prefill import CommonKVManager, EnginePrefillBootstrapQueue, Req
@@ -17,11 +15,11 @@ RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
 class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def _init_kv_manager(self) -> CommonKVManager:
-        """As the engine's, whose buffers are described (`KVArgs.layout`)."""
-        with describing(self.scheduler):
+        """Creates the KV manager. Extends the engine's: sets `KVArgs.layout`."""
+        with scheduler_context(self.scheduler):
             return super()._init_kv_manager()
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """As the engine's; decode hears of one that is refused."""
+        """Queues a request. Extends the engine's: notifies decode if it is refused."""
         super().add(req, num_kv_heads)
-        tell_refused(self.kv_manager, req)
+        notify_refused(self.kv_manager, req)

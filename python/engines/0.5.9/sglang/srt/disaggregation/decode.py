@@ -1,9 +1,9 @@
-"""The decode queue's KV manager, wired through `utils`."""
+"""The decode queue's KV manager, set up through `utils`."""
 
 from __future__ import annotations
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import make_kv_manager
+from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -14,7 +14,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_size
 
 class DecodePreallocQueue:
     def _init_kv_manager(self) -> BaseKVManager:
-        """Register this rank's pools with the transfer backend and start its KV manager."""
+        """Registers this rank's pools with the transfer backend and starts its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
         kv_args.decode_tp_size = get_attention_tp_size()
         kv_args.engine_rank = self.tp_rank % kv_args.decode_tp_size

@@ -1,12 +1,12 @@
-"""The prefill queue: its KV manager, wired through `utils`, and requests that it does not send."""
+"""The prefill queue: its KV manager, set up through `utils`, and requests that it does not send."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
-from sglang.srt.disaggregation.pd.describe import make_kv_manager
-from sglang.srt.disaggregation.pd.refused import tell_refused
+from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
+from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -26,18 +26,18 @@ RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
-    """Free the request's metadata slot; one that leaves unsent ends its room."""
+    """Frees the request's metadata slot; aborts the room of a request that leaves unsent."""
     slot = getattr(req, "metadata_buffer_index", None)
     if slot is not None and slot >= 0:
         allocator.free(slot)
         req.metadata_buffer_index = -1
-    if hasattr(req.disagg_kv_sender, "leave"):
-        req.disagg_kv_sender.leave()
+    if hasattr(req.disagg_kv_sender, "abandon"):
+        req.disagg_kv_sender.abandon()
 
 
 class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def _init_kv_manager(self) -> BaseKVManager:
-        """Register this rank's pools with the transfer backend and start its KV manager."""
+        """Registers this rank's pools with the transfer backend and starts its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
         kv_args.engine_rank = self.tp_rank
         kv_args.decode_tp_size = self.decode_tp_size // self.decode_dp_size
@@ -46,9 +46,10 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
         return make_kv_manager(self, kv_args, DisaggregationMode.PREFILL)
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """As the engine's; decode hears of one that is refused.
+        """Queues a request. Extends the engine's: notifies decode of a request that is refused.
 
-        The engine computes one token for a request that is too long, and sends its KV to decode.
+        A request that is too long is aborted here, unlike in the engine, which computes one token
+        and sends the KV to decode.
         """
         end = req.to_finish
         if isinstance(end, FINISH_ABORT):
@@ -56,4 +57,5 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
             self.scheduler.stream_output([req], req.return_logprob)
         else:
             super().add(req, num_kv_heads)
-        tell_refused(self.kv_manager, req)
+        if hasattr(self.kv_manager, "close_failed_room"):  # not Mori's, which cannot notify decode
+            notify_refused(self.kv_manager, req)

@@ -1,14 +1,14 @@
-"""Fill `KVArgs` from the engine's pools, for prefill and decode alike.
+"""Fills `KVArgs` from the engine's pools, for prefill and decode alike.
 
-Each `_init_kv_manager` calls `setup_state_kv_args` between the two functions of `pd.describe`.
+`pd.local_layout.make_kv_manager` calls `setup_state_kv_args` before it describes the buffers.
 """
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.kv_layout import keeps_own_state
+from sglang.srt.disaggregation.kv_layout import has_separate_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base import KVArgs
@@ -17,30 +17,33 @@ if TYPE_CHECKING:
 
 
 def poll_and_all_reduce(pollers, gloo_group):
-    """The state of each request that all ranks of the group agree on; see `agreement.vote`.
+    """Returns the status of each request that all ranks of the group agree on.
+
+    See `rank_consensus.reduce_polls`.
 
     Args:
-        pollers: Senders or receivers, of the same requests in the same order on each rank.
+        pollers: Senders or receivers, for the same requests in the same order on each rank.
     """
     from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.pd.agreement import vote
+    from sglang.srt.disaggregation.pd.rank_consensus import poll, reduce_polls
 
     polls = [
-        KVPoll.Failed if random.random() < FAILURE_PROB else poller.poll() for poller in pollers
+        KVPoll.Failed if random.random() < FAILURE_PROB else poll(poller) for poller in pollers
     ]
-    return vote(pollers, polls, gloo_group)
+    return reduce_polls(pollers, polls, gloo_group)
 
 
 def setup_state_kv_args(
     kv_args: KVArgs,
     token_to_kv_pool: KVCache,
-    draft_token_to_kv_pool: Optional[KVCache] = None,
-    total_kv_layers: Optional[int] = None,
+    draft_token_to_kv_pool: KVCache | None = None,
+    total_kv_layers: int | None = None,
 ) -> None:
-    """Register what is kept beside KV: index keys, sliding windows, recurrent state.
+    """Records state in `kv_args`: index keys, sliding windows, recurrent state.
 
-    A draft pool of the target's kind adds its own after the target's (PR #23539). On an NPU index
-    keys are KV's third group and not state, so there the groups are counted instead (PR #23893).
+    A draft pool of the target's kind adds its state after the target's (PR #23539). On an NPU index
+    keys are the third group of KV and not state, so `kv_args` has the number of groups instead
+    (PR #23893).
 
     Args:
         total_kv_layers: Layers of the whole target model.
@@ -62,7 +65,7 @@ def setup_state_kv_args(
             continue
         kv_args.state_type = state_type
         pools = [token_to_kv_pool]
-        if keeps_own_state(token_to_kv_pool, draft_token_to_kv_pool):
+        if has_separate_state(token_to_kv_pool, draft_token_to_kv_pool):
             pools.append(draft_token_to_kv_pool)
         for pool in pools:
             ptrs, lens, item_lens = pool.get_state_buf_infos()

@@ -1,8 +1,8 @@
-"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine is another."""
+"""Ascend: sends by each peer's plan, as Mooncake does, with another transfer engine."""
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.memory import register_again, register_ranges
+from sglang.srt.disaggregation.pd.memory_registration import register_after_pause, register_ranges
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import EngineAscendKVManager
@@ -14,22 +14,23 @@ class AscendKVManager(EngineAscendKVManager):
     register_memory = staticmethod(register_ranges)
 
     def register_buffer_to_engine(self) -> None:
-        """Register all in one batch, or else range by range.
+        """Registers all buffers in one batch, or else range by range.
 
         Raises:
-            RuntimeError: A buffer cannot be registered; the text names it. Not after a pause.
+            RuntimeError: A buffer cannot be registered; the text names it. Never after a pause.
         """
         if self.has_registered:
-            register_again(self.kv_args, self.engine.batch_register)
+            register_after_pause(self.kv_args, self.engine.batch_register)
         else:
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
     def _send_probe(self, session_id: str) -> int:
-        """Returns 0 if the peer answers a probe; -1 also where MemFabric has no probe."""
+        """Returns 0 if the peer answers a probe; -1 also if MemFabric has no probe."""
         return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
 
-    def send_kvcache(self, session: str, *sent, **more) -> int:
-        """Write these pages of all layers to the peer. Returns the transfer engine's status."""
-        if self.plan_of(session) is None:
+    def send_kvcache(self, mooncake_session_id: str, *sent, **more) -> int:
+        """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
+        session = mooncake_session_id
+        if self.plan_for(session) is None:
             return super().send_kvcache(session, *sent, **more)
         return super(EngineAscendKVManager, self).send_kvcache(session, *sent, **more)

@@ -1,4 +1,4 @@
-"""A failed registration is told to the caller; a `device_rdma` call fits into its send queue."""
+"""Reports failed registrations to the caller; limits `device_rdma` calls to its send queue."""
 
 import logging
 from typing import TYPE_CHECKING, List
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 class AscendTransferEngine(MooncakeTransferEngine):
     def batch_register(self, ptrs: List[int], lengths: List[int]) -> int:
-        """Register memory with MemFabric. Returns 0, or not 0 if it failed."""
+        """Registers memory, lengths in bytes, with MemFabric. Returns 0 only on success."""
         try:
             return self.engine.batch_register_memory(ptrs, lengths)
         except Exception:
@@ -27,8 +27,8 @@ class AscendTransferEngine(MooncakeTransferEngine):
         peer_buffer_addresses: List[int],
         lengths: List[int],
     ) -> int:
-        """Write copies to a decode session. Returns MemFabric's status, 0 if all are written."""
+        """Writes copies to a decode session. Returns MemFabric's status, 0 if all are written."""
         transfer, copies = super().batch_transfer_sync, (buffers, peer_buffer_addresses, lengths)
         if device_rdma.is_used():
-            return device_rdma.write_in_turn(transfer, session_id, *copies)
+            return device_rdma.transfer_serialized(transfer, session_id, *copies)
         return transfer(session_id, *copies)

@@ -1,4 +1,4 @@
-"""What a rank tells its KV manager about its buffers."""
+"""What a rank's KV manager gets to know about its buffers."""
 
 from typing import Optional
 
@@ -6,9 +6,9 @@ from sglang.srt.disaggregation.kv_layout import RankLayout
 
 
 class KVArgs:
-    # What each registered buffer holds; travels to the peer. None where the engine alone knows.
+    # Describes each registered buffer; also sent to the peer. None if only the engine knows them.
     layout: Optional[RankLayout] = None
-    # Where KV lies, `DRAM` on the CPU, also where nothing is described.
+    # Where KV is: `DRAM` on a CPU; set even if `layout` is None.
     memory: str = "VRAM"
-    # `pd.verify.Verifier`, which compares digests of what is sent; None where nothing is compared.
+    # `pd.verify.Verifier`, which compares digests of what is sent; None if nothing is compared.
     verifier: object = None

@@ -1,4 +1,4 @@
-"""NIXL: KV is sent by the peer's plan, whatever the TP sizes, and over a connection that lives."""
+"""NIXL: sends KV by each peer's plan, whatever the TP sizes, and restores lost connections."""
 
 from __future__ import annotations
 
@@ -7,239 +7,243 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
     PeerPlan,
     PreparedPlan,
-    RankLayout,
     TransferPlan,
+    find_layout_frame,
     prepare,
 )
-from sglang.srt.disaggregation.pd.comparing import SendsDigests
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
-from sglang.srt.disaggregation.pd.ended import Ended
-from sglang.srt.disaggregation.pd.host_memory import kind_of_peer, use_host_memory
-from sglang.srt.disaggregation.pd.plans import Plans
-from sglang.srt.disaggregation.pd.readers import (
+from sglang.srt.disaggregation.pd.host_memory import peer_memory_kind, register_vram_as_dram
+from sglang.srt.disaggregation.pd.message_checks import (
     STAGING,
-    CheckedSocket,
-    check_metadata,
-    check_name,
-    check_room,
-    check_sizes,
-    check_staging,
+    ValidatingSocket,
+    check_agent_metadata,
+    check_frame_sizes,
+    check_metadata_message,
+    check_rank_name,
+    check_staging_message,
 )
-from sglang.srt.disaggregation.pd.silent_peers import SilentPeers
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
         _PEER_RELOAD_MIN_INTERVAL_S,
         ABORT_TAG,
         GUARD,
+        EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
+        TransferInfo,
     )
 
 logger = logging.getLogger(__name__)
 
-RENAMED = (("NixlKVManager", "EngineNixlKVManager"),)
+RENAMED = (
+    ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
+    ("NixlKVManager", "EngineNixlKVManager"),
+)
 
-# In NIXL's errors: the connection to a peer is lost.
+# NIXL's errors contain this if the connection to a peer is lost.
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
-# Of a decode rank that could not be registered.
-TRY_AGAIN_SECONDS = 10.0
-# Of a registration: the frame with its NIXL agent's metadata.
+# How long to wait between attempts to register a decode rank.
+REGISTRATION_RETRY_SECONDS = 10.0
+# The frame of a registration that holds the NIXL agent's metadata.
 METADATA_FRAME = 5
 
 
-class TransferInfo:
-    # What has been sent of it, see `pd.comparing`.
-    sent_chunks = ()
-    sent_state = None
+class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
+    # Whether its next request for a room is to register it again, and from when on; on the
+    # monotonic clock.
+    needs_retry = False
+    retry_at = 0.0
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]):
+        """Reads a registration. Extends the engine's: with the buffers' layout."""
+        info = super().from_zmq(msg)
+        info.layout_frame = find_layout_frame(msg)
+        return info
 
 
-class KVArgsRegisterInfo:
-    # How this decode rank is served, see `pd.plans`.
-    plan = None
-    refusal = ""
-    # Its description, and once more where it is to be registered again when it asks for a room.
-    described = b""
-    untried = None
-    # When that is tried again, on the monotonic clock.
-    not_before = 0.0
-
-
-class Connection(threading.local):
-    """The decode rank that a worker is sending to, and those to which it found none."""
+class ConnectionState(threading.local):
+    """The decode rank that a worker is sending to, and those whose connection it found lost."""
 
     peer = ""
 
     def __init__(self):
-        self.lost: Set[str] = set()
+        self.lost: set[str] = set()
 
 
-class Queuing(threading.local):
-    """What the chunk waits for that this thread is queuing: an event, or nothing."""
+class QueueingState(threading.local):
+    """The event that the chunk which this thread is queuing must wait for, or None."""
 
     wait_event: Any = None
 
 
-class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, EngineNixlKVManager):
-    connection = Connection()
-    queuing = Queuing()
+class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
+    connection = ConnectionState()
+    queuing = QueueingState()
 
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        # By decode rank, of "kv" and "state": the plan, and NIXL's lists of our blocks and of the
-        # rank's; None where each transfer names its copies.
-        self.prepared: Dict[Tuple[str, str], Optional[tuple[PreparedPlan, Any, Any]]] = {}
-        self.own_blocks: Dict[tuple, Any] = {}
-        return self
+    # By decode rank and "kv" or "state": the plan, and NIXL's lists of our blocks and of that
+    # rank's; None if each transfer lists its own copies.
+    prepared: dict[tuple[str, str], tuple[PreparedPlan, Any, Any] | None] = PerInstance(dict)
+    own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
-        """As the engine's, also of a pool in host memory."""
-        if self.kv_args.memory == "DRAM":
-            use_host_memory(self.agent)
+        """Registers the buffers. Extends the engine's: they may be in host memory."""
+        if self.memory == "DRAM":
+            register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
 
-    # What peers say
+    # Messages from peers
 
     def _start_bootstrap_thread(self):
-        """As the engine's, without messages that could not be read."""
-        self.server_socket = CheckedSocket(
-            self.server_socket, self._check_prefill_message, self.end_ask
+        """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
+        self.server_socket = ValidatingSocket(
+            self.server_socket, self._check_prefill_message, self.failures.end_message
         )
         super()._start_bootstrap_thread()
 
     def _start_decode_listener_thread(self):
-        """As the engine's, without messages that could not be read."""
-        self.server_socket = CheckedSocket(self.server_socket, self._check_decode_message)
+        """Starts decode's thread for messages. Extends the engine's: drops invalid ones."""
+        self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
 
-    def _check_prefill_message(self, frames: List[bytes]) -> bool:
-        """Raises what the engine's thread would on its way through these frames.
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
+        """Raises for frames on which the engine's thread would crash.
 
-        True for a room that has ended here, of which the decode rank is told.
+        Returns True for a request for a room that has failed here; notifies its decode rank.
         """
         if frames[0] in STAGING:
-            check_staging(frames)
+            check_staging_message(frames)
         elif frames[0] != ABORT_TAG:
             if frames[0] != GUARD:
-                raise ValueError("this is no decode rank's message")
-            check_name(frames[4])
+                raise ValueError("not a registration, metadata, abort or staging message")
+            check_rank_name(frames[4])
             if frames[1] == b"None":
-                check_sizes(frames, METADATA_FRAME)
+                check_frame_sizes(frames, METADATA_FRAME)
                 info = KVArgsRegisterInfo.from_zmq(frames[1:])
-                if self.metadata_have_names:
-                    check_metadata(frames[4], info.agent_metadata)
+                if self.can_check_agent_metadata:
+                    check_agent_metadata(frames[4], info.agent_metadata)
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
-                self.read_layout(frames)
             else:
                 info = TransferInfo.from_zmq(frames[1:])
-                check_room(info)
-                self.hear_asking(info.agent_name)
-                self._try_again(info.agent_name)
-                return self.tells_ended(info)
+                check_metadata_message(info)
+                self.note_metadata_sender(info.agent_name)
+                self._retry_registration(info.agent_name)
+                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
         return False
 
     @functools.cached_property
-    def metadata_have_names(self) -> bool:
-        """Whether NIXL writes an agent's metadata as `check_metadata` reads them."""
+    def can_check_agent_metadata(self) -> bool:
+        """Whether NIXL writes agent metadata in the format that `check_agent_metadata` reads."""
         try:
-            check_metadata(self.agent.name.encode(), self.agent.get_agent_metadata())
+            check_agent_metadata(self.agent.name.encode(), self.agent.get_agent_metadata())
         except Exception as error:
-            logger.warning(f"Decode ranks' metadata are not checked, ours are others: {error}")
+            logger.warning(
+                "Decode ranks' NIXL metadata is not checked, because this rank's has an unknown "
+                f"format: {error}"
+            )
             return False
         return True
 
-    def _try_again(self, name: str) -> None:
-        """Register a decode rank that asks for a room, and could not be registered before.
+    def _retry_registration(self, name: str) -> None:
+        """Registers a decode rank that requests a room and could not be registered before.
 
-        At once, and then every so often: it may take seconds, in which others wait.
+        Tries at once, and then every `REGISTRATION_RETRY_SECONDS` at most: an attempt may take
+        seconds, in which other messages wait.
         """
         info = self.decode_kv_args_table.get(name)
         now = time.monotonic()
-        if info is not None and info.untried is not None and now >= info.not_before:
-            self.arriving_layout, info.untried = info.untried, None
-            info.not_before = now + TRY_AGAIN_SECONDS
+        if info is not None and info.needs_retry and now >= info.retry_at:
+            info.needs_retry = False
+            info.retry_at = now + REGISTRATION_RETRY_SECONDS
             self._add_remote_peer(info)
 
-    def _check_decode_message(self, frames: List[bytes]) -> bool:
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
-            check_staging(frames, self._staging_handler)
-        return self.takes_digests(frames)
+            check_staging_message(frames, self._staging_handler)
+        return self.arrived_digests.store(frames, self.request_status)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
-        """As the engine's, with a plan for this decode rank. One that is refused is known, too."""
+        """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""
         info, name = decode_kv_args, decode_kv_args.agent_name
         known = self.decode_kv_args_table.get(name)
         if known is not None and known.refusal:
-            del self.decode_kv_args_table[name]  # it may do better now
+            del self.decode_kv_args_table[name]  # it may be accepted now
         elif known is not None:
             return super()._add_remote_peer(info)
-        info.described = self.arriving_layout
         tp = (info.decode_tp_rank, info.decode_tp_size)
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
             info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
-            self.plan_peer(name, info, tp, info.dst_kv_item_len)
+            own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
+            info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
             if not info.refusal:
                 super()._add_remote_peer(info)
         except Exception as error:
             logger.exception(f"Decode {name} could not be registered")
-            info.refusal = f"prefill could not register it: {error!r}"
-            info.untried = self.arriving_layout
-        # Also where it failed: an entry that is missing would be worse, its rooms would wait.
+            info.refusal = f"prefill could not register this decode rank: {error!r}"
+            info.needs_retry = True
+        # Add an entry even on failure: without one, the rank's rooms would wait.
         self.decode_kv_args_table[name] = info
-        self.meet(name, info)
+        self.watch_peer(name, info)
         if not info.refusal:
             self.connect_early(name, info.dst_aux_ptrs)
 
-    def could_not_connect(self, peer: str) -> None:
-        """The engine tells NIXL again, which its next request would have it do at its expense."""
+    def handle_connect_failure(self, peer: str) -> None:
+        """Adds the peer to NIXL again now, for which its next request would have to wait."""
         self._reload_invalidated_peers({peer: None})
 
-    def rest(self, name: str) -> bool:
-        """As `NoticesSilence`: its blocks, which NIXL lists for each, and its NIXL agent."""
+    def release_peer(self, name: str) -> bool:
+        """Releases a decode rank's block lists and NIXL agent; see `SilenceWatch.release_peer`."""
         info = self.decode_kv_args_table.get(name)
-        if info is not None and info.untried is None:
+        if info is not None and not info.needs_retry:
             info.plan = None
-            self.drop(name)
-            info.refusal = "its connection was lost long ago, and it is registered again"
-            info.not_before = 0.0
-            info.untried = info.described  # last: the thread that reads messages begins with it
+            self.drop_peer(name)
+            info.refusal = "its connection was lost long ago; it is being registered again"
+            info.retry_at = 0.0
+            # Last: the thread that reads messages checks it first.
+            info.needs_retry = True
         return True
 
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
+    def drop_peer(self, name: str) -> None:
+        """Drops what the manager and NIXL keep of a rank; see `SilenceWatch.drop_peer`."""
         for what in ("kv", "state"):
             self.prepared.pop((name, what), None)
         lists = (self.prep_handles, self.prep_handles_slice_dst, self._prepared_state_plans)
         for table in (*lists, self._peer_reload_times, self._state_layout_rejections):
             table.pop(name, None)
-        with contextlib.suppress(Exception):  # NIXL may not know it any more
+        with contextlib.suppress(Exception):  # NIXL may have dropped it already
             self.agent.remove_remote_agent(name)
 
-    def is_usual(self, info: KVArgsRegisterInfo, layout: RankLayout) -> bool:
-        return set(info.dst_kv_mem_kinds) == {"VRAM"} and super().is_usual(info, layout)
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """Builds the registration. Extends the engine's: adds the buffers' layout."""
+        return self.append_layout(super().build_receiver_registration_message())
 
-    def build_receiver_registration_message(self) -> List[bytes]:
-        """As the engine's, and what each buffer holds."""
-        return self.with_layout(super().build_receiver_registration_message())
-
-    # What is sent
+    # Transfers
 
     def add_transfer_request(self, *chunk, wait_event: Any = None, **options) -> None:
-        """As the engine's, which forgets the event: until then a forward may write these pages."""
+        """Queues a chunk. Extends the engine's, which ignores `wait_event`.
+
+        Until that event, a forward pass may still write these pages.
+        """
         self.queuing.wait_event = wait_event
         super().add_transfer_request(*chunk, wait_event=wait_event, **options)
         self.queuing.wait_event = None
 
-    def _note_queued(self, chunk: Any) -> FrozenSet[str]:
+    def _note_queued(self, chunk: Any) -> frozenset[str]:
         chunk.wait_event = self.queuing.wait_event
         return super()._note_queued(chunk)
 
@@ -255,7 +259,7 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
             self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
 
     def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
-        """Name all blocks to NIXL that this decode rank may be sent; a request says which."""
+        """Lists for NIXL all blocks that this decode rank may be sent; transfers index them."""
         peer = peer_info.agent_name
         for what in ("kv", "state"):
             self.prepared.pop((peer, what), None)
@@ -263,19 +267,20 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
             return super()._prepare_payload_xfer(peer_info)
         plan: PeerPlan = peer_info.plan
         slots = self._num_slots_src
-        memory = kind_of_peer(self.kv_args.layout, plan.layout)
+        memory = peer_memory_kind(self.layout, plan.layout)
         peer_info.dst_homogeneous_mem_kind = memory
-        kv = self._prepared(peer_info, plan.kv, memory, slots, peer_info.dst_num_slots or slots)
+        kv = self._prepare(peer_info, plan.kv, memory, slots, peer_info.dst_num_slots or slots)
         self.prepared[peer, "kv"] = kv
         if plan.state is not None:
-            self.prepared[peer, "state"] = self._prepared(peer_info, plan.state, memory)
+            self.prepared[peer, "state"] = self._prepare(peer_info, plan.state, memory)
 
-    def _prepared(
+    def _prepare(
         self, info: KVArgsRegisterInfo, plan: TransferPlan, memory: str, *pages: int
-    ) -> Optional[tuple[PreparedPlan, Any, Any]]:
-        """A plan with NIXL's lists of both sides' blocks; None where there are too many, or none.
+    ) -> tuple[PreparedPlan, Any, Any] | None:
+        """Returns a plan with NIXL's lists of both sides' blocks; None for too many, or none.
 
-        pages: How many each side has, where the plan does not know.
+        Args:
+            pages: Numbers of pages of prefill and decode, for a plan that does not know them.
         """
         src_pages, dst_pages = pages or (0, 0)
         if not (plan.src_pages or src_pages) or not (plan.dst_pages or dst_pages):
@@ -283,107 +288,148 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
         try:
             prepared = prepare(plan, src_pages, dst_pages)
         except LayoutError as error:
-            logger.info(f"Decode {info.agent_name}: {error}; each transfer names its own")
+            logger.info(f"Decode {info.agent_name}: {error}; not using prepared descriptors")
             return None
         if not prepared.src:
             return None
         ours = tuple(prepared.src)
-        if ours not in self.own_blocks:
-            self.own_blocks[ours] = self._listed("", ours, "VRAM", self.kv_args.gpu_id)
-        theirs = self._listed(info.agent_name, prepared.dst, memory, info.gpu_id)
-        return prepared, self.own_blocks[ours], theirs
+        if ours not in self.own_dlists:
+            self.own_dlists[ours] = self._prep_dlist("", ours, "VRAM", self.kv_args.gpu_id)
+        theirs = self._prep_dlist(info.agent_name, prepared.dst, memory, info.gpu_id)
+        return prepared, self.own_dlists[ours], theirs
 
-    def _listed(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
-        """NIXL's list of the blocks of these runs, ours where `peer` is empty."""
+    def _prep_dlist(self, peer: str, runs: Any, memory: str, gpu_id: int) -> Any:
+        """Returns NIXL's list of the blocks of these runs, which are ours if `peer` is empty."""
         rows = [(address, length, gpu_id, stride, n) for address, length, stride, n in runs]
         return self._prep_xfer_dlist(peer, self._pack_stride_descs(rows), memory)
 
-    def send_kvcache(self, peer: str, src_pages, dst_ptrs, dst_pages, *more, **options):
-        """Begin to write these pages of all layers. Returns NIXL's handle, None for nothing."""
-        self.connection.peer = peer
-        if self.plan_of(peer) is None:
-            return super().send_kvcache(peer, src_pages, dst_ptrs, dst_pages, *more, **options)
-        return self._write_planned(peer, "kv", src_pages, dst_pages)
+    def send_kvcache(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: npt.NDArray[np.int32],
+        *more,
+        **options,
+    ):
+        """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
+        self.connection.peer = peer_name
+        plan = self.plan_for(peer_name)
+        if plan is None:
+            sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, *more)
+            return super().send_kvcache(*sent, **options)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def send_kvcache_slice(self, peer: str, src_pages, dst_pages):
-        """The same between TP sizes: the heads that both sides hold."""
-        self.connection.peer = peer
-        if self.plan_of(peer) is None:
-            return super().send_kvcache_slice(peer, src_pages, dst_pages)
-        return self._write_planned(peer, "kv", src_pages, dst_pages)
+    def send_kvcache_slice(
+        self,
+        peer_name: str,
+        prefill_kv_indices: npt.NDArray[np.int32],
+        dst_kv_indices: npt.NDArray[np.int32],
+    ):
+        """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
+        self.connection.peer = peer_name
+        plan = self.plan_for(peer_name)
+        if plan is None:
+            return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
+        return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def _write_planned(self, peer: str, what: str, src_pages, dst_pages) -> Optional[Any]:
-        """Begin to write these pages of "kv" or "state"."""
+    def _post_planned(
+        self,
+        peer: str,
+        plan: PeerPlan,
+        what: Literal["kv", "state"],
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+    ) -> Any | None:
+        """Starts to write these pages. Returns NIXL's handle, None for nothing."""
         if (peer, what) not in self.prepared:
-            raise RuntimeError(f"NIXL knows no blocks of decode {peer}; its connection was lost")
+            raise RuntimeError(
+                f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
+            )
         known = self.prepared[peer, what]
         if known is None:
-            plan = getattr(self.plan_of(peer), what)
-            return self._write_copies(peer, plan.copies(src_pages, dst_pages))
+            copies = getattr(plan, what).copies(src_pages, dst_pages)
+            return self._post_copies(peer, plan, copies)
         prepared, ours, theirs = known
         src, dst = prepared.blocks(src_pages, dst_pages)
         if not src.size:
             return None
         handle = self.agent.make_prepped_xfer("WRITE", ours, src, theirs, dst)
         if not handle:
-            raise RuntimeError(f"NIXL made no transfer of {src.size} blocks to decode {peer}")
+            raise RuntimeError(
+                f"NIXL could not create a transfer of {src.size} blocks to decode {peer}"
+            )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def send_aux(self, peer: str, own_slot: int, dst_ptrs: List[int], dst_slot: int):
-        """Begin to write the request's metadata. Returns NIXL's handle."""
-        self.connection.peer = peer
-        plan = self.aux_plan_of(peer)
+    def send_aux(
+        self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
+    ):
+        """Starts to write the request's metadata. Returns NIXL's handle."""
+        self.connection.peer = peer_name
+        plan = self.aux_plan_for(peer_name)
         if plan is None:
-            return super().send_aux(peer, own_slot, dst_ptrs, dst_slot)
+            return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         own = self.kv_args.aux_data_ptrs
-        src, dst, length = plan.copies(own, own_slot, dst_ptrs, dst_slot)
+        src, dst, length = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         device = np.zeros_like(length)
         sides = [np.stack((side, length, device), axis=1) for side in (src, dst)]
-        return self._write(peer, *sides, "DRAM", "DRAM")
+        return self._post(peer_name, *sides, "DRAM", "DRAM")
 
     def maybe_send_extra(
-        self, peer: str, src_state: list, dst_ptrs: list, dst_state: list, gpu_id: int, *more, **by
+        self,
+        peer_name: str,
+        prefill_state_indices: list[list[int]],
+        dst_state_data_ptrs: list[list[int]],
+        dst_state_indices: list[list[int]],
+        *more,
+        **options,
     ):
-        """Begin to write state. Gives NIXL's handles."""
-        self.connection.peer = peer
-        plan = self.plan_of(peer)
+        """Starts to write state. Yields NIXL's handles."""
+        self.connection.peer = peer_name
+        plan = self.plan_for(peer_name)
         if plan is None or plan.state is None:
-            sent = (src_state, dst_ptrs, dst_state, gpu_id, *more)
-            yield from super().maybe_send_extra(peer, *sent, **by)
+            state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
+            yield from super().maybe_send_extra(peer_name, *state, *more, **options)
             return
-        pages = self.planned_state_pages(src_state, dst_state)
-        handle = self._write_planned(peer, "state", *pages)
+        kind = self.kv_args.state_types[0]
+        pages = pair_state_pages(kind, prefill_state_indices, dst_state_indices)
+        handle = self._post_planned(peer_name, plan, "state", *pages)
         if handle is not None:
             yield handle
 
-    def _write_copies(self, peer: str, copies: Copies) -> Optional[Any]:
+    def _post_copies(self, peer: str, plan: PeerPlan, copies: Copies) -> Any | None:
         if not len(copies):
             return None
         gpu_id = self.decode_kv_args_table[peer].gpu_id
         sides = copies.descriptors(self.kv_args.gpu_id, gpu_id)
-        memory = kind_of_peer(self.kv_args.layout, self.plan_of(peer).layout)
-        return self._write(peer, *sides, "VRAM", memory)
+        memory = peer_memory_kind(self.layout, plan.layout)
+        return self._post(peer, *sides, "VRAM", memory)
 
-    def _write(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
-        """Begin a transfer of descriptors, each side's `[copies, 3]`: address, length, device."""
+    def _post(self, peer: str, src, dst, src_memory: str, dst_memory: str) -> Any:
+        """Starts a transfer of descriptors, `[copies, 3]` per side: address, length, device."""
         ours = self.agent.get_xfer_descs(src.astype(np.uint64), src_memory)
         theirs = self.agent.get_xfer_descs(dst.astype(np.uint64), dst_memory)
         handle = self.agent.initialize_xfer("WRITE", ours, theirs, peer)
         if not handle:
-            raise RuntimeError(f"NIXL made no transfer of {len(src)} copies to decode {peer}")
+            raise RuntimeError(
+                f"NIXL could not create a transfer of {len(src)} copies to decode {peer}"
+            )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
 
-    def _await_handles(self, handles: List[Any], *, failure_seen: bool) -> Tuple[bool, bool]:
-        """As the engine's, which waits without end; not for a decode rank that is silent."""
-        while not failure_seen and self._are_running(handles):
-            failure_seen = not self.at_work.peers.isdisjoint(self.silent)
+    def _await_handles(self, handles: list[Any], *, failure_seen: bool) -> tuple[bool, bool]:
+        """Waits for transfers. Returns whether all have settled, and whether any has failed.
+
+        Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
+        """
+        while not failure_seen and self._any_running(handles):
+            failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
-    def _are_running(self, handles: List[Any]) -> bool:
-        """Whether some are, and none has failed; what cannot be read is left to the engine."""
+    def _any_running(self, handles: list[Any]) -> bool:
+        """Returns whether some are running and none has failed; False if a state is unreadable."""
         try:
             states = {self.agent.check_xfer_state(handle) for handle in handles}
         except Exception:
@@ -393,7 +439,7 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
     # Connections
 
     def _post_xfer(self, xfer_handle: Any, error_msg: str) -> None:
-        """As the engine's; it is noted to whom the connection is lost."""
+        """Starts a transfer. Extends the engine's: notes the peer if its connection is lost."""
         try:
             super()._post_xfer(xfer_handle, error_msg)
         except Exception as error:
@@ -401,15 +447,16 @@ class NixlKVManager(EarlyConnections, SendsDigests, SilentPeers, Ended, Plans, E
                 self.connection.lost.add(self.connection.peer)
             raise
 
-    def _reload_invalidated_peers(self, room_transfer_infos: Dict[str, Any]) -> None:
-        """As the engine's, also for a peer that NIXL knows still and has no connection to.
+    def _reload_invalidated_peers(self, room_transfer_infos: dict[str, Any]) -> None:
+        """Adds the room's peers that NIXL has dropped to NIXL again.
 
-        No other one is forgotten, and none within the second for which the engine lets it be.
+        Extends the engine's: also peers that NIXL still knows but has no connection to. It removes
+        no others from NIXL, and none within a second of the last time, when the engine adds none.
         """
         for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
             last = self._peer_reload_times.get(peer)
             if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
                 self.connection.lost.discard(peer)
-                with contextlib.suppress(Exception):  # NIXL may not know it any more
+                with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
         super()._reload_invalidated_peers(room_transfer_infos)

@@ -1,9 +1,9 @@
-"""NIXL over host memory: the engine calls the memory of every pool but HiSparse's `VRAM`.
+"""NIXL over host memory: the engine calls the memory of every pool `VRAM`, except HiSparse's.
 
-prefill    decode     a planned write's two kinds
+prefill    decode     memory kinds in a planned write
 CPU        CPU        `VRAM`, `VRAM`: on both sides it means host memory
-GPU        CPU        `VRAM`, `DRAM`: it is registered as that
-CPU        GPU        refused: the agent could not name it
+GPU        CPU        `VRAM`, `DRAM`: decode registers its memory as that
+CPU        GPU        refused: prefill's agent has no name for decode's memory
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from sglang.srt.disaggregation.kv_layout import LayoutError, RankLayout
 
 
-def use_host_memory(agent: Any) -> None:
-    """Let an agent's `VRAM` mean host memory, where a CPU's pools lie."""
+def register_vram_as_dram(agent: Any) -> None:
+    """Makes an agent's `VRAM` mean host memory, where a CPU's pools are."""
     agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
 
-def kind_of_peer(own: RankLayout, peer: RankLayout) -> str:
-    """What this rank's agent calls the memory of a peer's pools.
+def peer_memory_kind(own: RankLayout, peer: RankLayout) -> str:
+    """Returns what this rank's agent calls the memory of a peer's pools.
 
     Raises:
-        LayoutError: It has no name for it.
+        LayoutError: The agent has no name for that memory.
     """
     if own.memory == "DRAM" != peer.memory:
         raise LayoutError(
             f"KV memory: prefill has {own.memory}, decode has {peer.memory}; NIXL sends from a CPU "
-            "to a CPU alone: use one kind of device on both sides"
+            "only to a CPU; use the same kind of device on both sides"
         )
     return "VRAM" if own.memory == "DRAM" else peer.memory

@@ -1,5 +1,4 @@
-"""The NPU pools: copies to the host and back, and of tokens to other slots, where the engine's do
-not fit the buffers."""
+"""NPU pools: host copies and token moves, where the engine's do not fit the buffers."""
 
 from collections.abc import Iterator
 from typing import Any, List, NoReturn, Tuple
@@ -7,7 +6,7 @@ from typing import Any, List, NoReturn, Tuple
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
-    by_token,
+    as_tokens,
     copy_from_host,
     copy_layers_from_host,
     copy_layers_to_host,
@@ -18,19 +17,19 @@ from sglang.srt.hardware_backend.npu.cpu_copy import (
 
 class NPUMHATokenToKVPool:
     RENAMED = (
-        ("get_cpu_copy", "_copy_equally_wide"),
-        ("load_cpu_copy", "_load_equally_wide"),
+        ("get_cpu_copy", "_engine_get_cpu_copy"),
+        ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> List[List[List[torch.Tensor]]]:
-        """What these token slots, of shape [tokens], hold: [layer][chunk][k, v] on the host.
+        """Copies these token slots, of shape [tokens], to the host, as [layer][chunk][k, v].
 
-        The engine's own copy views V with the width of K.
+        Extends the engine's, which views V with the width of K.
         """
         if self.v_head_dim == self.head_dim:
-            return self._copy_equally_wide(indices, mamba_indices, req_pool_index)
+            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
         return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
 
     def load_cpu_copy(
@@ -40,26 +39,29 @@ class NPUMHATokenToKVPool:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots.
 
         Raises:
             ValueError: K and V differ in width, and the copy does not fit the slots or this pool;
                 nothing has been written.
         """
         if self.v_head_dim == self.head_dim:
-            return self._load_equally_wide(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
 
     def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy tokens of all layers to other slots, as trees of drafts need it: the engine's kernel
-        takes tables that these pools do not have, its other way pages for tokens."""
+        """Copies tokens of all layers to other slots, as trees of drafted tokens require.
+
+        Replaces the engine's: its kernel needs tables that these pools lack, and its native move
+        takes token numbers for page numbers.
+        """
         target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
         for layer in self._layers():
             for rows in layer:
                 rows[target] = rows[source]
 
     def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer as [tokens, heads, width]."""
+        """Returns K and V of each layer as [tokens, heads, width]."""
         return [
             (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
             for k, v in zip(self.k_buffer, self.v_buffer)
@@ -68,20 +70,20 @@ class NPUMHATokenToKVPool:
 
 class NPUMLATokenToKVPool:
     RENAMED = (
-        ("get_cpu_copy", "_copy_by_token"),
-        ("load_cpu_copy", "_load_by_token"),
+        ("get_cpu_copy", "_engine_get_cpu_copy"),
+        ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> List[Any]:
-        """What these token slots, of shape [tokens], hold, on the host; for `load_cpu_copy` alone.
+        """Copies these token slots, of shape [tokens], to the host; only for `load_cpu_copy`.
 
         Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, they are not page after page.
+            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page.
         """
-        if not self._in_tiles():
-            return self._copy_by_token(indices, mamba_indices, req_pool_index)
+        if not self._is_tiled():
+            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
         return [copy_to_host(*part) for part in self._parts(indices)]
 
     def load_cpu_copy(
@@ -91,64 +93,65 @@ class NPUMLATokenToKVPool:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots.
 
         Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, the slots are not page after page, or the copy
+            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page, or the copy
                 does not fit them or this pool.
         """
-        if not self._in_tiles():
-            return self._load_by_token(kv_cache_cpu, indices, mamba_indices, req_pool_index)
+        if not self._is_tiled():
+            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
         for copied, part in zip(kv_cache_cpu, list(self._parts(indices)), strict=True):
             copy_from_host(copied, *part)
 
     @property
     def kv_buffer(self) -> NoReturn:
-        """What CUDA's pools have, and whoever is written for those reads.
+        """Missing here: CUDA's pools have this buffer, and code written for them reads it.
 
         Raises:
-            AttributeError: Always, so that `hasattr` says what it says of the engine's.
+            AttributeError: Always, so that `hasattr` returns False as for the engine's pool.
         """
         raise AttributeError(
             "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
-            "page after page. What asked for it supports no NPU; choose an attention backend or "
-            "cache that does, such as --attention-backend ascend"
+            "page by page. The code that reads it does not support NPUs; choose an attention "
+            "backend or cache that does, such as --attention-backend ascend"
         )
 
     def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
-        """What CUDA's attention backends read. Raises AttributeError."""
+        """Raises AttributeError; CUDA's attention backends call this."""
         return self.kv_buffer
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy tokens, index keys with them, to other slots, as trees of drafts need it.
+        """Copies tokens and their index keys to other slots, as trees of drafted tokens require.
 
         Raises:
-            NotImplementedError: A token's bytes are not by themselves, or on another rank.
+            NotImplementedError: Pages are tiled, so that a token's bytes are not contiguous, or
+                tokens are spread over ranks.
         """
         self._raise_if_native_kv_cache_disabled()
-        if self._in_tiles() or self.dcp_size > 1:
+        if self._is_tiled() or self.dcp_size > 1:
             raise NotImplementedError(
-                "drafts with --speculative-eagle-topk above 1 move single tokens, which NPU MLA "
-                f"pools cannot do with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode "
-                f"context parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or "
-                "neither"
+                "--speculative-eagle-topk above 1 moves single tokens, which NPU MLA pools do not "
+                f"support with SGLANG_USE_FIA_NZ (here {self.use_fia_nz}) or decode context "
+                f"parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or neither "
+                "of the two"
             )
         target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
         for layer in range(self.layer_num):
             for rows in self._get_cpu_offload_layer_buffers(layer):
                 rows[target] = rows[source]
 
-    def _in_tiles(self) -> bool:
-        """Latents and RoPE parts lie tile after tile in a page; packed records never do."""
+    def _is_tiled(self) -> bool:
+        """Returns whether pages hold latents and RoPE parts in tiles; packed records never are."""
         return self.use_fia_nz and not self.dsa_kv_cache_store_fp8
 
     def _parts(self, indices: torch.Tensor) -> Iterator[Tuple[List[torch.Tensor], Any, int]]:
-        """Buffers, their rows, and how many at a time: whole pages, and index keys by token.
+        """Yields buffers, their rows, and rows at a time: whole pages, then index keys by token.
 
-        With decode context parallelism a rank has every so-manieth page, but all index keys.
+        With decode context parallelism a rank has one of `dcp_size` pages, but all index keys.
         """
         own = self._copy_indices_for_buffer(indices, self.is_draft_worker)
         pages_at_once = max(1, self.cpu_offloading_chunk_size // self.page_size)
         yield [self.k_buffer, self.v_buffer], whole_pages(own, self.page_size), pages_at_once
         if self.num_indexer_layers:
-            yield [by_token(self.index_k_buffer)], indices, self.cpu_offloading_chunk_size
+            yield [as_tokens(self.index_k_buffer)], indices, self.cpu_offloading_chunk_size

@@ -1,8 +1,8 @@
-"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine is another."""
+"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine differs."""
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.memory import register_ranges
+from sglang.srt.disaggregation.pd.memory_registration import register_ranges
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.ascend.conn import MooncakeKVManager

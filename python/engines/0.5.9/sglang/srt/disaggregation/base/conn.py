@@ -1,16 +1,21 @@
-"""What a rank tells its KV manager about its buffers."""
+"""What a rank passes to its KV manager about its buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_layout import RankLayout
 
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.pd.verify import Verifier
+
 
 class KVArgs:
-    # KV heads of the whole model, replicas not counted (0.5.11 has it under this name).
-    total_kv_head_num: int
     # NPU only: components of a layer's KV (MLA: k, v and, with an indexer, index_k), and layers of
-    # the whole target model. With them PR #23893 finds a layer in a peer's pointers.
+    # the whole target model. PR #23893 uses both to find a layer in a peer's pointers.
     kv_buf_groups: int
     total_kv_layers: int
-    # What each registered buffer holds; travels to the peer.
+    # What each registered buffer holds; the decode rank sends it to the prefill rank.
     layout: RankLayout
-    # `pd.verify.Verifier`, which compares digests of what is sent; None where nothing is compared.
-    verifier: object = None
+    # Compares digests of what is sent; None without comparison.
+    verifier: Verifier | None = None

@@ -1,18 +1,18 @@
-"""What every transfer backend shares, put before the engine's own bases; see `pd`."""
+"""Base classes that every transfer backend shares, placed before the engine's own; see `pd`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.pd.pairs import LayerPairs
+from sglang.srt.disaggregation.pd.layer_pointers import LayerPointers
+from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.peers import PeerTable
 from sglang.srt.disaggregation.pd.prefill_servers import BootstrapServer, PrefillServers
 from sglang.srt.disaggregation.pd.receiver import Receiver
-from sglang.srt.disaggregation.pd.registration import Registrations
-from sglang.srt.disaggregation.pd.rooms import Rooms
+from sglang.srt.disaggregation.pd.room_failures import RoomTable
 from sglang.srt.disaggregation.pd.sender import Sender
-from sglang.srt.disaggregation.pd.silence import NoticesSilence
-from sglang.srt.disaggregation.pd.verify import Verifies
+from sglang.srt.disaggregation.pd.verify_exchange import VerifyingManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 class CommonKVManager(
-    Rooms, Registrations, NoticesSilence, PrefillServers, LayerPairs, Verifies, BaseKVManager
+    RoomTable,
+    PeerTable,
+    SilenceWatch,
+    PrefillServers,
+    LayerPointers,
+    VerifyingManager,
+    BaseKVManager,
 ):
     REMOVED = ("get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp")
 

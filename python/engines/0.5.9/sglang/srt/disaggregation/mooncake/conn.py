@@ -1,45 +1,60 @@
-"""Mooncake (and what derives from it): KV is sent by the peer's plan, whatever the TP sizes.
+"""Mooncake (and what derives from it) sends KV by the peer's plan, whatever the TP sizes.
 
-A prefill rank tells each decode rank of a room once how its part ended, when it writes no more.
+scheduler: add_transfer_request    a lane for each group of decode ranks    worker threads
+
+A worker writes chunk after chunk by the transfer engine's synchronous calls. When a prefill rank
+writes no more for a room, it notifies each decode rank of the room once:
+
+    (room, status, sender's number, reason, digests)
+
+The reason is for ranks that read it, digests are for ranks that compare them (`verify`).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import struct
-from typing import TYPE_CHECKING, List, Optional, Tuple
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
 )
-from sglang.srt.disaggregation.kv_layout import encode_layout
+from sglang.srt.disaggregation.kv_layout import LayoutError, PeerPlan, TransferPlan, encode_layout
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
-from sglang.srt.disaggregation.pd.back_off import BackOff
-from sglang.srt.disaggregation.pd.bounded import Bounded
-from sglang.srt.disaggregation.pd.memory import register_apart
-from sglang.srt.disaggregation.pd.messages import unpacked
-from sglang.srt.disaggregation.pd.queued import QueuedSends
-from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.rooms import ENDED, UNSETTLED_SECONDS
-from sglang.srt.disaggregation.pd.session_ids import port_of, why_unreachable
-from sglang.srt.disaggregation.pd.status_messages import StatusMessages
-from sglang.srt.disaggregation.pd.verify_reports import GathersReports
+from sglang.srt.disaggregation.pd.back_off import PeerBackoff
+from sglang.srt.disaggregation.pd.copy_batches import write_copies
+from sglang.srt.disaggregation.pd.memory_registration import register_kv_then_aux
+from sglang.srt.disaggregation.pd.message_checks import (
+    check_numbers,
+    pack_numbers,
+    start_reader_thread,
+)
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
+from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
+from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
+from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
+from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
+from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import (
         AuxDataCodec,
         CommonKVSender,
         KVTransferError,
-        TransferInfo,
         TransferKVChunk,
     )
 
@@ -47,70 +62,68 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo(Registration):
+class TransferInfo(RoomRequest):
+    # Copies of a failed write may arrive until then, on the monotonic clock.
+    unsettled_until: float = 0.0
+    # What the room sent to the rank; None if it does not compare.
+    digests: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        return self.mooncake_session_id
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo(PeerRegistration):
+    RENAMED = (("from_zmq", "_engine_from_zmq"),)
+
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
-        """Read a registration, whose frames are known by position."""
-
-        def numbers(position: int, code: str) -> List[int]:
-            return unpacked(code, msg[position]) if len(msg) > position else []
-
-        return cls(
-            room=msg[0].decode("ascii"),
-            endpoint=msg[1].decode("ascii"),
-            dst_port=int(msg[2]),
-            mooncake_session_id=msg[3].decode("ascii"),
-            dst_kv_ptrs=numbers(4, "Q"),
-            dst_aux_ptrs=numbers(5, "Q"),
-            dst_state_data_ptrs=state_pointers(msg, 6),
-            dst_tp_rank=int(msg[7]),
-            dst_attn_tp_size=int(msg[8]),
-            dst_kv_item_len=int(msg[9]),
-            dst_state_item_lens=numbers(10, "I"),
-            dst_state_dim_per_tensor=numbers(11, "I"),
-            layout_frame=msg[12] if len(msg) > 12 else b"",
-        )
+    def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
+        """Reads a registration. Extends the engine's: limits numbers, and reads our own frames."""
+        check_numbers(*msg[4:7], *msg[10:12])
+        info = cls._engine_from_zmq(msg)
+        info.read_own_frames(msg)
+        return info
 
     @property
     def name(self) -> str:
         return self.mooncake_session_id
 
     @property
-    def attn_tp(self) -> Tuple[int, int]:
+    def attn_tp(self) -> tuple[int, int]:
         return self.dst_tp_rank, self.dst_attn_tp_size
 
 
 def _aux_goes_over_tcp() -> bool:
-    """Whether `send_aux` does without the transfer engine, by this side's environment.
+    """Whether `send_aux` bypasses the transfer engine, according to this side's environment.
 
-    Decode does not know prefill's, and its manager has no attribute for it.
+    Decode does not know prefill's environment, and its manager has no attribute for it.
     """
     has_pool, pool = check_mooncake_custom_mem_pool_enabled()
     return envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
 
 
-class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
+class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "_transfer_data",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
-        "transfer_worker",
         "update_status",
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
-    register_memory = staticmethod(register_apart)
-    # A call returns at the first copy that fails, or after its time-out: others are under way. So
-    # do MemFabric's, by whatever protocol.
+    register_memory = staticmethod(register_kv_then_aux)
+    # A call returns at the first copy that fails, or after its timeout, while others are under way.
+    # MemFabric's calls do so, too, with any protocol.
     unsettled_seconds = UNSETTLED_SECONDS
 
     def register_buffer_to_engine(self) -> None:
-        """Register KV, state and aux, by `register_memory`.
+        """Registers KV, state and aux buffers with the transfer engine, by `register_memory`.
 
         Raises:
-            RuntimeError: A buffer that is sent this way cannot be registered; the text names it.
+            RuntimeError: A buffer that the engine must send is not registered; the text names it.
         """
         self.register_memory(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
@@ -118,35 +131,55 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         self,
         mooncake_session_id: str,
         prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
+        dst_kv_ptrs: list[int],
         dst_kv_indices: npt.NDArray[np.int32],
-        executor: concurrent.futures.ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
     ) -> int:
-        """Write these pages of all layers to the peer. Returns the transfer engine's status.
+        """Writes these pages, int32 `[pages]`, of all layers to the peer, at its plan's addresses.
+
+        Returns the transfer engine's status.
 
         Raises:
-            LayoutError: The two sides do not name the same number of pages.
+            LayoutError: The peer was refused, or the numbers of pages on the two sides differ.
         """
-        plan = self._plan(mooncake_session_id).kv
+        plan = self._plan_for(mooncake_session_id).kv
         pages = (prefill_kv_indices, dst_kv_indices)
-        return self._write(mooncake_session_id, plan, *pages, executor)
+        return self._transfer(mooncake_session_id, plan, *pages, executor)
 
-    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]) -> int:
-        """Write the request's metadata to the peer. Returns the transfer engine's status."""
+    def _plan_for(self, session: str) -> PeerPlan:
+        info = self.decode_kv_args_table[session]
+        if info.plan is None:
+            raise LayoutError(info.refusal)
+        return info.plan
+
+    def _transfer(
+        self,
+        session: str,
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
+        executor: ThreadPoolExecutor,
+    ) -> int:
+        copies = plan.copies(src_pages, dst_pages)
+        in_threads = self.enable_custom_mem_pool
+        return write_copies(self.engine, session, copies, executor, plan.is_sliced, in_threads)
+
+    def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
+        """Writes the request's metadata to the peer. Returns the transfer engine's status."""
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
-        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine takes no host memory
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine rejects host memory
             return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
         return self.engine.batch_transfer_sync(
-            session, *self._plan(session).aux.copies(*slots).tolist()
+            session, *self._plan_for(session).aux.copies(*slots).tolist()
         )
 
     def send_aux_tcp(
-        self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: List[int]
+        self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]
     ) -> int:
-        """The same in messages, one a row; 0, for nobody tells how they fare."""
-        plan, own = self._plan(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
+        """Sends the request's metadata in messages, one per row. Returns 0: there is no status."""
+        plan, own = self._plan_for(req.mooncake_session_id).aux, self.kv_args.aux_data_ptrs
         rows = plan.copies(own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
         peer = (req.endpoint, req.dst_port, req.room)
         for row, (address, _, size) in zip(plan.rows, rows.T.tolist()):
@@ -154,22 +187,49 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
             self.send_aux_data_to_endpoint(*peer, row, req.dst_aux_index, data)
         return 0
 
+    def _handle_aux_data(self, msg: list[bytes]):
+        """Stores one metadata row that came in a message instead of by the transfer engine.
+
+        Skips a row of another width: a stock prefill rank sends hidden states as wide as its own.
+        Skips a row of a concluded room, whose slot may belong to another. No room waits for rows.
+        """
+        buffer, slot = int(msg[2]), int(msg[3])
+        data, args = msg[5], self.kv_args
+        if not 0 <= buffer < len(args.aux_data_ptrs):
+            raise ValueError(f"no metadata buffer {buffer}, only {len(args.aux_data_ptrs)}")
+        item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
+        (announced,) = struct.unpack(">I", msg[4])
+        if not (0 <= slot < size // item and len(data) == announced):
+            raise ValueError(
+                f"metadata of {len(data)} bytes (announced as {announced}) for slot {slot} of "
+                f"buffer {buffer}, which has {size // item} slots of {item} bytes"
+            )
+        if announced == item:
+            with self.rooms_lock:
+                if int(msg[1]) in self.requested_rooms:
+                    AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
+        else:
+            logger.warning_once(
+                f"Skipped metadata row {buffer}, which has {item} bytes here and {announced} on "
+                "prefill; enable speculative decoding on both servers or on neither"
+            )
+
     def maybe_send_extra(
         self,
         req: TransferInfo,
-        prefill_state_indices: List[int],
-        dst_state_data_ptrs: List[int],
-        executor: concurrent.futures.ThreadPoolExecutor,
-        target_rank_registration_info: Optional[KVArgsRegisterInfo] = None,
+        prefill_state_indices: list[int],
+        dst_state_data_ptrs: list[int],
+        executor: ThreadPoolExecutor,
+        target_rank_registration_info: KVArgsRegisterInfo | None = None,
     ) -> int:
-        """Write state slots or pages to the peer. Returns the transfer engine's status."""
+        """Writes state slots or pages to the peer. Returns the transfer engine's status."""
         kind, info = self.kv_args.state_type, target_rank_registration_info
         if kind == "none":
             return 0
         session = req.mooncake_session_id
         if kind != "mamba":
             pages = (prefill_state_indices, req.dst_state_indices)
-            return self._write(session, self._plan(session).state, *pages, executor)
+            return self._transfer(session, self._plan_for(session).state, *pages, executor)
         self.check_state_slots(session, [req.dst_state_indices])
         slots = (req, prefill_state_indices, dst_state_data_ptrs)
         if info is None or info.dst_attn_tp_size == self.attn_tp_size:
@@ -182,6 +242,157 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
             info.dst_attn_tp_size,
         )
 
+    def transfer_worker(self, queue: PeerQueue, executor: ThreadPoolExecutor) -> None:
+        """Sends chunk after chunk. An error fails the chunk's room and never stops this thread."""
+        while True:
+            chunk = queue.get()
+            try:
+                self._send_chunk(chunk, executor)
+            except Exception as error:
+                logger.exception(f"Room {chunk.room}: could not send KV")
+                reason = f"Prefill could not send KV: {error}"
+                try:
+                    self._send_conclusion(chunk.room, KVPoll.Failed, reason)
+                except Exception:
+                    logger.exception(f"Room {chunk.room}: could not notify decode")
+
+    def _send_chunk(self, chunk: TransferKVChunk, executor: ThreadPoolExecutor) -> None:
+        if self.check_status(chunk.room) == KVPoll.Failed:
+            self._send_conclusion(chunk.room, KVPoll.Failed)
+            return
+        if chunk.is_last and chunk.prefill_aux_index is None:
+            return  # the chunk concludes an earlier request with this room
+        self.note_chunk(chunk.room, chunk.index_slice, chunk.prefill_kv_indices)
+        for req in list(self.transfer_infos.get(chunk.room, {}).values()):
+            if not req.is_dummy:
+                self._send_to_peer(req, chunk, executor)
+        if chunk.is_last:
+            self._send_conclusion(chunk.room, KVPoll.Success)
+
+    def _send_to_peer(
+        self, req: TransferInfo, chunk: TransferKVChunk, executor: ThreadPoolExecutor
+    ) -> None:
+        session, dst_pages = req.mooncake_session_id, req.dst_kv_indices[chunk.index_slice]
+        info = self.decode_kv_args_table[session]
+
+        def check(what: str, status: int) -> None:
+            if status != 0:
+                req.unsettled_until = time.monotonic() + self.unsettled_seconds
+                raise RuntimeError(
+                    f"the transfer engine returned {status} for {what} to decode session {session}"
+                )
+
+        with self.back_off.attempt(session):
+            pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
+            check("KV", self.send_kvcache(session, *pages, executor))
+            if not chunk.is_last:
+                return
+            if chunk.state_indices is not None:
+                state = (req, chunk.state_indices, info.dst_state_data_ptrs, executor, info)
+                check("state", self.maybe_send_extra(*state))
+            check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
+        req.digests = self.room_digests(chunk.room, info, chunk.state_indices)
+
+    def _send_conclusion(self, room: int, status: KVPoll, reason: str = "") -> None:
+        """Notifies the room's decode ranks of how it concluded on this rank."""
+        with self.rooms_lock:
+            peers = self.transfer_infos.get(room, {}).values()
+            waiting = [req for req in peers if not (req.is_dummy or req.is_notified)]
+            for req in waiting:
+                req.is_notified = True
+            if room in self.request_status:
+                if reason:
+                    self.record_failure(room, reason)
+                self.update_status(room, status)
+            # Failed, if its request was aborted while its last chunk was written.
+            status = self.check_status(room)
+            # `close_failed_room` needs a failed room's peers, to record who was notified.
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.transfer_infos.pop(room, None)
+            known = self.failed_rooms.get(room)
+            reason = (
+                self.failure_records.get(room)
+                or (known.reason if known else self.aborted_before_request.get(room))
+                or reason
+                or "another prefill rank failed"
+            )
+        for req in waiting:
+            self._notify_when_settled(req, status, reason)
+
+    def _notify_when_settled(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
+        """Notifies decode when it may free its pages; a timer waits for that, not the caller."""
+        seconds = req.unsettled_until - time.monotonic()
+        if seconds <= 0:
+            self._send_status(req, status, reason)
+            return
+        later = threading.Timer(seconds, self._send_status, (req, status, reason))
+        later.daemon = True
+        try:
+            later.start()
+        except RuntimeError as error:  # out of threads: decode waits until its timeout
+            logger.error(f"Room {req.room}: could not notify decode {req.endpoint}: {error}")
+
+    def _send_status(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
+        frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
+        known = self.decode_kv_args_table.get(req.mooncake_session_id)  # None if it was dropped
+        if known is not None and known.reads_reasons:
+            frames.append(reason.encode("utf-8", "backslashreplace"))
+        if req.digests is not None:
+            frames.append(req.digests)
+        address = format_tcp_address(req.endpoint, req.dst_port)
+        try:
+            self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
+        except zmq.ZMQError as error:
+            logger.warning(f"Room {req.room}: could not notify decode {address}: {error}")
+
+    def _notify_failed(self, room: int, peers: Mapping[str, TransferInfo], reason: str) -> None:
+        for req in peers.values():
+            if not req.is_dummy:
+                self._send_status(req, KVPoll.Failed, reason)
+
+    def start_prefill_thread(self):
+        """Starts to read decode ranks' registrations, room requests and aborts."""
+        self.back_off = PeerBackoff()
+        self.read_bootstrap_messages()
+
+    def start_decode_thread(self):
+        """Starts to read prefill ranks' status messages, and to watch prefill servers."""
+        # Rooms requested from prefill, and those of them that one sender has failed while others
+        # may still write.
+        self.requested_rooms: set[int] = set()
+        self.failing_rooms: set[int] = set()
+        self.rebind_server_socket()
+        start_reader_thread(self.server_socket, self._handle_decode_message)
+        self.start_heartbeat()
+
+    def _handle_decode_message(self, frames: list[bytes]) -> None:
+        if frames[0] == self.AUX_DATA_HEADER:
+            self._handle_aux_data(frames)
+        else:
+            self._handle_status(frames)
+
+    def _handle_status(self, frames: list[bytes]) -> None:
+        """Records a prefill rank's result for a room; concludes the room after the last one."""
+        room_frame, status, sender_frame, *more = frames
+        if int(status) not in ENDED:
+            raise ValueError("not a status message")
+        reason = more[0].decode("utf-8", "replace") if more else "no reason given"
+        with self.rooms_lock:
+            room = int(room_frame)
+            if room not in self.requested_rooms:
+                return  # it has concluded
+            sender = int(sender_frame)
+            if len(more) > 1:
+                self.arrived_digests[room][sender] = more[1]
+            if int(status) == KVPoll.Failed:
+                self.record_failure(room, f"Prefill failed: {reason}")
+                self.failing_rooms.add(room)
+            self.prefill_response_tracker[room].add(sender)
+            needed = self.required_prefill_response_num_table[room]
+            if len(self.prefill_response_tracker[room]) >= needed:
+                failed = room in self.failing_rooms
+                self.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+
     def add_transfer_request(
         self,
         bootstrap_room: int,
@@ -189,187 +400,146 @@ class MooncakeKVManager(Bounded, QueuedSends, StatusMessages, CommonKVManager):
         index_slice: slice,
         is_last: bool,
         aux_index: int | None = None,
-        state_indices: List[int] | None = None,
+        state_indices: list[int] | None = None,
     ):
-        """Queue one chunk, for the room's decode ranks; nothing for a room that is over."""
-        if self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-            self._enqueue(
-                TransferKVChunk(
-                    bootstrap_room, kv_indices, index_slice, is_last, aux_index, state_indices
-                )
-            )
+        """Queues one chunk for the room's decode ranks; does nothing for a failed or dropped room.
 
-    def conclude_failed(self, room: int, reason: str) -> None:
-        """Tell the room's decode ranks that it failed, behind what is being written of it.
+        Args:
+            kv_indices: Pages of this rank's pool, int32, `[pages]`.
+            index_slice: Their place among all pages of the request.
+            aux_index: Row of the metadata buffers, with the last chunk.
+            state_indices: Slots or pages of state, with the last chunk if the model has state.
+        """
+        if self.check_status(bootstrap_room) != KVPoll.Failed:
+            chunk = (kv_indices, index_slice, is_last, aux_index, state_indices)
+            self._enqueue(TransferKVChunk(bootstrap_room, *chunk))
 
-        Of its chunks that wait none is sent any more.
+    def conclude_failure(self, room: int, reason: str) -> None:
+        """Notifies the room's decode ranks of its failure, after the write that is under way.
+
+        Its queued chunks are not sent. A last chunk without `prefill_aux_index` does this.
         """
         self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
-    def _drop_room(self, room: int) -> None:
+    def _enqueue(self, chunk: TransferKVChunk) -> None:
+        """Queues a chunk for its decode ranks; does nothing if none has requested the room."""
+        if self.transfer_infos.get(chunk.room):
+            self.transfer_queues[0].put(chunk)
+
+    def close_failed_room(self, room: int) -> str:
+        """Drops a failed room and returns why it failed; notifies decode once no write runs."""
+        with self.rooms_lock:
+            reason = self.drop_room(room) or "another prefill rank failed"
+            self.record_failed_room(room, reason, self.transfer_infos.get(room, ()))
+        self.conclude_failure(room, reason)
+        return reason
+
+    def _drop_backend_state(self, room: int) -> None:
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self.required_prefill_response_num_table.pop(room, None)
             self.prefill_response_tracker.pop(room, None)
-            self.asked_rooms.discard(room)
+            self.requested_rooms.discard(room)
             self.failing_rooms.discard(room)
 
-    def start_decode_thread(self):
-        """Read how prefill ranks end their rooms, and watch whether they live."""
-        self.read_status_messages()
-        self.watch_prefill_servers()
-
-    def _handle_decode_message(self, frames: List[bytes]) -> None:
-        if frames[0] == self.AUX_DATA_HEADER:
-            self._handle_aux_data(frames)
-        else:
-            super()._handle_decode_message(frames)
-
-    def _handle_aux_data(self, msg: List[bytes]):
-        """Take in one metadata row that came by this way instead of the engine's.
-
-        One of another width is left out: a stock prefill rank sends hidden states as wide as its
-        own. So is one of a room that is over, whose slot may be another's. None is waited for.
-        """
-        buffer, slot = int(msg[2]), int(msg[3])
-        data, args = msg[5], self.kv_args
-        if not 0 <= buffer < len(args.aux_data_ptrs):
-            raise ValueError(f"metadata buffer {buffer} of {len(args.aux_data_ptrs)}")
-        item, size = args.aux_item_lens[buffer], args.aux_data_lens[buffer]
-        (announced,) = struct.unpack(">I", msg[4])
-        if not (0 <= slot < size // item and len(data) == announced):
-            raise ValueError(
-                f"metadata of {len(data)} bytes (said to be {announced}) for slot {slot} of buffer "
-                f"{buffer}, which has {size // item} slots of {item} bytes"
-            )
-        if announced == item:
-            with self.rooms_lock:
-                if int(msg[1]) in self.asked_rooms:
-                    AuxDataCodec.deserialize_data_to_buffer(args, buffer, slot, data)
-        else:
-            logger.warning_once(
-                f"Metadata row {buffer} has {item} bytes here, prefill's has not, and is left out; "
-                "speculate on both sides or on none"
-            )
-
     def _register_to_bootstrap(self):
-        self.limit_messages()
+        self.rebind_server_socket()
         super()._register_to_bootstrap()
 
-    def start_prefill_thread(self):
-        """Read what decode ranks register, which rooms they open and which they give up."""
-        self.back_off = BackOff()
-        self.read_bootstrap_messages()
+    def handle_peer_recovered(self, name: str) -> None:
+        """Resets the back-off of a silent decode rank that answers again."""
+        self.back_off.reset(name)
 
-    def is_back(self, name: str) -> None:
-        """A silent decode rank answers again."""
-        self.back_off.forgive(name)
-
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
-        self.back_off.forgive(name)
-
-    def _peer_of(self, info: TransferInfo) -> str:
-        return info.mooncake_session_id
+    def drop_peer(self, name: str) -> None:
+        """Drops a decode rank's back-off. Overrides `SilenceWatch.drop_peer`."""
+        self.back_off.reset(name)
 
     @property
-    def plans_state(self) -> bool:
-        """Recurrent state is sent without a plan: between TP sizes it is cut along dimensions."""
+    def sends_state_by_plan(self) -> bool:
+        """False for recurrent state, which the engine cuts along dimensions between TP sizes."""
         return self.kv_args.state_type != "mamba"
 
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
-        port_of(info.name)  # by which transfers are dealt to queues
+        port_of(info.name)  # raises ValueError if it is not a session id
 
     def _plan_transfers(self, info: KVArgsRegisterInfo) -> None:
-        """Set its `plan`, or its `refusal`."""
+        """Sets the registration's `plan`, or its `refusal`; refuses a session id without a port."""
         super()._plan_transfers(info)
-        unreachable = why_unreachable(info.name)
+        unreachable = unreachable_reason(info.name)
         if unreachable:
-            logger.error(f"Decode {info.name} is refused: {unreachable}")
-            info.plan, info.refusal, info.try_again = None, unreachable, False
+            logger.error(f"Refusing decode {info.name}: {unreachable}")
+            info.plan, info.refusal, info.can_retry = None, unreachable, False
 
     def _add_remote_peer(self, info: KVArgsRegisterInfo) -> None:
         layout = info.plan and info.plan.layout
         state = ([info.dst_state_data_ptrs], [info.dst_state_item_lens])
-        self.bound(info, info.name, layout, None, *state)
+        self.set_bounds(info, info.name, layout, None, *state)
         known = self.decode_kv_args_table.get(info.name)
         self.decode_kv_args_table[info.name] = info
         if known is None or known.dst_kv_ptrs != info.dst_kv_ptrs:
-            self.back_off.forgive(info.name)  # another process
+            self.back_off.reset(info.name)  # the rank is a new process
 
 
 class MooncakeKVSender(CommonKVSender):
     REMOVED = ("clear",)
 
     def failure_exception(self):
-        """End the room, which this or another rank failed; decode is told when we write no more."""
-        raise KVTransferError(self.bootstrap_room, self._finish_failed())
+        """Drops the room, which this or another rank failed, and raises KVTransferError.
+
+        Notifies decode once this rank writes no more.
+        """
+        raise KVTransferError(self.bootstrap_room, self._close_failed_room())
 
 
 class MooncakeKVReceiver(CommonKVReceiver):
-    REMOVED = ("abort", "clear", "init")
+    REMOVED = ("abort", "clear", "init", "poll")
 
     def _register_kv_args(self):
-        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
+        """Registers our buffers and their layout with each prefill rank that serves this one."""
         args = self.kv_mgr.kv_args
-
-        def packed(code: str, numbers: List[int]) -> bytes:
-            return struct.pack(f"{len(numbers)}{code}", *numbers)
-
         target_state, draft_state = split_state(args)
         frames = [
             b"None",
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
-            packed("Q", args.kv_data_ptrs),
-            packed("Q", args.aux_data_ptrs),
-            packed("Q", target_state),
+            *self._own_address(),
+            pack_numbers("Q", args.kv_data_ptrs),
+            pack_numbers("Q", args.aux_data_ptrs),
+            pack_numbers("Q", target_state),
             str(args.engine_rank).encode("ascii"),
             str(self.kv_mgr.attn_tp_size).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
-            packed("I", args.state_item_lens),
-            packed("I", getattr(args, "state_dim_per_tensor", [])),
+            pack_numbers("I", args.state_item_lens),
+            pack_numbers("I", getattr(args, "state_dim_per_tensor", [])),
             encode_layout(args.layout),
-            packed("Q", draft_state),
+            pack_numbers("Q", draft_state),
         ]
         self._register(frames)
 
-    def _expect_room(self, has_state: bool) -> None:
-        self.kv_mgr.asked_rooms.add(self.bootstrap_room)
+    def _reset_room_state(self, has_state: bool) -> None:
+        self.kv_mgr.requested_rooms.add(self.bootstrap_room)
 
-    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+    def _metadata_frames(
+        self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes
+    ) -> list[bytes]:
         return [
             str(self.bootstrap_room).encode("ascii"),
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            *self._own_address(),
             *([b"", b"", b""] if is_dummy else [pages, aux, state]),
             str(self.required_dst_info_num).encode("ascii"),
         ]
 
-    def poll(self) -> KVPoll:
-        """The room's state; it ends when every prefill rank has said how its part ended."""
-        if self.conclude_state is not None:
-            return self.conclude_state
-        if self.is_asking():
-            return KVPoll.Bootstrapping
-        manager, room = self.kv_mgr, self.bootstrap_room
-        if manager.check_status(room) not in ENDED and self.init_time is not None:
-            self._check_timeout(room in manager.failing_rooms)
-        return self._conclude()
+    def _read_results(self) -> bool:
+        return self.bootstrap_room in self.kv_mgr.failing_rooms
 
-    def is_busy(self) -> bool:
-        """Whether our pages may be written to."""
+    def has_pending_transfers(self) -> bool:
+        """Whether a sender may still write to our pages."""
         return self.is_open() and self.conclude_state is None
 
-    def _own_name(self) -> bytes:
+    def _rank_name(self) -> bytes:
         return self.session_id.encode("ascii")
 
     def failure_exception(self):
-        self.conclude_state = KVPoll.Failed
-        reason = self._end() or "another decode rank failed"
-        raise KVTransferError(self.bootstrap_room, reason)
+        """Drops the room, which this or another rank failed, and raises KVTransferError."""
+        raise KVTransferError(self.bootstrap_room, self._close_failed_room())
 
 
-class MooncakeKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
+class MooncakeKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):
     takes_aborts = True

@@ -1,4 +1,4 @@
-"""NIXL: KV is sent by the peer's plan, arrivals counted by sender, failures told to both sides."""
+"""NIXL sends KV by the peer's plan, counts arrivals by sender, reports failures to both sides."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import logging
 import struct
+import time
 import uuid
 from collections import defaultdict
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation import kv_layout
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -21,18 +22,23 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
-from sglang.srt.disaggregation.kv_layout import LayoutError, TransferPlan, encode_layout
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    TransferPlan,
+    encode_layout,
+    parse_notification,
+)
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
-from sglang.srt.disaggregation.pd.messages import unpacked
-from sglang.srt.disaggregation.pd.notifications import Notifications
-from sglang.srt.disaggregation.pd.registration import Registration, split_state, state_pointers
-from sglang.srt.disaggregation.pd.verify_reports import GathersReports
-from sglang.srt.disaggregation.pd.writes import Chunk, RoomFailed, Write, Writes, WritingSender
+from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
+from sglang.srt.disaggregation.pd.nixl_transfers import NixlTransfers, RoomFailed, Transfer
+from sglang.srt.disaggregation.pd.peers import Pages, PeerRegistration, RoomRequest, split_state
+from sglang.srt.disaggregation.pd.sender import ABORTED
+from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import GUARD, TransferInfo
+    from sglang.srt.disaggregation.nixl.conn import GUARD, ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +46,35 @@ REMOVED = ("TransferStatus",)  # in favour of `kv_layout.TransferStatus`
 
 
 @dataclasses.dataclass
-class KVArgsRegisterInfo(Registration):
-    # Whether NIXL knows the rank.
+class TransferInfo(RoomRequest):
+    # Whether it could not be notified at once that the room failed.
+    is_delayed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.agent_name
+
+
+@dataclasses.dataclass
+class KVArgsRegisterInfo(PeerRegistration):
+    RENAMED = (("from_zmq", "_engine_from_zmq"),)
+    # Whether NIXL has accepted the rank's metadata.
     is_connected: bool = False
 
     @classmethod
-    def from_zmq(cls, msg: List[bytes]):
-        """Read a registration, whose frames are known by position."""
-        return cls(
-            room=msg[0].decode("ascii"),
-            endpoint=msg[1].decode("ascii"),
-            dst_port=int(msg[2]),
-            agent_name=msg[3].decode("ascii"),
-            agent_metadata=msg[4],
-            dst_kv_ptrs=unpacked("Q", msg[5]),
-            dst_aux_ptrs=unpacked("Q", msg[6]),
-            dst_state_data_ptrs=state_pointers(msg, 7),
-            gpu_id=int(msg[8]),
-            decode_tp_size=int(msg[9]),
-            decode_tp_rank=int(msg[10]),
-            dst_kv_item_len=int(msg[11]),
-            layout_frame=msg[12] if len(msg) > 12 else b"",
-        )
+    def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
+        """Reads a registration. Extends the engine's: limits numbers, and reads our own frames."""
+        check_numbers(*msg[5:8])
+        info = cls._engine_from_zmq(msg)
+        info.read_own_frames(msg)
+        return info
 
     @property
     def name(self) -> str:
         return self.agent_name
 
     @property
-    def attn_tp(self) -> Tuple[int, int]:
+    def attn_tp(self) -> tuple[int, int]:
         return self.decode_tp_rank, self.decode_tp_size
 
 
@@ -76,33 +82,35 @@ def _is_in(metadata: bytes, name: bytes) -> bool:
     return struct.pack("<Q", len(name)) + name in metadata
 
 
-class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
+class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
+        "_start_bootstrap_thread",
         "check_status",
         "record_failure",
+        "send_aux",
         "send_kvcache_slice",
         "update_status",
-        "update_transfer_status",
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
+    agent_lock = NixlTransfers.agent_lock  # not that of `EarlyConnections`, which excludes nobody
 
     def __init__(
         self,
         args: KVArgs,
         disaggregation_mode: DisaggregationMode,
-        server_args,
-        is_mla_backend=False,
+        server_args: ServerArgs,
+        is_mla_backend: bool = False,
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.agent = self._make_agent()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
             self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-            self._start_bootstrap_thread()
+            self.read_bootstrap_messages()
         else:
-            self._watch_prefill_servers()
+            self._init_heartbeat()
 
     def _make_agent(self):
         try:
@@ -115,7 +123,7 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         threads = 8 if self.disaggregation_mode == DisaggregationMode.PREFILL else 0
         config = nixl_agent_config(backends=[backend], num_threads=threads)
         with contextlib.suppress(ImportError):
-            # The bootstrap thread adds peers while the scheduler sends; older NIXL cannot be told.
+            # The bootstrap thread adds peers while the scheduler sends; older NIXL has no option.
             from nixl._api import nixl_thread_sync_t
 
             config.sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -123,23 +131,23 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
         plugins = agent.get_plugin_list()
         if backend not in plugins:
             raise ValueError(
-                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; NIXL here has {plugins}"
+                f"SGLANG_DISAGGREGATION_NIXL_BACKEND is {backend!r}; this NIXL has {plugins}"
             )
         logger.info(f"NIXL KVManager initialized with backend: {backend}")
         return agent
 
-    def _watch_prefill_servers(self) -> None:
-        """Decode: the state that the heartbeat thread shares, and the thread."""
-        self.transfer_statuses: Dict[int, kv_layout.TransferStatus] = defaultdict(
+    def _init_heartbeat(self) -> None:
+        """Decode: sets up what the heartbeat thread shares, and starts that thread."""
+        self.transfer_statuses: dict[int, kv_layout.TransferStatus] = defaultdict(
             kv_layout.TransferStatus
         )
         self.addr_to_rooms_tracker = defaultdict(set)
         self.heartbeat_interval = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0)
         self.max_failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
         self.waiting_timeout = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        self.watch_prefill_servers()
+        self.start_heartbeat()
 
-    def _drop_room(self, room: int) -> None:
+    def _drop_backend_state(self, room: int) -> None:
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.transfer_infos.pop(room, None)
         else:
@@ -147,13 +155,13 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             self.required_prefill_response_num_table.pop(room, None)
 
     def register_buffer_to_engine(self):
-        """Register KV, state and aux memory; KV and state are of the kind of the pool's device.
+        """Registers KV and state as memory of the pool's device, and aux as host memory.
 
         Raises:
             RuntimeError: NIXL refuses one of them; the server must not start.
         """
         args = self.kv_args
-        # Host memory too bears the published device number: stock peers address it by that.
+        # A pool in host memory has the published device number, too: stock peers use that number.
         pool = (args.layout.memory, args.gpu_id)
         self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
         self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
@@ -162,14 +170,13 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
                 "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
 
-    def _register(self, role: str, ptrs: List[int], lens: List[int], kind: str, device: int):
+    def _register(self, role: str, ptrs: list[int], lens: list[int], kind: str, device: int):
         regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
+        descs, why = None, "it returned no descriptors"
         try:
             descs = self.agent.register_memory(regions, kind)
         except Exception as error:
-            descs, why = None, error
-        else:
-            why = "no descriptors came back"
+            why = str(error)
         if not descs:
             raise RuntimeError(
                 f"NIXL could not register {len(ptrs)} {role} buffers ({sum(lens)} bytes of {kind} "
@@ -177,213 +184,181 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             )
         return descs
 
-    def _descs(self, addresses: npt.NDArray, lengths: npt.NDArray, kind: str, device: int):
-        rows = np.column_stack((addresses, lengths, np.full_like(addresses, device)))
-        return self.agent.get_xfer_descs(rows, kind)
-
     def _send_kvcache_generic(
         self,
         peer_name: str,
         plan: TransferPlan,
-        prefill_data_indices: npt.NDArray[np.int32],
-        dst_data_indices: npt.NDArray[np.int32],
+        prefill_data_indices: Pages,
+        dst_data_indices: Pages,
         notif: str,
-    ) -> Optional[Write]:
-        """Write pages by `plan`, KV's or state's; None with nothing to write."""
+    ) -> Transfer | None:
+        """Starts writing pages by a KV or state plan; with nothing to write, returns None."""
         args, info = self.kv_args, self.decode_kv_args_table[peer_name]
+        # The engine's sends get the room only as the first part of the notification.
+        room, notification = int(notif.partition("_")[0]), notif.encode("ascii")
         copies = plan.copies(prefill_data_indices, dst_data_indices)
         src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
         if not len(src):
-            self._notify(peer_name, notif.encode("ascii"))
+            self._notify(peer_name, notification)
             return None
-        return self._start(
-            peer_name,
-            self.agent.get_xfer_descs(src, args.layout.memory),
-            self.agent.get_xfer_descs(dst, info.plan.layout.memory),
-            notif.encode("ascii"),
-        )
+        src = self.agent.get_xfer_descs(src, args.layout.memory)
+        dst = self.agent.get_xfer_descs(dst, info.plan.layout.memory)
+        return self._start(peer_name, room, src, dst, notification)
 
     def send_kvcache(
         self,
         peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: List[int],
-        dst_kv_indices: npt.NDArray[np.int32],
+        prefill_kv_indices: Pages,
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: Pages,
         dst_gpu_id: int,
         notif: str,
-    ):
-        """Start writing these pages of all layers to a decode rank (PR #22145).
+    ) -> Transfer | None:
+        """Starts writing these pages, int32 `[pages]`, of all layers to a decode rank (PR #22145).
 
-        Args:
-            peer_name: Its NIXL agent.
-            prefill_kv_indices: Pages of this rank's pool, int32, `[pages]`.
-            dst_kv_ptrs: Unused, as `dst_gpu_id`: the plan has decode's addresses.
-            dst_kv_indices: As many pages of its pool.
-            notif: What decode reads when all of it has been written.
-
-        Returns:
-            The write, or None with nothing to write; decode is then notified at once.
+        NIXL delivers `notif` once all are written; at once, with None as result, if there are none.
+        The plan has decode's addresses and device instead of `dst_kv_ptrs` and `dst_gpu_id`.
 
         Raises:
-            LayoutError: The two sides do not name the same number of pages.
-            RoomFailed: The room has failed by now.
+            LayoutError: The numbers of pages on the two sides differ.
+            RoomFailed: The room has failed.
         """
         plan = self.decode_kv_args_table[peer_name].plan.kv
-        return self._send_kvcache_generic(
-            peer_name, plan, prefill_kv_indices, dst_kv_indices, notif
-        )
-
-    def send_aux(
-        self,
-        peer_name: str,
-        prefill_aux_index: int,
-        dst_aux_ptrs: List[int],
-        dst_aux_index: int,
-        notif: str,
-    ):
-        """Start writing the request's metadata, its first token and that one's logprobs.
-
-        Args:
-            prefill_aux_index: Row of this rank's metadata buffers.
-            dst_aux_ptrs: Address of each of decode's metadata buffers.
-            dst_aux_index: Row of these.
-
-        Raises:
-            RoomFailed: The room has failed by now.
-        """
-        plan = self.decode_kv_args_table[peer_name].plan.aux
-        own = self.kv_args.aux_data_ptrs
-        src, dst, lens = plan.copies(own, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
-        return self._start(
-            peer_name,
-            self._descs(src, lens, "DRAM", 0),
-            self._descs(dst, lens, "DRAM", 0),
-            notif.encode("ascii"),
-        )
+        pages = (prefill_kv_indices, dst_kv_indices)
+        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
 
     def maybe_send_extra(
         self,
         peer_name: str,
-        prefill_state_indices: List[int],
-        dst_state_data_ptrs: List[int],
-        dst_state_indices: List[int],
+        prefill_state_indices: list[int],
+        dst_state_data_ptrs: list[int],
+        dst_state_indices: list[int],
         dst_gpu_id: int,
         notif: str,
         decode_tp_size: int,
-    ):
-        """Start writing what is kept beside KV; None where this model keeps nothing.
+    ) -> Transfer | None:
+        """Starts writing slots or pages of state like `send_kvcache`; None if the model has none.
 
-        Args:
-            prefill_state_indices: Slots or pages of this rank's state pool.
-            dst_state_indices: As many of decode's.
-            decode_tp_size: Unused, as `dst_state_data_ptrs` and `dst_gpu_id`: the plan has them.
-
-        Raises:
-            LayoutError: The two sides do not name the same number of slots.
-            RoomFailed: The room has failed by now.
+        The plan has what `dst_state_data_ptrs`, `dst_gpu_id` and `decode_tp_size` are for.
         """
         if self.kv_args.state_type == "none":
             return None
         plan = self.decode_kv_args_table[peer_name].plan.state
-        return self._send_kvcache_generic(
-            peer_name, plan, prefill_state_indices, dst_state_indices, notif
-        )
+        pages = (prefill_state_indices, dst_state_indices)
+        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
 
-    def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> List[Write]:
-        """Start the writes of one chunk to every decode rank of the room.
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Pages,
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ) -> list[Transfer]:
+        """Starts the transfers of one chunk to every decode rank of the room, and returns them.
 
-        The further arguments are a `Chunk`'s. Returns the writes that were started. What goes wrong
-        fails the room, never the caller, which is the scheduler.
+        An error fails the room, and never the caller, which is the scheduler.
+
+        Args:
+            kv_indices: Pages of this rank's pool, int32, `[pages]`.
+            index_slice: Their place among all pages of the request.
+            chunk_id: Counts from 0.
+            aux_index: Row of the metadata buffers, with the last chunk.
+            state_indices: Slots or pages of state, with the last chunk if the model has state.
         """
-        chunk = Chunk(*args, **kwargs)
-        writes: List[Write] = []
-        self.note_chunk(bootstrap_room, chunk.index_slice, chunk.kv_indices)
+        writes: list[Transfer | None] = []
+        self.note_chunk(bootstrap_room, index_slice, kv_indices)
         try:
             for req in list(self.transfer_infos.get(bootstrap_room, {}).values()):
-                if not req.is_dummy():
-                    self._send_chunk(req, chunk, writes)
-        except RoomFailed:
-            logger.info(f"Room {bootstrap_room}: chunk {chunk.chunk_id} is not sent any more")
-        except Exception as error:
-            logger.exception(f"Room {bootstrap_room}: chunk {chunk.chunk_id} could not be sent")
-            self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
-        return writes
-
-    def _send_chunk(self, req: TransferInfo, chunk: Chunk, writes: List[Write]) -> None:
-        """Start one chunk's writes to one decode rank, adding them as they come."""
-        peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
-
-        def notif(kind: str, **more) -> str:
-            return self._notification(req.room, kind, **more).decode("ascii")
-
-        def add(write: Optional[Write]) -> None:
-            if write is not None:
+                if req.is_dummy():
+                    continue
+                peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
+                notif = self._notification(req.room, "kv", chunk=chunk_id, is_last=is_last)
+                pages = (kv_indices, info.dst_kv_ptrs, req.dst_kv_indices[index_slice])
+                write = self.send_kvcache(peer, *pages, info.gpu_id, notif.decode("ascii"))
                 writes.append(write)
+                if is_last:
+                    # Those that have started are in the list even if a later one raises.
+                    writes.extend(self._send_last(req, info, aux_index, state_indices))
+        except RoomFailed:
+            logger.info(f"Room {bootstrap_room} failed; chunk {chunk_id} is not sent")
+        except Exception as error:
+            logger.exception(f"Room {bootstrap_room}: chunk {chunk_id} could not be sent")
+            self.fail(bootstrap_room, f"Prefill could not send KV: {error}")
+        return [write for write in writes if write is not None]
 
-        add(
-            self.send_kvcache(
-                peer,
-                chunk.kv_indices,
-                info.dst_kv_ptrs,
-                req.dst_kv_indices[chunk.index_slice],
-                info.gpu_id,
-                notif("kv", chunk=chunk.chunk_id, is_last=chunk.is_last),
-            )
-        )
-        if not chunk.is_last:
-            return
-        if chunk.state_indices is not None:
-            add(
-                self.maybe_send_extra(
-                    peer,
-                    chunk.state_indices,
-                    info.dst_state_data_ptrs,
-                    req.dst_state_indices,
-                    info.gpu_id,
-                    notif("state"),
-                    info.decode_tp_size,
-                )
-            )
-        add(
-            self.send_aux(peer, chunk.aux_index, info.dst_aux_ptrs, req.dst_aux_index, notif("aux"))
-        )
-        digests = self.room_digests(req.room, info, chunk.state_indices)
-        self._notify_digests(peer, req.room, digests)
+    def _send_last(
+        self,
+        req: TransferInfo,
+        info: KVArgsRegisterInfo,
+        aux_index: int,
+        state_indices: list[int] | None,
+    ) -> Iterator[Transfer | None]:
+        """Sends state, metadata and digests to a decode rank; yields each transfer once started."""
+        peer, room = req.agent_name, req.room
+        if state_indices is not None:
+            pages = (state_indices, info.dst_state_data_ptrs, req.dst_state_indices, info.gpu_id)
+            notif = self._notification(room, "state").decode("ascii")
+            yield self.maybe_send_extra(peer, *pages, notif, info.decode_tp_size)
+        rows = (self.kv_args.aux_data_ptrs, aux_index, info.dst_aux_ptrs, req.dst_aux_index)
+        *sides, sizes = info.plan.aux.copies(*rows)
+        sides = [np.column_stack((side, sizes, np.zeros_like(side))) for side in sides]
+        src, dst = (self.agent.get_xfer_descs(side, "DRAM") for side in sides)
+        yield self._start(peer, room, src, dst, self._notification(room, "aux"))
+        digests = self.room_digests(room, info, state_indices)
+        if digests is not None:
+            self._notify(peer, self._notification(room, "digests", digests=digests))
+
+    def update_transfer_status(self) -> None:
+        """Decode: processes the notifications that have arrived since the last call."""
+        with self.agent_lock:
+            arrived = self.agent.get_new_notifs()
+        for peer, message in [(peer, one) for peer, some in arrived.items() for one in some]:
+            notification = parse_notification(message)
+            if notification is None:
+                logger.warning(f"Dropped a notification from {peer}: {message[:80]!r}")
+                continue
+            room = notification.room
+            if room not in self.request_status:
+                continue  # it has concluded, and must not be opened again
+            self.transfer_statuses[room].add(peer, notification)
+            if notification.kind == "digests":
+                self.arrived_digests[room][peer] = notification.digests
+            elif notification.kind == "failed":
+                self.record_failure(room, f"Prefill failed: {notification.reason}")
 
     def _register_to_bootstrap(self):
-        self.limit_messages()
+        self.rebind_server_socket()
         super()._register_to_bootstrap()
 
-    def _start_bootstrap_thread(self):
-        """Read what decode ranks register, which rooms they open and which they give up."""
-        self.read_bootstrap_messages()
-
-    def _handle_bootstrap_message(self, frames: List[bytes]) -> None:
+    def _handle_bootstrap_message(self, frames: list[bytes]) -> None:
         if frames[0] != GUARD:
             raise ValueError(f"the first frame is {frames[0][:20]!r} instead of {GUARD!r}")
         super()._handle_bootstrap_message(frames[1:])
 
-    def _peer_of(self, info: TransferInfo) -> str:
-        return info.agent_name
-
     def _check_registration(self, info: KVArgsRegisterInfo) -> None:
         name = info.name.encode("ascii")
-        # NIXL goes by the name in the metadata, and forgets that agent when the rest is garbled.
-        if self.metadata_have_names and not _is_in(info.agent_metadata, name):
-            raise LayoutError(f"the metadata are not those of NIXL agent {info.name}")
+        # NIXL uses the name in the metadata, and drops that agent if the rest is garbled.
+        if self.can_check_agent_metadata and not _is_in(info.agent_metadata, name):
+            raise LayoutError(f"NIXL metadata does not belong to agent {info.name}")
 
     @functools.cached_property
-    def metadata_have_names(self) -> bool:
-        """Whether NIXL writes an agent's name in its metadata as it is looked for there."""
+    def can_check_agent_metadata(self) -> bool:
+        """Whether NIXL writes an agent's name in its metadata in the form that `_is_in` finds."""
         has_own = _is_in(self.agent.get_agent_metadata(), self.agent.name.encode("ascii"))
         if not has_own:
-            logger.warning("Decode ranks' metadata are not checked: our own have no name either")
+            logger.warning(
+                "Decode ranks' NIXL metadata is not checked, because this rank's has an unknown "
+                "format"
+            )
         return has_own
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
-        """Make a decode rank known, also to NIXL; its name is another in each process.
+        """Records a decode rank and adds it to NIXL; a restarted rank has a new name.
 
-        Where NIXL does not take it, it is tried again when the rank asks for a room.
+        If NIXL rejects the rank, its next request for a room causes another attempt.
         """
         name = decode_kv_args.agent_name
         known = self.decode_kv_args_table.get(name)
@@ -398,41 +373,42 @@ class NixlKVManager(EarlyConnections, Notifications, Writes, CommonKVManager):
             if not decode_kv_args.refusal:
                 self.connect_early(name, decode_kv_args.dst_aux_ptrs)
         except Exception as error:
-            logger.error(f"Decode {name} is not known to NIXL: {error}")
-            decode_kv_args.try_again = True
+            logger.error(f"NIXL could not add decode {name}: {error}")
+            decode_kv_args.can_retry = True
 
-    def rest(self, name: str) -> bool:
-        """As `NoticesSilence`: its NIXL agent and its plan; not while it is being written to."""
+    def release_peer(self, name: str) -> bool:
+        """Releases a decode rank's NIXL agent and plan, unless a write to it is under way.
+
+        Returns whether it did. Overrides `SilenceWatch.release_peer`.
+        """
         info = self.decode_kv_args_table.get(name)
         with self.agent_lock:
-            if any(write.peer == name and not self.has_ended(write) for write in list(self.writes)):
+            if self._is_writing(peer=name):
                 return False
-            self.drop(name)
+            self.drop_peer(name)
         if info is not None and not info.refusal:
-            info.plan, info.try_again, info.not_before = None, True, 0.0
+            info.plan, info.can_retry, info.retry_at = None, True, 0.0
         return True
 
-    def drop(self, name: str) -> None:
-        """As `NoticesSilence`."""
+    def drop_peer(self, name: str) -> None:
+        """Drops a decode rank's notices and NIXL agent. Overrides `SilenceWatch.drop_peer`."""
         info = self.decode_kv_args_table.get(name)
-        self.leave_untold(name)
-        with self.agent_lock, contextlib.suppress(Exception):  # NIXL may not know it any more
-            self.out_of_reach.discard(name)
+        self.drop_pending_notices(name)
+        with self.agent_lock, contextlib.suppress(Exception):  # NIXL may have dropped it already
+            self.unreachable_peers.discard(name)
             if info is not None:
                 info.is_connected = False
             self.agent.remove_remote_agent(name)
 
     def _open_room(self, info: TransferInfo) -> None:
-        self.is_back(info.agent_name)
-        self.leave_untold(info.agent_name, info.room)  # was another request of that number
+        self.handle_peer_recovered(info.name)
+        self.drop_pending_notices(info.name, info.room)  # an earlier request's
         super()._open_room(info)
 
 
-class NixlKVSender(WritingSender, CommonKVSender):
-    REMOVED = ("poll",)
-
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: Optional[List[int]] = None):
-        """Start sending one chunk, the request's next pages; a failed room sends no more."""
+class NixlKVSender(CommonKVSender):
+    def send(self, kv_indices: Pages, state_indices: list[int] | None = None):
+        """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return
@@ -444,93 +420,123 @@ class NixlKVSender(WritingSender, CommonKVSender):
         self.chunk_id += 1
         self.has_sent = is_last
 
+    def poll(self) -> KVPoll:
+        """Returns the room's status; it concludes once this rank's last transfer has finished."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self._drop_finished_transfers()
+        self._check_timeout()
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status != KVPoll.Failed and not self.has_sent:
+            return status
+        if self.xfer_handles:
+            return KVPoll.Transferring
+        self.conclude_state = KVPoll.Failed if status == KVPoll.Failed else KVPoll.Success
+        return self.conclude_state
+
+    def _drop_finished_transfers(self) -> None:
+        """Drops settled transfers; one that failed or was abandoned fails the room."""
+        for write in [one for one in self.xfer_handles if self.kv_mgr.is_settled(one)]:
+            self.xfer_handles.remove(write)
+            why = write.outcome or write.abandon_reason
+            if why:
+                self.kv_mgr.fail(self.bootstrap_room, f"Prefill's write to decode failed: {why}")
+
+    def _check_timeout(self) -> None:
+        """Fails a room that decode does not request in time; decode may lack the request."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        waited = time.monotonic() - self.started_at
+        is_waiting = manager.check_status(room) == KVPoll.Bootstrapping
+        if is_waiting and waited >= manager.bootstrap_timeout:
+            manager.fail(
+                room,
+                f"Decode did not request this room within {waited:.0f} s; "
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets the limit",
+            )
+
+    def has_pending_transfers(self) -> bool:
+        """Whether a transfer may still read our pages."""
+        return bool(self.xfer_handles)
+
+    def abort(self):
+        """Fails the room, because its client has left."""
+        if self.conclude_state is None:
+            self.kv_mgr.fail(self.bootstrap_room, ABORTED)
+
     def failure_exception(self):
-        """End the room, which this or another rank failed; no write of ours is under way."""
-        raise RuntimeError(self._finish_failed())
+        """Drops the room, which this or another rank failed, and raises RuntimeError.
+
+        No write of this rank is under way.
+        """
+        raise RuntimeError(self._close_failed_room())
 
 
 class NixlKVReceiver(CommonKVReceiver):
-    REMOVED = ("init",)
+    REMOVED = ("init", "poll")
 
-    def _expect_room(self, has_state: bool) -> None:
-        """What has come for this number before is another request's."""
+    def _reset_room_state(self, has_state: bool) -> None:
+        """Clears the room's arrivals, which belong to an earlier request."""
         self.kv_mgr.transfer_statuses[self.bootstrap_room] = kv_layout.TransferStatus(
             self.required_prefill_response_num, has_state, self.expects_digests
         )
 
-    def _room_frames(self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes) -> List[bytes]:
+    def _metadata_frames(
+        self, is_dummy: bool, pages: bytes, aux: bytes, state: bytes
+    ) -> list[bytes]:
         return [
             GUARD,
             str(self.bootstrap_room).encode("ascii"),
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
+            *self._own_address(),
             b"" if is_dummy else pages,
             aux,
             str(self.required_dst_info_num).encode("ascii"),
             b"" if is_dummy else state,
         ]
 
-    def poll(self) -> KVPoll:
-        """The room's state; it succeeds when every sender's KV, aux and state are written."""
-        if self.conclude_state is None and self.is_asking():
-            return KVPoll.Bootstrapping
-        if self.conclude_state is None:
-            self._take_in()
-        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
-
-    def _take_in(self) -> None:
+    def _read_results(self) -> bool:
+        """Reads notifications, and concludes the room once every sender has sent all or failed."""
         manager, room = self.kv_mgr, self.bootstrap_room
-        if self.init_time is not None:
-            manager.update_transfer_status()
-            if manager.check_transfer_done(room):
-                failed = manager.transfer_statuses[room].is_failed()
-                manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
-            else:
-                self._check_timeout(manager.transfer_statuses[room].is_failing)
-        self._conclude()
+        manager.update_transfer_status()
+        if manager.check_transfer_done(room):
+            failed = manager.transfer_statuses[room].is_failed()
+            manager.update_status(room, KVPoll.Failed if failed else KVPoll.Success)
+        return manager.transfer_statuses[room].is_failing
 
     def _register_kv_args(self):
-        """Tell each prefill rank that serves this one where our buffers are and what they hold."""
-        args, agent = self.kv_mgr.kv_args, self.kv_mgr.agent
-
-        def packed(pointers: List[int]) -> bytes:
-            return struct.pack(f"{len(pointers)}Q", *pointers)
-
+        """Registers our buffers and their layout with each prefill rank that serves this one."""
+        args = self.kv_mgr.kv_args
         target_state, draft_state = split_state(args)
         frames = [
             GUARD,
             b"None",
-            self.kv_mgr.local_ip.encode("ascii"),
-            str(self.kv_mgr.rank_port).encode("ascii"),
-            self._own_name(),
-            agent.get_agent_metadata(),
-            packed(args.kv_data_ptrs),
-            packed(args.aux_data_ptrs),
-            packed(target_state),
+            *self._own_address(),
+            self.kv_mgr.agent.get_agent_metadata(),
+            pack_numbers("Q", args.kv_data_ptrs),
+            pack_numbers("Q", args.aux_data_ptrs),
+            pack_numbers("Q", target_state),
             str(args.gpu_id).encode("ascii"),
             str(args.decode_tp_size).encode("ascii"),
             str(args.engine_rank).encode("ascii"),
             str(args.kv_item_lens[0]).encode("ascii"),
             encode_layout(args.layout),
-            packed(draft_state),
+            pack_numbers("Q", draft_state),
         ]
         self._register(frames)
 
-    def is_busy(self) -> bool:
-        """Whether our pages may be written to."""
+    def has_pending_transfers(self) -> bool:
+        """Whether a sender may still write to our pages."""
         return self.is_open() and self.conclude_state is None
 
-    def _abort_frames(self, reason: str) -> List[bytes]:
+    def _abort_frames(self, reason: str) -> list[bytes]:
         return [GUARD, *super()._abort_frames(reason)]
 
-    def _own_name(self) -> bytes:
+    def _rank_name(self) -> bytes:
         return self.kv_mgr.agent.name.encode("ascii")
 
     def failure_exception(self):
-        self.conclude_state = KVPoll.Failed
-        raise RuntimeError(self._end() or "another decode rank failed, or prefill was lost")
+        """Drops the room, which this or another rank failed, and raises RuntimeError."""
+        raise RuntimeError(self._close_failed_room())
 
 
-class NixlKVBootstrapServer(GathersReports, CommonKVBootstrapServer):
+class NixlKVBootstrapServer(VerifyRoutes, CommonKVBootstrapServer):
     takes_aborts = True

@@ -1,11 +1,9 @@
-"""The NPU pools: how their KV is cut into pages, and its copy to the host and back."""
-
-from typing import List, Tuple
+"""NPU pools: the size of their KV pages, and the copy of their KV to the host and back."""
 
 import torch
 from sglang.srt.hardware_backend.npu.cpu_copy import (
     HostCopy,
-    by_token,
+    as_tokens,
     copy_from_host,
     copy_to_host,
     whole_pages,
@@ -19,13 +17,13 @@ if is_npu():
 
 
 class NPUMHATokenToKVPool:
-    def get_contiguous_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
-        """Address, bytes and bytes a page of K of each layer, then of V of each (PR #15852).
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns address, bytes and bytes per page of each layer's K, then of its V (PR #15852).
 
         `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
         """
         buffers = [*self.k_buffer, *self.v_buffer]
-        pages = self.size // self.page_size + 1  # page 0 takes what padded tokens write
+        pages = self.size // self.page_size + 1  # page 0 receives what padded tokens write
         return (
             [buffer.data_ptr() for buffer in buffers],
             [buffer.nbytes for buffer in buffers],
@@ -33,7 +31,7 @@ class NPUMHATokenToKVPool:
         )
 
     def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copy what these token slots, of shape [tokens], hold to the host (PR #25249).
+        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249).
 
         Later releases pass more arguments, which concern other pools.
         """
@@ -42,15 +40,15 @@ class NPUMHATokenToKVPool:
     def load_cpu_copy(
         self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
     ) -> None:
-        """Write what `get_cpu_copy` returned into these token slots.
+        """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
 
         Raises:
             ValueError: The copy does not fit the slots or this pool; nothing has been written.
         """
         copy_from_host(kv_cache_cpu, *self._rows(indices))
 
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
-        """Buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
         whole = getattr(self, "kv_buffer", None)
         if whole is not None:  # K and V of all layers are one tensor
             buffers = [whole.view(-1, *whole.shape[2:])]
@@ -58,15 +56,19 @@ class NPUMHATokenToKVPool:
             buffers = [self.k_buffer, self.v_buffer]
         else:
             buffers = [layer[None] for layer in (*self.k_buffer, *self.v_buffer)]
-        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
 
 
 class NPUMLATokenToKVPool:
-    def get_state_buf_infos(self) -> Tuple[List[int], List[int], List[int]]:
-        """Address, bytes and bytes a page of each layer's index keys; empty without an indexer.
+    # Also of the index keys, if there are any: they copy `_rows`.
+    get_cpu_copy = NPUMHATokenToKVPool.get_cpu_copy
+    load_cpu_copy = NPUMHATokenToKVPool.load_cpu_copy
 
-        The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), as which
-        they are sent.
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns address, bytes and bytes per page of each layer's index keys, if there are any.
+
+        The same buffers are the third group of `get_contiguous_buf_infos` (PR #23893), which is how
+        the transfer backend sends them.
         """
         buffers = [] if self.index_k_buffer is None else list(self.index_k_buffer)
         return (
@@ -75,22 +77,15 @@ class NPUMLATokenToKVPool:
             [buffer[0].nbytes for buffer in buffers],
         )
 
-    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """As `NPUMHATokenToKVPool.get_cpu_copy`; index keys, where there are some, included."""
-        return copy_to_host(*self._rows(indices))
+    def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """Returns buffers as [layers, rows, ...], rows to copy, and how many at a time.
 
-    def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
-    ) -> None:
-        """As `NPUMHATokenToKVPool.load_cpu_copy`."""
-        copy_from_host(kv_cache_cpu, *self._rows(indices))
-
-    def _rows(self, indices: torch.Tensor) -> Tuple[List[torch.Tensor], torch.Tensor, int]:
-        """As in `NPUMHATokenToKVPool`; with `SGLANG_USE_FIA_NZ` a page's rows are not tokens."""
+        A row is a token, or with `SGLANG_USE_FIA_NZ` a page.
+        """
         buffers = [self.k_buffer, self.v_buffer]
         if self.index_k_buffer is not None:
             buffers.append(self.index_k_buffer)
         if get_bool_env_var("SGLANG_USE_FIA_NZ"):
             pages = whole_pages(indices, self.page_size)
             return buffers, pages, max(1, self.cpu_offloading_chunk_size // self.page_size)
-        return [by_token(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size

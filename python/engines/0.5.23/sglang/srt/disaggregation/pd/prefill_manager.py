@@ -1,0 +1,301 @@
+"""Prefill: overrides of the engine's methods that the KV managers of all backends share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.kv_layout import AuxPlan, PeerPlan
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
+from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
+from sglang.srt.disaggregation.pd.peers import chunk_refusal
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.room_failures import (
+    ABORTED,
+    Endpoint,
+    RoomFailures,
+    parse_abort,
+)
+from sglang.srt.disaggregation.pd.verify_exchange import SentPages
+from sglang.srt.utils.network import NetworkAddress
+
+logger = logging.getLogger(__name__)
+
+ENDED = (KVPoll.Success, KVPoll.Failed)
+
+
+class PrefillManager(SilenceWatch, PeerQueues):
+    """Base of a prefill rank's KV manager, before the engine's.
+
+    `decode_kv_args_table` has the `PeerRegistration` of each decode rank. `verifier`, `sent_pages`,
+    `status_lock` and `drop_reason` are `CommonKVManager`'s.
+    """
+
+    failures: RoomFailures = PerInstance(RoomFailures)
+
+    def plan_for(self, peer: str) -> PeerPlan | None:
+        """Returns the plan for a decode rank; None if the engine sends its own way."""
+        return getattr(self.decode_kv_args_table.get(peer), "plan", None)
+
+    def aux_plan_for(self, peer: str) -> AuxPlan | None:
+        """Returns the plan for a decode rank's metadata; None if the engine sends them."""
+        plan = self.plan_for(peer)
+        return plan.aux if plan is not None and plan.aux.widths else None
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last_chunk: bool,
+        *more,
+        **options,
+    ) -> None:
+        """Queues one chunk. Extends the engine's: an error only fails its room, on both sides."""
+        room = bootstrap_room
+        try:
+            reason = self._refusal_reason(room, index_slice)
+            if not reason:
+                if self.verifier is not None and room in self.transfer_infos:
+                    sent = self.sent_pages.setdefault(room, SentPages())
+                    sent.note(index_slice, kv_indices, options.get("state_indices"))
+                chunk = (room, kv_indices, index_slice, is_last_chunk)
+                super().add_transfer_request(*chunk, *more, **options)
+                return
+        except Exception as error:
+            logger.exception(f"Room {room}: a chunk could not be queued")
+            reason = f"Prefill could not send KV: {error!r}"
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def _refusal_reason(self, room: int, index_slice: slice) -> str:
+        """Returns why a chunk fails its room; "" if it does not."""
+        if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
+            return ""  # the room is over: none of its chunks is sent
+        silent = self.silence_reason(room)
+        if silent:
+            return silent
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            if info.is_dummy:
+                continue
+            known = self.decode_kv_args_table.get(peer)
+            why = chunk_refusal(room, peer, known, index_slice, len(info.dst_kv_indices))
+            if why:
+                return why
+        return ""
+
+    def conclude_transfer(
+        self,
+        *,
+        bootstrap_room: int,
+        status: KVPoll,
+        targets: list[Endpoint] | None = None,
+        **more,
+    ) -> KVPoll | None:
+        """Concludes a room.
+
+        Extends the engine's: first sends digests to decode ranks that compare, and notes which
+        decode ranks are notified. The engine sets the room's status before it notifies them, and
+        the scheduler may be done with the room in between.
+
+        Args:
+            targets: Decode ranks to notify; None for all that requested the room.
+        """
+        if status == KVPoll.Success and self.verifier is not None:
+            self._send_digests(bootstrap_room)
+        if targets is None:
+            targets = self._room_notify_targets(bootstrap_room)
+        self.failures.note_notified(bootstrap_room, targets)
+        concluded = super().conclude_transfer(
+            bootstrap_room=bootstrap_room, status=status, targets=targets, **more
+        )
+        if bootstrap_room not in self.request_status:  # the scheduler has just cleared it
+            self.drop_reason(bootstrap_room)
+        return concluded
+
+    def _send_digests(self, room: int) -> None:
+        """Sends digests of what an open room has sent, to each decode rank that compares them."""
+        sent, status = self.sent_pages.get(room), self.request_status.get(room, KVPoll.Failed)
+        if sent is None or status == KVPoll.Failed:
+            return
+        rank = self._prefill_unique_rank()
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            plan = None if info.is_dummy else self.plan_for(peer)
+            if plan is None or not plan.layout.verifies:
+                continue
+            frames = sent.message(room, rank, self.verifier, plan)
+            address = NetworkAddress(info.endpoint, info.dst_port)
+            try:
+                self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
+            except Exception as error:
+                logger.warning(f"Room {room}: could not send digests to decode {peer}: {error}")
+
+    def _prefetch_staging_reqs(self, room: int) -> None:
+        """Prefetches staging buffers, once all of the room's decode ranks have requested it.
+
+        Extends the engine's, which iterates over those ranks: none may be added meanwhile.
+        """
+        if self.request_status.get(room, KVPoll.Failed) > KVPoll.Bootstrapping:
+            super()._prefetch_staging_reqs(room)
+
+    def poison_deferred_ack_room(self, room: int) -> None:
+        """Marks a room that may still be written to. Extends the engine's: keeps the last 65536.
+
+        The engine forgets a room only when it is reused.
+        """
+        super().poison_deferred_ack_room(room)
+        oldest = self.failures.keep_poisoned(room)
+        if oldest is not None:
+            self._deferred_ack_poisoned_rooms.discard(oldest)
+            self._staging_outstanding.pop(oldest, None)
+        if room not in self.request_status:
+            self.drop_reason(room)
+
+    def refuse(self, room: int, reason: str) -> None:
+        """Fails a request without a sender; notifies decode ranks now, or when they request it."""
+        self.drop_collected_rooms()
+        self.failures.run_when_stored(room, functools.partial(self._refuse, room, reason))
+
+    def _refuse(self, room: int, reason: str) -> None:
+        if room in self.failures.senders:  # another request has the room
+            return
+        aborted_by = self.failures.rooms_without_sender.pop(room, set())
+        self.fail_room(room, reason, aborted_by)
+        self._drop_room(room)
+
+    def drop_collected_rooms(self) -> None:
+        """Drops rooms whose senders were garbage-collected without being cleared.
+
+        Call it before anything else: what arrives for such a room concerns another request.
+        """
+        for room, notified in self.failures.take_collected():
+            drop = functools.partial(self._drop_collected_room, room, notified)
+            self.failures.run_when_stored(room, drop)
+
+    def _drop_collected_room(self, room: int, notified: set[Endpoint]) -> None:
+        if room in self.failures.senders:  # another request has the room
+            return
+        if self.request_status.get(room) == KVPoll.Failed:
+            self.fail_room(room, self.failure_records.get(room, ABORTED), notified)
+        self._drop_room(room)
+        self._drop_chunk_count(room)
+
+    def fail_room(self, room: int, reason: str, notified: set[Endpoint]) -> None:
+        """Notifies decode ranks that a request failed, now or when they request its room.
+
+        Args:
+            notified: Decode ranks that know it or are being notified.
+        """
+        self.failures.record_failed_room(room, reason, notified)
+        targets = self.failures.take_unnotified(room, self._room_notify_targets(room))
+        if self.is_release_safe(room):
+            self._send_failed_status(room, targets, reason)
+
+    def is_release_safe(self, room: int) -> bool:
+        """Returns whether decode may be notified that a room failed, and so free its pages.
+
+        Without deferred release, decode would not wait until writes to them are over; in a poisoned
+        room, nobody knows whether they are.
+        """
+        return (
+            self.enable_deferred_decode_kv_release and room not in self._deferred_ack_poisoned_rooms
+        )
+
+    def _send_failed_status(self, room: int, targets: list[Endpoint], reason: str) -> None:
+        self.send_kv_status_message(
+            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+        )
+
+    def _drop_room(self, room: int) -> None:
+        with self.status_lock:
+            tables = (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len)
+            for table in (*tables, self.sent_pages):
+                table.pop(room, None)
+        self.drop_reason(room)  # last: with a status, another thread could record it again
+
+    def _maybe_ack_drained_abort(self, room: int) -> None:
+        """Acknowledges a drained abort. Extends the engine's: drops the room's chunk count."""
+        super()._maybe_ack_drained_abort(room)
+        self._drop_chunk_count(room)
+
+    def _drop_chunk_count(self, room: int) -> None:
+        """Drops the chunk count of a room that has ended, once no chunk is left."""
+        if room not in self.request_status and self._staging_outstanding.get(room, 1) <= 0:
+            self._staging_outstanding.pop(room, None)
+
+    def reject_failed_room(self, room: int, decode: Endpoint | None) -> bool:
+        """Returns whether the room that a decode rank requests has failed; notifies it if so.
+
+        On False, call `failures.end_message` once the engine has stored the request.
+
+        Args:
+            decode: The rank; None if it is sent nothing, and is not notified.
+        """
+        self.drop_collected_rooms()
+        reason = self.failures.begin_message(room, decode)
+        if reason is not None:
+            self._send_failed_status(room, [decode], reason)
+        return reason is not None
+
+    def _handle_abort_notification(self, msg: list[bytes]) -> bool:
+        """Handles an abort. Extends the engine's: the aborting rank is not notified of it."""
+        self.drop_collected_rooms()
+        room, decode = parse_abort(msg)
+        if decode is not None:
+            self.failures.note_abort(room, decode)
+        is_taken = super()._handle_abort_notification(msg)
+        if room in self.transfer_infos and room not in self.request_status:
+            # Not all of its decode ranks have requested it: the engine would forget the abort, and
+            # the request that is still to come would wait for them.
+            self.request_status[room] = KVPoll.Failed
+        self.track_room_without_sender(room, decode)
+        return is_taken
+
+    def track_room_without_sender(
+        self, room: int | None, aborted_by: Endpoint | None = None
+    ) -> None:
+        """Keeps the engine's entries for the most recent rooms without a request.
+
+        Args:
+            aborted_by: The decode rank that aborts the room, and is not notified that it fails.
+        """
+        with self.failures.lock:
+            if room in self.request_status or room in self.transfer_infos:
+                oldest = self.failures.keep_without_sender(room, aborted_by)
+                if oldest is not None:
+                    self._drop_room(oldest)
+
+    def note_metadata_sender(self, name: str) -> None:
+        """Notes that a decode rank that requests a room is alive."""
+        info = self.decode_kv_args_table.get(name)
+        if info is not None:
+            self.note_peer_alive(name, info)
+
+    def fail_room_of_silent_peer(self, room: int, reason: str) -> None:
+        """Fails an open room, one of whose decode ranks is silent.
+
+        The other decode ranks keep its pages until the engine acknowledges that writes are over.
+        """
+        if self.request_status.get(room, KVPoll.Failed) not in ENDED:
+            if self.is_release_safe(room):
+                self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+            else:
+                self.record_failure(room, reason)
+                self.update_status(room, KVPoll.Failed)
+        self.track_room_without_sender(room)  # the silent rank may never abort it
+
+    def peers_in_use(self) -> set[str]:
+        """Returns the decode ranks with open rooms, and those that are being written to.
+
+        A rank may be written to after its room is cleared. Rooms that are over, and kept only in
+        case a request comes, do not count.
+        """
+        kept = self.failures.rooms_without_sender
+        rooms = list(self.transfer_infos.items())
+        open_rooms = [list(peers) for room, peers in rooms if room not in kept]
+        return set().union(*open_rooms, *(queue.busy_peers() for queue in self.transfer_queues))
+
+    def handle_peer_recovered(self, name: str) -> None:
+        """Called when a silent decode rank answers again; does nothing unless overridden."""

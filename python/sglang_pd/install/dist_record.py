@@ -1,0 +1,46 @@
+"""Edits a distribution's RECORD, so that uninstalling the engine removes added files, too."""
+
+import base64
+import csv
+import hashlib
+import io
+import os
+
+
+def record_entry(name: str, content: bytes | None) -> str:
+    """Formats a row of RECORD; without hash and size if the content is None."""
+    if content is None:
+        fields = [name, "", ""]
+    else:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        fields = [name, f"sha256={digest}", str(len(content))]
+    row = io.StringIO()
+    csv.writer(row, lineterminator="").writerow(fields)
+    return row.getvalue()
+
+
+def read(record: bytes) -> dict[str, tuple[str, str]]:
+    """Parses a RECORD into {path: (hash, size)}."""
+    return {row[0]: (row[1], row[2]) for row in csv.reader(record.decode().splitlines()) if row}
+
+
+def with_entries(record: bytes, files: dict[str, bytes | None]) -> bytes:
+    """Replaces the rows of `files`, or appends them; keeps the other rows byte for byte."""
+    lines = record.decode().splitlines(keepends=True)
+    newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    left = {name: record_entry(name, content) for name, content in files.items()}
+    for k, line in enumerate(lines):
+        row = next(csv.reader([line]), None)
+        if row and row[0] in left:
+            lines[k] = left.pop(row[0]) + newline
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += newline
+    return "".join([*lines, *(row + newline for row in left.values())]).encode()
+
+
+def has_other_hash(record: bytes, name: str, content: bytes) -> bool:
+    """Whether RECORD lists the file with another hash."""
+    known = read(record).get(name, ("", ""))[0]
+    return (
+        bool(known) and known != read((record_entry(name, content) + os.linesep).encode())[name][0]
+    )

@@ -1,0 +1,275 @@
+"""Known failures of stock engines with a pair, by release, backend and sizes.
+
+Each failure names its patch record (docs/patches.md), if any, which has its cause and fix. The
+outcome is what serving showed, or the transport's tests if no server was tried. The first failure
+that applies counts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sglang_pd.plan import conditions as when
+from sglang_pd.plan.pair import ServerPair
+
+RIGHT, WRONG, HANGS, CRASHES = "right", "wrong", "hangs", "crashes"
+FAILS, NO_START, REFUSED, UNKNOWN = "fails", "no start", "refused", "unknown"
+
+# Events that may happen to a server of any size.
+RETRACTS, STRAY, LOGPROBS = "decode retracts", "stray message", "logprobs"
+
+Outcomes = dict[str, str]  # by backend
+
+
+def by_backend(nixl: str = "", mooncake: str = "", ascend: str | None = None) -> Outcomes:
+    """Returns {backend: outcome}.
+
+    `ascend` is Mooncake's backend with another transfer engine: Mooncake's outcome is the default.
+    """
+    return {"nixl": nixl, "mooncake": mooncake, "ascend": mooncake if ascend is None else ascend}
+
+
+def all_backends(outcome: str) -> Outcomes:
+    return by_backend(outcome, outcome)
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What a stock engine does with pairs to which the failure `applies`, and why.
+
+    Attributes:
+        record: The patch record; empty if no patch concerns the failure.
+        v0_5_9, v0_5_23: Outcomes by backend in that release; empty if it does not fail.
+        event: The event that the failure needs; empty if none.
+    """
+
+    record: str
+    reason: str
+    applies: Callable[[ServerPair], bool]
+    v0_5_9: Outcomes = field(default_factory=dict)
+    v0_5_23: Outcomes = field(default_factory=dict)
+    event: str = ""
+
+    def outcome(self, pair: ServerPair) -> str:
+        """Returns the outcome for the pair's release and backend; empty if they do not fail."""
+        of_release = {"0.5.9": self.v0_5_9, "0.5.23": self.v0_5_23}.get(pair.release, {})
+        return of_release.get(pair.backend, "")
+
+
+def first_match(pair: ServerPair, event: str = "") -> KnownFailure | None:
+    """Returns the first failure that applies to this pair, on an event or, by default, on none."""
+    known = (
+        failure for failure in KNOWN_FAILURES if failure.event == event and failure.outcome(pair)
+    )
+    return next((failure for failure in known if failure.applies(pair)), None)
+
+
+KNOWN_FAILURES = [
+    KnownFailure(
+        "",
+        "this release does not support speculation with pipeline stages",
+        lambda pair: pair.prefill.draft > 0 and pair.prefill.pp > 1,
+        v0_5_9=all_backends(NO_START),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "the decode server crashes if the page sizes differ",
+        when.page_differs,
+        v0_5_9=all_backends(CRASHES),
+        v0_5_23=all_backends(CRASHES),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "the decode server crashes if its PP size is neither 1 nor prefill's",
+        when.pp_conflicts,
+        v0_5_9=all_backends(CRASHES),
+        v0_5_23=all_backends(CRASHES),
+    ),
+    KnownFailure(
+        "refuse-unfit-peers",
+        "neither TP size divides the other: some rank never receives a request",
+        when.tp_conflicts,
+        v0_5_9=all_backends(HANGS),
+        v0_5_23=all_backends(HANGS),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "recurrent state between different PP sizes was not tested; use sglang-pd verify",
+        lambda pair: when.recurrent(pair) and when.pp_differs(pair),
+        v0_5_9=all_backends(UNKNOWN),
+        v0_5_23=all_backends(UNKNOWN),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "recurrent state is not sent between different TP sizes, or is split in the wrong places",
+        lambda pair: when.recurrent(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend(CRASHES, WRONG),
+    ),
+    KnownFailure(
+        "recurrent-state",
+        "the windows of Mamba 2's convolutions are split as if they were one",
+        lambda pair: pair.splits_recurrent_state and not pair.model.recurrent.has_named_channels,
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "windows are not sent between TP sizes: prefill's scheduler or transfer thread crashes",
+        lambda pair: when.keeps_windows(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend(CRASHES, HANGS),
+    ),
+    KnownFailure(
+        "window-stages",
+        "two stages send the layer between them, but one of them has not computed it",
+        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        v0_5_9=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "layers of a stage are paired by position, but windows are layers of another kind",
+        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        v0_5_23=by_backend("", WRONG),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "the prefill server crashes: V is sent with K's length, but the lengths differ",
+        when.v_width_differs,
+        v0_5_9=by_backend(CRASHES),
+    ),
+    KnownFailure(
+        "draft-state",
+        "decode has no index keys for prefill's draft: prefill's thread or scheduler crashes",
+        lambda pair: when.sends_index_keys(pair) and when.drafts_on(pair, True, False),
+        v0_5_9=by_backend(CRASHES, HANGS),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "decode has no buffers for prefill's draft",
+        lambda pair: when.drafts_on(pair, True, False),
+        v0_5_9=by_backend(CRASHES, HANGS),
+        # Mooncake refuses writes outside decode's buffers, MemFabric does not.
+        v0_5_23=by_backend(HANGS, FAILS, WRONG),
+    ),
+    KnownFailure(
+        "nixl-senders",
+        "prefill's TP ranks share one sender number, and decode waits for more",
+        lambda pair: when.is_gqa(pair) and pair.tp[0] > pair.tp[1],
+        v0_5_9=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "the prefill server crashes: decode has more ranks than KV heads",
+        when.replicates_on_decode,
+        v0_5_9=by_backend(CRASHES),
+    ),
+    KnownFailure(
+        "mooncake-plan",
+        "decode has more ranks than KV heads: prefill's transfer thread crashes",
+        when.replicates_on_decode,
+        v0_5_9=by_backend("", HANGS),
+    ),
+    KnownFailure(
+        "mooncake-plan",
+        "prefill has more ranks than KV heads, and each rank counts as a head",
+        when.replicates_on_prefill,
+        v0_5_9=by_backend("", WRONG),
+    ),
+    KnownFailure(
+        "npu-fia",
+        "with ASCEND_USE_FIA a token's size is used as a page's",
+        lambda pair: pair.fia and pair.prefill.page > 1,
+        v0_5_9=by_backend(ascend=WRONG),
+    ),
+    KnownFailure(
+        "npu-mla-pp",
+        "a stage's n-th buffer is written to decode's n-th, which belongs to another layer",
+        lambda pair: when.pp_differs(pair) and not when.is_gqa(pair),
+        v0_5_9=by_backend(ascend=WRONG),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "GQA with prefill stages: the thread that reads registrations crashes",
+        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and not when.tp_differs(pair),
+        v0_5_23=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "GQA with prefill stages: layers are paired by position where heads are split",
+        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and when.tp_differs(pair),
+        v0_5_23=by_backend(WRONG),
+    ),
+    KnownFailure(
+        "nixl-heads",
+        "prefill has more ranks than KV heads, and decode more than prefill",
+        when.replicates_on_both,
+        v0_5_23=by_backend(HANGS),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "between different TP sizes V is sent with K's length, but the lengths differ",
+        lambda pair: when.v_width_differs(pair) and when.tp_differs(pair),
+        v0_5_9=by_backend("", WRONG),
+        v0_5_23=by_backend(HANGS, WRONG),
+    ),
+    KnownFailure(
+        "mha-pp",
+        "the position of decode's first V buffer is guessed from both sides' buffer counts",
+        when.misplaces_v,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "both sides have the same number of stages, but with different layers",
+        when.stages_differ,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "drafts of unequal length are paired by position",
+        when.unequal_drafts,
+        v0_5_9=all_backends(WRONG),
+        v0_5_23=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "draft-state",
+        "the draft's index keys are not written on decode, so that few drafts are accepted",
+        lambda pair: when.sends_index_keys(pair) and when.drafts_on(pair, True, True),
+        v0_5_9=all_backends(WRONG),
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "KV that is copied back from the host is another token's",
+        lambda pair: pair.fia,
+        v0_5_9=by_backend(ascend=WRONG),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "the decode server crashes: NPU pools cannot be copied to the host",
+        lambda pair: True,
+        v0_5_9=by_backend(ascend=CRASHES),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "npu-cpu-copy",
+        "V is copied to the host with K's width",
+        when.v_width_differs,
+        v0_5_23=by_backend(ascend=WRONG),
+        event=RETRACTS,
+    ),
+    KnownFailure(
+        "messages",
+        "a prefill rank's message thread crashes",
+        lambda pair: True,
+        v0_5_9=all_backends(HANGS),
+        v0_5_23=all_backends(HANGS),
+        event=STRAY,
+    ),
+    KnownFailure(
+        "decode-logprobs",
+        "the decode server crashes: its last stage has no logprobs at first",
+        lambda pair: pair.decode.pp > 1,
+        v0_5_9=all_backends(CRASHES),
+        event=LOGPROBS,
+    ),
+]

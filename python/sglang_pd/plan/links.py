@@ -1,0 +1,150 @@
+"""Which rank sends what to which, for one request from one prefill to one decode group."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_pd.plan.core import kv_layout
+from sglang_pd.plan.pair import ServerPair
+
+TOKENS = 1024  # length of the request in the figures
+
+
+class RankId(NamedTuple):
+    """A rank's attention TP rank and pipeline stage within its group."""
+
+    tp: int
+    pp: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} PP {self.pp}"
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """One component of one layer, and its heads that are sent, as (start, stop); None for all."""
+
+    component: str
+    draft: bool
+    layer: int
+    heads: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a request of `TOKENS` tokens takes from a prefill rank to a decode rank.
+
+    Attributes:
+        sends_status: Whether prefill notifies decode when it is done; if False, prefill receives
+            the request, but decode does not wait for the rank.
+        parts: What is sent; empty if another rank sends the same.
+        bytes: Bytes of KV and state.
+        min_copies, most: Number of copies if all pages are contiguous, and if no two are.
+    """
+
+    prefill: RankId
+    decode: RankId
+    sends_status: bool
+    parts: tuple[SentPart, ...]
+    bytes: int
+    min_copies: int
+    most: int
+
+    @property
+    def messages(self) -> int:
+        """Number of messages: decode's request, and prefill's notification if it sends one."""
+        return 1 + self.sends_status
+
+
+class LayoutCache(dict):
+    """Layouts by (side, RankId), each made on first access."""
+
+    def __init__(self, pair: ServerPair):
+        self.pair = pair
+
+    def __missing__(self, key: tuple[str, RankId]):
+        self[key] = self.pair.layout(key[0], *key[1])
+        return self[key]
+
+
+def refusal_reasons(pair: ServerPair) -> list[str]:
+    """Returns every reason why the patched engine refuses this pair; empty if it serves it."""
+    layouts, first = LayoutCache(pair), RankId(0, 0)
+    try:
+        sides = layouts["prefill", first], layouts["decode", first]
+        reasons = kv_layout.incompatibilities(*sides)
+        if not reasons:
+            list(_links(pair, layouts))
+    except kv_layout.LayoutError as error:
+        reasons = [str(error)]
+    return reasons
+
+
+def links(pair: ServerPair) -> list[Link]:
+    """Returns all links of a pair, ordered by decode rank.
+
+    Raises:
+        LayoutError: The two servers do not fit together.
+    """
+    return list(_links(pair, LayoutCache(pair)))
+
+
+def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
+    """Yields (prefill rank, decode rank, whether prefill sends), as the engine connects them."""
+    stages = range(pair.decode.pp)
+    for decode in (RankId(*both) for both in product(range(pair.tp[1]), stages)):
+        served_by = kv_layout.prefill_ranks_of(decode.tp, *pair.tp)
+        whole = range(pair.prefill.pp) if len(stages) == 1 else [decode.pp]
+        for tp, pp in product(served_by, whole):
+            # With MLA, all these TP ranks hold the same latent: one sends it.
+            yield RankId(tp, pp), decode, not pair.model.is_mla or tp == served_by[0]
+
+
+def _links(pair: ServerPair, layouts: LayoutCache) -> Iterator[Link]:
+    for prefill, decode, sends in connections(pair):
+        if sends:
+            yield _link(
+                pair, prefill, decode, *(layouts["prefill", prefill], layouts["decode", decode])
+            )
+        else:
+            yield Link(prefill, decode, False, (), 0, 0, 0)
+
+
+def _link(pair: ServerPair, prefill: RankId, decode: RankId, own, peer) -> Link:
+    sides = [kv_layout.Pointers([0] * len(one.kv), [0] * len(one.state)) for one in (own, peer)]
+    plan = kv_layout.plan_for_peer(own, sides[0], peer, sides[1])
+    parts, size, min_copies, most = [], 0, 0, 0
+    for part, mine, theirs in ((plan.kv, own.kv, peer.kv), (plan.state, own.state, peer.state)):
+        pages = _pages(pair, part is plan.state)
+        contiguous, scattered = np.arange(pages), np.arange(pages) * 2
+        min_copies += len(part.copies(contiguous, contiguous))
+        most += len(part.copies(scattered, scattered))
+        for one in kv_layout.match_buffers(own, peer, mine, theirs):
+            buffer = mine[one.src]
+            size += pages * one.row_bytes * (1 if one.whole else own.page_size)
+            parts.append(SentPart(*buffer.key, _heads(one, buffer, theirs[one.dst], own.page_size)))
+    return Link(prefill, decode, True, tuple(parts), size, min_copies, most)
+
+
+def _heads(pair, ours, theirs, page_size: int) -> tuple[int, int] | None:
+    """Returns the heads that a pair of buffers carries, derived from the copied bytes."""
+    if ours.heads is None:
+        return None
+    if pair.whole:
+        return ours.heads.start, ours.heads.stop
+    each = ours.page_bytes // page_size // ours.heads.count
+    start = ours.heads.start + pair.src_offset // each
+    return start, start + pair.row_bytes // each
+
+
+def _pages(pair: ServerPair, is_state: bool) -> int:
+    """Returns the request's number of pages: 1 slot of recurrent state, at most one window."""
+    tokens = TOKENS
+    if is_state and pair.model.recurrent:
+        return 1
+    if is_state and pair.model.window:
+        tokens = min(tokens, pair.model.window)
+    return -(-tokens // pair.prefill.page)

@@ -1,0 +1,73 @@
+"""A pair in figures: what its ranks hold, what a request takes, and the engines' verdicts."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sglang_pd.plan.core import kv_layout
+from sglang_pd.plan.links import TOKENS, Link, links
+from sglang_pd.plan.pair import ServerPair
+from sglang_pd.plan.verdict import Verdict, patched, stock
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All results for a pair; `links` is empty if the patched engine cannot serve it."""
+
+    pair: ServerPair
+
+    @cached_property
+    def stock(self) -> Verdict:
+        return stock(self.pair)
+
+    @cached_property
+    def patched(self) -> Verdict:
+        return patched(self.pair)
+
+    @property
+    def works(self) -> bool:
+        """Whether the pair is known to work on the patched engine."""
+        return self.patched.outcome == "right"
+
+    @cached_property
+    def links(self) -> list[Link]:
+        try:
+            return links(self.pair) if self.patched.outcome in ("right", "unknown") else []
+        except kv_layout.LayoutError:
+            return []
+
+    def rank_bytes(self, side: str) -> tuple[int, int]:
+        """Returns the fullest rank's bytes per token (KV and state), and bytes per request."""
+        most = (0, 0)
+        for stage in range(self.pair.sides[side].pp):
+            try:
+                rank = self.pair.layout(side, 0, stage)
+            except kv_layout.LayoutError:
+                return most
+            paged = [one for one in (*rank.kv, *rank.state) if one.component[:5] != "mamba"]
+            token = sum(one.page_bytes for one in paged) // rank.page_size
+            most = max(most, (token, self.pair.slot_bytes(side, stage)))
+        return most
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Totals for one request of `TOKENS` tokens."""
+        return {
+            "tokens": TOKENS,
+            "links": sum(1 for link in self.links if link.parts),
+            "bytes": sum(link.bytes for link in self.links),
+            "copies_at_least": sum(link.min_copies for link in self.links),
+            "copies_at_most": sum(link.most for link in self.links),
+            "messages": sum(link.messages for link in self.links),
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on what the figures leave out."""
+        notes = []
+        if self.pair.splits_recurrent_state and not self.pair.sends_state_by_plan:
+            notes.append(
+                "Between these sizes the engine itself sends recurrent state; it is not counted."
+            )
+        if any(side.dp > 1 for side in self.pair.sides.values()):
+            notes.append("A request goes from one group of prefill to one group of decode.")
+        return notes

@@ -1,0 +1,228 @@
+"""Sends a check's requests, gathers what decode ranks compared meanwhile, and judges."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import httpx
+
+from sglang_pd.verify.prompts import PromptGroup, prompt_groups, prompt_lengths
+from sglang_pd.verify.servers import (
+    Answer,
+    FleetClient,
+    PairStats,
+    PrefillServer,
+    RankReport,
+    answer,
+    generate_body,
+)
+
+REPORT_TIMEOUT_S = 15  # for decode ranks to report what they compared
+LOGPROB_TOLERANCE = 0.1
+
+
+@dataclass
+class DraftStats:
+    """Statistics of a draft model over several answers, as servers report them."""
+
+    tokens: int = 0
+    rounds: int = 0
+
+    def add(self, answer: Answer) -> None:
+        """Adds an answer without its first token, which prefill computes without a draft model."""
+        self.tokens += max(0, len(answer.ids) - 1)
+        self.rounds += answer.rounds
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Accepted tokens plus the target's own, 1 if none is accepted; None without a draft."""
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@dataclass
+class Verdict:
+    """The results of a check.
+
+    Attributes:
+        requests: Number of requests sent, two for each prompt.
+        lengths: Lengths of single prompts, in tokens.
+        failures: Requests without an answer.
+        unequal: Prompts whose two answers differ.
+        compared: Number of requests whose KV the first rank of each decode server compared.
+        pairs: Statistics by (prefill server, prefill rank, decode rank).
+        mismatches: Descriptions of what differed.
+        seconds: Duration of each transfer, from the request to prefill until all had arrived.
+        comparing: Total seconds that the decode ranks took to compare.
+        from_reference: Prompts whose answer differs from the reference's; None without one.
+        drafted, reference_drafted: The draft models' statistics for the same prompts, in the fleet
+            and in the reference. Prompts sent at once are left out: their cuts into chunks depend
+            on chance, and at a chunk's end a draft model receives the target's own next token.
+    """
+
+    requests: int = 0
+    lengths: list[int] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)
+    compared: int = 0
+    pairs: dict[tuple[str, str, str], PairStats] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    comparing: float = 0.0
+    from_reference: list[str] | None = None
+    drafted: DraftStats = field(default_factory=DraftStats)
+    reference_drafted: DraftStats = field(default_factory=DraftStats)
+
+    @property
+    def answered(self) -> int:
+        return self.requests - len(self.failures)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every request was answered, and its KV compared and equal."""
+        wrong = self.failures or self.mismatches or self.from_reference
+        return not wrong and self.compared >= self.requests > 0
+
+
+async def check(
+    fleet: FleetClient,
+    lengths: Iterable[int],
+    requests: int,
+    new_tokens: int,
+    reference: str = "",
+    on_progress: Callable[[str, int], None] = lambda name, count: None,
+) -> Verdict:
+    """Sends every prompt twice, and collects what the decode ranks report.
+
+    Args:
+        lengths: Lengths of single prompts, in tokens.
+        requests: Number of prompts sent at once, at the end.
+        new_tokens: Tokens to decode for each request.
+        reference: URL of a server to compare answers with; empty for none.
+        on_progress: Receives each prompt group's name and size.
+
+    Raises:
+        Refusal: The servers do not verify or do not answer.
+    """
+    prefills = await fleet.prefill_servers()
+    page_size = max(one.page_size for one in prefills)
+    chunks = [one.chunk for one in prefills if one.chunk]
+    longest = min(one.longest for one in prefills)
+    tried = prompt_lengths(list(lengths), page_size, max(chunks, default=None), longest)
+    before = await _rank_reports(fleet, prefills)
+    verdict = Verdict(lengths=tried)
+    if reference:
+        verdict.from_reference = []
+    for group in prompt_groups(tried, page_size, requests):
+        on_progress(group.name, len(group.prompts))
+        first, second = [await _send_group(group, fleet.generate, new_tokens) for _ in range(2)]
+        _record_answers(verdict, group, first, second)
+        if reference:
+            await _compare_with_reference(
+                verdict, group, first, fleet.client, reference, new_tokens
+            )
+        elif not group.at_once:
+            for one in first:
+                verdict.drafted.add(one)
+    await _collect_reports(verdict, fleet, prefills, before)
+    return verdict
+
+
+async def _send_group(
+    group: PromptGroup, generate: Callable[[tuple, int], Awaitable[Answer]], new_tokens: int
+) -> list[Answer]:
+    asking = [generate(prompt, new_tokens) for prompt in group.prompts]
+    if group.at_once:
+        return await asyncio.gather(*asking)
+    return [await one for one in asking]
+
+
+def _record_answers(
+    verdict: Verdict, group: PromptGroup, first: list[Answer], second: list[Answer]
+) -> None:
+    for prompt, *answers in zip(group.prompts, first, second, strict=True):
+        what = f"{len(prompt)} tokens, {group.name}"
+        verdict.requests += len(answers)
+        failed = [f"{what}: {one.failure}" for one in answers if one.failure]
+        verdict.failures += failed
+        if not failed and answers[0].ids != answers[1].ids:
+            verdict.unequal.append(f"{what}: {answers[0].ids} and {answers[1].ids}")
+
+
+async def _compare_with_reference(
+    verdict: Verdict,
+    group: PromptGroup,
+    answers: list[Answer],
+    client: httpx.AsyncClient,
+    reference: str,
+    new_tokens: int,
+) -> None:
+    async def generate(prompt, new_tokens):
+        return await answer(client, reference, generate_body(prompt, new_tokens))
+
+    expected = await _send_group(group, generate, new_tokens)
+    for prompt, got, want in zip(group.prompts, answers, expected, strict=True):
+        what = f"{len(prompt)} tokens, {group.name}"
+        if want.failure:
+            verdict.from_reference.append(f"{what}: the reference did not answer: {want.failure}")
+        elif got.failure:
+            continue  # already in `failures`
+        elif got.ids != want.ids:  # drafting is not comparable after other tokens
+            verdict.from_reference.append(f"{what}: {got.ids}, the reference has {want.ids}")
+        else:
+            if not group.at_once:
+                verdict.drafted.add(got)
+                verdict.reference_drafted.add(want)
+            far = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs)), default=0.0)
+            if far > LOGPROB_TOLERANCE:
+                off = f"a logprob differs from the reference's by {far:.3f}"
+                verdict.from_reference.append(f"{what}: {off}")
+
+
+async def _rank_reports(
+    fleet: FleetClient, prefills: list[PrefillServer]
+) -> dict[tuple[str, str], RankReport]:
+    """Returns the reports by (prefill server's URL, decode rank's address)."""
+    reports = [await fleet.reports(one) for one in prefills]
+    return {
+        (prefill.url, rank.at): rank
+        for prefill, report in zip(prefills, reports, strict=True)
+        for rank in report.ranks
+    }
+
+
+async def _collect_reports(
+    verdict: Verdict, fleet: FleetClient, prefills: list[PrefillServer], before: dict
+) -> None:
+    """Adds what was compared since `before`; waits for all reports, up to REPORT_TIMEOUT_S."""
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
+    while True:
+        after = await _rank_reports(fleet, prefills)
+        verdict.compared = sum(
+            rank.requests - _report_before(before, key).requests
+            for key, rank in after.items()
+            if "TP 0/" in rank.decode and "PP 0/" in rank.decode
+        )
+        if verdict.compared >= verdict.requests or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.5)
+    for key, rank in after.items():
+        old = _report_before(before, key)
+        new = rank.requests - old.requests
+        verdict.mismatches += rank.said[
+            len(rank.said) - min(rank.failed - old.failed, len(rank.said)) :
+        ]
+        verdict.seconds += rank.seconds[max(0, len(rank.seconds) - new) :] if new else []
+        verdict.comparing += rank.comparing - old.comparing
+        for prefill, count in rank.pairs.items():
+            was = old.pairs.get(prefill, PairStats())
+            verdict.pairs[key[0], prefill, f"{rank.decode} at {rank.at}"] = PairStats(
+                count.requests - was.requests,
+                count.parts - was.parts,
+                count.bytes - was.bytes,
+                count.mismatches - was.mismatches,
+            )
+
+
+def _report_before(before: dict, key: tuple[str, str]) -> RankReport:
+    return before.get(key) or RankReport("", "", 0, 0, {}, [], [], 0.0)

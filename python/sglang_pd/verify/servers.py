@@ -1,0 +1,219 @@
+"""A client of prefill and decode servers over HTTP, with or without a router."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from sglang_pd.errors import ExitCode, Refusal
+
+NO_LIMIT = 1 << 20
+ANSWER_TOKENS = 64  # tokens of a context reserved for the answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids and their logprobs, or why there are none; `seconds` until it arrived.
+
+    `rounds` is how often the server reports that it verified a draft model's tokens; 0 without
+    a draft model.
+    """
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+    rounds: int = 0
+
+
+class PairStats(msgspec.Struct):
+    """Counts of what a decode rank compared with one prefill rank's digests."""
+
+    requests: int = 0
+    parts: int = 0
+    bytes: int = 0
+    mismatches: int = 0
+
+
+class RankReport(msgspec.Struct):
+    """A decode rank's report, as the bootstrap server returns it."""
+
+    decode: str
+    at: str
+    requests: int
+    failed: int
+    pairs: dict[str, PairStats]
+    said: list[str]
+    seconds: list[float]
+    comparing: float
+
+
+class VerifyReports(msgspec.Struct):
+    """Reports of all decode ranks that a prefill server sent KV to; `mode` is `fail` or `log`."""
+
+    mode: str
+    ranks: list[RankReport]
+
+
+@dataclass(frozen=True)
+class PrefillServer:
+    """A prefill server, as it describes itself.
+
+    Attributes:
+        host, bootstrap_port: Address of its bootstrap server.
+        page_size: Tokens per page.
+        chunk: Tokens that it computes at a time; None for whole prompts.
+        longest: Tokens of the longest prompt that is sure to fit.
+    """
+
+    url: str
+    host: str
+    bootstrap_port: int
+    page_size: int
+    chunk: int | None
+    longest: int
+
+    @property
+    def reports_url(self) -> str:
+        """URL at which decode ranks report what they have compared."""
+        return f"http://{self.host}:{self.bootstrap_port}/verify"
+
+
+class FleetClient:
+    """Sends requests to a router, or to one prefill and one decode server.
+
+    Args:
+        client: The HTTP client; its timeout is how long an answer may take.
+        router, prefill, decode: URLs: the router's, or the other two.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, router: str = "", prefill="", decode=""):
+        self.client, self.router, self.decode = client, router, decode
+        self.prefill = prefill
+        self.prefills: list[PrefillServer] = []
+        self.room_numbers = random.Random(time.time_ns())
+
+    async def prefill_servers(self) -> list[PrefillServer]:
+        """Requests from all prefill servers what a check needs.
+
+        Raises:
+            Refusal: A server does not answer, or is not a prefill server.
+        """
+        urls = [self.prefill]
+        if self.router:
+            listed = await self._get_json(f"{self.router}/workers")
+            workers = listed.get("workers", []) if isinstance(listed, dict) else []
+            urls = [worker["url"] for worker in workers if worker.get("worker_type") == "prefill"]
+        if not urls:
+            raise Refusal(
+                ExitCode.NOT_VERIFYING,
+                f"the router {self.router} lists no prefill server; pass --prefill and --decode",
+            )
+        self.prefills = [await self._query_prefill(url) for url in urls]
+        return self.prefills
+
+    async def _query_prefill(self, url: str) -> PrefillServer:
+        about = await self._get_json(f"{url}/server_info", f"{url}/get_server_info")
+        if about.get("disaggregation_mode") != "prefill":
+            mode = about.get("disaggregation_mode")
+            raise Refusal(
+                ExitCode.NOT_VERIFYING, f"{url} is not a prefill server: its mode is {mode!r}"
+            )
+        chunk = about.get("chunked_prefill_size") or 0
+        (model, *_) = (await self._get_json(f"{url}/v1/models")).get("data") or [{}]
+        pool = about.get("max_total_num_tokens") or NO_LIMIT
+        return PrefillServer(
+            url,
+            _host(url),
+            about["disaggregation_bootstrap_port"],
+            about.get("page_size") or 1,
+            chunk if chunk > 0 else None,
+            min((model.get("max_model_len") or NO_LIMIT) - ANSWER_TOKENS, pool // 2),
+        )
+
+    async def reports(self, prefill: PrefillServer) -> VerifyReports:
+        """Returns what decode ranks have compared of this server's KV.
+
+        Raises:
+            Refusal: The server does not verify, or its bootstrap server does not answer.
+        """
+        url = prefill.reports_url
+        try:
+            response = await self.client.get(url)
+        except httpx.HTTPError as error:
+            raise Refusal(
+                ExitCode.NOT_VERIFYING,
+                f"no answer from the bootstrap server of {prefill.url}: {url}: {error!r}",
+            ) from error
+        if response.status_code != 200:
+            raise Refusal(
+                ExitCode.NOT_VERIFYING,
+                f"{prefill.url} does not compare KV (HTTP {response.status_code} from {url}): "
+                "apply the patch set there, and start prefill and decode with SGLANG_PD_VERIFY=1",
+            )
+        return msgspec.json.decode(response.content, type=VerifyReports)
+
+    async def generate(self, prompt: tuple[int, ...], new_tokens: int) -> Answer:
+        """Decodes greedily, through the router, or both servers once `prefill_servers` has run."""
+        body = generate_body(prompt, new_tokens)
+        if self.router:
+            return await answer(self.client, self.router, body)
+        (prefill,) = self.prefills
+        body |= {
+            "bootstrap_host": prefill.host,
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": self.room_numbers.getrandbits(62),
+        }
+        both = (answer(self.client, url, body) for url in (prefill.url, self.decode))
+        first, last = await asyncio.gather(*both)
+        return last if last.failure or not first.failure else first
+
+    async def _get_json(self, *urls: str) -> dict:
+        """Returns the answer of the first URL that has one. Raises Refusal without any."""
+        reason = ""
+        for url in urls:
+            try:
+                response = await self.client.get(url)
+                response.raise_for_status()
+                return response.json()
+            except (httpx.HTTPError, ValueError) as error:
+                reason = f"{url}: {error}"
+        raise Refusal(ExitCode.NOT_VERIFYING, f"no answer: {reason}")
+
+
+def _host(url: str) -> str:
+    """Returns a URL's host, in brackets if it is an IPv6 address."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def generate_body(prompt: tuple[int, ...], new_tokens: int) -> dict:
+    """Returns the body of an SGLang `/generate` request that decodes greedily."""
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+
+
+async def answer(client: httpx.AsyncClient, url: str, body: dict) -> Answer:
+    """Sends a request and returns the server's answer; a failure is an answer, too."""
+    begun = time.monotonic()
+    try:
+        response = await client.post(f"{url}/generate", json=body)
+    except httpx.HTTPError as error:
+        return Answer(failure=repr(error), seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    if response.status_code != 200:
+        return Answer(
+            failure=f"HTTP {response.status_code}: {response.text[:2000]}", seconds=seconds
+        )
+    about = response.json()["meta_info"]
+    rows, rounds = about["output_token_logprobs"], about.get("spec_verify_ct") or 0
+    ids, logprobs = (tuple(row[at] for row in rows) for at in (1, 0))
+    return Answer(ids, logprobs, "", seconds, rounds)

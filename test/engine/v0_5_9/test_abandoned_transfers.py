@@ -1,0 +1,457 @@
+"""NIXL: writes to a silent decode rank, and writes whose state cannot be read."""
+
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    Notification,
+    TransferStatus,
+    parse_notification,
+)
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
+from sglang.srt.disaggregation.pd import nixl_transfers, peer_sockets
+from sglang.srt.disaggregation.pd.nixl_transfers import Transfer
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from pd_harness.polling import own_time, wait_until
+from pd_harness.ports import free_ports
+
+pytestmark = pytest.mark.engine
+
+ROOM, STOPPED, LIVE = 7, "stopped", "live"
+SILENT = {STOPPED: "decode 10.0.0.1:1 has not answered for 10 s"}
+
+
+class FakeNixlAgent:
+    """Replaces NIXL's agent: has each handle's state or error, and cannot release some handles."""
+
+    def __init__(self):
+        self.states, self.released, self.keeps = {}, [], set()
+
+    def check_xfer_state(self, handle) -> str:
+        state = self.states.get(handle, "PROC")
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def release_xfer_handle(self, handle) -> None:
+        if handle in self.keeps:
+            raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
+        self.released.append(handle)
+
+
+class FakeTransferInfo(SimpleNamespace):
+    is_notified = is_delayed = False
+
+    def is_dummy(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def manager():
+    """A prefill rank's manager with a room that two decode ranks have requested."""
+    manager = NixlKVManager.__new__(NixlKVManager)
+    manager.__dict__.update(
+        agent=FakeNixlAgent(),
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        request_status={ROOM: KVPoll.WaitingForInput},
+        transfer_infos={ROOM: {STOPPED: FakeTransferInfo(), LIVE: FakeTransferInfo()}},
+        decode_kv_args_table={},
+        bootstrap_timeout=100,
+        **{"attn_tp_rank": 0, "pp_rank": 0, "pp_size": 1},
+    )
+    manager.notified = []
+    manager._notify = lambda peer, notification: manager.notified.append(peer)
+    return manager
+
+
+def sender_with_running_writes(manager) -> NixlKVSender:
+    """A sender with a running write to each decode rank."""
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    sender.has_sent = True
+    sender.xfer_handles = [Transfer(ROOM, peer, f"to {peer}") for peer in (STOPPED, LIVE)]
+    manager.transfers.update(sender.xfer_handles)
+    return sender
+
+
+def failure_of(sender) -> str:
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(RuntimeError) as raised:
+        sender.failure_exception()
+    return str(raised.value)
+
+
+def test_request_does_not_wait_for_silent_rank(manager):
+    sender = sender_with_running_writes(manager)
+    assert sender.poll() == KVPoll.Transferring
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    assert sender.poll() == KVPoll.Transferring
+    manager.silent_peers = dict(SILENT)
+    assert failure_of(sender) == f"Prefill's write to decode failed: {SILENT[STOPPED]}"
+    assert manager.notified == [LIVE]
+
+
+def test_silent_rank_is_notified_when_its_writes_have_settled(manager):
+    """The rank may come back, and would reuse its pages while they are written to."""
+    sender = sender_with_running_writes(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    manager.silent_peers = dict(SILENT)
+    failure_of(sender)
+    for _ in range(2):
+        manager.check_peers()
+        assert manager.notified == [LIVE] and len(manager.abandoned_transfers) == 1
+    manager.agent.states[f"to {STOPPED}"] = "ERR"
+    manager.check_peers()
+    assert manager.notified == [LIVE, STOPPED]
+    assert not manager.abandoned_transfers and not manager.pending_notices and not manager.transfers
+    manager.check_peers()
+    assert manager.notified == [LIVE, STOPPED]
+
+
+def test_write_abandoned_during_a_check_is_not_lost(manager):
+    """Otherwise prefill would notify decode, which would free its pages during the write."""
+    first, second = (Transfer(ROOM, STOPPED, handle) for handle in ("first", "second"))
+    manager.abandoned_transfers = [first]
+    leaving, looking = threading.Event(), threading.Event()
+
+    class Silent(dict):
+        def get(self, *peer) -> str:
+            leaving.set()
+            looking.wait(0.5)
+            return super().get(*peer)
+
+    def look(handle) -> str:
+        if handle == "first":
+            looking.set()
+            time.sleep(0.2)  # the other thread goes on
+        return "PROC"
+
+    manager.silent_peers = Silent(SILENT)
+    manager.agent.check_xfer_state = look
+    sender = threading.Thread(target=manager.is_settled, args=(second,))
+    sender.start()
+    assert leaving.wait(5)
+    manager.check_peers()
+    sender.join()
+    assert {write.handle for write in manager.abandoned_transfers} == {"first", "second"}
+
+
+def test_request_waits_for_its_other_ranks_if_one_is_silent(manager):
+    sender = sender_with_running_writes(manager)
+    manager.silent_peers = dict(SILENT)
+    assert sender.poll() == KVPoll.Transferring
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    failure_of(sender)
+
+
+def test_unreadable_write_is_finished_if_nixl_releases_it(manager):
+    write = Transfer(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    assert manager.has_finished(write)
+    assert write.outcome == "NIXL_ERR_BACKEND" and manager.agent.released == ["it"]
+
+
+def test_unreadable_write_that_nixl_keeps_finishes_after_a_timeout(manager, monkeypatch):
+    write = Transfer(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    manager.agent.keeps.add("it")
+    assert not manager.has_finished(write)
+    monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
+    assert manager.has_finished(write) and write.outcome == "NIXL_ERR_BACKEND"
+
+
+def test_write_that_is_readable_again_keeps_its_outcome(manager):
+    write = Transfer(ROOM, LIVE, "it")
+    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+    manager.agent.keeps.add("it")
+    assert not manager.has_finished(write)
+    manager.agent.states["it"] = "DONE"
+    assert manager.has_finished(write) and write.outcome == ""
+
+
+def test_open_room_of_silent_rank_fails(manager):
+    manager.senders.clear()
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])
+    assert failure_of(sender) == SILENT[STOPPED]
+    assert sorted(manager.notified) == [LIVE, STOPPED]
+    manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])  # it has already failed
+    assert len(manager.notified) == 2
+
+
+def test_refused_request_fails_for_waiting_and_later_decode_ranks(manager):
+    manager.request_status.clear()
+    manager.refuse(ROOM, "too long")
+    assert sorted(manager.notified) == [LIVE, STOPPED]
+    assert manager.failed_rooms[ROOM].reason == "too long"
+    assert not manager.request_status and not manager.transfer_infos
+
+
+def test_refusal_does_not_affect_an_open_request_of_that_room(manager):
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.refuse(ROOM, "too long")
+    assert not manager.notified and sender.poll() != KVPoll.Failed
+
+
+class FakeRegistration(SimpleNamespace):
+    """A registration that NIXL has accepted; `name` is the decode rank's."""
+
+    refusal, plan, is_connected = "", object(), True
+    can_retry, retry_at = False, 1e9
+
+
+def test_rank_with_a_running_write_is_not_released(manager):
+    sender = sender_with_running_writes(manager)
+    manager.agent.peers = {STOPPED, LIVE}
+    manager.agent.remove_remote_agent = manager.agent.peers.remove
+    info = manager.decode_kv_args_table[STOPPED] = FakeRegistration(name=STOPPED)
+    assert not manager.release_peer(STOPPED)
+    assert info.is_connected and manager.agent.peers == {STOPPED, LIVE} and sender.xfer_handles
+    manager.agent.states[f"to {STOPPED}"] = "ERR"
+    manager.unreachable_peers.add(STOPPED)
+    assert manager.release_peer(STOPPED)
+    assert manager.agent.peers == {LIVE} and not manager.unreachable_peers
+    assert (info.plan, info.is_connected, info.can_retry) == (None, False, True)
+
+
+def test_released_rank_is_registered_again_by_its_metadata(manager):
+    """The rank was cut off for long, but its process runs on, so it does not register again."""
+    manager.agent.remove_remote_agent = lambda name: None
+    info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)
+    done, manager.note_peer_alive = [], lambda name, info: done.append(("note_peer_alive", name))
+    manager._register_decode = lambda info: done.append(("registered", info.name))
+    asks = SimpleNamespace(name=LIVE, room=9, required_dst_info_num=1, dst_aux_index=0)
+    asks.dst_kv_indices = asks.dst_state_indices = np.arange(2)
+    manager._registration_of(asks)
+    assert done == [("note_peer_alive", LIVE)]
+    manager.release_peer(LIVE)
+    manager._registration_of(asks)
+    assert done[1:] == [("note_peer_alive", LIVE), ("registered", LIVE)] and info.retry_at > 0
+
+
+def test_refused_rank_is_not_registered_again(manager):
+    manager.agent.remove_remote_agent = lambda name: None
+    info = manager.decode_kv_args_table[LIVE] = FakeRegistration(
+        name=LIVE, refusal="page sizes differ"
+    )
+    assert manager.release_peer(LIVE) and not info.can_retry
+
+
+@pytest.mark.parametrize("refusal", ["", "other page sizes"])
+def test_registering_decode_rank_is_connected_once(manager, refusal):
+    added, asked = [], []
+    manager.agent.add_remote_agent = added.append
+    manager.connect_early = lambda *peer: asked.append(peer)
+    info = FakeTransferInfo(
+        agent_name=LIVE, agent_metadata=b"its", dst_aux_ptrs=[1, 2], refusal=refusal
+    )
+    for _ in range(2):
+        manager._add_remote_peer(info)
+    assert added == [b"its"] and asked == ([] if refusal else [(LIVE, [1, 2])])
+
+
+def test_no_reconnect_while_an_early_connection_is_pending(manager):
+    """NIXL would drop memory that it is reading."""
+    dropped = []
+    manager.agent.remove_remote_agent = dropped.append
+    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(endpoint="127.0.0.1", dst_port=1)}
+    manager.connecting.add(LIVE)
+    assert not manager._reconnect(LIVE) and not dropped
+    manager.connecting.clear()
+    assert not manager._reconnect(LIVE) and dropped == [LIVE]  # nothing listens there
+
+
+@pytest.fixture
+def connected(manager):
+    """The socket on which the live rank reads messages, and a connected one to it."""
+    manager.agent.remove_remote_agent = lambda name: None
+    manager.added, manager.agent.add_remote_agent = [], lambda data: manager.added.append(data)
+    reader = zmq.Context.instance().socket(zmq.PULL)
+    reader.setsockopt(zmq.LINGER, 0)
+    port = reader.bind_to_random_port("tcp://127.0.0.1")
+    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
+    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(**place)}
+    peer = peer_sockets.PeerSocket.to("127.0.0.1", port)
+    peer.open()
+    assert wait_until(lambda: peer.silent_for() == 0, 5)
+    yield SimpleNamespace(peer=peer, reader=reader)
+    reader.close()
+
+
+def test_live_decode_rank_is_reconnected(manager, connected):
+    for _ in range(2):
+        assert manager._reconnect(LIVE) and not manager.unreachable_peers
+    assert manager.added == [b"its", b"its"]
+
+
+def test_just_lost_rank_is_reconnected_once(manager, connected):
+    """Only the network may have failed, as the rank has requested a room."""
+    connected.reader.close()
+    assert wait_until(connected.peer.lost_for, 5)
+    assert manager._reconnect(LIVE)
+    assert not manager._reconnect(LIVE)
+    manager.handle_peer_recovered(LIVE)
+    assert manager._reconnect(LIVE)
+    assert len(manager.added) == 2
+
+
+def test_rank_that_crashed_after_registering_is_reconnected_once(manager):
+    """The rank was never connected, and each of its rooms would cost a socket of UCX."""
+    manager.agent.remove_remote_agent = lambda name: None
+    added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
+    (port,) = free_ports(1)
+    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
+    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(**place)}
+    peer_sockets.PeerSocket.to("127.0.0.1", port).open()
+    for _ in range(3):
+        manager._reconnect(LIVE)
+    assert added == [b"its"] and manager.unreachable_peers == {LIVE}
+
+
+def test_reconnect_does_not_block_the_scheduler(manager):
+    """The rank listens but accepts no connection: its host is overloaded, or packets are lost."""
+    manager.agent.remove_remote_agent = lambda name: None
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
+        _, port = listener.getsockname()
+        with pytest.raises(TimeoutError):
+            for _ in range(10):
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        manager.decode_kv_args_table = {LIVE: FakeTransferInfo(endpoint="127.0.0.1", dst_port=port)}
+        started_at = own_time()
+        assert not manager._reconnect(LIVE)
+        assert own_time() - started_at < 0.1
+    assert manager.unreachable_peers == {LIVE}
+
+
+def test_duplicate_room_does_not_end_a_request_with_a_running_write(manager):
+    """Decode would free pages that are being written to."""
+    first = sender_with_running_writes(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    second = NixlKVSender(manager, "", ROOM, [0], 0)
+    failure_of(second)
+    assert manager.notified == [LIVE] and first.poll() == KVPoll.Transferring
+    manager.check_peers()
+    assert manager.notified == [LIVE]
+    manager.agent.states[f"to {STOPPED}"] = "DONE"
+    manager.check_peers()
+    assert manager.notified == [LIVE, STOPPED]
+    failure_of(first)
+    assert manager.notified == [LIVE, STOPPED]
+
+
+def test_unreachable_rank_is_notified_later(manager):
+    """Once, as the room may be another request's then; not while the rank is unreachable."""
+    reached, lost = [], {LIVE}
+
+    def notify(peer: str, notification: bytes) -> None:
+        if peer in lost:
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        reached.append(peer)
+
+    manager._notify = notify
+    manager.fail(ROOM, "it failed")
+    manager.close_failed_room(ROOM)
+    assert reached == [STOPPED]
+    manager.check_peers()
+    assert reached == [STOPPED]
+    lost.clear()
+    manager.unreachable_peers.add(LIVE)
+    manager.check_peers()
+    assert reached == [STOPPED]
+    manager.unreachable_peers.clear()
+    for _ in range(2):
+        manager.check_peers()
+        assert reached == [STOPPED, LIVE] and not manager.pending_notices
+
+
+@pytest.mark.parametrize("what", ["dropped", "sends metadata"])
+def test_rank_is_not_notified_of_an_old_room(manager, what):
+    manager.agent.remove_remote_agent = lambda name: None
+    manager.pending_notices = [
+        (ROOM, LIVE, FakeTransferInfo(), "it failed"),
+        (8, STOPPED, FakeTransferInfo(), "it failed"),
+    ]
+    if what == "dropped":
+        manager.drop_peer(LIVE)
+    else:
+        with pytest.raises(LayoutError, match="is not registered"):
+            manager._open_room(FakeTransferInfo(room=ROOM, name=LIVE))
+    manager.check_peers()
+    assert manager.notified == [STOPPED]
+
+
+def test_failed_room_does_not_succeed_on_a_rank_that_comes_back(manager):
+    """Prefill has freed the pages; NIXL notifies decode of a write's end when prefill polls it."""
+    sender = sender_with_running_writes(manager)
+    manager.agent.states[f"to {LIVE}"] = "DONE"
+    manager.silent_peers = dict(SILENT)
+    failure_of(sender)
+    decode, is_done = TransferStatus(1), []
+
+    def ask_state(handle) -> str:
+        for done in (Notification(ROOM, "kv", is_last=True), Notification(ROOM, "aux")):
+            decode.add(STOPPED, done)
+        is_done.append(decode.is_done())
+        return "DONE"
+
+    manager.agent.check_xfer_state = ask_state
+    manager.agent.send_notif = lambda peer, note: decode.add(peer, parse_notification(note))
+    manager.check_peers()
+    assert is_done == [False] and manager.notified == [LIVE, STOPPED]
+    decode.add(STOPPED, Notification(ROOM, "failed"))
+    assert decode.is_failed()
+
+
+def sender_with_rejected_write(manager, error: Exception | None) -> NixlKVSender:
+    """A sender whose write to the live rank was rejected by NIXL."""
+
+    def transfer(handle) -> str:
+        if error is not None:
+            raise error
+        return "ERR"
+
+    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    manager.agent.initialize_xfer = lambda *_: "it"
+    manager.agent.transfer = transfer
+    manager.unreachable_peers.add(LIVE)
+    with pytest.raises(RuntimeError, match="NIXL"):
+        manager._start(LIVE, ROOM, None, None, manager._notification(ROOM, "kv"))
+    manager.unreachable_peers.clear()
+    manager.fail(ROOM, "it could not be sent")
+    failure_of(sender)
+    return sender
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("NIXL_ERR_BACKEND")])
+def test_rejected_write_may_be_partly_posted(manager, monkeypatch, error):
+    sender_with_rejected_write(manager, error)
+    for _ in range(2):
+        assert manager.notified == [STOPPED]
+        manager.check_peers()
+    monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
+    manager.check_peers()
+    assert (
+        manager.notified == [STOPPED, LIVE]
+        and not manager.abandoned_transfers
+        and not manager.transfers
+    )
+
+
+def test_rejected_write_over_a_lost_connection_has_settled(manager):
+    sender_with_rejected_write(manager, RuntimeError("NIXL_ERR_REMOTE_DISCONNECT"))
+    assert sorted(manager.notified) == [LIVE, STOPPED]
+
+
+def test_rejected_write_does_not_leave_its_rank_unreachable(manager, connected):
+    sender_with_rejected_write(manager, None)
+    assert manager._reconnect(LIVE)

@@ -1,0 +1,284 @@
+"""A silent decode rank hardly delays others: Mooncake's real queues and workers."""
+
+import concurrent.futures
+import statistics
+import struct
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from serving_checks import record
+from sglang.srt.disaggregation.ascend import conn as ascend
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
+    Pointers,
+    RankLayout,
+    encode_layout,
+    plan_for_peer,
+)
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.pd import back_off
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from pd_harness.polling import wait_until
+
+pytestmark = pytest.mark.engine
+
+DEAD, LIVE = "10.0.0.1:4000", "10.0.0.2:8000"  # both in one queue of four
+LAYOUT = RankLayout(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    page_size=1,
+    dtype="float16",
+    memory="DRAM",
+    total_layers=1,
+    kv=(Buffer("kv", False, 0, 64, None, 8),),
+)
+
+
+class FailingEngine:
+    """Writes to DEAD fail after `seconds`; writes to other sessions succeed at once."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.tries = 0
+
+    def batch_transfer_sync(self, session, *lists) -> int:
+        if session != DEAD:
+            return 0
+        self.tries += 1
+        time.sleep(self.seconds)
+        return -1
+
+
+@pytest.fixture
+def manager():
+    """A prefill rank's manager, with one queue and its worker."""
+    manager = mooncake.MooncakeKVManager.__new__(mooncake.MooncakeKVManager)
+    manager.__dict__.update(
+        disaggregation_mode=DisaggregationMode.PREFILL,
+        request_status={},
+        transfer_infos={},
+        back_off=back_off.PeerBackoff(),
+        enable_custom_mem_pool=False,
+        attn_tp_rank=0,
+        pp_size=1,
+        pp_rank=0,
+        bootstrap_timeout=100,
+        failure_lock=threading.Lock(),
+        kv_args=SimpleNamespace(
+            aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
+        ),
+        _send_status=lambda *_: None,
+    )
+    manager.transfer_queues = [mooncake.FastQueue()]
+    manager.watch_peer = manager.note_peer_alive = lambda *peer: None  # no sockets
+    pointers = Pointers([1 << 20])
+    manager.decode_kv_args_table = {
+        session: SimpleNamespace(
+            dst_kv_ptrs=[1 << 20],
+            dst_aux_ptrs=[],
+            layout_frame=encode_layout(LAYOUT),
+            plan=plan_for_peer(LAYOUT, pointers, LAYOUT, pointers),
+            can_retry=False,
+            refusal="",
+        )
+        for session in (DEAD, LIVE)
+    }
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        queue = manager.transfer_queues[0]
+        threading.Thread(
+            target=manager.transfer_worker, args=(queue, executor), daemon=True
+        ).start()
+        yield manager
+
+
+def send(manager, room: int, session: str) -> float:
+    """Opens a room and queues its only chunk; returns the time."""
+    manager.update_status(room, KVPoll.Bootstrapping)
+    open_room(manager, room, session)
+    manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
+    return time.monotonic()
+
+
+def open_room(manager, room: int, session: str, ranks: int = 1) -> None:
+    """Opens a room as a decode rank's metadata does."""
+    manager._open_room(
+        mooncake.TransferInfo(
+            room=room,
+            endpoint="10.0.0.1",
+            dst_port=1,
+            mooncake_session_id=session,
+            dst_kv_indices=np.array([3], np.int32),
+            dst_aux_index=0,
+            dst_state_indices=[],
+            required_dst_info_num=ranks,
+            is_dummy=False,
+        )
+    )
+
+
+def seconds_until_finished(manager, room: int, since: float, patience: float) -> float:
+    while manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
+        assert time.monotonic() - since < patience, "it waits for the dead one for ever"
+        time.sleep(0.001)
+    return time.monotonic() - since
+
+
+@pytest.mark.parametrize(
+    "timeout, shortest, load",
+    [
+        pytest.param(0.3, 0.06, 4.0, id="scaled"),
+        pytest.param(5.0, 1.0, 60.0, id="unscaled", marks=pytest.mark.nightly),
+    ],
+)
+def test_dead_decode_rank_does_not_delay_a_live_one(manager, monkeypatch, timeout, shortest, load):
+    """Both ranks get a new room ten times per time-out, for `load` seconds."""
+    monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", shortest)
+    first = 2 * timeout
+    manager.engine = engine = FailingEngine(timeout)
+    end = time.monotonic() + load
+    waited, room = [], 0
+    while time.monotonic() < end:
+        room += 2
+        send(manager, room, DEAD)
+        begun = send(manager, room + 1, LIVE)
+        waited.append(seconds_until_finished(manager, room + 1, begun, 10 * timeout))
+        assert manager.check_status(room + 1) == KVPoll.Success
+        time.sleep(timeout / 10)
+    median, worst = statistics.median(waited), max(waited)
+    record("back_off", timeout=timeout, rooms=len(waited), median=median, worst=worst)
+    # Two tries, then one after each back-off, each of them twice as long as the one before.
+    assert engine.tries <= 2 + np.log2(load / first + 1) + 1, engine.tries
+    assert median < timeout / 10, waited
+    assert worst < 2.5 * timeout, waited
+
+
+def test_single_attempt_in_flight(manager, monkeypatch):
+    """During one attempt others are refused at once."""
+    monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", 0.2)
+    manager.engine = FailingEngine(0.0)
+    for room in (1, 2):
+        seconds_until_finished(manager, room, send(manager, room, DEAD), 5)
+    with pytest.raises(RuntimeError, match="retrying in"), manager.back_off.attempt(DEAD):
+        pytest.fail("it is left alone")
+    assert wait_until(lambda: manager.back_off.retry_in(DEAD) <= 0, 5)
+    attempt = manager.back_off.attempt
+    with attempt(DEAD), pytest.raises(RuntimeError, match="after the attempt in"), attempt(DEAD):
+        pytest.fail("two at a time")
+    assert not manager.back_off.is_backing_off(DEAD)  # it succeeded
+
+
+def test_re_registration_resets_back_off(manager):
+    manager.engine = FailingEngine(0.0)
+    for room in (1, 2):
+        seconds_until_finished(manager, room, send(manager, room, DEAD), 5)
+    assert manager.back_off.is_backing_off(DEAD)
+    manager.back_off.reset(DEAD)
+    manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
+    seconds_until_finished(manager, 3, send(manager, 3, DEAD), 5)
+    assert manager.check_status(3) == KVPoll.Success
+
+
+def registration(session: str) -> list[bytes]:
+    """The registration of a decode rank that describes its layout."""
+    numbers = (struct.pack("Q", 1 << 20), b"", b"", b"0", b"1", b"64", b"", b"")
+    return [b"None", b"10.0.0.1", b"1", session.encode(), *numbers, encode_layout(LAYOUT), b""]
+
+
+@pytest.mark.parametrize("session", ["10.0.0.1:17217_10565", "[::1]:4000"])
+def test_session_ids_of_each_transfer_library(manager, session):
+    """MemFabric 1.0.5 to 1.1.2 appends the process id to the port."""
+    manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
+    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
+    manager._handle_bootstrap_message(registration(session))
+    assert manager.decode_kv_args_table[session].plan is not None
+    seconds_until_finished(manager, 3, send(manager, 3, session), 5)
+    assert manager.check_status(3) == KVPoll.Success
+
+
+def test_session_id_with_port_0_is_refused_at_once(manager):
+    """MemFabric has no port yet when 0.5.9 reads it: all ranks of a host get one session id."""
+    notices = []
+    manager._send_status = lambda req, status, reason: notices.append((req.room, status, reason))
+    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
+    manager._handle_bootstrap_message(registration("10.0.0.1:0"))
+    manager.update_status(5, KVPoll.Bootstrapping)
+    open_room(manager, 5, "10.0.0.1:0", ranks=2)
+    (room, status, reason) = wait_until(lambda: notices, 5)[0]
+    assert (room, status) == (5, KVPoll.Failed)
+    assert "decode's session id is 10.0.0.1:0, which has no port" in reason
+
+
+def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
+    """Decode would free its pages. Prefill fails the request and serves others at once."""
+    notices, manager.unsettled_seconds = {}, 1.0
+    manager._send_status = lambda req, *said: notices.update({req.room: (time.monotonic(), *said)})
+    manager.engine = FailingEngine(0.0)
+    begun = send(manager, 1, DEAD)
+    seconds_until_finished(manager, 1, begun, 0.5)
+    assert manager.check_status(1) == KVPoll.Failed
+    assert "the transfer engine returned -1" in manager.close_failed_room(1)
+    seconds_until_finished(manager, 2, send(manager, 2, LIVE), 0.5)
+    assert wait_until(lambda: 2 in notices, 5) and 1 not in notices
+    at, status, reason = wait_until(lambda: notices.get(1), 5)
+    assert at - begun >= 1.0
+    assert status == KVPoll.Failed and "the transfer engine returned -1" in reason
+
+
+@pytest.mark.parametrize("takes_messages", [True, False])
+def test_worker_survives_a_dropped_decode_rank(manager, takes_messages):
+    """It is dropped between its request and the write; notifying it may raise."""
+    del manager._send_status
+    sent, known = [], manager.decode_kv_args_table[DEAD]
+    if takes_messages:
+        manager._connect = lambda *place: SimpleNamespace(send_multipart=sent.append)
+    else:
+        manager._connect = None
+    for room in (1, 2):
+        manager.decode_kv_args_table[DEAD] = known
+        manager.update_status(room, KVPoll.Bootstrapping)
+        open_room(manager, room, DEAD)
+        del manager.decode_kv_args_table[DEAD]
+        manager.add_transfer_request(room, np.array([2], np.int32), slice(0, 1), True, 0)
+        seconds_until_finished(manager, room, time.monotonic(), 5)
+        assert manager.check_status(room) == KVPoll.Failed
+    if takes_messages:
+        assert wait_until(
+            lambda: [frames[:2] for frames in sent] == [[b"1", b"0"], [b"2", b"0"]], 5
+        )
+
+
+@pytest.mark.parametrize("kind", [ascend.AscendKVManager, mooncake.MooncakeKVManager])
+def test_failed_write_settles_after_30_seconds(kind):
+    """The failed call may have timed out, or have failed in part."""
+    assert kind.__new__(kind).unsettled_seconds == 30.0
+
+
+def test_abort_during_the_last_write_fails_the_request(manager):
+    """Prefill frees the pages while they are read, so decode must not use what arrives."""
+    begun, notices, go_on = threading.Event(), [], threading.Event()
+
+    def write(*_) -> int:
+        begun.set()
+        assert go_on.wait(10)
+        return 0
+
+    manager.engine = SimpleNamespace(batch_transfer_sync=write)
+    manager._send_status = lambda req, status, reason: notices.append((req.room, status, reason))
+    sender = mooncake.MooncakeKVSender(manager, "10.0.0.3:1", 70, [0], 0)
+    open_room(manager, 70, LIVE)
+    sender.init(1, 0)
+    sender.send(np.array([2], np.int32))
+    assert begun.wait(10)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(mooncake.KVTransferError):
+        sender.failure_exception()
+    go_on.set()
+    assert wait_until(lambda: notices, 10) == [(70, KVPoll.Failed, "Aborted by AbortReq.")]

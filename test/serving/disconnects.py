@@ -1,0 +1,125 @@
+"""Clients that disconnect at random moments, and the fleets that they use."""
+
+import asyncio
+import dataclasses
+import random
+
+import httpx
+from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA
+
+from pd_harness import cluster
+from pd_harness.cpu_host.models import TinyModel
+
+CLIENTS = 200
+MAX_CLIENT_GAP = 0.1  # seconds between two clients
+MAX_CLIENT_PATIENCE = 1.5  # seconds until a client disconnects
+LENGTHS = (3, 1500)  # tokens of a prompt
+CHUNK = 128  # tokens, so that most prompts are prefilled and sent in many pieces
+RESPONSE_TIMEOUT_S = 60  # for the server to which a client stays connected
+
+
+@dataclasses.dataclass(frozen=True)
+class DisconnectCase:
+    """A fleet, and the ``way`` in which its clients disconnect.
+
+    - "both": clients ask both servers, and close both connections at once
+    - "either": clients ask both servers, and close one connection; the other server must end the
+      request, too
+    - "router": clients ask the router, and close that connection
+    """
+
+    topology: cluster.Topology
+    model: TinyModel
+    way: str = "both"
+    overlap: bool = False
+    verify: bool = False  # whether the servers compare all KV
+
+    @property
+    def pace(self) -> float:
+        """Factor by which clients of this fleet are slower.
+
+        With DP attention, decode's ranks run in lockstep, even those without requests. On two
+        cores, prefill then gets half of its usual processor time.
+        """
+        return 2.0 if self.topology.decode_dp > 1 else 1.0
+
+    @property
+    def name(self) -> str:
+        sizes = self.topology
+        prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}{_groups(sizes.prefill_dp)}"
+        decode = f"tp{sizes.decode_tp}{_groups(sizes.decode_dp)}"
+        parts = [sizes.backend, f"{prefill}_to_{decode}", self.way]
+        more = [name for name in ("overlap", "verify") if getattr(self, name)]
+        return "-".join([*parts, *more])
+
+
+def _groups(dp: int) -> str:
+    return f"_dp{dp}" if dp > 1 else ""
+
+
+def fleet(
+    backend: str, way: str = "both", overlap: bool = False, verify: bool = False, **sizes: int
+) -> DisconnectCase:
+    """Returns a case whose stages have unequal lengths; ``ascend`` has an MLA model and pages."""
+    is_ascend = backend == "ascend"
+    topology = cluster.Topology(backend, page_size=16 if is_ascend else 1, **sizes)
+    return DisconnectCase(
+        topology, SEVEN_LAYERS_MLA if is_ascend else FIVE_LAYERS, way, overlap, verify
+    )
+
+
+def disconnect_clients(servers: tuple, way: str, seed: int, pace: float = 1.0) -> int:
+    """Runs all clients; returns how many requests a server never ended.
+
+    Args:
+        servers: Prefill, decode and the router.
+        way: See `DisconnectCase`.
+        pace: Factor by which clients are slower. On a busy machine, servers could not keep up with
+            clients at full pace.
+    """
+    return asyncio.run(_run_clients(servers, way, random.Random(seed), pace))
+
+
+async def _run_clients(servers, way: str, source: random.Random, pace: float) -> int:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        timeout=RESPONSE_TIMEOUT_S, trust_env=False, limits=limits
+    ) as client:
+        clients = []
+        for _ in range(CLIENTS):
+            request = _request(servers, way, source)
+            patience = source.random() ** 2 * MAX_CLIENT_PATIENCE * pace
+            leave = source.randrange(2) if way == "either" else None
+            clients.append(asyncio.create_task(_run_client(client, *request, patience, leave)))
+            await asyncio.sleep(source.random() * MAX_CLIENT_GAP * pace)
+        return sum(await asyncio.gather(*clients))
+
+
+def _request(servers, way: str, source: random.Random) -> tuple[list[str], dict]:
+    """Returns the URLs that a client asks, and its request's body."""
+    prefill, decode, router = servers
+    body = {
+        "input_ids": [source.randrange(256) for _ in range(source.randint(*LENGTHS))],
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+    }
+    if way == "router":
+        return [router.url], body
+    meeting = {
+        "bootstrap_host": cluster.HOST,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": source.randrange(2**32, 2**63),
+    }
+    return [prefill.url, decode.url], {**body, **meeting}
+
+
+async def _run_client(client, urls, body, patience: float, leave: int | None) -> bool:
+    """Asks all ``urls``, and after ``patience`` s disconnects from all, or from number ``leave``.
+
+    Returns whether a server to which the client stayed connected never ended the request.
+    """
+    posts = [asyncio.create_task(client.post(f"{url}/generate", json=body)) for url in urls]
+    await asyncio.wait(posts, timeout=patience)
+    for post in posts if leave is None else [posts[leave]]:
+        post.cancel()
+    ends = await asyncio.gather(*posts, return_exceptions=True)
+    return any(isinstance(end, httpx.TimeoutException) for end in ends)

@@ -1,0 +1,211 @@
+"""After clients disconnect at random moments, both servers live and answer new ones at once."""
+
+import os
+import time
+
+import pytest
+from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
+from engine_release import IS_DEFAULT
+from scheduler_dumps import dump_environment, pending_by_rank
+from serving_checks import (
+    outcome,
+    record,
+    retry_memfabric_faults,
+    running,
+    server_load,
+)
+from serving_scenarios import NEW_TOKENS, model_folder, prompts
+
+from pd_harness import cluster
+from pd_harness.device import device
+from pd_harness.polling import busy, wait_until
+from pd_harness.releases import release
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.xdist_group("hang-ups"),  # two at once take more than twice as long
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
+]
+
+# If each rank has its own core; the limit grows by as much as ranks share cores, among themselves
+# or with other processes.
+AT_ONCE = 5  # seconds, for the next prompts
+PATIENCE = 60  # seconds, for the next prompts, to distinguish late answers from none
+# 0.5.9 may take minutes to answer; 0.5.23 never serves what it has not served by then.
+STOCK_PATIENCE = {"0.5.9": 400, "0.5.23": 60}
+# For a request whose client disconnects from one server before that server reads it.
+ENGINE_TIMEOUTS = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15",
+    # Interval at which the engine checks whether a client has disconnected; 4 s by default, which
+    # the patches do not change.
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+}
+FREE_SECONDS = 10
+MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
+SEEDS = 5
+PUSH_CASES = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
+
+PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
+PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
+TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
+# All sizes with each backend, and each pair of backend, size, way and overlap once. This release
+# does not support overlap with pipeline stages.
+FLEETS = [
+    fleet("nixl", **PP_2),
+    fleet("nixl", "either", **PP_3),
+    fleet("nixl", "router", overlap=True, **TP_2),
+    fleet("nixl", **PP_2_TP_2),
+    fleet("nixl", "either", overlap=True, **TP_2_TO_2),
+    fleet("mooncake", "router", **PP_2),
+    fleet("mooncake", **PP_3),
+    fleet("mooncake", "either", **TP_2),
+    # To TP 1, one TCP message per token, layer and head would take 15 s for six prompts.
+    fleet("mooncake", "either", **PP_2_TP_2, decode_tp=2),
+    fleet("mooncake", overlap=True, **TP_2_TO_2),
+    fleet("ascend", **PP_2),
+    fleet("ascend", "router", **PP_3),
+    fleet("ascend", overlap=True, **TP_2),
+    fleet("ascend", "router", **PP_2_TP_2),
+    fleet("ascend", "either", **TP_2_TO_2),
+    fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
+    fleet("ascend", **PP_2, **TO_DP_2),
+    fleet("nixl", "router", verify=True, **PP_2),
+    fleet("mooncake", verify=True, **PP_2_TP_2, decode_tp=2),
+]
+
+# (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
+# test is about how soon they come.
+STOCK = {
+    "0.5.9": [(fleet(backend, **PP_2), "wrong") for backend in ("nixl", "mooncake", "ascend")],
+    "0.5.23": [
+        (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
+        (fleet("nixl", **TP_2), "right"),
+        (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
+        (fleet("mooncake", **PP_2), "wrong"),
+        (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
+        (fleet("ascend", **PP_2), "right"),
+        (fleet("ascend", "router", **PP_3), "right"),
+    ],
+}
+
+
+def push_cases() -> list:
+    always = PUSH_CASES[release()]
+    return [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in always]
+
+
+def nightly_cases() -> list:
+    """Returns all seeds for two stages over each backend, and one seed, in turn, for others.
+
+    On non-default releases, two seeds instead of all.
+    """
+    many = SEEDS if IS_DEFAULT else 2
+    found = []
+    for at, one in enumerate(FLEETS):
+        has_many = one.topology.prefill_pp == 2 and one.topology.prefill_tp == 1
+        seeds = [(at + 2 * n) % SEEDS for n in range(many if has_many else 1)]
+        found.append(pytest.param(one, seeds, id=one.name, marks=pytest.mark.nightly))
+    return found
+
+
+@pytest.mark.parametrize("fleet, seeds", [*push_cases(), *nightly_cases()])
+def test_servers_recover_after_disconnects(fleet, seeds, reference):
+    row = retry_memfabric_faults(
+        lambda: state_after_disconnects(fleet, "patched", seeds, reference, PATIENCE)
+    )
+    assert row["next_prompts"] == "right", row
+    shared = max(1.0, sum(fleet.topology.ranks) / os.cpu_count())
+    assert row["seconds"] <= AT_ONCE * row["busy"] * shared, row
+    assert not row["held"], row
+    assert row["never_ended"] == 0, row
+
+
+def stock_cases() -> list:
+    return [pytest.param(*one, id=one[0].name) for one in STOCK[release()]]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # 0.5.9 answers late
+@pytest.mark.parametrize("fleet, next_prompts", stock_cases())
+def test_stock_after_disconnects(fleet, next_prompts, reference):
+    patience = STOCK_PATIENCE[release()]
+    row = retry_memfabric_faults(
+        lambda: state_after_disconnects(fleet, "stock", [0], reference, patience)
+    )
+    assert row["next_prompts"] == next_prompts, row
+
+
+def state_after_disconnects(
+    fleet: DisconnectCase, engine: str, seeds, reference, patience: float
+) -> dict:
+    """Runs two hundred clients per seed; records and returns what they leave behind.
+
+    Fails with the log of a server that has exited, or whose MemFabric has lost memory of a peer.
+    """
+    expected = reference(fleet.model, NEW_TOKENS)
+    logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
+    servers = cluster.pd_servers(
+        fleet.topology,
+        model_folder(fleet.model),
+        logs,
+        engine,
+        engine,
+        environment={
+            **dump_environment(logs / "probe"),
+            **ENGINE_TIMEOUTS,
+            **({"SGLANG_PD_VERIFY": "1"} if fleet.verify else {}),
+        },
+        overlap=fleet.overlap,
+        chunk=CHUNK,
+    )
+    row = {"fleet": fleet.name, "engine": engine, "seeds": 0, "never_ended": 0, "held": {}}
+    row |= {"next_prompts": "right", "alive": True, "seconds": 0.0, "busy": 1.0}
+    with running(servers):
+        try:
+            for seed in seeds:
+                row["seeds"] += 1
+                pace = min(busy(), MAX_LOAD_FACTOR) * fleet.pace
+                row["never_ended"] += disconnect_clients(servers, fleet.way, seed, pace)
+                _ask(servers, expected, patience * pace, row)
+                row["busy"] = round(max(row["busy"], pace, busy()), 1)
+                if not (row["alive"] and _is_free(servers, row)):
+                    break
+        finally:
+            record("hang_ups", **row)
+        for server in servers:
+            server.check_running()
+    return row
+
+
+def _ask(servers, expected, patience: float, row: dict) -> None:
+    """Sends the next six prompts; notes their outcome, and the longest time for all answers."""
+    start = time.monotonic()
+    answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, patience)
+    row["seconds"] = max(row["seconds"], round(time.monotonic() - start, 1))
+    ended = [server.name for server in servers if server.has_ended()]
+    row["alive"] = not ended
+    result, detail = outcome(answers, ended, expected)
+    if result != "right":
+        row |= {"next_prompts": result, "detail": detail}
+
+
+def _is_free(servers, row: dict) -> bool:
+    """Returns whether the servers soon free all tokens, requests and rooms; notes the rest."""
+
+    def is_free() -> bool:
+        row["held"] = _pending(servers)
+        return not row["held"]
+
+    return wait_until(is_free, FREE_SECONDS * row["busy"], pause=0.2)
+
+
+def _pending(servers) -> dict[str, dict]:
+    """Returns each server's own counts, and each rank's queues and tables; without zeros."""
+    found = {}
+    for server in servers[:2]:
+        counted = {name: count for name, count in server_load(server).items() if count}
+        found |= {server.name: counted} if counted else {}
+        found |= pending_by_rank(server)
+    return found

@@ -1,0 +1,59 @@
+"""Another prefill server takes over the bootstrap address, while the previous one lives on."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from scheduler_dumps import dump_schedulers, longest_pause_ms
+from serving_checks import holds_nothing
+from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, prompts
+from tcp_forwarder import forwarding
+from three_servers import MARKS, ask, record_attack, tokens, two_prefill_servers
+
+from pd_harness.polling import wait_until
+
+pytestmark = MARKS
+
+# Seconds after which either side aborts a request that the other side does not have.
+ENGINE_TIMEOUTS = {
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+}
+SERVED = 15  # seconds; decode checks the address every 5 s and then queries it; 8 were measured
+NEVER = 25  # seconds; stock notices only when a request to the previous server has failed
+
+
+@pytest.mark.parametrize("engine", ["stock", "patched"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_requests_follow_a_replaced_prefill_server(backend, engine, reference):
+    prompt = prompts()[2]
+    expected = list(reference(SEVEN_LAYERS, NEW_TOKENS)[2].ids)
+    with two_prefill_servers(backend, engine, ENGINE_TIMEOUTS) as servers:
+        first, second, decode = servers
+        with forwarding(first.bootstrap_port) as forwarder, ThreadPoolExecutor(NEVER) as pool:
+
+            def answer_of(prefill) -> list[int]:
+                return tokens(ask(prefill, decode, prompt, bootstrap_port=forwarder.port)[0])
+
+            assert answer_of(first) == expected
+            dump_schedulers(decode)
+            forwarder.target_port = second.bootstrap_port
+            begun, asked = time.monotonic(), []
+
+            def is_served() -> bool:
+                """Sends one more request; those that went to the previous server never end."""
+                asked.append(pool.submit(answer_of, second))
+                return any(one.done() and one.result() == expected for one in asked)
+
+            served = wait_until(is_served, SERVED if engine == "patched" else NEVER, 1)
+            seconds = round(time.monotonic() - begun, 1)
+            pause_ms = longest_pause_ms(dump_schedulers(decode))
+            if engine == "stock":
+                decode.stop()  # it answers no request to the previous server until a time-out
+        if engine == "patched":
+            for server in servers:
+                assert wait_until(lambda server=server: holds_nothing(server), 60), server.name
+    case = "prefill server, swapped behind its address"
+    held = {} if engine == "patched" else None
+    record_attack(case, backend, engine, pause_ms, [seconds], held, is_served=served)
+    assert served == (engine == "patched"), seconds

@@ -1,0 +1,41 @@
+"""Differences between the releases of the engine under test."""
+
+import pytest
+
+from pd_harness.releases import default_release, release
+
+SINCE_0_5_20 = release() != "0.5.9"  # from 0.5.20 on
+IS_DEFAULT = release() == default_release()
+# Marks of tests that every run has in the default release, and only nightly runs in the others.
+NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly]
+
+
+def without_extension_frames(registration: list[bytes]) -> list[bytes]:
+    """Returns a registration message without the frames that stock does not send."""
+    if SINCE_0_5_20:
+        return [frame for frame in registration if frame[:4] not in (b"KVL1", b"KVS1")]
+    return registration[:-2]
+
+
+def slow_memfabric_marks(case: str, decode: str = "stock") -> list:
+    """Returns the marks of a case `BACKEND-NAME`, or a backend, with this engine as decode.
+
+    Stock 0.5.9 works only with a MemFabric whose ranks take half a minute to find each other.
+    """
+    is_slow = case.partition("-")[0] == "ascend" and decode == "stock" and not SINCE_0_5_20
+    return [pytest.mark.nightly] if is_slow else []
+
+
+def with_marks(*marks):
+    """Returns a decorator that puts these marks on a test."""
+
+    def marked(test):
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return marked
+
+
+# For a test that every run has in the default release.
+nightly_if_not_default = with_marks(*NIGHTLY_IF_NOT_DEFAULT)

@@ -1,0 +1,414 @@
+"""KV managers of later releases without an engine; fake transfer libraries record their calls.
+
+    prefill = make_manager("nixl", mla_layout())
+    decode = make_manager("nixl", mla_layout(), DECODE)
+    process_messages(prefill, registration_message(decode))
+
+`process_messages` runs the engine's reader thread, in the calling thread, over the messages.
+"""
+
+import contextlib
+import struct
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import sglang.srt.disaggregation.common.conn as common
+import sglang.srt.disaggregation.mooncake.conn as mooncake
+import sglang.srt.disaggregation.nixl.conn as nixl
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, is_extension_frame
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+BACKENDS = ("mooncake", "nixl")
+PATCHED = {"mooncake": mooncake.MooncakeKVManager, "nixl": nixl.NixlKVManager}
+SENDERS = {"mooncake": mooncake.MooncakeKVSender, "nixl": nixl.NixlKVSender}
+RECEIVERS = {"mooncake": mooncake.MooncakeKVReceiver, "nixl": nixl.NixlKVReceiver}
+ENGINES = {"mooncake": mooncake.EngineMooncakeKVManager, "nixl": nixl.EngineNixlKVManager}
+
+PAGE, PAGES, PAGE_BYTES = 64, 100, 64 * 1152
+ROWS, SLOTS = (64,) * 10, 16
+BASE = {PREFILL: 1 << 32, DECODE: 1 << 40}
+PEER = {"mooncake": "127.0.0.1:7000", "nixl": "peer"}
+ENDPOINT = ("127.0.0.1", 5555)
+BUFFER, STATE = 1 << 26, 1 << 36  # address distance of two buffers, and of KV and state
+
+
+@contextlib.contextmanager
+def published_config():
+    """Provides, within the block, the configuration that a server would publish."""
+    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    plain = SimpleNamespace(enable_trace=False, enable_unified_memory=False)
+    with contextlib.ExitStack() as stack:
+        for module, name, values in (
+            (common, "get_disagg", disagg),
+            (common, "get_observability", plain),
+            (mooncake, "get_memory", plain),
+            (mooncake, "get_spec", SimpleNamespace(speculative_algorithm=None)),
+        ):
+            stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
+        widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
+        widths["enable_kv_cache_sharding"] = False
+        stack.enter_context(get_parallel().override(**widths))
+        yield
+
+
+def mla_layout(
+    index_keys: tuple[int, ...] = (), layers: int = 4, memory: str = "VRAM"
+) -> RankLayout:
+    """Returns a layout of MLA on one rank.
+
+    Args:
+        index_keys: Bytes per page of each layer's index keys, 0 for an elided layer.
+    """
+    kv = tuple(Buffer("kv", False, n, PAGE_BYTES, None, PAGES) for n in range(layers))
+    state = tuple(
+        Buffer("index_k", False, n, size, None, PAGES if size else 0)
+        for n, size in enumerate(index_keys)
+    )
+    return RankLayout(0, 1, 0, 1, PAGE, "bfloat16", memory, layers, kv, state, ROWS, SLOTS)
+
+
+def mha_layout(held: Heads, tp: tuple[int, int], window_bytes: int = 0) -> RankLayout:
+    """Returns a layout of two MHA layers, and with `window_bytes` of two more with windows.
+
+    Args:
+        held: This rank's KV heads.
+        tp: TP rank and TP size.
+        window_bytes: Bytes per head and token of a layer with a window.
+    """
+    layers = (0, 1)
+    page = PAGE * held.count
+    kv = tuple(Buffer(c, False, n, page * 256, held, PAGES) for c in "kv" for n in layers)
+    state = tuple(
+        Buffer(f"swa_{c}", False, n + 2, page * window_bytes, held, PAGES)
+        for c in ("kv" if window_bytes else "")
+        for n in layers
+    )
+    return RankLayout(*tp, 0, 1, PAGE, "bfloat16", "VRAM", 4, kv, state, ROWS, SLOTS)
+
+
+def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
+    """Returns the engine's `KVArgs` of these buffers; only metadata rows are real memory.
+
+    `base` is the address of the first KV buffer.
+    """
+
+    def addresses(buffers, start: int) -> list[int]:
+        return [start + n * BUFFER if one.page_bytes else 0 for n, one in enumerate(buffers)]
+
+    held = layout.kv[0].heads
+    rows = [np.zeros((SLOTS, width), np.uint8) for width in ROWS]
+    kind = StateType.DSA if held is None else StateType.SWA
+    state = [layout.state] if layout.state else []
+    return SimpleNamespace(
+        layout=layout,
+        verifier=None,
+        kv_data_ptrs=addresses(layout.kv, base),
+        kv_item_lens=[one.page_bytes for one in layout.kv],
+        kv_data_lens=[one.page_bytes * one.pages for one in layout.kv],
+        kv_data_mem_kinds=["VRAM"] * len(layout.kv),
+        kv_layer_ids=[],
+        aux_rows=rows,
+        aux_data_ptrs=[row.ctypes.data for row in rows],
+        aux_item_lens=list(ROWS),
+        aux_data_lens=[row.nbytes for row in rows],
+        state_types=[kind] * len(state),
+        state_data_ptrs=[addresses(one, base + STATE) for one in state],
+        state_item_lens=[[one.page_bytes for one in part] for part in state],
+        state_data_lens=[[one.page_bytes * one.pages for one in part] for part in state],
+        state_layer_ids=[[] for _ in state],
+        state_dim_per_tensor=[],
+        num_draft_entries=0,
+        kv_head_num=held.count if held else 1,
+        total_kv_head_num=held.total if held else 1,
+        mla_compression_ratios=None,
+        page_size=layout.page_size,
+        gpu_id=0,
+        engine_rank=layout.tp_rank,
+        prefill_start_layer=0,
+        prefill_end_layer=layout.total_layers,
+    )
+
+
+class FakeNixlAgent:
+    """Stands in for NIXL's agent; it can lose its peers, and fail to find their memory again."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.peers: set[str] = set()
+        self.is_failing = False
+        self.memory_of_peer = ("VRAM", "DRAM")
+        self.transfers: list = []
+
+    def get_agent_metadata(self) -> bytes:
+        name = self.name.encode()
+        return struct.pack("<Q", len(name)) + name
+
+    def add_remote_agent(self, metadata: bytes) -> None:
+        self.peers.add(metadata[8:].decode())
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.peers.remove(name)
+
+    def check_remote_metadata(self, name: str) -> bool:
+        return name in self.peers
+
+    def prep_xfer_dlist(self, peer: str, runs, memory: str):
+        if peer and (self.is_failing or memory not in self.memory_of_peer):
+            raise RuntimeError("NIXL_ERR_NOT_FOUND")
+        return runs, memory
+
+    def get_xfer_descs(self, rows, memory: str):
+        return rows, memory
+
+    def make_prepped_xfer(self, _, ours, src, theirs, dst):
+        return self.initialize_xfer("", self._chosen(ours, src), self._chosen(theirs, dst), "")
+
+    def initialize_xfer(self, _, ours, theirs, peer: str):
+        (src, _), (dst, _) = ours, theirs
+        assert src[:, 1].tolist() == dst[:, 1].tolist()
+        return list(zip(src[:, 0].tolist(), dst[:, 0].tolist(), src[:, 1].tolist()))
+
+    def transfer(self, handle) -> str:
+        self.transfers += handle
+        return "PROC"
+
+    @staticmethod
+    def _chosen(listed, numbers):
+        runs, memory = listed
+        blocks = [
+            (address + n * stride, length, device)
+            for address, length, device, stride, count in runs.tolist()
+            for n in range(count)
+        ]
+        return np.array([blocks[n] for n in numbers], dtype=np.uint64).reshape(-1, 3), memory
+
+
+class FakeMooncakeEngine:
+    """Stands in for Mooncake's transfer engine."""
+
+    def __init__(self, session: str):
+        self.session = session
+        self.transfers: list = []
+
+    def get_session_id(self) -> str:
+        return self.session
+
+    def batch_transfer_sync(self, session: str, src, dst, lengths) -> int:
+        self.transfers += zip(src, dst, lengths)
+        return 0
+
+
+def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **more):
+    """Makes a rank's KV manager.
+
+    Args:
+        kinds: Manager classes by backend; the patch set's by default.
+        more: Further attributes of the manager; `base` is the address of its KV buffers.
+    """
+    kind = (kinds or PATCHED)[backend]
+    manager = kind.__new__(kind)
+    args = kv_args(layout, more.pop("base", BASE[role]))
+    made = {
+        **_common_attributes(args, role),
+        **_role_attributes(role),
+        **_BACKEND_ATTRIBUTES[backend](args),
+        **more,
+    }
+    for name, value in made.items():
+        setattr(manager, name, value)
+    manager.notified = []
+    manager.watch_peer = manager.note_peer_alive = lambda *peer: None  # no sockets
+    manager.is_silent = lambda rank: False
+    manager.connect_early = lambda *peer: None  # no thread
+    manager._send_multipart_locked = lambda endpoint, frames, is_ipv6=False: (
+        manager.notified.append((endpoint, frames))
+    )
+    return manager
+
+
+def _common_attributes(args: SimpleNamespace, role) -> dict:
+    layout = args.layout
+    return {
+        "kv_args": args,
+        "disaggregation_mode": role,
+        "server_args": SimpleNamespace(enable_pd_role_switch=False),
+        "is_mla_backend": layout.kv[0].heads is None,
+        "is_hybrid_mla_backend": False,
+        "kv_cache_dtype_str": layout.dtype,
+        "attn_tp_rank": layout.tp_rank,
+        "attn_tp_size": layout.tp_size,
+        "state_tp_size": layout.tp_size,
+        "pp_rank": layout.pp_rank,
+        "pp_size": layout.pp_size,
+        **{"attn_cp_rank": 0, "attn_cp_size": 1, "dcp_rank": 0, "dcp_size": 1},
+        "enable_all_cp_ranks_for_transfer": False,
+        "is_dummy_cp_rank": False,
+        "local_ip": ENDPOINT[0],
+        "rank_port": ENDPOINT[1],
+        "bootstrap_port": 8998,
+        "request_status": {},
+        "failure_records": {},
+        "failure_lock": threading.Lock(),
+        "enable_deferred_decode_kv_release": True,
+        "_deferred_ack_targets": {},
+        "_deferred_ack_poisoned_rooms": set(),
+        "enable_staging": False,
+        "enable_trace": False,
+        "_staging_handler": None,
+        "_staging_outstanding": defaultdict(int),
+    }
+
+
+def _role_attributes(role) -> dict:
+    if role == PREFILL:
+        return {
+            "transfer_infos": {},
+            "decode_kv_args_table": {},
+            "req_to_decode_prefix_len": {},
+            "transfer_queues": [FastQueue()],
+            "bootstrap_timeout": 100,
+            "_dcp_pack_buffers": [],  # counts as made already
+            "_kv_replica_factor": 1,
+        }
+    return {
+        "connection_pool": {},
+        "connection_lock": threading.Lock(),
+        "session_pool": {},
+        "session_pool_lock": threading.Lock(),
+        "prefill_info_table": {},
+        "prefill_response_tracker": {},
+        "required_prefill_response_num_table": {},
+        "addr_to_rooms_tracker": defaultdict(set),
+        "_deferred_abort_ack_tracker": {},
+        "_deferred_abort_generation": 0,
+        "waiting_timeout": 100,
+    }
+
+
+def _nixl_attributes(args: SimpleNamespace) -> dict:
+    return {
+        "agent": FakeNixlAgent(PEER["nixl"]),
+        "src_mem_kind": "VRAM",
+        "prep_handles": {},
+        "prep_handle_slice_src": None,
+        "prep_handles_slice_dst": {},
+        "prep_handles_segment_src": {},
+        "_num_slots_src": PAGES,
+        "_prepared_state_plans": {},
+        "_prepared_state_components": frozenset(),
+        "_state_layout_rejections": {},
+        "_peer_reload_lock": threading.Lock(),
+        "_peer_reload_times": {},
+    }
+
+
+def _mooncake_attributes(args: SimpleNamespace) -> dict:
+    return {
+        "engine": FakeMooncakeEngine(PEER["mooncake"]),
+        "session_lock": threading.Lock(),
+        "session_failures": defaultdict(int),
+        "failed_sessions": set(),
+        "failed_session_probes": {},
+        "state_layout_rejections": {},
+        "state_strides_validated": set(),
+        "max_transfer_batch_indices": 0,
+        "enable_custom_mem_pool": False,
+        "custom_mem_pool_type": None,
+        "_stopped": False,
+        "_worker_threads": [],
+    }
+
+
+_BACKEND_ATTRIBUTES = {"mooncake": _mooncake_attributes, "nixl": _nixl_attributes}
+
+
+# Messages
+
+
+def registration_message(decode, is_described: bool = True) -> list[bytes]:
+    """Returns this decode rank's registration; a stock rank's if not `is_described`."""
+    message = decode.build_receiver_registration_message()
+    return [frame for frame in message if is_described or not is_extension_frame(frame)]
+
+
+def metadata_message(decode, room: int, pages, **more) -> list[bytes]:
+    """Returns the message with which this decode rank requests a room's pages from prefill."""
+    asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None, **more}
+    return decode.build_receiver_metadata_message(
+        bootstrap_room=room,
+        kv_indices=np.array(pages, np.int32),
+        decode_prefix_len=None,
+        is_dummy=False,
+        **asked,
+    )
+
+
+class EndOfMessages(BaseException):
+    """Raised by `FakeSocket` when all messages have been read."""
+
+
+class FakeSocket:
+    def __init__(self, messages: list[list[bytes]]):
+        self.messages = list(messages)
+
+    def recv_multipart(self) -> list[bytes]:
+        if not self.messages:
+            raise EndOfMessages
+        return list(self.messages.pop(0))
+
+
+START_METHODS = {
+    ("mooncake", PREFILL): "start_prefill_thread",
+    ("mooncake", DECODE): "start_decode_thread",
+    ("nixl", PREFILL): "_start_bootstrap_thread",
+    ("nixl", DECODE): "_start_decode_listener_thread",
+}
+
+
+def process_messages(manager, *messages: list[bytes]) -> None:
+    """Runs the engine's reader thread over these messages, in the calling thread.
+
+    Raises:
+        Exception: Whatever would crash the thread.
+    """
+    manager.server_socket = FakeSocket(messages)
+    start = START_METHODS[backend_of(manager), manager.disaggregation_mode]
+    with (
+        mock.patch.object(threading.Thread, "start", threading.Thread.run),
+        contextlib.suppress(EndOfMessages),
+    ):
+        getattr(manager, start)()
+
+
+def queued_chunks(prefill) -> int:
+    """Counts the chunks in the transfer queue."""
+    (queue,) = set(prefill.transfer_queues)
+    return len(queue._buf) if isinstance(queue, FastQueue) else len(queue)
+
+
+def backend_of(manager) -> str:
+    return "nixl" if isinstance(manager, nixl.EngineNixlKVManager) else "mooncake"
+
+
+def registered_peer(prefill):
+    """Returns the registration of this prefill rank's only decode rank."""
+    (info,) = prefill.decode_kv_args_table.values()
+    return info
+
+
+def posted_copies(prefill) -> list[tuple[int, int, int]]:
+    """Returns (source address, destination address, bytes) of all copies that were posted."""
+    return (prefill.agent if backend_of(prefill) == "nixl" else prefill.engine).transfers
+
+
+def sent_statuses(manager) -> list[tuple[int, int, str]]:
+    """Returns (room, status, reason) of each status message that was sent to decode."""
+    parsed = (manager.parse_kv_status_message(frames) for _, frames in manager.notified)
+    return [(room, status, reason) for room, status, _, reason in parsed]

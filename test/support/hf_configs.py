@@ -1,0 +1,131 @@
+"""Hugging Face configurations of models, reduced to the fields that `sglang-pd plan` reads."""
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+QWEN3 = {
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "hidden_size": 5120,
+    "head_dim": 128,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size": 2560,
+        "sliding_window": 1024,
+        "layer_types": ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(12)],
+    },
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "sliding_window": 128,
+    "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in range(36)],
+}
+MIMO = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "swa_num_key_value_heads": 8,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "hidden_size": 4096,
+    "sliding_window_size": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+    "dtype": "bfloat16",
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "dtype": "bfloat16",
+}
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 1024,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "torch_dtype": "bfloat16",
+}
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M*-M",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+ALL_CONFIGS = {
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
+    "gemma3": GEMMA3,
+    "gpt_oss": GPT_OSS,
+    "mimo": MIMO,
+    "qwen3_next": QWEN3_NEXT,
+    "falcon_h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
+}

@@ -1,0 +1,219 @@
+"""Pipeline stages of one server in this process, with the engine's real queues and PP mixin.
+
+The rest is a stand-in: a request's sender or receiver has the state that the test sets, and a
+stage's output is passed to the next one directly. This works in the stock engine, too.
+"""
+
+import contextlib
+import itertools
+from collections import deque
+from types import SimpleNamespace
+from unittest import mock
+
+import torch.distributed as dist
+from sglang.srt.disaggregation import decode as decode_module
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator, poll_and_all_reduce
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
+
+# States of a sender or receiver, by the names that tests use.
+STATES = {"failed": KVPoll.Failed, "ready": KVPoll.WaitingForInput, "done": KVPoll.Success}
+
+
+class Poller:
+    """Stands in for a sender or receiver; like the engine's, it never leaves a final state."""
+
+    def __init__(self, state: int):
+        self.state = state
+        self.is_over = False
+
+    aborted_by_engine = False
+
+    def set_state(self, state: str) -> None:
+        if state == "aborted":
+            self.aborted_by_engine = True
+            return
+        state = STATES[state]
+        if self.state not in (KVPoll.Failed, KVPoll.Success) and not self.is_over:
+            self.state = state
+
+    def poll(self) -> int:
+        return self.state
+
+    def init(self, *args) -> None:
+        """Does nothing, because no KV is sent."""
+
+    def clear(self) -> None:
+        self.is_over = True
+
+    def failure_exception(self) -> None:
+        self.is_over = True
+        raise RuntimeError("as the test says")
+
+
+class Request(SimpleNamespace):
+    """Stands in for a `Req`, with the attributes that the queues use."""
+
+    def __init__(self, rid: str, **more):
+        super().__init__(
+            rid=rid,
+            bootstrap_room=int(rid),
+            bootstrap_host="",
+            origin_input_ids=[1, 2, 3],
+            output_ids=[],
+            return_logprob=False,
+            finished_reason=None,
+            to_finish=None,
+            time_stats=SimpleNamespace(),
+            add_latency=lambda stage: None,
+            **more,
+        )
+
+
+class Stage(SchedulerPPMixin):
+    """A stage's scheduler, reduced to what the exchange between stages needs."""
+
+    def __init__(self, number: int, rids: list[str], slots: int):
+        self.pp_group = SimpleNamespace(is_first_rank=number == 0)
+        self.attn_tp_cpu_group = dist.group.WORLD
+        self.waiting_queue = []
+        self.enable_metrics = self.enable_hicache_storage = False
+        self.stream_output = lambda reqs, return_logprob: None
+        self.previous_output = None
+        self.pollers = {}
+        self.free = ReqToMetadataIdxAllocator(slots)
+        self._make_queues(rids)
+
+    def _pp_recv_pyobj_from_prev_stage(self):
+        return self.previous_output
+
+    def accepted(self) -> list[str]:
+        return [f"{req.rid}{' aborted' * bool(req.to_finish)}" for req in self.waiting_queue]
+
+
+class PrefillStage(Stage):
+    def _make_queues(self, rids: list[str]) -> None:
+        queue = self.disagg_prefill_bootstrap_queue = object.__new__(PrefillBootstrapQueue)
+        queue.__dict__.update(
+            queue=[],
+            gloo_group=dist.group.WORLD,
+            req_to_metadata_buffer_idx_allocator=self.free,
+            token_to_kv_pool=SimpleNamespace(page_size=1),
+            scheduler=self,
+            tp_rank=0,
+        )
+        for rid in rids:
+            self.pollers[rid] = Poller(KVPoll.Bootstrapping)
+            queue.queue.append(Request(rid, disagg_kv_sender=self.pollers[rid]))
+
+    def propose(self):
+        return self._pp_pd_get_bootstrapped_ids()
+
+    def decide(self, pinned_polls):
+        return self.process_bootstrapped_queue(pinned_polls)
+
+    def remaining(self) -> list[str]:
+        return [req.rid for req in self.disagg_prefill_bootstrap_queue.queue]
+
+
+class TransferStage(Stage):
+    """A decode stage with requests whose KV is being transferred."""
+
+    def _make_queues(self, rids: list[str]) -> None:
+        self.disagg_decode_prealloc_queue = object.__new__(DecodePreallocQueue)
+        self.disagg_decode_prealloc_queue.queue = []
+        queue = self.disagg_decode_transfer_queue = object.__new__(DecodeTransferQueue)
+        queue.__dict__.update(
+            queue=[],
+            gloo_group=dist.group.WORLD,
+            req_to_metadata_buffer_idx_allocator=self.free,
+            scheduler=self,
+            tree_cache=None,
+            tp_rank=0,
+        )
+        queue._commit_transfer_to_req = self._commit
+        for rid in rids:
+            self.pollers[rid] = Poller(KVPoll.WaitingForInput)
+            queue.queue.append(
+                DecodeRequest(Request(rid), self.pollers[rid], metadata_buffer_index=0)
+            )
+
+    @staticmethod
+    def _commit(request: DecodeRequest) -> bool:
+        request.kv_receiver.clear()
+        return True
+
+    def propose(self):
+        return self._pp_pd_get_decode_transferred_ids()
+
+    def decide(self, pinned_polls):
+        return self.process_decode_transfer_queue(pinned_polls)
+
+    def remaining(self) -> list[str]:
+        return [one.req.rid for one in self.disagg_decode_transfer_queue.queue]
+
+
+def group():
+    """Returns a process group with this process as its only member."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def poll(pollers: list) -> list[int]:
+    """Polls as a scheduler does."""
+    return poll_and_all_reduce(pollers, group())
+
+
+def run_stages(
+    kind: str,
+    stages: int,
+    rids: list[str],
+    events: list,
+    rounds: int,
+    slots: int = 8,
+    lag: int = 0,
+) -> list:
+    """Runs the stages; returns [accepted requests, queued requests] of each one.
+
+    In a round, the stages first propose one after the other, and then decide one after the other
+    on what was proposed `lag` rounds before.
+
+    Args:
+        kind: `bootstrap` (prefill) or `transfer` (decode).
+        stages: Number of stages.
+        rids: Ids of the requests.
+        events: [step, stage, rid, state] each: before that step, the stage's sender or receiver
+            of the request gets that state.
+        slots: Metadata slots of each stage.
+    """
+    make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(decode_module, "release_kv_cache", mock.Mock()))
+        group()
+        fleet = [make(number, rids, slots) for number in range(stages)]
+        steps = itertools.count()
+
+        def learn() -> None:
+            step = next(steps)
+            for at, stage, rid, state in events:
+                if at == step:
+                    fleet[stage].pollers[rid].set_state(state)
+
+        proposed = deque()
+        for _ in range(rounds):
+            word = None
+            for stage in fleet:
+                learn()
+                stage.previous_output = word
+                word = stage.propose()
+            proposed.append(word)
+            if len(proposed) <= lag:
+                continue
+            word = proposed.popleft()
+            for stage in fleet:
+                learn()
+                word = stage.decide(word)
+    return [[stage.accepted(), stage.remaining()] for stage in fleet]

@@ -1,0 +1,227 @@
+"""`sglang-pd plan`: text, JSON and pictures, and what it refuses."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hf_configs import ALL_CONFIGS
+from toy import ROOT
+from typer.testing import CliRunner
+
+from sglang_pd import cli
+from sglang_pd.cli import app
+from sglang_pd.errors import ExitCode
+
+runner = CliRunner()
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="no matplotlib: this environment is older than scripts/requirements/common.txt",
+)
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """A function that runs the command on a model; returns exit code, stdout and stderr."""
+
+    def run(name: str, prefill: str, decode: str, *words: str, columns: int = 80):
+        file = tmp_path / name / "config.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(ALL_CONFIGS[name]))
+        sizes = ("--model", str(file), "--prefill", prefill, "--decode", decode)
+        for console in (cli.out, cli.err):  # a pytest worker fixes the width when it starts
+            monkeypatch.setattr(console, "width", columns)
+        environment = {"COLUMNS": str(columns), "TERM": "dumb"}
+        got = runner.invoke(app, ["plan", *sizes, *words], env=environment)
+        return got.exit_code, got.stdout, got.stderr
+
+    return run
+
+
+def unwrap(text: str) -> str:
+    """Joins wrapped lines."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
+
+
+def test_plan_of_pair_unservable_by_stock(plan):
+    code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
+    assert code == 0
+    assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
+    assert re.search(r"stock +wrong +GQA with prefill stages", text) and "(mha-pp)" in text
+    assert re.search(r"patched +right", text)
+    assert re.search(r"prefill +8 +1 +TP 4 PP 2 +32\+32 +2 of 8 +32,768", text)
+    assert re.search(r"decode +2 +2 +TP 1 PP 1 +64 +8 of 8 +262,144", text)
+    assert re.search(r"TP 2 PP 1 +TP 0 PP 0 +32-63 +4-5 +32\.0 +65,536", text)
+    assert "256.0 MiB over 8 pairs of ranks, in 524,288 copies; 16 messages" in unwrap(text)
+
+
+SIZES = [("tp=16,pp=4", "tp=16"), ("tp=3", "tp=2"), ("tp=4,pp=2", "tp=4,pp=4")]
+
+
+@pytest.mark.parametrize("prefill, decode", SIZES)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss", "qwen3_next", "nemotron_h"])
+def test_plan_output_fits_terminal_width(plan, name, prefill, decode):
+    for more in ((), ("--compare", "tp=8,pp=2:tp=4,dp=2"), ("--backend", "ascend")):
+        code, text, err = plan(name, prefill, decode, "--draft-layers", "1", *more)
+        if code == 2:  # more stages than this model has layers
+            assert "cannot be split into 4 stages" in unwrap(err)
+            continue
+        assert code in (0, ExitCode.INCOMPATIBLE), err
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+
+
+def test_long_rows_are_wrapped(plan):
+    _, narrow, _ = plan("qwen3", "tp=4,pp=2", "tp=1")
+    _, wide, _ = plan("qwen3", "tp=4,pp=2", "tp=1", columns=200)
+    (row,) = (row for row in wide.splitlines() if row.startswith("stock "))
+    assert row not in narrow and all(word in narrow for word in row.split())
+
+
+def test_plan_as_json(plan):
+    code, text, _ = plan("deepseek_v32", "tp=2,pp=2", "tp=1", "--json", "--draft-layers", "1")
+    told = json.loads(text)
+    assert (code, told["works"]) == (0, True)
+    assert (told["stock"]["outcome"], told["engine_release"]) == ("right", "0.5.23")
+    assert told["prefill"]["stages"] == [[0, 30], [30, 61]]
+    assert (told["decode"]["bytes_a_token"], told["decode"]["page"]) == (62 * (1152 + 132), 64)
+    ranks = [(link["prefill"], link["bytes"] > 0) for link in told["links"]]
+    assert ranks == [({"tp": tp, "pp": pp}, tp == 0) for tp in (0, 1) for pp in (0, 1)]
+    last = told["links"][1]
+    sent = {(one["component"], one["draft"]): one["layers"] for one in last["sends"]}
+    assert sent == {
+        (name, draft): [0] if draft else list(range(30, 61))
+        for name in ("kv", "index_k")
+        for draft in (False, True)
+    }
+    assert told["request"]["bytes"] == sum(link["bytes"] for link in told["links"])
+    assert told["request"]["bytes"] == 62 * (1152 + 132) * 1024
+
+
+def test_compare_shows_two_topologies_side_by_side(plan):
+    code, text, _ = plan("qwen3", "tp=16,pp=4", "tp=16", "--compare", "tp=8:tp=4")
+    assert code == 0
+    assert re.search(r"tp=16,pp=4 to tp=16 +tp=8 to tp=4", text)
+    assert re.search(r"stock +hangs +right", text)
+    assert re.search(r"prefill ranks +64 +8 ", text)
+    assert re.search(r"KV bytes per token, decode rank +32,768 +65,536", text)
+    _, text, _ = plan("qwen3", "tp=16,pp=4", "tp=16", "--compare", "tp=8:tp=4", "--json")
+    assert [one["prefill"]["ranks"] for one in json.loads(text)] == [64, 8]
+
+
+@pytest.mark.parametrize(
+    "name, sizes, words, says",
+    [
+        ("qwen3", ("tp=4", "tp=2,page=32"), (), "page size: prefill has 1, decode has 32"),
+        ("qwen3", ("tp=2,pp=4", "tp=2,pp=2"), (), "PP size 2 is neither 1 nor prefill's PP size 4"),
+        ("deepseek_v3", ("tp=3", "tp=2"), (), "prefill attention TP size 3 and decode attention"),
+        ("falcon_h1", ("tp=2", "tp=1"), ("--release", "0.5.9"), "use the same TP size"),
+        ("qwen3_next", ("pp=2", "tp=1"), (), "was not tested"),
+        ("qwen3", ("tp=3", "tp=1"), (), "8 KV heads cannot be split over"),
+    ],
+)
+def test_incompatible_pair_exits_with_reason(plan, name, sizes, words, says):
+    code, text, _ = plan(name, *sizes, *words)
+    assert code == ExitCode.INCOMPATIBLE and says in unwrap(text)
+    code, text, _ = plan(name, *sizes, *words, "--json")
+    told = json.loads(text)
+    assert code == ExitCode.INCOMPATIBLE and not told["works"]
+    assert says in "; ".join(told["patched"]["reasons"])
+
+
+@pytest.mark.parametrize(
+    "sizes, words, says",
+    [
+        (("tp=four", "tp=1"), (), "'four' is not a number"),
+        (("tp=1", "tp=1"), ("--compare", "tp=2"), "as tp=8:tp=4"),
+        (("tp=1", "tp=1"), ("--fia",), "--backend ascend"),
+        (("tp=1", "tp=1"), ("--picture", "plan.pdf"), ".svg or .png"),
+        (("pp=2,layers=30+30", "tp=1"), (), "64 layers cannot be split into 2 stages of 30+30"),
+    ],
+)
+def test_invalid_plan_options_are_refused(plan, sizes, words, says):
+    code, _, err = plan("qwen3", *sizes, *words, columns=200)
+    assert code == 2 and says in unwrap(err)
+
+
+def test_unknown_release_or_model_is_refused(plan, tmp_path):
+    code, _, err = plan("qwen3", "tp=1", "tp=1", "--engine-release", "0.4.0", columns=400)
+    assert code == ExitCode.UNSUPPORTED and "0.5.9, 0.5.23" in err
+    words = ["plan", "--model", str(tmp_path / "none"), "--prefill", "tp=1", "--decode", "tp=1"]
+    got = runner.invoke(app, [*words, "--json"])
+    assert got.exit_code == ExitCode.NO_MODEL
+    assert json.loads(got.stdout)["error"]["name"] == "NO_MODEL"
+
+
+def test_missing_matplotlib_names_package_to_install(plan, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    file = tmp_path / "plan.svg"
+    code, text, err = plan("qwen3", "tp=2", "tp=1", "--picture", str(file), columns=400)
+    assert code == ExitCode.NO_PICTURE and "pip install 'sglang-pd[picture]'" in err
+    assert not text and not file.exists()
+
+
+def texts(figure) -> list:
+    """All texts in a figure."""
+    return [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss"])
+@pytest.mark.parametrize("prefill, decode", [("tp=16,pp=4", "tp=16"), ("tp=8", "tp=4,dp=4")])
+def test_text_in_pictures_does_not_overlap(tmp_path, name, prefill, decode, monkeypatch):
+    """All text lies inside the picture, too."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from sglang_pd.plan.model import config_to_model
+    from sglang_pd.plan.pair import make_pair
+    from sglang_pd.plan.picture import draw
+    from sglang_pd.plan.sizes import parse_sizes
+    from sglang_pd.plan.summary import Summary
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
+    pair = make_pair(
+        model, parse_sizes(prefill, 1), parse_sizes(decode, 1), "nixl", "0.5.23", False
+    )
+    draw([Summary(pair)], tmp_path / "plan.png")
+    (figure,) = drawn
+    canvas = FigureCanvasAgg(figure)
+    figure.draw_without_rendering()
+    written = [*texts(figure), *(axes.title for axes in figure.axes)]
+    written += [tick for axes in figure.axes for tick in (*axes.get_xticklabels(),)]
+    written = [one for one in written if one.get_text()]
+    boxes = [one.get_window_extent().padded(-1) for one in written]
+    width, height = canvas.get_width_height()
+    for box in boxes:
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
+    for number, box in enumerate(boxes):
+        for other in boxes[:number]:
+            assert not box.overlaps(other), (written[number].get_text(), box)
+
+
+@needs_matplotlib
+def test_pictures_are_reproducible_and_name_all_ranks(plan, tmp_path):
+    """Each prefill rank is named on both sides, as text; two runs draw the same bytes."""
+    for suffix, begins in (("svg", b"<?xml"), ("png", b"\x89PNG")):
+        files = [tmp_path / f"{number}.{suffix}" for number in (0, 1)]
+        for file in files:
+            sizes = ("tp=4,pp=2", "tp=4,dp=2")
+            assert plan("qwen3", *sizes, "--picture", str(file))[0] == 0
+        first, second = (file.read_bytes() for file in files)
+        assert first.startswith(begins) and first == second
+    words = (tmp_path / "0.svg").read_text()
+    for tp in range(4):
+        for stage in range(2):
+            assert words.count(f">P{tp}.{stage}<") == 1 + 2  # and in decode's two groups
+
+
+def test_tool_starts_without_numpy():
+    """Only `plan` needs numpy; applying and reverting a patch set do not."""
+    code = "import sys; sys.modules['numpy'] = None; import sglang_pd.cli"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "python", capture_output=True)
+    assert ran.returncode == 0, ran.stderr.decode()

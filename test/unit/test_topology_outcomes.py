@@ -1,0 +1,241 @@
+"""`plan` predicts the outcomes that serving and transport tests showed, stock and patched."""
+
+import pytest
+from fleet import Fleet
+from hf_configs import FALCON_H1, GPT_OSS, QWEN3_NEXT
+from serving_scenarios import DRAFT_SCENARIOS, RELEASES, TABLE, DraftScenario, Scenario, Unsupported
+from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_23
+
+from pd_harness.cluster import Topology
+from pd_harness.cpu_host.models import TinyMLA, TinyModel
+from sglang_pd.patchset.patches import read_records
+from sglang_pd.plan.known_failures import (
+    CRASHES,
+    FAILS,
+    HANGS,
+    KNOWN_FAILURES,
+    LOGPROBS,
+    NO_START,
+    REFUSED,
+    RETRACTS,
+    RIGHT,
+    STRAY,
+    UNKNOWN,
+    WRONG,
+)
+from sglang_pd.plan.model import KVHeads, MLADims, Model, config_to_model
+from sglang_pd.plan.pair import make_pair
+from sglang_pd.plan.sizes import ServerSizes
+from sglang_pd.plan.verdict import patched, stock
+
+PLAN_OUTCOMES = {
+    "right": RIGHT,
+    "wrong": WRONG,
+    "hang": HANGS,
+    "dead": CRASHES,
+    "raised": CRASHES,
+    "failed": FAILS,
+    CORRUPTED: WRONG,
+    "http 500": FAILS,
+}
+# No size that `plan` takes expresses these: the engine lacks the feature as a whole.
+UNPLANNED_FEATURES = ("staging", "decode_prefixes")
+
+
+def plain_model(layers: int, attention) -> Model:
+    return Model("tiny", "float32", (frozenset({"full"}),) * layers, attention)
+
+
+def model_from_config(config: dict) -> Model:
+    return config_to_model(config, "tiny", "0.5.9")
+
+
+def tiny_model(tiny: TinyModel) -> Model:
+    if isinstance(tiny, TinyMLA):
+        return plain_model(tiny.layers, MLADims(tiny.latent, tiny.rope))
+    return plain_model(tiny.layers, KVHeads(tiny.kv_heads, tiny.head_dim, tiny.head_dim))
+
+
+def pair_for_topology(
+    topology: Topology, tiny: TinyModel, release: str, drafts: tuple[int, int] = (0, 0)
+):
+    pages = (topology.page_size, topology.decode_page_size or topology.page_size)
+    prefill, decode = (
+        ServerSizes(
+            *(getattr(topology, f"{side}_{size}") for size in ("tp", "pp", "dp")),
+            draft=draft,
+            page=page,
+        )
+        for side, draft, page in zip(("prefill", "decode"), drafts, pages)
+    )
+    model = tiny_model(tiny)
+    return make_pair(model, prefill, decode, topology.backend, release, topology.fia)
+
+
+def events(scenario: Scenario) -> list[str]:
+    """The events in a scenario's test; its clients always request logprobs."""
+    happens = {
+        RETRACTS: scenario.topology.expects_retractions,
+        STRAY: scenario.stray_message is not None,
+    }
+    return [LOGPROBS, *(event for event, does in happens.items() if does)]
+
+
+def params_by_release(*tables):
+    return [
+        pytest.param(one, release, outcome, id=f"{release}-{one.name}")
+        for table in tables
+        for one in table
+        for release, outcome in zip(RELEASES, one.outcomes)
+        if not any(getattr(one.topology, name) for name in UNPLANNED_FEATURES)
+    ]
+
+
+@pytest.mark.parametrize("scenario, release, shown", params_by_release(TABLE))
+def test_plan_predicts_scenario_outcome(scenario: Scenario, release: str, shown: str):
+    pair = pair_for_topology(scenario.topology, scenario.model, release)
+    assert stock(pair).when(*events(scenario)) == PLAN_OUTCOMES[shown]
+    assert patched(pair).outcome == (RIGHT if scenario.patched == "right" else REFUSED)
+
+
+@pytest.mark.parametrize("drafted, release, shown", params_by_release(DRAFT_SCENARIOS))
+def test_plan_predicts_draft_outcome(
+    drafted: DraftScenario, release: str, shown: str | Unsupported
+):
+    drafts = tuple(int(side in drafted.sides) for side in ("prefill", "decode"))
+    pair = pair_for_topology(drafted.topology, drafted.model, release, drafts)
+    lacks = isinstance(shown, Unsupported)
+    assert stock(pair).when(LOGPROBS) == (NO_START if lacks else PLAN_OUTCOMES[shown])
+    assert patched(pair).outcome == (NO_START if lacks else RIGHT)
+
+
+def test_every_scenario_is_planned():
+    asked = {param.values[0].name for param in params_by_release(TABLE, DRAFT_SCENARIOS)}
+    assert len(asked) > 60
+    left = {one.name for one in (*TABLE, *DRAFT_SCENARIOS)} - asked
+    assert left == {
+        "mooncake-staging_tp2_to_1",
+        "nixl-staging_tp2_to_1",
+        "nixl-prefixes",
+        "mooncake-prefixes",
+        "ascend-mla_prefixes",
+    }
+
+
+def pair_for_fleet(fleet: Fleet, release: str):
+    latent = MLADims(fleet.k_width, fleet.v_width, 128 * fleet.index_keys)
+    heads = KVHeads(fleet.kv_heads, fleet.k_width, fleet.k_width)  # equal, as in stock's tests
+    sides = [
+        ServerSizes(
+            side.tp,
+            side.pp,
+            layers=tuple(fleet.stage_sizes(side.pp)),
+            draft=side.draft_layers,
+            page=fleet.page_size,
+        )
+        for side in (fleet.prefill, fleet.decode)
+    ]
+    model = plain_model(fleet.layers, latent if fleet.mla else heads)
+    return make_pair(model, *sides, fleet.backend, release, fleet.fia)
+
+
+# Where no server can run, or its outcome differs from that of its transport alone.
+OUTCOME_OVERRIDES = {
+    ("0.5.9", "ascend-mla_draft_on_both"): NO_START,  # no speculation with PP
+}
+
+
+@pytest.mark.parametrize(
+    "release, name, fleet, shown",
+    [
+        pytest.param(release, name, *at, id=f"{release}-{name}")
+        for release, table in zip(RELEASES, (STOCK_0_5_9, STOCK_0_5_23))
+        for name, at in table.items()
+    ],
+)
+def test_plan_predicts_transport_outcome(release: str, name: str, fleet: Fleet, shown: str):
+    expected = OUTCOME_OVERRIDES.get((release, name), PLAN_OUTCOMES[shown])
+    assert stock(pair_for_fleet(fleet, release)).outcome == expected
+
+
+INDEXED_MLA = plain_model(4, MLADims(512, 64, 128))
+WINDOWS = model_from_config(GPT_OSS)
+MAMBA, LINEAR = model_from_config(FALCON_H1), model_from_config(QWEN3_NEXT)
+# As in test/transport/test_state_transfer.py: (model, prefill, decode), and outcomes of `RELEASES`
+# over NIXL and over Mooncake; empty where none was tried.
+STATE_CASES = {
+    "draft": (
+        (INDEXED_MLA, ServerSizes(draft=1), ServerSizes(draft=1)),
+        (WRONG, WRONG),
+        (RIGHT, RIGHT),
+    ),
+    "draft_on_prefill": (
+        (INDEXED_MLA, ServerSizes(draft=1), ServerSizes()),
+        (CRASHES, HANGS),
+        (HANGS, FAILS),
+    ),
+    "index_keys_pp2": (
+        (INDEXED_MLA, ServerSizes(pp=2), ServerSizes()),
+        (RIGHT, RIGHT),
+        (RIGHT, RIGHT),
+    ),
+    "windows": ((WINDOWS, ServerSizes(tp=2), ServerSizes(tp=2)), (RIGHT, RIGHT), (RIGHT, RIGHT)),
+    "windows_tp2_to_1": (
+        (WINDOWS, ServerSizes(tp=2), ServerSizes()),
+        (CRASHES, HANGS),
+        (RIGHT, RIGHT),
+    ),
+    "windows_pp2": ((WINDOWS, ServerSizes(pp=2), ServerSizes()), (WRONG, WRONG), (HANGS, WRONG)),
+    "mamba_tp2_to_2": (
+        (MAMBA, ServerSizes(tp=2), ServerSizes(tp=2)),
+        (RIGHT, RIGHT),
+        (RIGHT, RIGHT),
+    ),
+    "mamba_tp2_to_1": ((MAMBA, ServerSizes(tp=2), ServerSizes()), ("", WRONG), ("", WRONG)),
+    "linear_tp2_to_1": ((LINEAR, ServerSizes(tp=2), ServerSizes()), ("", WRONG), ("", RIGHT)),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", STATE_CASES)
+def test_plan_predicts_state_outcome(name: str, release: str):
+    (model, *sides), *outcomes = STATE_CASES[name]
+    for backend, shown in zip(("nixl", "mooncake"), outcomes[RELEASES.index(release)]):
+        pair = make_pair(model, *sides, backend, release, False)
+        assert not shown or stock(pair).outcome == shown
+        is_cut = pair.splits_recurrent_state and release == "0.5.9"
+        assert patched(pair).outcome == (REFUSED if is_cut else RIGHT)
+
+
+@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS))))
+def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
+    """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
+    pair = make_pair(
+        plain_model(2, KVHeads(4, 8, 4)), ServerSizes(tp=2), ServerSizes(), "nixl", release, False
+    )
+    assert (stock(pair).outcome, patched(pair).outcome) == (shown, RIGHT)
+
+
+def test_recurrent_state_between_unequal_pp_sizes_is_not_predicted():
+    for release, ours in zip(RELEASES, (REFUSED, UNKNOWN)):
+        pair = make_pair(LINEAR, ServerSizes(pp=2), ServerSizes(), "nixl", release, False)
+        assert (stock(pair).outcome, patched(pair).outcome) == (UNKNOWN, ours)
+
+
+def test_indivisible_kv_heads_prevent_startup():
+    """4 ranks cannot share 6 heads."""
+    pair = make_pair(
+        plain_model(2, KVHeads(6, 8, 8)), ServerSizes(tp=4), ServerSizes(), "nixl", "0.5.23", False
+    )
+    for verdict in (stock(pair), patched(pair)):
+        assert verdict.outcome == NO_START
+        assert "6 KV heads" in verdict.reasons[0] and "TP size 4" in verdict.reasons[0]
+
+
+def test_every_known_failure_refers_to_a_needed_patch():
+    records = {record.id: record for record in read_records()}
+    for limit in KNOWN_FAILURES:
+        for release, outcomes in zip(RELEASES, (limit.v0_5_9, limit.v0_5_23)):
+            if limit.record and any(outcomes.values()):
+                stand = records[limit.record].at(release)
+                assert stand.state != "carried", (limit.record, limit.why, release)
