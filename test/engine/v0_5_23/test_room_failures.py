@@ -412,11 +412,7 @@ def test_new_request_clears_the_failed_room(backend):
 @backends
 def test_succeeded_request_is_not_remembered(backend):
     prefill, decode = prefill_rank(backend), decode_rank(backend)
-    sender = new_sender(prefill)
-    send_metadata(prefill, decode)
-    prefill.update_status(ROOM, KVPoll.Success)
-    assert sender.poll() == KVPoll.Success
-    sender.clear()
+    succeeded_sender(prefill, decode)
     send_metadata(prefill, decode)
     assert sent_statuses(prefill) == []
     assert ROOM in prefill.transfer_infos

@@ -644,24 +644,15 @@ class Rooms(RuleBasedStateMachine):
     @room_rule(PrefillRoom.is_live, target=finished)
     def scheduler_takes_the_reason(self, room):
         """The request has failed here, or on another prefill rank."""
-        request = room.request
-        self.take_reason(room)
-        self.check_notifications()
-        return self.kept(request)
+        return self.finish(room, self.take_reason)
 
     @room_rule(PrefillRoom.may_be_cleared, target=finished)
     def scheduler_clears_a_success(self, room):
-        request = room.request
-        self.clear(room)
-        self.check_notifications()
-        return self.kept(request)
+        return self.finish(room, self.clear)
 
     @room_rule(PrefillRoom.is_live, target=finished)
     def prefill_client_aborts(self, room):
-        request = room.request
-        self.abort(room)
-        self.check_notifications()
-        return self.kept(request)
+        return self.finish(room, self.abort)
 
     @room_rule(PrefillRoom.is_live)
     def sender_is_dropped(self, room):
@@ -821,6 +812,13 @@ class Rooms(RuleBasedStateMachine):
         else:
             return  # nothing is known of the room
         decode_room.is_waiting, decode_room.is_informed = False, True
+
+    def finish(self, room: PrefillRoom, act: Callable[[PrefillRoom], None]) -> Any:
+        """Ends a room's request by `act`; returns what its rule adds to `finished`."""
+        request = room.request
+        act(room)
+        self.check_notifications()
+        return self.kept(request)
 
     def take_reason(self, room: PrefillRoom) -> None:
         room.request.status = KVPoll.Failed

@@ -204,3 +204,14 @@ def test_uninspectable_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
     pool.start_layer = None
     assert len(init_kv_args(pool).layout.kv) == 4
     assert "TypeError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["SGLANG_PD_SILENT_SECONDS", "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"],
+)
+def test_wrong_variable_stops_the_server(init_kv_args, variable, monkeypatch):
+    """Threads read it later, whose failure would go unnoticed."""
+    monkeypatch.setenv(variable, "soon")
+    with pytest.raises(ValueError, match=f"{variable} is 'soon'"):
+        init_kv_args(unknown_pool())

@@ -148,7 +148,7 @@ class RoomFailures:
             if sender is not None:
                 sender.notified.update(targets)
                 return
-            for collected, notified in self.collected_rooms.copy():
+            for collected, notified in self.collected_rooms.copy():  # a collection may add one
                 if collected == room:
                     notified.update(targets)
 
@@ -244,7 +244,7 @@ class NotifyingSender:
         meanwhile, too.
         """
         if not self._notifies_decode():
-            super().failure_exception()
+            return super().failure_exception()
         from sglang.srt.disaggregation.common.conn import KVTransferError  # it imports this module
 
         self.conclude_state = KVPoll.Failed

@@ -42,7 +42,11 @@ from sglang.srt.disaggregation.pd.message_checks import (
 )
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
-from sglang.srt.disaggregation.pd.room_failures import ENDED, UNSETTLED_SECONDS
+from sglang.srt.disaggregation.pd.room_failures import (
+    ENDED,
+    FAILED_ELSEWHERE,
+    UNSETTLED_SECONDS,
+)
 from sglang.srt.disaggregation.pd.session_ids import port_of, unreachable_reason
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites
@@ -314,7 +318,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
                 self.failure_records.get(room)
                 or (known.reason if known else self.aborted_before_request.get(room))
                 or reason
-                or "another prefill rank failed"
+                or FAILED_ELSEWHERE
             )
         for req in waiting:
             self._notify_when_settled(req, status, reason)
@@ -429,7 +433,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def close_failed_room(self, room: int) -> str:
         """Drops a failed room and returns why it failed; notifies decode once no write runs."""
         with self.rooms_lock:
-            reason = self.drop_room(room) or "another prefill rank failed"
+            reason = self.drop_room(room) or FAILED_ELSEWHERE
             self.record_failed_room(room, reason, self.transfer_infos.get(room, ()))
         self.conclude_failure(room, reason)
         return reason

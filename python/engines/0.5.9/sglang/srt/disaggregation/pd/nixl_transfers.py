@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.kv_layout import Notification, format_notificatio
 from sglang.srt.disaggregation.pd.peer_sockets import LOST_SECONDS, PeerSocket
 from sglang.srt.disaggregation.pd.peers import RoomRequest
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.room_failures import FAILED_ELSEWHERE
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class NixlTransfers:
         """
         with self.rooms_lock:
             peers = self.transfer_infos.pop(room, {})
-            reason = self.drop_room(room) or "another prefill rank failed"
+            reason = self.drop_room(room) or FAILED_ELSEWHERE
             self.record_failed_room(room, reason, peers)
         self._notify_failed(room, peers, reason)
         return reason

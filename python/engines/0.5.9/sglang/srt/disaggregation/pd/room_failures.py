@@ -36,6 +36,7 @@ RELEASE_SECONDS = 30.0
 # How long copies of a write may still arrive after the transfer engine returned an error for it.
 UNSETTLED_SECONDS = 30.0
 ENDED = (KVPoll.Success, KVPoll.Failed)
+FAILED_ELSEWHERE = "another prefill rank failed"
 DUPLICATE_ROOM = "bootstrap_room is already in use; use a unique one for each request"
 
 

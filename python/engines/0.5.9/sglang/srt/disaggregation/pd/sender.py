@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.room_failures import FAILED_ELSEWHERE
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.pd.room_failures import RoomTable
@@ -58,4 +59,4 @@ class Sender:
     def fail_with_group(self) -> None:
         """Fails the room, which another rank of this stage failed."""
         if self.conclude_state is None:
-            self.kv_mgr.fail(self.bootstrap_room, "another prefill rank failed")
+            self.kv_mgr.fail(self.bootstrap_room, FAILED_ELSEWHERE)
