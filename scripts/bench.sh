@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Time the patch set against the code that it replaces; see scripts/bench.py, bench_cpu_copy.py,
-# bench_serve.py, bench_verify.py, bench_scale.py.
+# Time the patch set against the code that it replaces; see scripts/bench_*.py.
 #
 # usage: scripts/bench.sh [--release RELEASE] plan [--json FILE] [--check]
 #        scripts/bench.sh cpu-copy [--json FILE]
@@ -23,25 +22,17 @@
 #   --json FILE   write the figures to FILE, for scripts/evidence.sh
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 choose_release "$@"
 set -- "${words[@]}"
-if [[ ${1:-} == cpu-copy ]]; then
-    exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_cpu_copy.py" "${@:2}"
-fi
-if [[ ${1:-} == verify ]]; then
-    "$root/scripts/setup.sh"
-    exec "$root/scripts/cpu_host.sh" python "$root/scripts/bench_verify.py" "${@:2}"
-fi
-if [[ ${1:-} == serve || ${1:-} == scale ]]; then
-    "$root/scripts/setup.sh"
-    exec env PYTHONPATH="$root/python" "$root/.pd-env/base/bin/python" \
-        "$root/scripts/bench_$1.py" "${@:2}"
-fi
+case ${1:-} in
+    plan) python=("$root/scripts/cpu_host.sh" --engine stock python) ;;
+    cpu-copy | verify) python=("$root/scripts/cpu_host.sh" python) ;;
+    serve | scale) python=(env "PYTHONPATH=$root/python" "$root/.pd-env/base/bin/python") ;;
+    *)
+        echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify or scale; see --help" >&2
+        exit 2
+        ;;
+esac
 "$root/scripts/setup.sh"
-exec "$root/scripts/cpu_host.sh" --engine stock python "$root/scripts/bench.py" "$@"
+exec "${python[@]}" "$root/scripts/bench_${1//-/_}.py" "${@:2}"

@@ -1,4 +1,4 @@
-"""What `bench.py` does differently from release 0.5.20 on.
+"""What `bench_plan.py` does differently in releases after 0.5.9.
 
 There the engine's methods read the configuration that the process has published, and a NIXL request
 names blocks of two lists, which are prepared once for each peer:
@@ -10,13 +10,6 @@ names blocks of two lists, which are prepared once for each peer:
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-
-from pd_harness.releases import release
-
-
-def is_since_0_5_20() -> bool:
-    """Whether this engine's release is 0.5.20 or later."""
-    return tuple(map(int, release().split(".")[:3])) >= (0, 5, 20)
 
 
 def publish_defaults() -> None:

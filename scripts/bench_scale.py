@@ -8,7 +8,6 @@ model, and with a transfer library that writes nothing (`null_transfer`).
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import signal
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from bench_common import SCALE, JsonFile, console, finish, show
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
 import fleet as fleets  # noqa: E402
@@ -139,26 +137,24 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
         meet_seconds, met_ranks = fleet.serve(1)
         met = fleet.call_ranks("figures")
         prefill = slice(len(fleet.servers.prefill))
-        grown = [
-            after["private_kib"] - one["private_kib"]
-            for one, after in zip(before[prefill], met[prefill])
-        ]
+        grown = sum_of_differences(before[prefill], met[prefill])["private_kib"]
+        to_meet = sum_of_differences(before, met)
         rest = statistics.mean(
             one["part"] for one in fleet.call_ranks("rest", seconds=IDLE_FRACTION * seconds)
         )
         start = fleet.call_ranks("figures")
         _, each = fleet.serve(requests)
         end = fleet.call_ranks("figures")
-        spent = {name: sum(b[name] - a[name] for a, b in zip(start, end)) for name in end[0]}
+        spent = sum_of_differences(start, end)
         asked = ranks * (1 + requests)
         row = {
             "lost": asked - met_ranks - each,
             "lost_part": 1 - (met_ranks + each) / asked,
             "workers_ended": sum(one["dropped"] for one in end),
             "meet_s": meet_seconds,
-            "meet_cpu_s": sum(b["all_s"] - a["all_s"] for a, b in zip(before, met)),
-            "meet_http": sum(b["asked_http"] - a["asked_http"] for a, b in zip(before, met)),
-            "kib_a_peer": statistics.mean(grown) / (ranks - 1),
+            "meet_cpu_s": to_meet["all_s"],
+            "meet_http": to_meet["asked_http"],
+            "kib_a_peer": grown / len(fleet.servers.prefill) / (ranks - 1),
             "messages": spent["messages"] / each,
             "scheduler_ms": 1e3 * spent["scheduler_s"] / each,
             "reader_ms": 1e3 * spent["reader_s"] / each,
@@ -168,6 +164,11 @@ def measure(engine: str, backend: str, ranks: int, seconds: float = SECONDS) -> 
             **measure_rank_replacement(fleet, seconds),
         }
     return {"engine": engine, "backend": backend, "ranks": ranks, **row}
+
+
+def sum_of_differences(before: list[dict], after: list[dict]) -> dict:
+    """Each figure's growth, of all ranks together."""
+    return {name: sum(b[name] - a[name] for a, b in zip(before, after)) for name in after[0]}
 
 
 def measure_with_retry(*fleet) -> dict:
@@ -184,10 +185,8 @@ def measure_rank_replacement(fleet: RunningRanks, seconds: float) -> dict:
 
     A gap is a time in which none of a decode rank's requests ends.
     """
-    lanes, new = (
-        {one: fleet.new_rooms(ENOUGH_REQUESTS) for one in fleet.decode},
-        fleet.new_rooms(ENOUGH_REQUESTS),
-    )
+    lanes = {one: fleet.new_rooms(ENOUGH_REQUESTS) for one in fleet.decode}
+    new = fleet.new_rooms(ENOUGH_REQUESTS)
     begun = time.monotonic()
     serving = fleet.start_serving(lanes, seconds, new)
     time.sleep(seconds / 3)
@@ -256,21 +255,8 @@ def lost_requests(rows: list[dict]) -> list[str]:
     ]
 
 
-def table(rows: list[dict]) -> Table:
-    shown = Table(title="Ranks per side, and their costs; see docs/evidence")
-    names = [name for name in rows[0] if name != "round"]
-    for name in names:
-        shown.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        values = (row[name] for name in names)
-        shown.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in values))
-    return shown
-
-
 def main(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
-    ] = None,
+    json_file: JsonFile = None,
     ranks: Annotated[
         list[int] | None,
         typer.Option(show_default=False, help="Ranks per side, a multiple of 4; may be repeated."),
@@ -286,23 +272,16 @@ def main(
     ] = SECONDS,
 ) -> None:
     """Measure fleets of all sizes; status 1 if a figure grows faster than in stock."""
-    console, rows = Console(width=200), []
-    sizes = sorted(ranks or RANKS)
+    rows, sizes = [], sorted(ranks or RANKS)
     for number, backend in itertools.product(range(rounds), filter(lambda b: only in b, BACKENDS)):
         for size, engine in itertools.product(sizes, ENGINES):
             rows.append({**measure_with_retry(engine, backend, size, seconds), "round": number})
-            console.print(rows[-1], highlight=False)
+            console().print(rows[-1], highlight=False)
     found = growths(rows, rounds) if len(sizes) > 1 else []
     missed = [*faster_growing(found), *lost_requests(rows)]
-    console.print(table(rows))
-    for line in missed:
-        console.print(line, style="red", highlight=False, soft_wrap=True)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        load = os.getloadavg()[0]
-        figures = {"rows": rows, "growths": found, "missed": missed, "load": load}
-        json_file.write_text(json.dumps(figures, indent=1))
-    raise typer.Exit(1 if missed else 0)
+    show("Ranks per side, and their costs; see docs/evidence", SCALE, rows)
+    load = os.getloadavg()[0]
+    finish({"rows": rows, "growths": found, "missed": missed, "load": load}, json_file)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ tokens must agree. Clients post to both servers of a pair, without a router.
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import random
 import signal
 import statistics
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated
 
 import httpx
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
+from bench_common import SERVE, JsonFile, console, finish, show
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
@@ -45,20 +41,14 @@ FIGURES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchCase:
-    topology: cluster.Topology
-    model: TinyModel = dataclasses.field(default_factory=TinyGQA)
-
-
 # Fleets whose tokens stock gets right.
-BENCH_CASES = {
-    "nixl TP 1 to 1": BenchCase(cluster.Topology("nixl", page_size=16)),
-    "nixl TP 1 to 2": BenchCase(cluster.Topology("nixl", page_size=16, decode_tp=2)),
-    "mooncake TP 1 to 1": BenchCase(cluster.Topology("mooncake", page_size=16)),
-    "mooncake TP 2 to 1": BenchCase(cluster.Topology("mooncake", page_size=16, prefill_tp=2)),
-    "ascend MLA TP 1 to 1": BenchCase(cluster.Topology("ascend", page_size=16), TinyMLA()),
-    "ascend GQA TP 2 to 1": BenchCase(cluster.Topology("ascend", page_size=16, prefill_tp=2)),
+FLEETS: dict[str, tuple[cluster.Topology, TinyModel]] = {
+    "nixl TP 1 to 1": (cluster.Topology("nixl", page_size=16), TinyGQA()),
+    "nixl TP 1 to 2": (cluster.Topology("nixl", page_size=16, decode_tp=2), TinyGQA()),
+    "mooncake TP 1 to 1": (cluster.Topology("mooncake", page_size=16), TinyGQA()),
+    "mooncake TP 2 to 1": (cluster.Topology("mooncake", page_size=16, prefill_tp=2), TinyGQA()),
+    "ascend MLA TP 1 to 1": (cluster.Topology("ascend", page_size=16), TinyMLA()),
+    "ascend GQA TP 2 to 1": (cluster.Topology("ascend", page_size=16, prefill_tp=2), TinyGQA()),
 }
 
 ServerPair = tuple[cluster.Server, cluster.Server]  # prefill and decode
@@ -73,11 +63,36 @@ class RequestTimes:
     ids: tuple[int, ...]
 
 
-def pair(name: str, fleet: BenchCase, engine: str) -> ServerPair:
+def pair(name: str, engine: str) -> ServerPair:
     folder = LOGS / f"{name.replace(' ', '_')}-{engine}"
-    model = fleet.model.make(cluster.RELEASE_ENV / "models")
-    servers = cluster.pd_servers(fleet.topology, model, folder, engine, engine, idle_sleep=False)
-    return servers[:2]
+    topology, kind = FLEETS[name]
+    model = kind.make(cluster.RELEASE_ENV / "models")
+    return cluster.pd_servers(topology, model, folder, engine, engine, idle_sleep=False)[:2]
+
+
+def run_blocks(
+    pairs: dict[str, ServerPair],
+    rounds: int,
+    run_block: Callable[[ServerPair, int], Awaitable[list[float]]],
+) -> dict[str, list[list[float]]]:
+    """The figures of all blocks of each pair, `run_block(pair, seed)`, without a first round.
+
+    Only the pair of the block runs. In a round each pair runs twice, in opposite orders, and all
+    pairs get the same two seeds; each block needs new prompts, since servers cache prefixes.
+    """
+    blocks = {name: [] for name in pairs}
+    with all_running(pairs):
+        # Round -1 warms up and is not recorded.
+        for number in range(-1, rounds):
+            for half, order in enumerate((list(pairs), list(pairs)[::-1])):
+                for name in order:
+                    send_signal(pairs[name], signal.SIGCONT)
+                    seed = 10_000 + 4 * number + 2 * half
+                    figures = asyncio.run(run_block(pairs[name], seed))
+                    send_signal(pairs[name], signal.SIGSTOP)
+                    if number >= 0:
+                        blocks[name].append(figures)
+    return blocks
 
 
 @contextlib.contextmanager
@@ -99,7 +114,6 @@ def send_signal(servers: ServerPair, number: signal.Signals) -> None:
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
-    """Random prompts; each block needs new ones, since prefill has a radix cache."""
     source = random.Random(seed)
     return [[source.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
 
@@ -114,12 +128,7 @@ async def time_request(
     """
     prefill, decode = servers
     body = {
-        "input_ids": prompt,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": NEW_TOKENS,
-            "ignore_eos": True,
-        },
+        **cluster.greedy_body(prompt, NEW_TOKENS),
         "bootstrap_host": cluster.HOST,
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.randrange(2**63),
@@ -166,29 +175,21 @@ async def measure_block(
     return figures, [one.ids for one in [*alone, *together]]
 
 
-def measure(name: str, fleet: BenchCase, rounds: int) -> list[dict]:
+def measure(name: str, rounds: int) -> list[dict]:
     """A fleet's rows: for each figure both engines' medians, their ratio, and the noise.
 
     Raises:
         RuntimeError: An answer is missing, or the engines' tokens differ.
     """
-    pairs = {engine: pair(name, fleet, engine) for engine in ENGINES}
-    blocks: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
-    with all_running(pairs):
-        # Round -1 warms up and is not recorded.
-        for number in range(-1, rounds):
-            for half, order in enumerate((ENGINES, ENGINES[::-1])):
-                seed = 10_000 + 4 * number + 2 * half
-                tokens = []
-                for engine in order:
-                    send_signal(pairs[engine], signal.SIGCONT)
-                    figures, ids = asyncio.run(measure_block(pairs[engine], seed))
-                    send_signal(pairs[engine], signal.SIGSTOP)
-                    tokens.append(ids)
-                    if number >= 0:
-                        blocks[engine].append(figures)
-                if tokens[0] != tokens[1]:
-                    raise RuntimeError(f"{name}: stock and patched give different tokens")
+    tokens: dict[int, list[tuple[int, ...]]] = {}  # by seed, of the engine that had it first
+
+    async def run_block(servers: ServerPair, seed: int) -> list[float]:
+        figures, ids = await measure_block(servers, seed)
+        if tokens.setdefault(seed, ids) != ids:
+            raise RuntimeError(f"{name}: stock and patched give different tokens")
+        return figures
+
+    blocks = run_blocks({engine: pair(name, engine) for engine in ENGINES}, rounds, run_block)
     return [
         row(name, figure, {engine: [one[at] for one in blocks[engine]] for engine in ENGINES})
         for at, figure in enumerate(FIGURES)
@@ -234,45 +235,22 @@ def regressions(rows: list[dict]) -> list[str]:
     ]
 
 
-def table(rows: list[dict]) -> Table:
-    shown = Table(title=f"Prompts of {PROMPT} tokens, answers of {NEW_TOKENS}; medians, in turns")
-    for heading in ("fleet", "figure"):
-        shown.add_column(heading)
-    for heading in ("stock", "patched", "ratio", "noise"):
-        shown.add_column(heading, justify="right")
-    for fleet, of_fleet in itertools.groupby(rows, key=lambda row: row["fleet"]):
-        for one in of_fleet:
-            values = (f"{one[engine]:.2f}" for engine in ENGINES)
-            shown.add_row(
-                fleet, one["figure"], *values, f"{one['ratio']:.3f}", f"{one['noise']:.3f}"
-            )
-    return shown
-
-
 def main(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
-    ] = None,
+    json_file: JsonFile = None,
     only: Annotated[
         str, typer.Option("--only", metavar="WORD", help="Only fleets with WORD in their name.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
     """Time requests to both pairs; status 1 if patched is slower by more than the noise."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     rows = []
-    for name, fleet in BENCH_CASES.items():
+    for name in FLEETS:
         if only in name:
-            rows += measure(name, fleet, rounds)
-            console.print(f"{name}: measured", highlight=False)
-    console.print(table(rows))
-    missed = regressions(rows)
-    for line in missed:
-        console.print(line, style="red", highlight=False, soft_wrap=True)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"rows": rows, "missed": missed}, indent=1))
-    raise typer.Exit(1 if missed else 0)
+            rows += measure(name, rounds)
+            console().print(f"{name}: measured", highlight=False)
+    title = f"Prompts of {PROMPT} tokens, answers of {NEW_TOKENS}; medians, in turns"
+    show(title, SERVE, rows)
+    finish({"rows": rows, "missed": regressions(rows)}, json_file)
 
 
 if __name__ == "__main__":

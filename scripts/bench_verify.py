@@ -5,15 +5,11 @@ there is one. For the time to the first token two patched pairs of servers run, 
 verifies; one pair is stopped (SIGSTOP) while the other serves, as in `bench_serve.py`.
 """
 
-import asyncio
 import json
 import logging
-import os
 import random
 import shutil
-import signal
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -22,14 +18,13 @@ import bench_serve
 import httpx
 import torch
 import typer
+from bench_common import DIGESTS, FIRST_TOKEN, JsonFile, finish, medians, show
 from bench_cpu_copy import PAGE_SIZE, TOKENS, pools
-from rich.console import Console
-from rich.table import Table
 from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent_parts
 from sglang.srt.disaggregation.pd.page_digests import PageViews
 
 from pd_harness import cluster
-from pd_harness.cpu_host.models import TinyGQA
+from pd_harness.cpu_host.models import TinyGQA, write_atomically
 from pd_harness.ports import free_ports
 
 REPEATS = 5
@@ -52,61 +47,53 @@ def page_memory(pool) -> tuple[PageViews, tuple]:
     return memory, sent_parts(layout, layout, layout.kv, layout.kv)
 
 
-def median_seconds(act: Callable[[], object], device: str) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
+def synchronized(act: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """``act``, which then also waits until the device has finished."""
+
+    def acted() -> None:
         act()
-        if device != "cpu":
+        if device.type != "cpu":
             torch.get_device_module(device).synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+
+    return acted
 
 
-def digest_rows() -> list[dict]:
+def digest_row(name: str, memory: PageViews, parts: tuple, tokens: int) -> dict:
     """GB/s of digesting a request's pages, and of copying the same pages buffer by buffer."""
-    rows = []
-    for name, make in pools().items():
-        pool = make()
-        memory, parts = page_memory(pool)
-        device = memory.pages[0].device.type
-        for tokens in TOKENS:
-            count = tokens // PAGE_SIZE
-            pages = random.Random(tokens).sample(range(len(memory.pages[0])), count)
-            indices = torch.tensor(pages, device=device)
-            size = memory.size(parts, pages)
+    device = memory.pages[0].device
+    pages = random.Random(tokens).sample(range(len(memory.pages[0])), tokens // PAGE_SIZE)
+    indices, size = torch.tensor(pages, device=device), memory.size(parts, pages)
 
-            def copied(indices=indices, memory=memory) -> None:
-                for buffer in memory.pages:
-                    buffer.index_select(0, indices)
+    def copy() -> None:
+        for buffer in memory.pages:
+            buffer.index_select(0, indices)
 
-            digested = median_seconds(lambda p=pages, m=memory, s=parts: m.digests(s, p), device)
-            copying = median_seconds(copied, device)
-            rows.append(
-                {
-                    "pool": name,
-                    "tokens": tokens,
-                    "MiB": size / 2**20,
-                    "digest GB/s": size / digested / 1e9,
-                    "memcpy GB/s": size / copying / 1e9,
-                    "digest ms": digested * 1e3,
-                }
-            )
-    return rows
+    sides = {
+        "digest": synchronized(lambda: memory.digests(parts, pages), device),
+        "memcpy": synchronized(copy, device),
+    }
+    medians(sides, 1)  # warms up
+    seconds = medians(sides, REPEATS)
+    return {
+        "pool": name,
+        "tokens": tokens,
+        "MiB": size / 2**20,
+        **{f"{side} GB/s": size / of_side / 1e9 for side, of_side in seconds.items()},
+        "digest ms": seconds["digest"] * 1e3,
+    }
 
 
 def long_model() -> Path:
     """The tests' model with a longer context in its config."""
     short = TinyGQA().make(cluster.RELEASE_ENV / "models")
-    folder = short.with_name(f"{short.name}-long")
-    if not folder.exists():
-        draft = short.with_name(f"{folder.name}.{os.getpid()}")
-        shutil.copytree(short, draft)
-        config = json.loads((draft / "config.json").read_text())
+
+    def write(folder: Path) -> None:
+        shutil.copytree(short, folder, dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
         config["max_position_embeddings"] = CONTEXT
-        (draft / "config.json").write_text(json.dumps(config))
-        draft.rename(folder)
-    return folder
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return write_atomically(short.with_name(f"{short.name}-long"), write)
 
 
 def pair(mode: str) -> bench_serve.ServerPair:
@@ -137,59 +124,30 @@ async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float
 
 def serving_rows(rounds: int) -> list[dict]:
     """Medians of both modes for each length, measured in turns, with their ratio and noise."""
-    pairs = {mode: pair(mode) for mode in MODES}
-    blocks: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
-    with bench_serve.all_running(pairs):
-        for number in range(-1, rounds):  # the first warms up
-            for half, order in enumerate((list(MODES), list(reversed(MODES)))):
-                seed = 100 + 2 * number + half  # new prompts, as prefixes are cached
-                for mode in order:
-                    bench_serve.send_signal(pairs[mode], signal.SIGCONT)
-                    figures = asyncio.run(first_tokens(pairs[mode], seed))
-                    bench_serve.send_signal(pairs[mode], signal.SIGSTOP)
-                    if number >= 0:
-                        blocks[mode].append(figures)
+    blocks = bench_serve.run_blocks({mode: pair(mode) for mode in MODES}, rounds, first_tokens)
     rows = []
     for at, length in enumerate(LENGTHS):
-        of = {mode: [one[at] for one in values] for mode, values in blocks.items()}
-        medians = {mode: statistics.median(values) for mode, values in of.items()}
-        rows.append(
-            {
-                "tokens": length,
-                **medians,
-                "ratio": medians["on"] / medians["off"],
-                "noise": bench_serve.noise(of),
-            }
-        )
+        of = {mode: [figures[at] for figures in values] for mode, values in blocks.items()}
+        row = {mode: statistics.median(values) for mode, values in of.items()}
+        row |= {"ratio": row["on"] / row["off"], "noise": bench_serve.noise(of)}
+        rows.append({"tokens": length, **row})
     return rows
 
 
-def table(title: str, rows: list[dict]) -> Table:
-    shown = Table(title=title)
-    for heading in rows[0]:
-        shown.add_column(heading, justify="right")
-    for row in rows:
-        cells = (f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values())
-        shown.add_row(*cells)
-    return shown
-
-
 def main(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
-    ] = None,
+    json_file: JsonFile = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, each of four blocks.")] = ROUNDS,
 ) -> None:
     """Measure digests, and the time to the first token."""
-    console = Console(width=120)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # with the engine it logs every request
-    digests = digest_rows()
-    console.print(table("Digests, compared with copying the same pages", digests))
+    digests = []
+    for name, pool in pools():
+        memory = page_memory(pool)
+        digests += [digest_row(name, *memory, tokens) for tokens in TOKENS]
+    show("Digests, compared with copying the same pages", DIGESTS, digests)
     serving = serving_rows(rounds)
-    console.print(table("Milliseconds to the first token, without and with", serving))
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"digests": digests, "serving": serving}, indent=1))
+    show("Milliseconds to the first token, without and with", FIRST_TOKEN, serving)
+    finish({"digests": digests, "serving": serving}, json_file)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sliding-window part of `bench.py plan`: state that is sent over NIXL, and NIXL's own cost.
+"""The sliding-window part of `bench_plan.py`: state that is sent over NIXL, and NIXL's own cost.
 
 A request's window is sent in every layer that has one: with pages of one token that is a quarter of
 a million copies. NIXL is real here, between two agents of this process; it makes each transfer but

@@ -1,22 +1,16 @@
 #!/usr/bin/env bash
-# Run a command with the engine on a machine without an accelerator.
+# usage: scripts/cpu_host.sh [--release RELEASE] [--engine stock|patched] COMMAND [ARGUMENT...]
+#
+# Runs COMMAND where the published engine (stock) or the engine with this patch set (patched, the
+# default) is installed, with the CPU host active: on a machine without an accelerator. Prepares the
+# environment on first use (minutes) and whenever the patch set has changed (seconds); see
+# scripts/setup.sh --help for releases.
+#
+#   scripts/cpu_host.sh python -m sglang.launch_server --model-path MODEL --device cpu --tp 2
+#   scripts/cpu_host.sh --engine stock pytest test/serving -k tp2_to_1
+#   scripts/cpu_host.sh --release 0.5.23 pytest test/transport
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
-
-usage() {
-    cat <<'USAGE'
-usage: scripts/cpu_host.sh [--release RELEASE] [--engine stock|patched] COMMAND [ARGUMENT...]
-
-Runs COMMAND where the published engine (stock) or the engine with this patch set (patched, the
-default) is installed, with the CPU host active.  Prepares the environment on first use (minutes)
-and whenever the patch set has changed (seconds); see scripts/setup.sh --help for releases.
-
-  scripts/cpu_host.sh python -m sglang.launch_server --model-path MODEL --device cpu --tp 2
-  scripts/cpu_host.sh --engine stock pytest test/serving -k tp2_to_1
-  scripts/cpu_host.sh --release 0.5.23 pytest test/transport
-USAGE
-}
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 
 engine=patched
 given=()

@@ -10,12 +10,7 @@
 #
 # With --release 0.5.9: prefill TP 2 -> decode TP 1 over NIXL; an MLA model, PP 2 -> 1, with ascend.
 set -euo pipefail
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 choose_release "$@"
 set -- "${words[@]}"
 for word in "$@"; do # check before the set-up, which may take minutes

@@ -1,6 +1,5 @@
 """The steps of `scripts/evidence.sh`, which describes what each measures."""
 
-import datetime
 import enum
 import functools
 import re
@@ -9,18 +8,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from evidence_rows import RELEASE, ROOT, bench, bench_file, measures, save_measures, save_rows
-from evidence_tables import tables
+from evidence_rows import RELEASE, ROOT, bench, bench_file, save_measures, save_rows
+from evidence_tables import report_lines
 from scale_plot import draw
 
 REPORT = ROOT / "docs" / "evidence" / f"{RELEASE}.md"
 
 
-def run_timed(command: list[str], folder: Path) -> tuple[int, float, str]:
+def run_timed(command: list[str], folder: Path = ROOT) -> tuple[int, float, str]:
     """Run a command and show its output as it comes; returns status, seconds and output."""
     start = time.monotonic()
     process = subprocess.Popen(
@@ -33,14 +33,9 @@ def run_timed(command: list[str], folder: Path) -> tuple[int, float, str]:
     return process.wait(), round(time.monotonic() - start, 1), "".join(lines)
 
 
-def measure_setup() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
+def measure_setup() -> dict:
+    list_files = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(list_files, cwd=ROOT, capture_output=True, check=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         for name in filter(None, listed.stdout.split("\0")):
@@ -51,67 +46,60 @@ def measure_setup() -> None:
         if cold_status or warm_status:
             sys.exit("evidence: scripts/setup.sh failed in a fresh copy")
         size = sum(path.lstat().st_size for path in (copy / ".pd-env").rglob("*") if path.is_file())
-    save_measures(setup_cold=cold, setup_warm=warm, setup_gib=round(size / 2**30, 2))
+    return {"setup_cold": cold, "setup_warm": warm, "setup_gib": round(size / 2**30, 2)}
 
 
-def measure_demo() -> None:
-    status, seconds, output = run_timed(["scripts/demo.sh"], ROOT)
-    stock_status, stock_seconds, stock_output = run_timed(["scripts/demo.sh", "--stock"], ROOT)
-    save_measures(
-        demo={"status": status, "seconds": seconds, "verdict": verdict(output)},
-        demo_stock={
-            "status": stock_status,
-            "seconds": stock_seconds,
-            "verdict": verdict(stock_output),
-        },
-    )
+def measure_demo() -> dict:
+    return {"demo": run_demo(), "demo_stock": run_demo("--stock")}
 
 
-def verdict(output: str) -> str:
-    """The demo's summary line."""
+def run_demo(*options: str) -> dict:
+    """Run the demo; `verdict` is its summary line."""
+    status, seconds, output = run_timed(["scripts/demo.sh", *options])
     found = re.findall(r"^\d+ of \d+ prompts have equal tokens.*$", output, re.MULTILINE)
-    return found[-1] if found else "the servers did not start"
+    verdict = found[-1] if found else "the servers did not start"
+    return {"status": status, "seconds": seconds, "verdict": verdict}
 
 
-def measure_tests() -> None:
-    save_measures(tests=run_tests(["scripts/test.sh"]))
+def measure_tests() -> dict:
+    return {"tests": run_tests()}
 
 
-def measure_nightly() -> None:
-    save_measures(nightly=run_tests(["scripts/test.sh", "--nightly", "--durations=25"]))
+def measure_nightly() -> dict:
+    return {"nightly": run_tests("--nightly", "--durations=25")}
 
 
-def run_bench(name: str) -> None:
-    """Run a benchmark; its figures record missed targets, so only missing figures are an error."""
-    file = bench_file(name)
-    file.unlink(missing_ok=True)
-    run_timed(["scripts/bench.sh", name, "--json", str(file)], ROOT)
-    if not file.exists():
-        sys.exit(f"evidence: scripts/bench.sh {name} failed")
-
-
-def run_tests(command: list[str]) -> dict:
-    status, seconds, output = run_timed(command, ROOT)
+def run_tests(*options: str) -> dict:
+    status, seconds, output = run_timed(["scripts/test.sh", *options])
     found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
     summary = "; ".join(found) if found else "pytest did not finish"
     return {"status": status, "seconds": seconds, "summary": summary}
 
 
+def run_bench(name: str) -> dict:
+    """Run a benchmark; its figures record missed targets, so only missing figures are an error."""
+    file = bench_file(name)
+    file.unlink(missing_ok=True)
+    run_timed(["scripts/bench.sh", name, "--json", str(file)])
+    if not file.exists():
+        sys.exit(f"evidence: scripts/bench.sh {name} failed")
+    return {}
+
+
 def report() -> None:
     """Write the report atomically, the plot, and copies of all measurements."""
-    lines = tables()
-    text = "\n".join(lines).rstrip("\n") + "\n"
     REPORT.parent.mkdir(exist_ok=True)
     draft = REPORT.with_suffix(".draft")
-    draft.write_text(text)
+    draft.write_text("\n".join(report_lines()).rstrip("\n") + "\n")
     draft.replace(REPORT)
-    if (found := bench("scale")) is not None:
+    if found := bench("scale"):
         draw(found["rows"], REPORT.with_name(f"scale-{RELEASE}.svg"))
     save_rows()
     print(f"evidence: wrote {REPORT.relative_to(ROOT)}")
 
 
-STEPS = {
+# Each returns its entries of `measures.json`.
+MEASURE: dict[str, Callable[[], dict]] = {
     "setup": measure_setup,
     "demo": measure_demo,
     "tests": measure_tests,
@@ -121,11 +109,8 @@ STEPS = {
     "serve": functools.partial(run_bench, "serve"),
     "verify": functools.partial(run_bench, "verify"),
     "scale": functools.partial(run_bench, "scale"),
-    "report": report,
 }
-
-
-Step = enum.StrEnum("Step", {name: name for name in STEPS})
+Step = enum.StrEnum("Step", {name: name for name in (*MEASURE, "report")})
 
 
 def main(
@@ -135,9 +120,10 @@ def main(
 ) -> None:
     """Run these steps, one after the other."""
     for step in steps or Step:
-        STEPS[step]()
-        if step != Step.report:
-            save_measures(days={**measures().get("days", {}), step: str(datetime.date.today())})
+        if step == Step.report:
+            report()
+        else:
+            save_measures(step, **MEASURE[step]())
 
 
 if __name__ == "__main__":

@@ -13,18 +13,14 @@
 #   serve    scripts/bench.sh serve, likewise
 #   verify   scripts/bench.sh verify, likewise
 #   scale    scripts/bench.sh scale, likewise
-#   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from the last measurements
+#   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from the last measurements; what was not
+#            measured is not in it, and each table has its rows' days and machines
 #
 # Without a step: all of them, about four hours on two cores. Measurements are written to
 # .pd-env/RELEASE/evidence; the report also copies them to docs/evidence/RELEASE, where the next
 # report finds them on any machine. Without a release: the default one.
 set -euo pipefail
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 choose_release "$@"
 set -- "${words[@]}"
 "$root/scripts/setup.sh"

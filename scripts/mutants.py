@@ -1,8 +1,12 @@
 """Put one fault at a time into the patch set; `scripts/test.sh` must find each.
 
-Run by `scripts/mutants.sh`. The faults are in `scripts/mutants/`: for the tree that all releases
-share (`shared.toml`), and for the seams of one or some. Each fault is applied to a copy of the
-checkout with its own environments, where the tests run, quick ones first, until one fails.
+Run by `scripts/mutants.sh`. Each fault is applied to a copy of the checkout with its own
+environments, where the tests run, quick ones first, until one fails. The faults are in
+`scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a release's
+own in RELEASE.toml. A table's name is the file's path below `srt`, and the tests that find its
+faults soon, unless these are named after the file. A row is a fault:
+
+    "what is wrong then" = [["old text", "new text"]]
 """
 
 import contextlib
@@ -38,7 +42,7 @@ class Fault:
     Attributes:
         file: Path below `python/`.
         change: (old, new) texts; each old text must occur exactly once.
-        first: Tests to run first, since they find the fault soon; then the suites in order.
+        first: Tests that find the fault soon, if not those named after the file.
     """
 
     name: str
@@ -55,8 +59,11 @@ def faults(release: str) -> list[Fault]:
         if tree == SHARED and release != DEFAULT_RELEASE:
             continue
         table = "shared" if tree == SHARED else Path(tree).parent.name
-        rows = tomllib.loads((FAULTS / f"{table}.toml").read_text())["fault"]
-        found += [Fault(**{**row, "file": f"{tree}/srt/{row['file']}"}) for row in rows]
+        for name, rows in tomllib.loads((FAULTS / f"{table}.toml").read_text()).items():
+            file = f"{tree}/srt/{name}"
+            for key, value in rows.items():
+                first, changes = (key, value) if isinstance(value, dict) else ("", {key: value})
+                found += [Fault(wrong, file, change, first) for wrong, change in changes.items()]
     return found
 
 
@@ -82,8 +89,7 @@ def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
     file = checkout / "python" / fault.file
     whole = text = file.read_text()
     for old, new in fault.change:
-        if text.count(old) != 1:
-            count = text.count(old)
+        if (count := text.count(old)) != 1:
             sys.exit(f"mutants: {fault.name}: {old!r} occurs {count} times in {fault.file}")
         text = text.replace(old, new)
     file.write_text(text)
@@ -115,6 +121,15 @@ def first_failure(checkout: Path, release: str, tests: str) -> str | None:
     return None
 
 
+def quick_tests(fault: Fault, release: str) -> list[str]:
+    """Tests to run first: the fault's, or those named after its file."""
+    if fault.first:
+        return [fault.first]
+    folders = ("test/unit", "test/engine", f"test/engine/v{release.replace('.', '_')}")
+    named = [f"{folder}/test_{Path(fault.file).stem}.py" for folder in folders]
+    return [name for name in named if (ROOT / name).exists()]
+
+
 def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
     """The first test that fails with the fault, and passes without it; None if all pass with it.
 
@@ -122,7 +137,7 @@ def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
         SystemExit: that test fails without the fault, too.
     """
     with apply_fault(fault, checkout):
-        tests = [*filter(None, [fault.first]), *(f"test/{ring}" for ring in SUITES)]
+        tests = [*quick_tests(fault, release), *(f"test/{suite}" for suite in SUITES)]
         found = next(filter(None, (first_failure(checkout, release, one) for one in tests)), None)
     if found and first_failure(checkout, release, found):
         sys.exit(f"mutants: {found} fails without the fault, too, so it proves nothing")
@@ -145,8 +160,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
         checkout = copy_checkout(Path(folder), releases)
         if not check:
-            asked = [f"--release={release}" for release in releases]
-            subprocess.run(["scripts/setup.sh", *asked], cwd=checkout, check=True)
+            setup = ["scripts/setup.sh", *(f"--release={release}" for release in releases)]
+            subprocess.run(setup, cwd=checkout, check=True)
         for release, fault in chosen:
             if check:
                 with apply_fault(fault, checkout):

@@ -3,18 +3,13 @@
 #
 # usage: scripts/mutants.sh [--release RELEASE]... [--only WORD] [--check]
 #
-#   --release RELEASE  faults of this release's seams; without one, of all releases
+#   --release RELEASE  faults in this release's own files; without one, of all releases
 #   --only WORD        only the faults with WORD in their name
 #   --check            only check that each fault can be applied
 #
 # Half an hour per release on two cores; status 1 if a fault is not found. See scripts/mutants.py.
 set -euo pipefail
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 choose_release "$@"
 [[ ${#releases[@]} -gt 0 ]] || all_releases
 "$root/scripts/setup.sh" stock "${releases[@]/#/--release=}"

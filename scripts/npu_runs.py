@@ -5,6 +5,7 @@ Reads the event and the repository's variables from the environment, needs only 
 prints `matrix=JSON` and `why=TEXT`, one of which is empty. docs/npu.md describes the variables.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -57,32 +58,28 @@ def jobs(event: str, variables: Mapping[str, str], asked: Mapping[str, str]) -> 
     ``asked`` are a manual run's inputs, which may select few tests, one release or one protocol.
     """
     few = event == "pull_request" or asked.get("tests") == "few"
+    protocols = {"A3": PROTOCOLS["A3"]} if event == "pull_request" else PROTOCOLS
     found = []
-    for generation, protocol in PROTOCOLS.items():
-        if event == "pull_request" and protocol != "sdma":
-            continue
-        if asked.get("protocol", ALL) not in (ALL, protocol):
-            continue
-        for release in releases():
-            if asked.get("release", ALL) not in (ALL, release):
-                continue
-            for npus, tests in TESTS.items():
-                image = variables.get(variable_name(generation, "IMAGE", release))
-                runner = variables.get(variable_name(generation, "RUNNER", npus))
-                if image and runner:
-                    found.append(
-                        {
-                            "name": f"{release}, {generation}, {npus} NPUs",
-                            "release": release,
-                            "protocol": protocol,
-                            "npus": npus,
-                            "image": image,
-                            "runner": runner.replace(",", " ").split(),
-                            "marked": "not nightly" if few else "nightly or not nightly",
-                            "minutes": MINUTES["few" if few else "all"],
-                            **tests,
-                        }
-                    )
+    for generation, release, npus in itertools.product(protocols, releases(), TESTS):
+        protocol = protocols[generation]
+        is_asked = asked.get("protocol", ALL) in (ALL, protocol)
+        is_asked = is_asked and asked.get("release", ALL) in (ALL, release)
+        image = variables.get(variable_name(generation, "IMAGE", release))
+        runner = variables.get(variable_name(generation, "RUNNER", npus))
+        if is_asked and image and runner:
+            found.append(
+                {
+                    "name": f"{release}, {generation}, {npus} NPUs",
+                    "release": release,
+                    "protocol": protocol,
+                    "npus": npus,
+                    "image": image,
+                    "runner": runner.replace(",", " ").split(),
+                    "marked": "not nightly" if few else "nightly or not nightly",
+                    "minutes": MINUTES["few" if few else "all"],
+                    **TESTS[npus],
+                }
+            )
     return found
 
 
@@ -107,17 +104,12 @@ def plan_jobs(
 
 def main() -> int:
     """Read the environment and print the jobs."""
-    given = {
-        name: json.loads(os.environ.get(name) or "null")
-        for name in ("VARIABLES", "ASKED", "LABELS")
-    }
-    found, why = plan_jobs(
-        os.environ["EVENT"],
-        given["VARIABLES"] or {},
-        given["ASKED"] or {},
-        given["LABELS"] or [],
-        os.environ.get("IS_FORK") == "true",
+    given = (
+        json.loads(os.environ.get(name) or "null") for name in ("VARIABLES", "ASKED", "LABELS")
     )
+    variables, asked, labels = given
+    is_fork = os.environ.get("IS_FORK") == "true"
+    found, why = plan_jobs(os.environ["EVENT"], variables or {}, asked or {}, labels or [], is_fork)
     print(f"matrix={json.dumps({'include': found}) if found else ''}")
     print(f"why={why}")
     return 0

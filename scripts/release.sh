@@ -1,4 +1,15 @@
-# Sourced by scripts that have set `root`.
+# Sourced by the other scripts: sets `root`, and answers -h and --help with the script's first lines.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+usage() {
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+}
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    usage
+    exit 0
+fi
 
 # Removes each `--release RELEASE` from the arguments: exports the last one as SGLANG_PD_RELEASE,
 # puts all of them in `releases`, and the remaining arguments in `words`.

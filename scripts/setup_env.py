@@ -23,10 +23,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from setup_memfabric import FOR_STOCK_DECODE_0_5_9, chosen_memfabric, memfabric
-from setup_memfabric import RELEASES as MEMFABRICS
+from setup_memfabric import memfabric
 from setup_steps import BASE, PD_ENV, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
+from pd_harness.cpu_host.memfabric import FOR_STOCK_DECODE_0_5_9, chosen_memfabric
+from pd_harness.cpu_host.memfabric import RELEASES as MEMFABRICS
 from pd_harness.releases import RELEASE_VARIABLE, chosen_release
 
 COMMON = REQUIREMENTS / "common.txt"
@@ -248,16 +249,15 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         choices=RELEASES,
         help=f"release of the engine; may be repeated (default: {chosen})",
     )
+    only_named = "and only the named engines"
     ask.add_argument(
-        "--nixl",
-        metavar="VERSION",
-        help="also prepare this release of NIXL, and only the named engines",
+        "--nixl", metavar="VERSION", help=f"also prepare this release of NIXL, {only_named}"
     )
     ask.add_argument(
         "--memfabric",
         action="append",
         choices=MEMFABRICS,
-        help="also prepare this release of MemFabric, and only the named engines; may be repeated "
+        help=f"also prepare this release of MemFabric, {only_named}; may be repeated "
         f"(default: {chosen_memfabric()}, with each engine)",
     )
     asked = ask.parse_args()
@@ -296,8 +296,7 @@ def prepare(
     for release in releases if engines else []:
         steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
         for name in engines:
-            make = partial(engine, release=release, name=name)
-            steps.append((f"sglang=={release}", make))
+            steps.append((f"sglang=={release}", partial(engine, release=release, name=name)))
         if "patched" in engines:
             steps.append(("applying the patch set", partial(patch_set, release=release)))
     for number, (title, do) in enumerate(steps, 1):

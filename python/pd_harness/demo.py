@@ -43,15 +43,6 @@ PROMPTS = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoCase:
-    """A fleet, its model, and the fleet in words."""
-
-    topology: cluster.Topology
-    model: TinyModel
-    fleet: str
-
-
 class Backend(str, enum.Enum):
     """The transfer backend."""
 
@@ -59,28 +50,29 @@ class Backend(str, enum.Enum):
     ascend = "ascend"
 
 
+# Fleets that stock gets wrong: in words, the topology, and the model.
 DEMO_CASES_0_5_9 = {
-    Backend.nixl: DemoCase(
+    Backend.nixl: (
+        "prefill TP 2, decode TP 1 over NIXL",
         cluster.Topology("nixl", prefill_tp=2, page_size=16),
         TinyGQA(),
-        "prefill TP 2, decode TP 1 over NIXL",
     ),
-    Backend.ascend: DemoCase(
+    Backend.ascend: (
+        "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
         cluster.Topology("ascend", prefill_pp=2, page_size=16),
         TinyMLA(layers=7),
-        "MLA, prefill PP 2 (7 layers), decode PP 1 with the ascend backend",
     ),
 }
 DEMO_CASES = {
-    Backend.nixl: DemoCase(
+    Backend.nixl: (
+        "GQA, prefill PP 2 (5 layers), decode PP 1 over NIXL",
         cluster.Topology("nixl", prefill_pp=2, page_size=16),
         TinyGQA(layers=5),
-        "GQA, prefill PP 2 (5 layers), decode PP 1 over NIXL",
     ),
-    Backend.ascend: DemoCase(
+    Backend.ascend: (
+        "GQA with FIA, prefill PP 2 (5 layers), decode PP 1 with the ascend backend",
         cluster.Topology("ascend", prefill_pp=2, page_size=16, fia=True),
         TinyGQA(layers=5),
-        "GQA with FIA, prefill PP 2 (5 layers), decode PP 1 with the ascend backend",
     ),
 }
 
@@ -169,22 +161,18 @@ def verify(router: str, console: Console) -> bool:
     return subprocess.run(tool, cwd=cluster.CHECKOUT / "python").returncode == 0
 
 
-def run(case: DemoCase, stock: bool) -> int:
+def run(fleet: str, topology: cluster.Topology, kind: TinyModel, stock: bool) -> int:
     """Start the servers, send the prompts, print the report and return the exit status."""
     console = Console()
     engine = "stock" if stock else "patched"
-    model = case.model.make(cluster.RELEASE_ENV / "models")
+    model = kind.make(cluster.RELEASE_ENV / "models")
     environment = {} if stock else {"SGLANG_PD_VERIFY": "1"}
-    prefill, decode, router = cluster.pd_servers(
-        case.topology, model, LOGS, engine, engine, environment
-    )
+    prefill, decode, router = cluster.pd_servers(topology, model, LOGS, engine, engine, environment)
     single = cluster.engine_server("single", "stock", model, LOGS)
-    console.print(
-        f"{engine} engine: router, {case.fleet}; and a single server (stock). Starting ..."
-    )
+    console.print(f"{engine} engine: router, {fleet}; and a single server (stock). Starting ...")
     try:
         with running([prefill, decode, router, single], console):
-            if case.topology.backend == "ascend":
+            if topology.backend == "ascend":
                 wait_for_memfabric_peers(memfabric_for(engine))
             console.print(f"sending {len(PROMPTS)} prompts to each, all at once")
             expected = complete_prompts(single.url, ANSWER_TIMEOUT_S)
@@ -211,8 +199,8 @@ def main(
 ) -> None:
     """Serve with a prefill and a decode server and compare the answers with a single server's."""
     try:
-        shows = DEMO_CASES_0_5_9 if release() == "0.5.9" else DEMO_CASES
-        sys.exit(run(shows[backend], stock))
+        cases = DEMO_CASES_0_5_9 if release() == "0.5.9" else DEMO_CASES
+        sys.exit(run(*cases[backend], stock))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,5 +1,6 @@
 """The device that servers and tests run on: Ascend NPUs if there are any, else the CPU host."""
 
+import datetime
 import importlib.util
 import os
 import time
@@ -31,6 +32,13 @@ def device() -> str:
     return named
 
 
+def machine() -> dict:
+    """Today's date, and this machine's cores and memory: what each measurement records."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    today = str(datetime.date.today())
+    return {"date": today, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+
+
 def npus() -> int:
     """How many NPUs this process sees."""
     if importlib.util.find_spec("torch_npu") is None:
@@ -45,11 +53,8 @@ def npu_skip_reason() -> str | None:
     """Why tests that need an NPU are skipped; None if they run."""
     if device() == "npu":
         return None
-    return (
-        f"no NPU: {DEVICE_VARIABLE} is cpu"
-        if DEVICE_VARIABLE in os.environ
-        else f"no NPU: {_missing_npu()}"
-    )
+    why = f"{DEVICE_VARIABLE} is cpu" if DEVICE_VARIABLE in os.environ else _missing_npu()
+    return f"no NPU: {why}"
 
 
 def _missing_npu() -> str:

@@ -145,7 +145,7 @@ class Fork:
     """
 
     def __init__(self, connection: socket.socket):
-        self.connection = self.stdin = connection
+        self.connection = connection
         self.returncode: int | None = None
         self.pid: int = _receive_message(connection)["keeper"]
 

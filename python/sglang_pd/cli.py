@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -14,23 +14,19 @@ from rich.console import Console
 from rich.text import Text
 
 from sglang_pd import __version__
+from sglang_pd.doctor import show as findings_view
 from sglang_pd.doctor.host import Host, LaunchOptions, import_error
 from sglang_pd.doctor.packages import choose_backend
 from sglang_pd.doctor.run_checks import run_checks
-from sglang_pd.doctor.show import as_json as findings_as_json
-from sglang_pd.doctor.show import show as show_findings
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import operations
+from sglang_pd.install import show as status_view
 from sglang_pd.install.engine import Engine, find_engine
 from sglang_pd.install.release_detection import detect_release, release_notes
-from sglang_pd.install.show import as_json as status_as_json
-from sglang_pd.install.show import patch_as_json, patch_state, show_patch
-from sglang_pd.install.show import show as show_status
 from sglang_pd.patchset.patches import Release, load_release, read_records, supported_releases
+from sglang_pd.verify import show as verdict_view
 from sglang_pd.verify.check import Verdict, check
 from sglang_pd.verify.servers import FleetClient
-from sglang_pd.verify.show import as_json as verdict_as_json
-from sglang_pd.verify.show import show as show_verdict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,13 +52,13 @@ ReleaseName = Annotated[
         "is unknown, from its symbols.",
     ),
 ]
-
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ApiKey = Annotated[
     str,
     typer.Option(envvar="SGLANG_PD_API_KEY", help="API key of servers started with --api-key."),
 ]
-
 BackendName = Literal["nixl", "mooncake", "ascend"]
+SIZES_HELP = "Sizes of the {} server, such as {}; also {}, layers=30+31, draft and page."
 DEFAULT_LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
 EXIT_CODES = {
     "applied": 0,
@@ -76,25 +72,28 @@ EXIT_CODES = {
 }
 
 
-def exit_on_refusal(command: Callable) -> Callable:
-    """Makes a command print a Refusal or OSError, if asked as JSON, and exit with its code."""
+def command(function: Callable) -> Callable:
+    """Adds a command. It prints a Refusal or OSError, if asked as JSON, and exits with its code."""
 
-    @functools.wraps(command)
+    @app.command()
+    @functools.wraps(function)
     def run(*args, **kwargs):
         try:
-            return command(*args, **kwargs)
+            return function(*args, **kwargs)
         except (Refusal, OSError) as error:
             refusal = error if isinstance(error, Refusal) else Refusal(ExitCode.IO, str(error))
             if kwargs.get("as_json"):
                 result = {"code": refusal.code, "name": refusal.code.name, "text": str(refusal)}
                 print(json.dumps({"error": result}))
             else:
-                err.print(
-                    Text("refused: ", style="bold red") + Text(str(refusal), style="not bold")
-                )
+                err.print(Text("refused: ", "bold red").append(str(refusal), "not bold"))
             raise typer.Exit(int(refusal.code)) from None
 
     return run
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
 
 
 def find_engine_and_release(path: Path | None, release: str | None) -> tuple[Engine, Release]:
@@ -126,15 +125,14 @@ def top(
     pass
 
 
-@app.command()
-@exit_on_refusal
+@command
 def status(
     patch: Annotated[
         str | None, typer.Argument(help="Show only this patch, with its full record.")
     ] = None,
     engine: EnginePath = None,
     release: ReleaseName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
 
@@ -145,24 +143,21 @@ def status(
     if patch is not None and patch not in records:
         known = ", ".join(records)
         raise typer.BadParameter(f"unknown patch {patch!r}; the patches are {known}")
-    found, patch_set = find_engine_and_release(engine, release)
-    result = operations.status(found, patch_set)
-    what = (
-        (found, patch_set, result) if patch is None else (records[patch], found, patch_set, result)
-    )
-    if as_json:
-        output = status_as_json(*what) if patch is None else patch_as_json(*what)
-        print(json.dumps(output, indent=1))
-    elif patch is None:
-        show_status(*what, out)
+    record = records.get(patch)
+    result = operations.status(*find_engine_and_release(engine, release))
+    if as_json and record:
+        print_json(status_view.patch_as_json(record, result))
+    elif as_json:
+        print_json(status_view.as_json(result))
+    elif record:
+        status_view.show_patch(record, result, out)
     else:
-        show_patch(*what, out)
-    state = result.state if patch is None else patch_state(records[patch], patch_set, result)
+        status_view.show(result, out)
+    state = status_view.patch_state(record, result) if record else result.state
     raise typer.Exit(int(EXIT_CODES[state]))
 
 
-@app.command()
-@exit_on_refusal
+@command
 def apply(
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -190,8 +185,7 @@ def apply(
     )
 
 
-@app.command()
-@exit_on_refusal
+@command
 def revert(engine: EnginePath = None) -> None:
     """Restores every byte of the engine."""
     found = find_engine(engine)
@@ -199,8 +193,7 @@ def revert(engine: EnginePath = None) -> None:
     out.print("restored" if done else "nothing to revert at", Text(str(found.root)))
 
 
-@app.command()
-@exit_on_refusal
+@command
 def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     """Prints the patch set's edits as a unified diff, for review or `git apply`."""
     found, patch_set = find_engine_and_release(engine, release)
@@ -211,8 +204,7 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
         sys.stdout.buffer.write(line)
 
 
-@app.command()
-@exit_on_refusal
+@command
 def doctor(
     engine: EnginePath = None,
     release: ReleaseName = None,
@@ -237,7 +229,7 @@ def doctor(
     image: Annotated[
         bool, typer.Option("--image", help="Skip what only a host has: for an image build.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Checks a host before servers are launched, and running servers, and reports problems.
 
@@ -252,14 +244,13 @@ def doctor(
     launch = LaunchOptions(role or "", backend, port, bootstrap_port, image, nnodes)
     findings = list(run_checks(found, patch_set, host, launch, url or (), auth_headers(api_key)))
     if as_json:
-        print(json.dumps(findings_as_json(findings, launch), indent=1))
+        print_json(findings_view.as_json(findings, launch))
     else:
-        show_findings(findings, launch, out)
+        findings_view.show(findings, launch, out)
     raise typer.Exit(int(ExitCode.HOST_PROBLEM) if any(f.level == "wrong" for f in findings) else 0)
 
 
-@app.command()
-@exit_on_refusal
+@command
 def verify(
     router: Annotated[str, typer.Option(help="URL of the router.")] = "",
     prefill: Annotated[
@@ -280,7 +271,7 @@ def verify(
         float, typer.Option("--timeout", "--seconds", help="Seconds to wait for each answer.")
     ] = 120.0,
     api_key: ApiKey = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Sends requests to servers that compare all KV (SGLANG_PD_VERIFY=1), and reports differences.
 
@@ -306,32 +297,19 @@ def verify(
 
     verdict = asyncio.run(run())
     if as_json:
-        print(json.dumps(verdict_as_json(verdict), indent=1))
+        print_json(verdict_view.as_json(verdict))
     else:
-        show_verdict(verdict, out)
+        verdict_view.show(verdict, out)
     raise typer.Exit(0 if verdict.passed else int(ExitCode.MISMATCH))
 
 
-@app.command()
-@exit_on_refusal
+@command
 def plan(
     model: Annotated[
         Path, typer.Option(help="The model's config.json, or the folder that contains it.")
     ],
-    prefill: Annotated[
-        str,
-        typer.Option(
-            help="Sizes of the prefill server, such as tp=4,pp=2; also dp, layers=30+31, draft "
-            "and page."
-        ),
-    ],
-    decode: Annotated[
-        str,
-        typer.Option(
-            help="Sizes of the decode server, such as tp=4,dp=2; also pp, layers=30+31, draft "
-            "and page."
-        ),
-    ],
+    prefill: Annotated[str, typer.Option(help=SIZES_HELP.format("prefill", "tp=4,pp=2", "dp"))],
+    decode: Annotated[str, typer.Option(help=SIZES_HELP.format("decode", "tp=4,dp=2", "pp"))],
     backend: Annotated[BackendName, typer.Option(help="Transfer backend.")] = "nixl",
     release: Annotated[
         str | None,
@@ -353,7 +331,7 @@ def plan(
     compare: Annotated[
         str, typer.Option(help="Other sizes to compare with, such as tp=8:tp=4,dp=2.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a picture into this .svg or .png file.")
     ] = None,
@@ -364,27 +342,25 @@ def plan(
     model's configuration is missing or not supported.
     """
     # Imported only here: it needs NumPy, and `revert` must work without NumPy.
-    from sglang_pd.plan import show as shown
+    from sglang_pd.plan import show as view
     from sglang_pd.plan.picture import check_picture_path, draw
-    from sglang_pd.plan.request import PlanRequest
+    from sglang_pd.plan.summary import summarize
 
-    request = PlanRequest(
-        model, backend, release or supported_releases()[-1], page_size, draft_layers, fia
-    )
+    engine = release or supported_releases()[-1]
     try:
         pairs = [(prefill, decode), *([_split_compare(compare)] if compare else [])]
-        summaries = [request.summary(*sizes) for sizes in pairs]
+        summaries = summarize(model, pairs, backend, engine, page_size, draft_layers, fia)
         if picture:
             check_picture_path(picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        result = [shown.as_json(one) for one in summaries]
-        print(json.dumps(result if compare else result[0], indent=1))
+        result = [view.as_json(one) for one in summaries]
+        print_json(result if compare else result[0])
     elif compare:
-        shown.compare(*summaries, out)
+        view.compare(*summaries, out)
     else:
-        shown.show(summaries[0], out)
+        view.show(summaries[0], out)
     if picture:
         draw(summaries, picture)
     raise typer.Exit(0 if summaries[0].works else int(ExitCode.INCOMPATIBLE))

@@ -19,6 +19,7 @@ from pd_harness.releases import release
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 STOCK_SECONDS = 120  # for all probes of one call
+ARRIVAL_MS = 10_000
 
 pytest.importorskip("sglang", reason="no engine here")
 IS_BEFORE_0_5_20 = Version(release()) < Version("0.5.20")
@@ -51,3 +52,25 @@ def stock(tmp_path_factory):
         return json.loads(said.splitlines()[-1])
 
     return ask
+
+
+@pytest.fixture
+def listen():
+    """A function that binds a rank's socket to a port, any if it is 0; returns socket and port."""
+    import zmq
+
+    bound = []
+
+    def bind(port: int = 0) -> tuple[zmq.Socket, int]:
+        sock = zmq.Context.instance().socket(zmq.PULL)
+        bound.append(sock)
+        sock.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
+        if port:
+            sock.bind(f"tcp://127.0.0.1:{port}")
+        else:
+            port = sock.bind_to_random_port("tcp://127.0.0.1")
+        return sock, port
+
+    yield bind
+    for sock in bound:
+        sock.close(linger=0)

@@ -4,6 +4,8 @@ These tests need `pretended_device`, whose copies arrive only when a caller wait
 `test_npu_dry_run.py` runs them. Each case must also fail where either wait is left out.
 """
 
+import itertools
+
 import pretended_device
 import pytest
 import torch
@@ -16,10 +18,15 @@ ROWS = torch.tensor([4, 1, 6])
 CHUNK = 2
 LAYERS, SLOTS = 2, 8
 OLD, NEW = 3.0, 5.0  # a slot's value before and after another stream writes it
-
-
-def buffer_layers(buffer) -> list:
-    return [[buffer[layer]] for layer in range(LAYERS)]
+# Copies to the host, copies back, and the form of a buffer that both take.
+COPIES = {
+    "rows": (cpu_copy.copy_to_host, cpu_copy.copy_from_host, lambda buffer: [buffer]),
+    "layers": (
+        cpu_copy.copy_layers_to_host,
+        cpu_copy.copy_layers_from_host,
+        lambda buffer: [[buffer[layer]] for layer in range(LAYERS)],
+    ),
+}
 
 
 def pool_with_pending_write():
@@ -30,40 +37,30 @@ def pool_with_pending_write():
     return buffer
 
 
-TO_HOST = {
-    "rows": lambda buffer: cpu_copy.copy_to_host([buffer], ROWS, CHUNK),
-    "layers": lambda buffer: cpu_copy.copy_layers_to_host(buffer_layers(buffer), ROWS, CHUNK),
-}
-FROM_HOST = {
-    "rows": lambda copied, buffer: cpu_copy.copy_from_host(copied, [buffer], ROWS, CHUNK),
-    "layers": lambda copied, buffer: cpu_copy.copy_layers_from_host(
-        copied, buffer_layers(buffer), ROWS, CHUNK
-    ),
-}
-
-
 def check_copy_to_host(how: str) -> None:
     """The copy contains every earlier write, and has arrived."""
-    copied = TO_HOST[how](pool_with_pending_write())
+    to_host, _, form = COPIES[how]
+    copied = to_host(form(pool_with_pending_write()), ROWS, CHUNK)
     assert all((part == NEW).all() for part in tensors(copied))
     assert pretended_device.outstanding() == 0
 
 
 def check_copy_from_host(how: str) -> None:
     """Another stream's earlier write does not overwrite the copy; its host memory is free again."""
-    copied = TO_HOST[how](pool_with_pending_write())
+    to_host, from_host, form = COPIES[how]
+    copied = to_host(form(pool_with_pending_write()), ROWS, CHUNK)
     pretended_device.synchronize()
     buffer = pool_with_pending_write()
     for part in tensors(copied):
         part.fill_(OLD)
-    FROM_HOST[how](copied, buffer)
+    from_host(copied, form(buffer), ROWS, CHUNK)
     assert pretended_device.outstanding() == 0
     assert (buffer[:, ROWS.tolist()].cpu() == OLD).all()
     rest = [slot for slot in range(SLOTS) if slot not in ROWS]
     assert (buffer[:, rest].cpu() == NEW).all()
 
 
-CASES = [(case, how) for case in (check_copy_to_host, check_copy_from_host) for how in TO_HOST]
+CASES = [(case, how) for case in (check_copy_to_host, check_copy_from_host) for how in COPIES]
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +74,16 @@ def test_copy_synchronizes_with_device(case, how):
     case(how)
 
 
-class SkipEverySecondWait:
-    """Leaves out each copy's wait at its beginning (0) or at its end (1)."""
-
-    def __init__(self, leave_out: int, wait):
-        self.leave_out, self.wait, self.calls = leave_out, wait, 0
-
-    def __call__(self, device) -> None:
-        if self.calls % 2 != self.leave_out:
-            self.wait(device)
-        self.calls += 1
-
-
-@pytest.mark.parametrize("leave_out", [0, 1], ids=["beginning", "end"])
+@pytest.mark.parametrize("left_out", [0, 1], ids=["beginning", "end"])
 @pytest.mark.parametrize("case, how", CASES)
-def test_missing_synchronization_is_detected(case, how, leave_out, monkeypatch):
-    monkeypatch.setattr(
-        cpu_copy, "_synchronize", SkipEverySecondWait(leave_out, cpu_copy._synchronize)
-    )
+def test_missing_synchronization_is_detected(case, how, left_out, monkeypatch):
+    """Each copy waits twice, and one of the two waits is left out."""
+    waits, wait = itertools.count(), cpu_copy._synchronize
+
+    def wait_or_not(device) -> None:
+        if next(waits) % 2 != left_out:
+            wait(device)
+
+    monkeypatch.setattr(cpu_copy, "_synchronize", wait_or_not)
     with pytest.raises(AssertionError):
         case(how)

@@ -37,13 +37,13 @@ def back_off_delays(clock, seconds: float, tries: int) -> list[float]:
     return found
 
 
-def test_delays_start_short_and_double(clock):
-    assert back_off_delays(clock, 0.0, 7) == [1, 2, 4, 8, 16, 30, 30]
-
-
-def test_slow_failures_get_longer_delays(clock):
-    assert back_off_delays(clock, 5.0, 6) == [10, 20, 40, 50, 50, 50]
-    assert back_off_delays(clock, 30.0, 3) == [60, 120, 240]
+@pytest.mark.parametrize(
+    "seconds, delays",
+    [(0, [1, 2, 4, 8, 16, 30, 30]), (5, [10, 20, 40, 50, 50, 50]), (30, [60, 120, 240])],
+)
+def test_delays_start_short_and_double(clock, seconds, delays):
+    """Delays after slow failures are longer: `seconds` is the duration of each."""
+    assert back_off_delays(clock, seconds, len(delays)) == delays
 
 
 @pytest.mark.parametrize("cut", [0.5, 2.0])
@@ -62,26 +62,20 @@ def test_peer_is_served_within_5_s_of_a_short_outage(clock, cut, seconds):
     assert clock.now - back < 5
 
 
-def test_success_resets_the_delay(clock):
+@pytest.mark.parametrize(
+    "end",
+    [lambda failed: failed.reset([PEER, "another"]), lambda failed: failed.discard(PEER)],
+    ids=["success", "registration or answer"],
+)
+def test_success_registration_and_answer_reset_the_delay(clock, end):
     failed = back_off.FailedSessions()
     for _ in range(4):
         fail_attempt(failed, clock, 0.0)
         clock.now += 40
-    assert PEER not in failed
-    failed.reset([PEER, "another"])
-    fail_attempt(failed, clock, 0.0)
-    clock.now += 1
-    assert PEER not in failed
-
-
-def test_registration_or_answer_ends_the_delay(clock):
-    failed = back_off.FailedSessions()
-    failed.add(PEER)
     failed.add(PEER)
     assert PEER in failed and list(failed) == [PEER]
-    failed.discard(PEER)
-    assert PEER not in failed
-    failed.add(PEER)
+    end(failed)
+    fail_attempt(failed, clock, 0.0)
     clock.now += 1
     assert PEER not in failed
 

@@ -4,17 +4,11 @@ import engine_calls
 import pytest
 import torch
 from cpu_copy_checks import as_tokens, assert_moved, fill, round_trip, snapshot
+from engine_calls import POOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.engine
-
-POOLS = {
-    "mha": lambda page_size, start: engine_calls.mha_pool(False, page_size, start),
-    "mha_fia": lambda page_size, start: engine_calls.mha_pool(True, page_size, start),
-    "mla": lambda page_size, start: engine_calls.mla_pool(False, page_size, start),
-    "mla_index_keys": lambda page_size, start: engine_calls.mla_pool(True, page_size, start),
-}
 
 
 @pytest.mark.parametrize("kind", POOLS)
@@ -33,7 +27,7 @@ def test_round_trip_to_other_slots(kind, page_size, start_layer):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_round_trip_between_any_slots(kind, data):
-    pool = POOLS[kind](data.draw(st.sampled_from([1, 4])), 0)
+    pool = POOLS[kind](data.draw(st.sampled_from([1, 4])))
     pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 5))
     slots = st.integers(0, pool.size + pool.page_size - 1)
     count = data.draw(st.integers(0, pool.size))
@@ -53,7 +47,7 @@ def test_tile_major_pages_are_copied_whole(kind, tokens, fia_nz):
 
     Index keys are not spread, so a copy may include the rest of their pages or not.
     """
-    pool = POOLS[kind](16, 0)
+    pool = POOLS[kind](16)
     fill(pool)
     before = snapshot(pool)
     pages = [3, 1, 2][: -(-tokens // 16)]

@@ -3,10 +3,12 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
+from sglang.srt.disaggregation.kv_layout import TransferPlan
+from sglang.srt.disaggregation.kv_layout.plan import CopyGroup
 from sglang.srt.disaggregation.pd import copy_batches
 from sglang.srt.disaggregation.pd.device_rdma import CONCURRENT_CALLS_VARIABLE, COPIES_VARIABLE
 
@@ -127,18 +129,10 @@ def test_slices_use_one_thread_over_device_rdma_only(monkeypatch, protocol, thre
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)
     library = FakeMemFabric(seconds=0.02, callers=threads)
     count = 4 * copy_batches.SLICE_BATCH
+    token = CopyGroup(False, 1, 8, 8, 8, *np.zeros((2, 1), np.int64))
+    copies = TransferPlan((token,)).copies(range(count), range(count))
     with ThreadPoolExecutor(4) as pool:
-        copies = fake_copies(count), pool, True, False
-        assert copy_batches.write_copies(transfer_engine(library), PEER, *copies) == 0
+        engine = transfer_engine(library)
+        assert copy_batches.write_copies(engine, PEER, copies, pool, True, False) == 0
     assert len(library.threads) == threads
     assert sum(library.sizes) == count
-
-
-def fake_copies(count: int) -> SimpleNamespace:
-    """Replaces a `kv_layout.Copies` of `count` copies."""
-
-    def split(at_most: int) -> list[SimpleNamespace]:
-        lengths = [min(at_most, count - start) for start in range(0, count, at_most)]
-        return [SimpleNamespace(lists=lambda size=size: ([0] * size,) * 3) for size in lengths]
-
-    return SimpleNamespace(split=split)

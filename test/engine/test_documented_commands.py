@@ -19,15 +19,9 @@ COMMANDS_OF_THIS_RELEASE = [
 
 @functools.lru_cache(maxsize=1)
 def parser() -> argparse.ArgumentParser:
-    """The engine's parser, which raises its error message instead of exiting."""
-    made = argparse.ArgumentParser(exit_on_error=False)
+    made = argparse.ArgumentParser()
     ServerArgs.add_cli_args(made)
-    made.error = _raise_error
     return made
-
-
-def _raise_error(message: str):
-    raise AssertionError(message)
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_THIS_RELEASE, ids=str)
@@ -39,6 +33,7 @@ def test_engine_accepts_every_documented_flag(command):
     assert args.disaggregation_mode in ("prefill", "decode")
 
 
-def test_unknown_flag_is_refused_by_the_engine():
-    with pytest.raises(AssertionError, match="--no-such-flag"):
+def test_unknown_flag_is_refused_by_the_engine(capsys):
+    with pytest.raises(SystemExit):
         parser().parse_args(["--model-path", "m", "--no-such-flag"])
+    assert "--no-such-flag" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-import zmq
 from sglang.srt.disaggregation.pd import local_layout, peer_silence, peer_sockets
 from sglang.srt.disaggregation.pd.environment import seconds_of
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE, SilenceWatch
@@ -55,26 +54,12 @@ def manager(monkeypatch):
     return Manager()
 
 
-@pytest.fixture
-def open_listener():
-    """A function that listens on a port, any port if it is 0; returns the socket and the port."""
-    made = []
-
-    def listen(port: int = 0) -> tuple[zmq.Socket, int]:
-        sock = zmq.Context.instance().socket(zmq.PULL)
-        made.append(sock)
-        sock.bind(f"tcp://127.0.0.1:{port or '*'}")
-        return sock, int(
-            sock.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2].rstrip("\0")
-        )
-
-    yield listen
-    for sock in made:
-        sock.close(linger=0)
+def becomes_silent(manager) -> bool:
+    return wait_until(lambda: "a" in manager.silent_peers, PATIENCE)
 
 
-def test_silent_rank_fails_only_its_own_rooms(manager, open_listener):
-    (gone, first), (_, second) = open_listener(), open_listener()
+def test_silent_rank_fails_only_its_own_rooms(manager, listen):
+    (gone, first), (_, second) = listen(), listen()
     manager.register("a", first)
     manager.register("b", second)
     manager.transfer_infos = {1: {"a": None}, 2: {"b": None}, 3: {"b": None, "a": None}}
@@ -82,7 +67,7 @@ def test_silent_rank_fails_only_its_own_rooms(manager, open_listener):
     assert not manager.silent_peers and not manager.failed
     gone.close(linger=0)
     begun = time.monotonic()
-    assert wait_until(lambda: len(manager.failed) == 2, PATIENCE, 0.01)
+    assert wait_until(lambda: len(manager.failed) == 2, PATIENCE)
     assert 0.9 < time.monotonic() - begun < 4
     assert sorted(room for room, _ in manager.failed) == [1, 3]
     assert manager.silence_reason(2) == ""
@@ -91,71 +76,64 @@ def test_silent_rank_fails_only_its_own_rooms(manager, open_listener):
     assert VARIABLE in manager.silence_reason(4)
 
 
-def test_silent_rank_that_answers_again_is_served(manager, open_listener):
-    gone, port = open_listener()
+def test_silent_rank_that_answers_again_is_served(manager, listen):
+    gone, port = listen()
     manager.register("a", port)
     time.sleep(0.2)
     gone.close(linger=0)
-    assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
+    assert becomes_silent(manager)
     assert manager.recovered == []
-    open_listener(port)
-    assert wait_until(lambda: not manager.silent_peers, PATIENCE, 0.01)
+    listen(port)
+    assert wait_until(lambda: not manager.silent_peers, PATIENCE)
     assert manager.recovered == ["a"]
     manager.transfer_infos[1] = {"a": None}
     time.sleep(1.2)
     assert manager.silence_reason(1) == "" and not manager.failed
 
 
-def test_silent_rank_that_registers_elsewhere_is_served_at_once(manager, open_listener):
-    """The rank is served before the next check; its first endpoint still does not answer."""
-    gone, nowhere = open_listener()
+def test_silent_rank_that_registers_elsewhere_is_served_at_once(manager, listen):
+    """The rank is served before the next check; its first endpoint has never answered."""
+    gone, nowhere = listen()
     gone.close(linger=0)
     manager.register("a", nowhere)
-    assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
-    _, port = open_listener()
+    assert becomes_silent(manager)
+    _, port = listen()
     manager.register("a", port)
     assert "a" not in manager.silent_peers
 
 
-def test_message_ends_silence_before_the_rank_is_connected(manager, open_listener, monkeypatch):
+def test_message_ends_silence_before_the_rank_is_connected(manager, listen, monkeypatch):
     """The message gives the rank another second, even if its socket has been closed by then."""
-    gone, port = open_listener()
+    gone, port = listen()
     info = manager.register("a", port)
     time.sleep(0.2)
     gone.close(linger=0)
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 0.0)
-    assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
+    assert becomes_silent(manager)
     endpoint = f"tcp://127.0.0.1:{port}"
-    assert wait_until(lambda: endpoint not in peer_sockets.open_sockets(), PATIENCE, 0.01)
+    assert wait_until(lambda: endpoint not in peer_sockets.open_sockets(), PATIENCE)
     time.sleep(1.2)
     assert "a" in manager.silent_peers  # no message has come
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 60.0)
     manager.note_peer_alive("a", info)
     assert not manager.silent_peers and manager.recovered == ["a"]
-    assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
+    assert becomes_silent(manager)
 
 
-def test_rank_that_never_answered_is_silent(manager, open_listener):
-    gone, port = open_listener()
-    gone.close(linger=0)
-    manager.register("a", port)
-    assert wait_until(lambda: "a" in manager.silent_peers, PATIENCE, 0.01)
-
-
-def test_rank_that_is_being_registered_is_not_silent(manager, open_listener):
+def test_rank_that_is_being_registered_is_not_silent(manager, listen):
     """Registering may take a while, during which prefill has no socket to the rank."""
-    _, port = open_listener()
+    _, port = listen()
     manager.register("a", port)
     manager.transfer_infos[1] = {"b": None}
     manager.check_peers()
     assert manager.silence_reason(1) == "" and not manager.failed
 
 
-def set_silent_seconds(manager, monkeypatch, seconds: dict[int, float]) -> None:
-    """Makes each of these ports silent for its number of seconds, and checks the peers."""
-    ports = {f"tcp://127.0.0.1:{port}": since for port, since in seconds.items()}
+def check_silent(manager, monkeypatch, seconds: dict[int, float]) -> None:
+    """Checks the peers as if each of these ports had been silent for its number of seconds."""
+    by_endpoint = {f"tcp://127.0.0.1:{port}": since for port, since in seconds.items()}
     monkeypatch.setattr(
-        peer_sockets.PeerSocket, "silent_for", lambda self: ports.get(self.endpoint, 0.0)
+        peer_sockets.PeerSocket, "silent_for", lambda self: by_endpoint.get(self.endpoint, 0.0)
     )
     manager.check_peers()
 
@@ -163,14 +141,14 @@ def set_silent_seconds(manager, monkeypatch, seconds: dict[int, float]) -> None:
 def test_long_silent_rank_is_released_once_and_may_come_back(manager, monkeypatch):
     for name, port in (("a", 1), ("b", 2)):
         manager.register(name, port)
-    set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS - 1})
+    check_silent(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS - 1})
     assert set(manager.silent_peers) == {"a"} and not manager.released
     for _ in range(2):
-        set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
+        check_silent(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
         assert manager.released == ["a"] and set(manager.decode_kv_args_table) == {"a", "b"}
-    set_silent_seconds(manager, monkeypatch, {})
+    check_silent(manager, monkeypatch, {})
     assert manager.recovered == ["a"] and not manager.released_peers
-    set_silent_seconds(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
+    check_silent(manager, monkeypatch, {1: peer_silence.RELEASE_AFTER_SECONDS})
     assert manager.released == ["a", "a"] and not manager.dropped
     with monkeypatch.context() as heard:
         heard.setattr(peer_sockets.PeerSocket, "silent_for", lambda self: 0.0)
@@ -182,7 +160,7 @@ def test_rank_with_a_room_or_a_running_write_is_not_released(manager, monkeypatc
     manager.register("a", 1)
     manager.fail_room_of_silent_peer = lambda room, reason: None
     manager.transfer_infos = {5: {"b": None, "a": None}}
-    set_silent_seconds(manager, monkeypatch, {1: 9e9})
+    check_silent(manager, monkeypatch, {1: 9e9})
     assert not manager.released
     manager.transfer_infos, manager.is_writing = {}, True
     manager.check_peers()
@@ -200,28 +178,22 @@ def test_longest_silent_ranks_are_dropped_beyond_the_maximum(manager, monkeypatc
         manager.register(f"rank {port}", port)
     manager.fail_room_of_silent_peer = lambda room, reason: None
     manager.transfer_infos = {5: {"rank 5": None}}
-    set_silent_seconds(manager, monkeypatch, {port: 1000.0 + port for port in ports})
+    check_silent(manager, monkeypatch, {port: 1000.0 + port for port in ports})
     assert manager.dropped == ["rank 4"]
     manager.transfer_infos.clear()
     manager.check_peers()
     assert manager.dropped == ["rank 4", "rank 5"]
-    left = {"rank 1", "rank 2", "rank 3"}
-    tables = (
-        manager.watched_peers,
-        manager.silent_peers,
-        manager.released_peers,
-        manager.decode_kv_args_table,
-    )
-    assert all(set(table) == left for table in tables)
+    for table in ("watched_peers", "silent_peers", "released_peers", "decode_kv_args_table"):
+        assert set(getattr(manager, table)) == {"rank 1", "rank 2", "rank 3"}, table
 
 
-def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, open_listener):
+def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, listen):
     """The replaced rank seems to answer, but its replacement at the same endpoint does."""
-    _, port = open_listener()
+    _, port = listen()
     manager.register("a", port)
     manager.transfer_infos = {1: {"a": None}, 2: {"b": None}}
     manager.register("b", port)
-    assert wait_until(lambda: "a" not in manager.watched_peers, PATIENCE, 0.01)
+    assert wait_until(lambda: "a" not in manager.watched_peers, PATIENCE)
     assert manager.failed == [(1, f"decode 127.0.0.1:{port} was replaced by another process")]
     assert manager.dropped == ["a"] and set(manager.decode_kv_args_table) == {"b"}
     assert not (manager.replaced_peers or manager.silent_peers or manager.released_peers)
@@ -230,13 +202,13 @@ def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, open_listener):
     assert set(manager.watched_peers) == {"b"} and not manager.silent_peers
 
 
-def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, open_listener):
-    _, port = open_listener()
+def test_silence_watch_does_not_keep_a_manager_alive(monkeypatch, listen):
+    _, port = listen()
     manager = Manager()
     manager.register("a", port)
     time.sleep(1.2)
     manager = weakref.ref(manager)
-    assert wait_until(lambda: gc.collect() >= 0 and manager() is None, PATIENCE, 0.05)
+    assert wait_until(lambda: gc.collect() >= 0 and manager() is None, PATIENCE)
 
 
 @pytest.mark.parametrize("value", ["soon", "4.9", "-1", "inf", "nan"])

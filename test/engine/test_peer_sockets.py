@@ -18,8 +18,7 @@ from pd_harness.ports import free_ports
 
 pytestmark = pytest.mark.engine
 
-ARRIVAL_MS = 10_000
-PATIENCE = 15.0
+HOST, PATIENCE = "127.0.0.1", 15.0
 # Prints its port, then each message that it receives, forever.
 PEER = """
 import sys, zmq
@@ -45,46 +44,29 @@ def fresh_sockets(monkeypatch):
 
 
 @pytest.fixture
-def make_peer():
-    """A function that makes a peer in this process; returns its socket and its endpoint."""
-    made = []
-
-    def make() -> tuple[zmq.Socket, str]:
-        sock = zmq.Context.instance().socket(zmq.PULL)
-        sock.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
-        made.append(sock)
-        port = sock.bind_to_random_port("tcp://127.0.0.1")
-        return sock, f"tcp://127.0.0.1:{port}"
-
-    yield make
-    for sock in made:
-        sock.close(linger=0)
-
-
-@pytest.fixture
 def peer_process():
-    """A peer's process, and its endpoint."""
+    """A peer's process, and our socket to it."""
     process = subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True)
-    yield process, f"tcp://127.0.0.1:{int(process.stdout.readline())}"
+    yield process, PeerSocket.to(HOST, int(process.stdout.readline()))
     process.kill()
     process.wait()
 
 
-def test_one_socket_per_endpoint(make_peer):
-    sock, endpoint = make_peer()
-    for number in (b"1", b"2"):
-        PeerSocket(endpoint).send_multipart([number, b"more"])
-        assert sock.recv_multipart() == [number, b"more"]
-    assert open_sockets() == [endpoint]
+def connect(sock: zmq.Socket, port: int) -> PeerSocket:
+    """Our socket to a peer in this process, which has received a message over it."""
+    peer = PeerSocket.to(HOST, port)
+    peer.send_multipart([b"before"])
+    assert sock.recv() == b"before"
+    return peer
 
 
-def test_threads_share_a_socket(make_peer):
-    sock, endpoint = make_peer()
+def test_threads_share_one_socket_per_endpoint(listen):
+    sock, port = listen()
     senders, each = 8, 100
 
     def send(sender: int) -> None:
         for number in range(each):
-            PeerSocket(endpoint).send_multipart([b"%d" % sender, b"%d" % number])
+            PeerSocket.to(HOST, port).send_multipart([b"%d" % sender, b"%d" % number])
 
     threads = [threading.Thread(target=send, args=(sender,)) for sender in range(senders)]
     for thread in threads:
@@ -93,108 +75,100 @@ def test_threads_share_a_socket(make_peer):
     assert sorted(got) == [(s, n) for s in range(senders) for n in range(each)]
     for sender in range(senders):
         assert [n for s, n in got if s == sender] == list(range(each))  # in order
-    assert open_sockets() == [endpoint]
+    assert open_sockets() == [f"tcp://{HOST}:{port}"]
 
 
-def test_send_to_unreachable_peer_does_not_block(make_peer, monkeypatch):
+def test_send_to_unreachable_peer_does_not_block(listen, monkeypatch):
     monkeypatch.setattr(peer_sockets, "MAX_QUEUED_MESSAGES", 1000)
-    gone, endpoint = make_peer()
+    gone, port = listen()
     gone.close(linger=0)
     start = time.monotonic()
     with pytest.raises(zmq.Again):
         for _ in range(10_000):
-            PeerSocket(endpoint).send_multipart([b"x"])
+            PeerSocket.to(HOST, port).send_multipart([b"x"])
     assert time.monotonic() - start < 2
 
 
-def test_messages_sent_before_the_peer_listens_arrive(make_peer):
-    gone, endpoint = make_peer()
+def test_messages_sent_before_the_peer_listens_arrive(listen):
+    gone, port = listen()
     gone.close(linger=0)
+    peer = PeerSocket.to(HOST, port)
     for number in range(3000):  # the engine's sockets lose all once refused
-        PeerSocket(endpoint).send_multipart([b"%d" % number])
-    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0.3, PATIENCE, 0.01)
-    with zmq.Context.instance().socket(zmq.PULL) as late:
-        late.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
-        late.bind(endpoint)
-        assert [int(late.recv()) for _ in range(3000)] == list(range(3000))
-        assert wait_until(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+        peer.send_multipart([b"%d" % number])
+    assert wait_until(lambda: peer.silent_for() > 0.3, PATIENCE)
+    late, _ = listen(port)
+    assert [int(late.recv()) for _ in range(3000)] == list(range(3000))
+    assert wait_until(lambda: peer.silent_for() == 0, PATIENCE)
 
 
-def test_sockets_of_lost_peers_are_closed(make_peer, monkeypatch):
-    (gone, first), (_, second) = make_peer(), make_peer()
-    for endpoint in (first, second):
-        PeerSocket(endpoint).send_multipart([b"before"])
-    assert gone.recv() == b"before"
+def test_sockets_of_lost_peers_are_closed(listen, monkeypatch):
+    (gone, port), kept = listen(), listen()
+    first, second = connect(gone, port), connect(*kept)
     gone.close(linger=0)
-    assert wait_until(lambda: PeerSocket(first).silent_for() > 0, PATIENCE, 0.01)
-    assert open_sockets() == [first, second]
+    assert wait_until(lambda: first.silent_for() > 0, PATIENCE)
+    assert open_sockets() == [first.endpoint, second.endpoint]
     monkeypatch.setattr(peer_sockets, "CLOSE_AFTER_SECONDS", 0.0)
-    assert wait_until(lambda: open_sockets() == [second], PATIENCE, 0.01)
-    since = PeerSocket(first).silent_for()
-    assert 0 < since < PATIENCE  # closing the socket does not reset it
-    with zmq.Context.instance().socket(zmq.PULL) as again:
-        again.setsockopt(zmq.RCVTIMEO, ARRIVAL_MS)
-        again.bind(first)
-        PeerSocket(first).send_multipart([b"after"])
-        assert again.recv() == b"after"
+    assert wait_until(lambda: open_sockets() == [second.endpoint], PATIENCE)
+    assert 0 < first.silent_for() < PATIENCE  # closing the socket does not reset it
+    again, _ = listen(port)
+    first.send_multipart([b"after"])
+    assert again.recv() == b"after"
 
 
 def test_peer_without_a_socket_counts_as_always_silent():
-    assert PeerSocket("tcp://127.0.0.1:1").silent_for() == math.inf
+    assert PeerSocket.to(HOST, 1).silent_for() == math.inf
 
 
 @pytest.mark.parametrize("stops", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_suspended_peer_is_silent(peer_process, stops):
-    process, endpoint = peer_process
-    PeerSocket(endpoint).send_multipart([b"one"])
+    process, peer = peer_process
+    peer.send_multipart([b"one"])
     assert process.stdout.readline() == "one\n"
-    assert PeerSocket(endpoint).silent_for() == 0
+    assert peer.silent_for() == 0
     os.kill(process.pid, stops)
     stopped = time.monotonic()
-    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: peer.silent_for() > 0, PATIENCE)
     took = time.monotonic() - stopped
     assert took < (1 if stops == signal.SIGKILL else 7), took
     # Also while the system accepts connections for a suspended process.
-    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 3, PATIENCE, 0.01)
+    assert wait_until(lambda: peer.silent_for() > 3, PATIENCE)
     if stops == signal.SIGSTOP:
-        PeerSocket(endpoint).send_multipart([b"two"])
+        peer.send_multipart([b"two"])
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == "two\n"
-        assert wait_until(lambda: PeerSocket(endpoint).silent_for() == 0, PATIENCE, 0.01)
+        assert wait_until(lambda: peer.silent_for() == 0, PATIENCE)
 
 
-def test_connection_that_was_never_established_is_not_lost(make_peer):
-    (port,) = free_ports(1)
-    never = PeerSocket(f"tcp://127.0.0.1:{port}")
+def test_connection_that_was_never_established_is_not_lost(listen):
+    never = PeerSocket.to(HOST, *free_ports(1))
     never.open()
-    gone, endpoint = make_peer()
-    PeerSocket(endpoint).send_multipart([b"before"])
-    assert gone.recv() == b"before" and PeerSocket(endpoint).lost_for() == 0
+    gone, port = listen()
+    peer = connect(gone, port)
+    assert peer.lost_for() == 0
     gone.close(linger=0)
-    assert wait_until(lambda: PeerSocket(endpoint).lost_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: peer.lost_for() > 0, PATIENCE)
     assert never.silent_for() > 0 and never.lost_for() == 0
 
 
-def test_suspension_of_this_process_does_not_count_as_silence(make_peer, monkeypatch):
+def test_suspension_of_this_process_does_not_count_as_silence(listen, monkeypatch):
     """Otherwise all requests of a peer would fail that had just lost its connection."""
     monkeypatch.setattr(peer_sockets, "SUSPENDED_SECONDS", 1.0)
-    gone, endpoint = make_peer()
-    PeerSocket(endpoint).send_multipart([b"before"])
-    assert gone.recv() == b"before"
+    gone, port = listen()
+    peer = connect(gone, port)
     gone.close(linger=0)
-    assert wait_until(lambda: PeerSocket(endpoint).silent_for() > 0, PATIENCE, 0.01)
+    assert wait_until(lambda: peer.silent_for() > 0, PATIENCE)
     seen, noted = [], threading.Event()
 
     class Watcher:
         def check(self) -> None:
             if noted.is_set():
-                seen.append(PeerSocket(endpoint).silent_for())
+                seen.append(peer.silent_for())
 
     watcher = Watcher()
     peer_sockets.call_periodically(watcher.check)
     with peer_sockets._sockets.lock:  # blocks the periodic check
         noted.set()
         time.sleep(3)
-    assert wait_until(lambda: seen, PATIENCE, 0.01)
+    assert wait_until(lambda: seen, PATIENCE)
     assert seen[0] < 1, seen
-    assert wait_until(lambda: seen[-1] > 1.5, PATIENCE, 0.01)  # the peer is silent all the same
+    assert wait_until(lambda: seen[-1] > 1.5, PATIENCE)  # the peer is silent all the same

@@ -157,17 +157,17 @@ def test_bootstrap_server_collects_reports(monkeypatch):
     monkeypatch.setattr(verify_reports, "MAX_RANKS", 2)
     puts = [("PUT", "/verify", report(at, n)) for n, at in enumerate(["a:1", "b:2", "a:1", "c:3"])]
     *_, (status, text) = responses_to(*puts, ("GET", "/verify", None))
-    told = json.loads(text)
-    assert (status, told["mode"]) == (200, "log")
-    assert [(rank["at"], rank["requests"]) for rank in told["ranks"]] == [("a:1", 2), ("c:3", 3)]
+    answer = json.loads(text)
+    assert (status, answer["mode"]) == (200, "log")
+    assert [(rank["at"], rank["requests"]) for rank in answer["ranks"]] == [("a:1", 2), ("c:3", 3)]
 
 
 @pytest.mark.parametrize("body", [b"", b"junk", b"[1]", b'{"decode": 3, "at": "x"}'])
 def test_invalid_report_is_refused(monkeypatch, body):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "1")
-    (status, text), (_, told) = responses_to(("PUT", "/verify", body), ("GET", "/verify", None))
+    (status, text), (_, answer) = responses_to(("PUT", "/verify", body), ("GET", "/verify", None))
     assert status == 400 and "not a report" in text
-    assert json.loads(told)["ranks"] == []
+    assert json.loads(answer)["ranks"] == []
 
 
 def test_no_verify_route_unless_enabled(monkeypatch):

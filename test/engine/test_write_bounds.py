@@ -1,5 +1,6 @@
 """Writes of the engine's own code stay within the memory that both sides registered."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.engine
 DECODE = "10.0.0.1:7000"
 KV, STATE, AUX = 0x1000, 0x3000, 0x5000  # prefill's; decode's are DECODE_OFFSET higher
 DECODE_OFFSET = 0x10000
+EXTRA = 0x90000  # other memory that decode has registered
 SIZES = Sizes((0x100, 0x100), ((0x80,),), (0x40,))
 
 
@@ -47,7 +49,7 @@ def prefill_manager(sizes: Sizes | None = SIZES):
         plan=None,
     )
     manager.set_bounds(
-        info, DECODE, None, sizes, [[STATE + DECODE_OFFSET]], [[0x10]], [(0x90000, 0x10)]
+        info, DECODE, None, sizes, [[STATE + DECODE_OFFSET]], [[0x10]], [(EXTRA, 0x10)]
     )
     manager.decode_kv_args_table = {DECODE: info}
     return manager
@@ -57,13 +59,21 @@ def block(src: int, size: int, dst: int | None = None):
     return (src, src + DECODE_OFFSET if dst is None else dst, size)
 
 
-@pytest.mark.parametrize("at, size", [(KV, 0x100), (KV + 0x1F0, 0x10), (STATE, 0x80), (AUX, 1)])
-def test_copies_within_bounds_are_written_in_one_call(at, size):
+@pytest.mark.parametrize(
+    "inside",
+    [
+        block(KV, 0x100),
+        block(KV + 0x1F0, 0x10),
+        block(STATE, 0x80),
+        block(AUX, 1),
+        block(KV, 0x10, EXTRA),
+    ],
+)
+def test_copies_within_bounds_are_written_in_one_call(inside):
     manager = prefill_manager()
-    assert manager._transfer_data(DECODE, [block(KV, 8), block(at, size)]) == 7
-    assert manager.engine.calls == [
-        (DECODE, [KV, at], [KV + DECODE_OFFSET, at + DECODE_OFFSET], [8, size])
-    ]
+    assert manager._transfer_data(DECODE, [block(KV, 8), inside]) == 7
+    src, dst, size = inside
+    assert manager.engine.calls == [(DECODE, [KV, src], [KV + DECODE_OFFSET, dst], [8, size])]
 
 
 def test_empty_copies_are_skipped():
@@ -74,13 +84,8 @@ def test_empty_copies_are_skipped():
     assert manager._transfer_data(DECODE, [(0, 0, 0)]) == 0
 
 
-def test_extra_memory_of_decode_is_within_bounds():
-    manager = prefill_manager()
-    assert manager._transfer_data(DECODE, [block(KV, 0x10, 0x90000)]) == 7
-
-
 @pytest.mark.parametrize(
-    "outside, said",
+    "outside, error",
     [
         (block(KV - 1, 8), "that this prefill rank registered"),
         (block(KV + 0xF8, 0x10), "that this prefill rank registered"),  # spans two of its buffers
@@ -91,9 +96,9 @@ def test_extra_memory_of_decode_is_within_bounds():
         (block(KV, -8), "the smallest length -8 bytes"),
     ],
 )
-def test_call_with_out_of_bounds_copy_writes_nothing(outside, said):
+def test_call_with_out_of_bounds_copy_writes_nothing(outside, error):
     manager = prefill_manager()
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=error):
         manager._transfer_data(DECODE, [block(KV, 8), outside])
     assert not manager.engine.calls
 
@@ -145,20 +150,30 @@ only_since_0_5_20 = pytest.mark.skipif(
 )
 
 
-@only_since_0_5_20
-def test_decode_draft_that_gets_no_heads_does_not_limit_pages(monkeypatch):
-    """The draft's pages are smaller, so the target's pages are not checked against its buffer."""
+@pytest.fixture
+def sent(monkeypatch) -> list:
+    """The calls that reach the engine's own `send_kvcache_slice`."""
     from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
 
-    sent = []
+    calls = []
     monkeypatch.setattr(
-        EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: sent.append(call)
+        EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: calls.append(call)
     )
-    manager = prefill_manager(Sizes((0x100, 0x40), ((0x80,),), (0x40,)))
+    return calls
+
+
+def send_slices(manager, item_lens, src_pages, dst_pages) -> None:
     info = manager.decode_kv_args_table[DECODE]
-    info.dst_kv_item_lens = [0x10, 0x4]
-    pages = np.arange(16)
-    manager.send_kvcache_slice(DECODE, pages, info.dst_kv_ptrs, pages, 0, 1, 0x10, None)
+    info.dst_kv_item_lens = item_lens
+    pages = (np.array(src_pages), info.dst_kv_ptrs, np.array(dst_pages))
+    manager.send_kvcache_slice(DECODE, *pages, 0, 1, 0x10, None)
+
+
+@only_since_0_5_20
+def test_decode_draft_that_gets_no_heads_does_not_limit_pages(sent):
+    """The draft's pages are smaller, so the target's pages are not checked against its buffer."""
+    manager = prefill_manager(Sizes((0x100, 0x40), ((0x80,),), (0x40,)))
+    send_slices(manager, [0x10, 0x4], range(16), range(16))
     assert len(sent) == 1
 
 
@@ -177,21 +192,9 @@ def test_only_the_row_of_a_dsa_tail_is_checked_as_slot():
 
 @only_since_0_5_20
 @pytest.mark.parametrize("src, dst, is_written", [(15, 15, True), (16, 15, False), (15, 16, False)])
-def test_head_slices_sent_by_the_engine_stay_within_bounds(monkeypatch, src, dst, is_written):
+def test_head_slices_sent_by_the_engine_stay_within_bounds(sent, src, dst, is_written):
     """The second buffer ends where the memory ends; it has 16 pages of 16 bytes."""
-    from sglang.srt.disaggregation.mooncake.conn import EngineMooncakeKVManager
-
-    sent = []
-    monkeypatch.setattr(
-        EngineMooncakeKVManager, "send_kvcache_slice", lambda self, *call: sent.append(call)
-    )
-    manager = prefill_manager()
-    info = manager.decode_kv_args_table[DECODE]
-    info.dst_kv_item_lens = [0x10, 0x10]
-    call = (DECODE, np.array([src, 0]), info.dst_kv_ptrs, np.array([0, dst]), 0, 1, 0x10, None)
-    if is_written:
-        manager.send_kvcache_slice(*call)
-    else:
-        with pytest.raises(RuntimeError, match="in none of the buffers"):
-            manager.send_kvcache_slice(*call)
+    outside = pytest.raises(RuntimeError, match="in none of the buffers")
+    with contextlib.nullcontext() if is_written else outside:
+        send_slices(prefill_manager(), [0x10, 0x10], [src, 0], [0, dst])
     assert len(sent) == is_written

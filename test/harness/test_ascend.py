@@ -16,6 +16,7 @@ if os.environ.get(SWITCH) != "1":
 import torch
 from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -110,21 +111,10 @@ def pools(kind: str, monkeypatch):
     return memory_pool_npu.NPUMHATokenToKVPool(**mha, **common), MHATokenToKVPool(**mha, **common)
 
 
-def layer_of(kind: str) -> SimpleNamespace:
+def layer_of(kind: str) -> RadixAttention:
     key, value = (LATENT + ROPE, LATENT) if kind == "mla" else (WIDTH, WIDTH)
-    return SimpleNamespace(
-        layer_id=LAYER,
-        tp_q_head_num=Q_HEADS,
-        tp_k_head_num=1 if kind == "mla" else KV_HEADS,
-        qk_head_dim=key,
-        v_head_dim=value,
-        scaling=key**-0.5,
-        is_cross_attention=False,
-        attn_type=None,
-        sliding_window_size=None,
-        k_scale=None,
-        v_scale=None,
-    )
+    heads = 1 if kind == "mla" else KV_HEADS
+    return RadixAttention(Q_HEADS, key, key**-0.5, heads, LAYER, v_head_dim=value)
 
 
 def arguments(kind: str, tokens: int) -> tuple[tuple, dict, tuple]:
@@ -163,21 +153,20 @@ def batches(table: SimpleNamespace):
 @pytest.mark.parametrize("kind", ["paged", "fia", "mla"])
 def test_ascend_attention_equals_torch_native(kind, monkeypatch):
     torch.manual_seed(0)
+    table = SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32))
     with single_rank_context(dcp_enabled=False):
         npu_pool, plain_pool = pools(kind, monkeypatch)
-    table = SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32))
+        check_steps(kind, npu_pool, plain_pool, table)
+
+
+def check_steps(kind: str, npu_pool, plain_pool, table) -> None:
+    layer = layer_of(kind)
     ascend, native = (
         ATTENTION_BACKENDS[name](
             SimpleNamespace(device="cpu", token_to_kv_pool=pool, req_to_token_pool=table)
         )
         for name, pool in (("ascend", npu_pool), ("torch_native", plain_pool))
     )
-    with single_rank_context(dcp_enabled=False):
-        check_steps(kind, ascend, native, npu_pool, plain_pool, table)
-
-
-def check_steps(kind: str, ascend, native, npu_pool, plain_pool, table) -> None:
-    layer = layer_of(kind)
     for number, batch in enumerate(batches(table)):
         given, rope, joined = arguments(kind, tokens=len(batch["out_cache_loc"]))
         step = "forward_extend" if number < 2 else "forward_decode"

@@ -12,18 +12,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from serving_checks import (
-    LOST_MEMORY,
-    NOT_JOINED,
-    check_no_memory_lost,
-    retry_memfabric_faults,
-)
+from serving_checks import LOST_MEMORY, NOT_JOINED, check_no_memory_lost, retry_memfabric_faults
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 from pd_harness import cluster
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_port_range, free_ports
 
+FAULTS = (NOT_JOINED, LOST_MEMORY)  # of MemFabric
 # A server with a child process, which answers on a port.
 WITH_CHILD = """
 import http.server, subprocess, sys
@@ -42,43 +38,31 @@ def server_with_child(folder: Path) -> tuple[cluster.Server, Path]:
     return cluster.Server("with-child", command, port, folder / "log"), folder / "child"
 
 
-def test_context_manager_stops_all_processes(tmp_path):
-    server, child = server_with_child(tmp_path)
-    with cluster.running([server], seconds=30):
-        pid = int(child.read_text())
-        assert psutil.pid_exists(pid)
-    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
+def python_command(code: str) -> list[str]:
+    """Returns the command of a process that runs this code, with this process's import path."""
+    return [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"]
 
 
-def test_servers_share_the_session_of_the_test(tmp_path):
+def test_processes_share_the_session_and_end_with_the_block(tmp_path):
     """With separate sessions, Linux would schedule by session and delay some for seconds."""
     server, child = server_with_child(tmp_path)
     with cluster.running([server], seconds=30):
         pid = int(child.read_text())
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) != os.getpgid(0)
+    assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
 def test_servers_exit_with_killed_parent(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(
-        f"""
-import sys, time
-from pathlib import Path
-from pd_harness import cluster
-command = [sys.executable, "-c", {WITH_CHILD!r}, sys.argv[1], sys.argv[2]]
-server = cluster.Server("with-child", command, int(sys.argv[1]), Path(sys.argv[2] + ".log"))
-server.start()
+    server, child = server_with_child(tmp_path)
+    code = f"""
+import time
+from pathlib import PosixPath
+from pd_harness.cluster import Server
+{server!r}.start()
 time.sleep(600)
 """
-    )
-    (port,) = free_ports(1)
-    child = tmp_path / "child"
-    paths = os.pathsep.join(sys.path)
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(port), str(child)],
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    parent = subprocess.Popen(python_command(code))
     try:
         assert wait_until(lambda: child.exists() and child.read_text() != "", 20)
     finally:
@@ -88,37 +72,22 @@ time.sleep(600)
     assert wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
-def test_server_that_exits_early_is_reported_with_log(tmp_path):
+@pytest.mark.parametrize(
+    "code, seconds, said",
+    [
+        ("print('no model'); raise SystemExit(3)", 60, "(?s)broken exited with status 3.*no model"),
+        ("import time; time.sleep(600)", 1, "broken was not ready in time"),
+    ],
+    ids=["exits", "hangs"],
+)
+def test_server_that_does_not_start_is_reported_and_stopped(tmp_path, code, seconds, said):
     (port,) = free_ports(1)
-    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
-    server = cluster.Server("broken", command, port, tmp_path / "log")
-    start = time.monotonic()
-    with (
-        pytest.raises(cluster.ServerFailed, match=r"(?s)exited with status 3.*no such model"),
-        cluster.running([server], seconds=60),
-    ):
+    server = cluster.Server("broken", [sys.executable, "-c", code], port, tmp_path / "log")
+    begun = time.monotonic()
+    with pytest.raises(cluster.ServerFailed, match=said), cluster.running([server], seconds):
         pytest.fail("it must not become ready")
-    assert time.monotonic() - start < 30
-
-
-def test_server_not_ready_in_time_is_stopped(tmp_path):
-    (port,) = free_ports(1)
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    server = cluster.Server("slow", command, port, tmp_path / "log")
-    with (
-        pytest.raises(cluster.ServerFailed, match="slow was not ready in time"),
-        cluster.running([server], seconds=1),
-    ):
-        pytest.fail("it must not become ready")
+    assert time.monotonic() - begun < 30
     assert server.process.poll() is not None
-
-
-def test_free_ports_are_distinct_and_free():
-    chosen = free_ports(20)
-    assert len(set(chosen)) == 20
-    for port in chosen:
-        with socket.create_server((cluster.HOST, port)):
-            pass
 
 
 def test_port_range_is_reserved_completely():
@@ -141,17 +110,14 @@ def test_short_port_ranges_are_released():
 
 def test_oldest_reserved_ports_are_released():
     """Runs in another process, because running servers use this one's ports."""
-    script = f"""
-import sys
-sys.path[:0] = {sys.path!r}
+    code = """
 from pd_harness import ports
 ports.MAX_RESERVED = 2
 oldest, other, newest = ports.free_ports(3)
 print("oldest", ports.free_ports(1, [oldest]) == [oldest])
 print("newest", ports.free_ports(1, [newest]))
 """
-    command = [sys.executable, "-c", script]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = subprocess.run(python_command(code), capture_output=True, text=True)
     assert found.stdout == "oldest True\n", found
     assert "OSError: only 0 of 1 free ports" in found.stderr
 
@@ -166,9 +132,8 @@ def test_all_ports_of_dp_attention_are_reserved(tmp_path, monkeypatch):
 
 def choose_ports_in_other_process(*ports: int) -> subprocess.CompletedProcess:
     """Runs another process that chooses one of these ports and prints it."""
-    script = f"import sys; sys.path[:0] = {sys.path!r}; from pd_harness.ports import free_ports; "
-    script += f"print(free_ports(1, {list(ports)}))"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    code = f"from pd_harness.ports import free_ports\nprint(free_ports(1, {list(ports)}))"
+    return subprocess.run(python_command(code), capture_output=True, text=True)
 
 
 def test_port_reserved_by_one_process_is_not_chosen_by_another():
@@ -203,9 +168,14 @@ def test_port_in_use_is_not_reserved():
     assert found.stdout == f"[{port}]\n", found
 
 
-@pytest.mark.parametrize("fault", [NOT_JOINED, LOST_MEMORY])
-@pytest.mark.parametrize("refused, starts", [(0, 1), (2, 3), (3, 3)])
-def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault, recwarn):
+@pytest.mark.parametrize(
+    "fault, refused, starts",
+    [
+        *((fault, *counts) for fault in FAULTS for counts in ((0, 1), (2, 3), (3, 3))),
+        ("no such model", 1, 1),
+    ],
+)
+def test_fleet_is_restarted_only_after_a_memfabric_fault(fault, refused, starts, recwarn):
     begun = []
 
     def serve() -> str:
@@ -217,7 +187,7 @@ def test_fleet_is_restarted_after_a_memfabric_fault(refused, starts, fault, recw
     if refused < starts:
         assert retry_memfabric_faults(serve) == "served"
     else:
-        with pytest.raises(cluster.ServerFailed):
+        with pytest.raises(cluster.ServerFailed, match=fault):
             retry_memfabric_faults(serve)
     assert len(begun) == starts
     assert [fault in str(one.message) for one in recwarn] == [True] * (starts - 1)
@@ -232,16 +202,6 @@ def test_server_whose_memfabric_lost_memory_is_named(tmp_path):
     servers[0].log.write_text(f"ready\nERROR {LOST_MEMORY}, index: 3\n")
     with pytest.raises(cluster.ServerFailed, match=f"prefill: {LOST_MEMORY}"):
         check_no_memory_lost(servers)
-
-
-def test_fleet_is_not_restarted_after_other_failures():
-    failures = iter([cluster.ServerFailed("no such model")])
-
-    def fails_once() -> None:
-        raise next(failures)
-
-    with pytest.raises(cluster.ServerFailed, match="no such model"):
-        retry_memfabric_faults(fails_once)
 
 
 def test_silent_server_is_a_hang_but_refused_connection_is_not(tmp_path):

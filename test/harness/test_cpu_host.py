@@ -15,19 +15,17 @@ from pd_harness.cpu_host import SWITCH, thread_binding
 from pd_harness.cpu_host.import_hooks import after_import
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
+ON = {SWITCH: "1"}
+PRINT_BINDING = "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])"
 
 
 def python(code: str, *arguments: str, path: Path | None = None, **environment: str):
     """Runs ``code`` after `activate` in a new interpreter with ``environment`` only."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     folders = [str(folder) for folder in (path, PACKAGE) if folder]
+    start = "from pd_harness.cpu_host.startup import activate; activate()"
     return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from pd_harness.cpu_host.startup import activate; activate()\n{code}",
-            *arguments,
-        ],
+        [sys.executable, "-c", f"{start}\n{code}", *arguments],
         env={**kept, "PYTHONPATH": os.pathsep.join(folders), **environment},
         capture_output=True,
         text=True,
@@ -41,47 +39,26 @@ def test_cpu_host_is_disabled_by_default():
 
 def test_misspelt_switch_is_refused():
     found = python("print('ran')", **{SWITCH: "yes"})
-    assert found.returncode != 0
+    assert (found.returncode, found.stdout) == (1, "")
     assert f"{SWITCH} is 'yes'" in found.stderr
-    assert found.stdout == ""
 
 
 def test_cpu_host_refuses_installed_torch_npu(tmp_path):
     (tmp_path / "torch_npu.py").write_text("")
-    found = python("print('ran')", path=tmp_path, **{SWITCH: "1"})
-    assert found.returncode != 0
-    assert "torch_npu" in found.stderr
-    assert str(tmp_path) in found.stderr
-    assert found.stdout == ""
+    found = python("print('ran')", path=tmp_path, **ON)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert f"this machine has torch_npu ({tmp_path}" in found.stderr
 
 
 def test_stub_kernel_raises_when_called():
-    found = python(
-        "from sgl_kernel.kvcacheio import transfer_kv_all_layer as kernel\nkernel(1)",
-        **{SWITCH: "1"},
-    )
+    call = "from sgl_kernel.kvcacheio import transfer_kv_all_layer as kernel\nkernel(1)"
+    found = python(call, **ON)
     assert "sgl_kernel.kvcacheio.transfer_kv_all_layer is only a stub" in found.stderr
 
 
 def test_installed_package_is_preferred_to_stub(tmp_path):
     (tmp_path / "sgl_kernel.py").write_text("real = True")
-    found = python("import sgl_kernel; print(sgl_kernel.real)", path=tmp_path, **{SWITCH: "1"})
-    assert found.stdout == "True\n", found.stderr
-
-
-def test_cuda_streams_and_events_are_stubbed():
-    found = python(
-        """
-import torch
-event = torch.cuda.Event()
-event.record(torch.cuda.current_stream())
-torch.cuda.current_stream().wait_event(event)
-with torch.cuda.stream(torch.cuda.Stream()):
-    torch.cuda.synchronize()
-print(event.query())
-""",
-        **{SWITCH: "1"},
-    )
+    found = python("import sgl_kernel; print(sgl_kernel.real)", path=tmp_path, **ON)
     assert found.stdout == "True\n", found.stderr
 
 
@@ -95,8 +72,7 @@ print(event.query())
     ],
 )
 def test_one_core_per_rank_is_bound(arguments, tp, pp):
-    code = "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])"
-    found = python(code, *arguments, **{SWITCH: "1"})
+    found = python(PRINT_BINDING, *arguments, **ON)
     assert found.stdout.strip() == thread_binding(tp, pp), found.stderr
 
 
@@ -108,39 +84,35 @@ def test_pp_stages_have_own_cores_in_later_releases(monkeypatch):
 
 
 def test_given_thread_binding_is_preserved():
-    found = python(
-        "import os; print(os.environ['SGLANG_CPU_OMP_THREADS_BIND'])",
-        **{SWITCH: "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"},
-    )
+    found = python(PRINT_BINDING, SGLANG_CPU_OMP_THREADS_BIND="all", **ON)
     assert found.stdout == "all\n", found.stderr
 
 
-def fake_packages(folder: Path, patched: bool) -> None:
-    """Writes an engine and a NIXL just large enough to test which memory kinds are changed."""
-    disaggregation = folder / "sglang" / "srt" / "disaggregation"
-    if patched:
-        (disaggregation / "kv_layout").mkdir(parents=True)
-        (disaggregation / "kv_layout" / "__init__.py").write_text("")
-    (folder / "sglang").mkdir(exist_ok=True)
-    (folder / "sglang" / "__init__.py").write_text("")
-    (folder / "nixl_cu12").mkdir()
-    (folder / "nixl_cu12" / "__init__.py").write_text("")
-    (folder / "nixl_cu12" / "_api.py").write_text(
-        "class nixlBind:\n"
-        "    class nixlAgentConfig: pass\n"
-        "class nixl_agent:\n"
-        "    def __init__(self, name):\n"
-        "        self.nixl_mems = {'DRAM': 0, 'VRAM': 1}\n"
-    )
+FAKE_NIXL = """
+class nixlBind:
+    class nixlAgentConfig: pass
+class nixl_agent:
+    def __init__(self, name):
+        self.nixl_mems = {"DRAM": 0, "VRAM": 1}
+"""
 
 
 @pytest.mark.parametrize(
     ("patched", "kinds"), [(False, {"DRAM": 0, "VRAM": 0}), (True, {"DRAM": 0, "VRAM": 1})]
 )
 def test_nixl_memory_kind_is_changed_for_the_stock_engine_only(tmp_path, patched, kinds):
-    fake_packages(tmp_path, patched)
+    modules = {
+        "nixl_cu12/__init__.py": "",
+        "nixl_cu12/_api.py": FAKE_NIXL,
+        "sglang/__init__.py": "",
+    }
+    if patched:
+        modules["sglang/srt/disaggregation/kv_layout/__init__.py"] = ""
+    for name, text in modules.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     code = "import json, nixl_cu12._api as a; print(json.dumps(a.nixl_agent('x').nixl_mems))"
-    found = python(code, path=tmp_path, **{SWITCH: "1"})
+    found = python(code, path=tmp_path, **ON)
     assert json.loads(found.stdout) == kinds, found.stderr
 
 
@@ -154,7 +126,7 @@ time.sleep(2)
 print((time.process_time() - used) / (time.monotonic() - start))
 """
     folders = Path(pytest.importorskip("nixl", reason="no NIXL here").__file__).parents[1]
-    found = python(code, path=folders, **{SWITCH: "1"})
+    found = python(code, path=folders, **ON)
     assert float(found.stdout.splitlines()[-1]) < 0.2, found.stderr
 
 
@@ -182,28 +154,10 @@ except TimeoutError:
 """
 
 
-@pytest.mark.parametrize(("switch", "state"), [({}, "closed"), ({SWITCH: "1"}, "open")])
+@pytest.mark.parametrize(("switch", "state"), [({}, "closed"), (ON, "open")])
 def test_idle_connections_stay_open(switch, state):
     found = python(KEEP_ALIVE, path=Path(httpx.__file__).parents[1], **switch)
     assert found.stdout.splitlines()[-1:] == [state], found.stderr
-
-
-def test_kv_heads_are_not_padded(tmp_path):
-    configs = tmp_path / "sglang" / "srt" / "configs"
-    configs.mkdir(parents=True)
-    for folder in (configs, configs.parent, configs.parent.parent):
-        (folder / "__init__.py").write_text("")
-    (configs / "update_config.py").write_text(
-        "def adjust_config_with_unaligned_cpu_tp(model_config, load_config, tp_size):\n"
-        "    return 'padded'\n"
-    )
-    found = python(
-        "from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp as f\n"
-        "print(f('as it was', 'load', 4))",
-        path=tmp_path,
-        **{SWITCH: "1"},
-    )
-    assert found.stdout == "as it was\n", found.stderr
 
 
 def test_import_hook_runs_once_after_import(tmp_path, monkeypatch):
@@ -267,4 +221,4 @@ def test_mooncake_without_cpu_host_refuses_many_copies():
 
 @pytest.mark.parametrize(("callers", "copies"), [(1, 3000), (4, 1300), (1, 512)])
 def test_concurrent_batches_of_many_copies_arrive(callers, copies):
-    assert write_concurrently(callers, copies, **{SWITCH: "1"}) == f"[{[0] * callers}, true]"
+    assert write_concurrently(callers, copies, **ON) == f"[{[0] * callers}, true]"

@@ -18,8 +18,6 @@ from serving_scenarios import (
 
 from pd_harness import cluster, device
 
-ASCEND = [scenario for scenario in SCENARIOS if scenario.topology.backend == "ascend"]
-
 
 @pytest.fixture
 def four_npus(monkeypatch):
@@ -115,36 +113,30 @@ def test_server_options_on_cpu_host(no_npu, monkeypatch, tmp_path):
 
 
 def test_four_npus_run_all_but_largest_scenarios(four_npus):
-    served = [
-        scenario.name
-        for scenario in SCENARIOS
-        if not cluster.skip_reason(
-            scenario.topology.backend, sum(scenario.topology.ranks), ("patched", "patched")
-        )
-    ]
-    left_out = {scenario.name for scenario in ASCEND} - set(served)
+    """Each rank needs one."""
+    fleets_of = {scenario.name: scenario.topology for scenario in SCENARIOS}
+    served = {
+        name
+        for name, topology in fleets_of.items()
+        if not cluster.skip_reason(topology.backend, sum(topology.ranks), ("patched",) * 2)
+    }
     larger = ("mla_pp2_tp2_to_2", "mla_pp2_tp2_to_1", "mla_pp2_dp2_to_dp2")
-    assert left_out == {f"ascend-{name}" for name in larger}
-    assert all(name.startswith("ascend-") for name in served)
+    ascend = {name for name in fleets_of if name.startswith("ascend-")}
+    assert served == ascend - {f"ascend-{name}" for name in larger}
 
 
 @pytest.mark.parametrize(
     "backend, ranks, engines, reason",
     [
-        ("nixl", 2, ("patched", "patched"), "the backend is ascend, not nixl"),
+        ("nixl", 3, ("patched", "patched"), "the backend is ascend, not nixl"),
         ("ascend", 5, ("patched", "patched"), "5 NPUs, one for each rank; this machine has 4"),
-        ("ascend", 2, ("stock", "patched"), "only engine is this Python's"),
+        ("ascend", 3, ("stock", "patched"), "only engine is this Python's"),
+        ("ascend", 2, ("patched", "patched"), "a smaller machine runs fleets of 2 ranks"),
     ],
 )
-def test_skip_reason_names_missing_npu_feature(four_npus, backend, ranks, engines, reason):
-    assert reason in cluster.skip_reason(backend, ranks, engines)
-
-
-def test_larger_machine_skips_small_fleets(four_npus, monkeypatch):
+def test_skip_reason_of_npus(four_npus, monkeypatch, backend, ranks, engines, reason):
     monkeypatch.setenv(cluster.RANKS_FROM, "3")
-    here = [cluster.skip_reason("ascend", ranks, ("patched",)) for ranks in range(2, 6)]
-    assert [reason is None for reason in here] == [False, True, True, False]
-    assert "a smaller machine runs fleets of 2 ranks" in here[0]
+    assert reason in cluster.skip_reason(backend, ranks, engines)
 
 
 def test_cpu_host_runs_all_fleets(no_npu):
@@ -186,10 +178,8 @@ class RecordingForkServer:
         self.done.append("spawn")
         return self
 
-    def start(self, config) -> None:
+    def start(self, config, do: str = "start") -> None:
         self.done.append("start")
-
-    start_bootstrap = start
 
     def close(self) -> None:
         self.done.append("close")
@@ -201,10 +191,8 @@ def test_ranks_on_npus_import_engine_concurrently(monkeypatch, where, early):
     monkeypatch.setattr(fleets, "device", lambda: where)
     monkeypatch.setattr(fleets, "is_listening", lambda port: True)
     monkeypatch.setattr(fleets.Rank, "start", RecordingForkServer.start)
-    spawning, fleet = (
-        RecordingForkServer(),
-        fleets.Fleet(fleets.Side(pp=2), fleets.Side(tp=2), layers=4),
-    )
+    spawning = RecordingForkServer()
+    fleet = fleets.Fleet(fleets.Side(pp=2), fleets.Side(tp=2), layers=4)
     with fleets.running(fleet, spawning, spawning):
         assert spawning.done.index("start") == early
         assert spawning.done.count("spawn") == spawning.done.count("start") == 1 + fleet.size
@@ -224,12 +212,11 @@ APART = answers(([1, 2, 3], [-0.5, -0.5, -0.5]), ([4, 5, 6], [-0.1, -0.2, -0.1])
 @pytest.mark.parametrize(
     "got, cpu, npu",
     [
-        (WANT, "right", "right"),
-        (TIE, "wrong", "right"),
-        (NO_TIE, "wrong", "wrong"),
-        (APART, "wrong", "wrong"),
+        pytest.param(WANT, "right", "right", id="equal"),
+        pytest.param(TIE, "wrong", "right", id="tie"),
+        pytest.param(NO_TIE, "wrong", "wrong", id="no_tie"),
+        pytest.param(APART, "wrong", "wrong", id="apart"),
     ],
-    ids=["equal", "tie", "no_tie", "apart"],
 )
 def test_answers_may_differ_at_ties_on_npus_only(got, cpu, npu, monkeypatch):
     for where, expected in (("cpu", cpu), ("npu", npu)):

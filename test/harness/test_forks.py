@@ -60,27 +60,21 @@ def has_exited(pid: int, seconds: float = 20) -> bool:
     return wait_until(is_dead, seconds)
 
 
-def test_fork_has_imported_engine_and_given_environment(tmp_path):
-    log = tmp_path / "log"
-    code = "import os, sys; print('sglang' in sys.modules, os.environ['SOME'], sys.argv[1])"
-    assert run(code, log, SOME="thing").wait() == 0
-    assert log.read_text().splitlines()[0] == "True thing -n1"
-
-
-def test_forks_share_the_session_of_the_test(tmp_path):
-    log = tmp_path / "log"
-    code = "import os, time; print(os.getsid(0), os.getpgrp(), flush=True); time.sleep(600)"
-    server = run(code, log)
-    session, group = map(int, lines(log, 1)[0].split())
-    server.stop()
-    assert session == os.getsid(0)
-    assert group != os.getpgrp()
-
-
-def test_exit_status_of_fork_is_reported(tmp_path):
-    process = run("import os; os._exit(7)", tmp_path / "log")
-    assert process.wait() == 7
-    assert process.poll() == 7
+def test_fork_has_engine_environment_and_session(tmp_path):
+    """It also has NIXL's plug-in, which each rank would otherwise load again."""
+    code = """
+import os, sys
+print('sglang' in sys.modules, 'libplugin_UCX' in open('/proc/self/maps').read())
+print(os.environ['SOME'], sys.argv[1])
+print(os.getsid(0), os.getpgrp(), flush=True)
+os._exit(7)
+"""
+    process = run(code, tmp_path / "log", SOME="thing")
+    assert (process.wait(), process.poll()) == (7, 7)
+    loaded, given, ids = (tmp_path / "log").read_text().splitlines()[:3]
+    assert (loaded, given) == ("True True", "thing -n1")
+    session, group = map(int, ids.split())
+    assert session == os.getsid(0) and group != os.getpgrp()
 
 
 def test_spawned_processes_are_forked_children(tmp_path):
@@ -128,15 +122,13 @@ sys.stdin.read()
 
 
 def test_workers_share_fork_servers_of_living_workers(tmp_path):
+    shared = {forks.SHARED_FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": PYTHON_PATH}
+
     def worker(value: str) -> tuple[subprocess.Popen, int]:
         """Starts a worker that needs this value; returns it and its fork server's process id."""
         process = subprocess.Popen(
             [sys.executable, "-c", WORKER, value],
-            env={
-                **os.environ,
-                forks.SHARED_FOLDER_VARIABLE: str(tmp_path),
-                "PYTHONPATH": PYTHON_PATH,
-            },
+            env={**os.environ, **shared},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -154,9 +146,8 @@ def test_workers_share_fork_servers_of_living_workers(tmp_path):
 
 
 def test_fork_exits_when_its_handle_is_dropped(tmp_path):
-    log = tmp_path / "log"
-    keepers = [run(CHILD.format(seconds=600, threads=False, target="child"), log).pid]
-    assert all(has_exited(pid) for pid in keepers)
+    supervisor = run(CHILD.format(seconds=600, threads=False, target="child"), tmp_path / "log").pid
+    assert has_exited(supervisor)
 
 
 @pytest.mark.nightly  # it imports the engine once more
@@ -191,10 +182,3 @@ def test_unimportable_engine_is_reported(tmp_path):
         forks.fork_server(
             [sys.executable, "-m", forks.MODULE], {"PYTHONPATH": PYTHON_PATH}, lambda _: {}
         )
-
-
-def test_nixl_plugin_is_loaded_before_fork(tmp_path):
-    """Otherwise each rank would load the plug-in again."""
-    log = tmp_path / "log"
-    run("print('libplugin_UCX' in open('/proc/self/maps').read())", log).wait()
-    assert lines(log, 1)[0] == "True"

@@ -1,7 +1,8 @@
 """Tiny models are made once, completely, and with the same weights every time."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
@@ -45,16 +46,17 @@ def test_mla_config_has_fields_read_by_engine(tmp_path):
     assert config["moe_layer_freq"] == 1
 
 
-def logprobs_after(network, tokens, damage) -> list[float]:
+def logprobs_after(network, tokens, wrong: tuple[int, str] | None = None):
     """Returns the logprobs of all candidates for the token after ``tokens``.
 
-    ``damage`` changes the KV cache of all tokens but the last before it is used.
+    ``wrong`` is a layer, and "keys" or "values", in which a page of 16 tokens is zero.
     """
     import torch
 
     with torch.no_grad():
         cache = network(tokens[:, :-1], use_cache=True).past_key_values
-        damage(cache)
+        if wrong:
+            getattr(cache.layers[wrong[0]], wrong[1])[:, :, 32:48] = 0
         logits = network(tokens[:, -1:], past_key_values=cache).logits
     return logits[0, -1].log_softmax(-1)
 
@@ -65,29 +67,20 @@ def logprobs_after(network, tokens, damage) -> list[float]:
     ids=["gqa", "mla", "drafted_llama", "drafted_mla"],
 )
 def test_answers_depend_on_the_whole_kv_cache(model, tmp_path):
-    """One wrong page of 16 tokens in one layer changes a single token's logprobs."""
+    """One wrong page in one layer changes a single token's logprobs."""
     import torch
 
     network = load_checkpoint(model.make(tmp_path))
     tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
-    right = logprobs_after(network, tokens, lambda cache: None)
-    for layer in range(model.layers):
-        for part in ("keys", "values"):
-
-            def damage(cache, layer=layer, part=part):
-                getattr(cache.layers[layer], part)[:, :, 32:48] = 0
-
-            wrong = logprobs_after(network, tokens, damage)
-            apart = (wrong - right).abs().max()
-            assert apart > 0.01, f"{part} of layer {layer}: logprobs differ by {apart:.4f} only"
+    right = logprobs_after(network, tokens)
+    for wrong in product(range(model.layers), ("keys", "values")):
+        apart = (logprobs_after(network, tokens, wrong) - right).abs().max()
+        assert apart > 0.01, f"{wrong}: logprobs differ by {apart:.4f} only"
 
 
 def test_concurrent_make_leaves_one_model(tmp_path):
-    threads = [threading.Thread(target=SMALL.make, args=(tmp_path,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(SMALL.make, [tmp_path] * 2))
     assert [entry.name for entry in tmp_path.iterdir()] == [SMALL.name]
     assert (tmp_path / SMALL.name / "tokenizer.json").is_file()
 

@@ -13,6 +13,7 @@ if os.environ.get(SWITCH) != "1":
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_utils
@@ -92,17 +93,7 @@ class Batch:
             buffer.normal_()
         self.rows = torch.randperm(SLOTS).view(2, SLOTS // 2)
         self.table = SimpleNamespace(req_to_token=self.rows)
-        self.layer = SimpleNamespace(
-            layer_id=0,
-            tp_q_head_num=HEADS,
-            tp_k_head_num=HEADS,
-            qk_head_dim=WIDTH,
-            v_head_dim=WIDTH,
-            scaling=WIDTH**-0.5,
-            is_cross_attention=False,
-            attn_type=None,
-            sliding_window_size=None,
-        )
+        self.layer = RadixAttention(HEADS, WIDTH, WIDTH**-0.5, HEADS, layer_id=0)
 
     def slots(self, starts, ends) -> torch.Tensor:
         return torch.cat([row[a:b] for row, a, b in zip(self.rows, starts, ends, strict=True)])

@@ -1,6 +1,5 @@
 """Checks of GitHub's workflows, whose errors would otherwise show only on GitHub."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import npu_runs
 import pytest
 import tomllib
 import yaml
@@ -17,21 +17,12 @@ from sglang_pd.patchset.patches import supported_releases
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = {path.stem: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}
-SCRIPT = ROOT / "scripts" / "npu_runs.py"
-MARKERS = {
-    line.partition(":")[0]
-    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"][
-        "ini_options"
-    ]["markers"]
-}
+OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+MARKERS = {line.partition(":")[0] for line in OPTIONS["markers"]}
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
 STRINGS = re.compile(r"'[^']*'")
 CONTEXTS = {"github", "vars", "matrix", "needs", "inputs", "steps"}
 FUNCTIONS = {"toJSON", "fromJSON", "always", "cancelled", "failure"}
-
-spec = importlib.util.spec_from_file_location("npu_runs", SCRIPT)
-npu_runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(npu_runs)
 
 
 def read(name: str) -> dict:
@@ -69,11 +60,20 @@ def matrix_keys(workflow: str, job: dict) -> set[str]:
 
 
 @pytest.mark.parametrize("workflow, name", JOBS)
+def test_each_job_has_a_timeout(workflow, name):
+    assert read(workflow)["jobs"][name]["timeout-minutes"]
+
+
+@pytest.mark.parametrize("workflow, name", JOBS)
 def test_expressions_refer_to_defined_names(workflow, name):
     whole = read(workflow)
     job = whole["jobs"][name]
-    steps = {step["id"] for step in job["steps"] if "id" in step}
-    inputs = set((whole["on"].get("workflow_dispatch") or {}).get("inputs", {}))
+    known = {
+        "matrix": matrix_keys(workflow, job),
+        "inputs": set((whole["on"].get("workflow_dispatch") or {}).get("inputs", {})),
+        "steps": {step["id"] for step in job["steps"] if "id" in step},
+        "needs": {job["needs"]} if "needs" in job else set(),
+    }
     for expression in expressions(job):
         rest = STRINGS.sub("''", expression)
         for called in re.findall(r"(\w+)\(", rest):
@@ -83,14 +83,8 @@ def test_expressions_refer_to_defined_names(workflow, name):
             if context in {"true", "false", *FUNCTIONS}:
                 continue
             assert context in CONTEXTS, expression
-            if context == "matrix":
-                assert more[0] in matrix_keys(workflow, job), expression
-            if context == "inputs" and more:
-                assert more[0] in inputs, expression
-            if context == "steps":
-                assert more[0] in steps, expression
+            assert not more or more[0] in known.get(context, more), expression
             if context == "needs":
-                assert more[0] in job["needs"], expression
                 assert more[2] in whole["jobs"][more[0]]["outputs"], expression
 
 
@@ -110,11 +104,6 @@ def test_commands_are_valid_bash_and_name_existing_files(workflow, name):
             assert os.access(ROOT / script, os.X_OK), script
 
 
-@pytest.mark.parametrize("workflow, name", JOBS)
-def test_each_job_has_a_timeout(workflow, name):
-    assert read(workflow)["jobs"][name]["timeout-minutes"]
-
-
 # Runs on NPUs
 
 
@@ -130,10 +119,8 @@ def test_every_release_runs_on_two_and_on_four_npus():
     assert len({row["name"] for row in found}) == len(found)
     for row in found:
         assert row["release"] in row["image"]
-        assert row["runner"] == [
-            "self-hosted",
-            f"{row['name'].split()[1][:2].lower()}-{row['npus']}",
-        ]
+        generation = row["name"].split()[1][:2].lower()
+        assert row["runner"] == ["self-hosted", f"{generation}-{row['npus']}"]
 
 
 @pytest.mark.parametrize("event, marked", [("pull_request", "few"), ("schedule", "all")])
@@ -192,9 +179,8 @@ def run_script(event: str, variables: dict, labels=(), is_fork=False, asked=None
     steps = read("npu")["jobs"]["decide"]["steps"]
     (step,) = [step for step in steps if step.get("id") == "runs"]
     assert set(step["env"]) == set(environment)
-    ran = subprocess.run(
-        [sys.executable, "-I", str(SCRIPT)], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-I", npu_runs.__file__]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return dict(line.split("=", 1) for line in ran.stdout.splitlines())
 

@@ -5,6 +5,7 @@ import dataclasses
 import random
 
 import httpx
+from server_pairs import bootstrap_fields
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA
 
 from pd_harness import cluster
@@ -46,15 +47,12 @@ class DisconnectCase:
     @property
     def name(self) -> str:
         sizes = self.topology
-        prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}{_groups(sizes.prefill_dp)}"
-        decode = f"tp{sizes.decode_tp}{_groups(sizes.decode_dp)}"
-        parts = [sizes.backend, f"{prefill}_to_{decode}", self.way]
+        prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}"
+        prefill += f"_dp{sizes.prefill_dp}" if sizes.prefill_dp > 1 else ""
+        decode = f"tp{sizes.decode_tp}"
+        decode += f"_dp{sizes.decode_dp}" if sizes.decode_dp > 1 else ""
         more = [name for name in ("overlap", "verify") if getattr(self, name)]
-        return "-".join([*parts, *more])
-
-
-def _groups(dp: int) -> str:
-    return f"_dp{dp}" if dp > 1 else ""
+        return "-".join([sizes.backend, f"{prefill}_to_{decode}", self.way, *more])
 
 
 def fleet(
@@ -98,18 +96,12 @@ async def _run_clients(servers, way: str, source: random.Random, pace: float) ->
 def _request(servers, way: str, source: random.Random) -> tuple[list[str], dict]:
     """Returns the URLs that a client asks, and its request's body."""
     prefill, decode, router = servers
-    body = {
-        "input_ids": [source.randrange(256) for _ in range(source.randint(*LENGTHS))],
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-    }
+    prompt = [source.randrange(256) for _ in range(source.randint(*LENGTHS))]
+    body = cluster.greedy_body(prompt, NEW_TOKENS)
     if way == "router":
         return [router.url], body
-    meeting = {
-        "bootstrap_host": cluster.HOST,
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": source.randrange(2**32, 2**63),
-    }
-    return [prefill.url, decode.url], {**body, **meeting}
+    body |= bootstrap_fields(prefill, source.randrange(2**32, 2**63))
+    return [prefill.url, decode.url], body
 
 
 async def _run_client(client, urls, body, patience: float, leave: int | None) -> bool:

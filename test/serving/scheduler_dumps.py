@@ -75,10 +75,6 @@ def paused_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Calla
         hold.unlink()
 
 
-def rank_name(seen: dict) -> str:
-    return f"{seen['disaggregation']} PP {seen['pp_rank']} TP {seen['tp_rank']}"
-
-
 def pending_by_rank(server: cluster.Server) -> dict[str, dict]:
     """Counts requests in queues and rooms in tables, by rank, for ranks that have any."""
     found = {}
@@ -91,5 +87,5 @@ def pending_by_rank(server: cluster.Server) -> dict[str, dict]:
         }
         held = {name: count for name, count in {**seen["queues"], **tables}.items() if count}
         if held:
-            found[rank_name(seen)] = held
+            found[f"{seen['disaggregation']} PP {seen['pp_rank']} TP {seen['tp_rank']}"] = held
     return found

@@ -7,14 +7,9 @@ import pytest
 from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
 from engine_release import IS_DEFAULT
 from scheduler_dumps import dump_environment, pending_by_rank
-from serving_checks import (
-    outcome,
-    record,
-    retry_memfabric_faults,
-    running,
-    server_load,
-)
-from serving_scenarios import NEW_TOKENS, model_folder, prompts
+from server_pairs import LOGS, ended, make_pair
+from serving_checks import outcome, record, retry_memfabric_faults, running, server_load
+from serving_scenarios import NEW_TOKENS, prompts
 
 from pd_harness import cluster
 from pd_harness.device import device
@@ -91,18 +86,13 @@ STOCK = {
 }
 
 
-def push_cases() -> list:
-    always = PUSH_CASES[release()]
-    return [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in always]
+def cases() -> list:
+    """Returns one seed for push cases; nightly one seed, in turn, for all other cases, too.
 
-
-def nightly_cases() -> list:
-    """Returns all seeds for two stages over each backend, and one seed, in turn, for others.
-
-    On non-default releases, two seeds instead of all.
+    Two stages over each backend have all seeds, on non-default releases two.
     """
-    many = SEEDS if IS_DEFAULT else 2
-    found = []
+    always, many = PUSH_CASES[release()], SEEDS if IS_DEFAULT else 2
+    found = [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in always]
     for at, one in enumerate(FLEETS):
         has_many = one.topology.prefill_pp == 2 and one.topology.prefill_tp == 1
         seeds = [(at + 2 * n) % SEEDS for n in range(many if has_many else 1)]
@@ -110,7 +100,7 @@ def nightly_cases() -> list:
     return found
 
 
-@pytest.mark.parametrize("fleet, seeds", [*push_cases(), *nightly_cases()])
+@pytest.mark.parametrize("fleet, seeds", cases())
 def test_servers_recover_after_disconnects(fleet, seeds, reference):
     row = retry_memfabric_faults(
         lambda: state_after_disconnects(fleet, "patched", seeds, reference, PATIENCE)
@@ -122,13 +112,11 @@ def test_servers_recover_after_disconnects(fleet, seeds, reference):
     assert row["never_ended"] == 0, row
 
 
-def stock_cases() -> list:
-    return [pytest.param(*one, id=one[0].name) for one in STOCK[release()]]
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # 0.5.9 answers late
-@pytest.mark.parametrize("fleet, next_prompts", stock_cases())
+@pytest.mark.parametrize(
+    "fleet, next_prompts", [pytest.param(*one, id=one[0].name) for one in STOCK[release()]]
+)
 def test_stock_after_disconnects(fleet, next_prompts, reference):
     patience = STOCK_PATIENCE[release()]
     row = retry_memfabric_faults(
@@ -145,21 +133,11 @@ def state_after_disconnects(
     Fails with the log of a server that has exited, or whose MemFabric has lost memory of a peer.
     """
     expected = reference(fleet.model, NEW_TOKENS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"hang-up-{fleet.name}-{engine}"
-    servers = cluster.pd_servers(
-        fleet.topology,
-        model_folder(fleet.model),
-        logs,
-        engine,
-        engine,
-        environment={
-            **dump_environment(logs / "probe"),
-            **ENGINE_TIMEOUTS,
-            **({"SGLANG_PD_VERIFY": "1"} if fleet.verify else {}),
-        },
-        overlap=fleet.overlap,
-        chunk=CHUNK,
-    )
+    label = f"hang-up-{fleet.name}-{engine}"
+    environment = {**dump_environment(LOGS / label / "probe"), **ENGINE_TIMEOUTS}
+    environment |= {"SGLANG_PD_VERIFY": "1"} if fleet.verify else {}
+    options = {"environment": environment, "overlap": fleet.overlap, "chunk": CHUNK}
+    servers = make_pair(label, fleet.topology, fleet.model, engine, **options)
     row = {"fleet": fleet.name, "engine": engine, "seeds": 0, "never_ended": 0, "held": {}}
     row |= {"next_prompts": "right", "alive": True, "seconds": 0.0, "busy": 1.0}
     with running(servers):
@@ -184,9 +162,9 @@ def _ask(servers, expected, patience: float, row: dict) -> None:
     start = time.monotonic()
     answers = cluster.ask(servers[-1].url, prompts(), NEW_TOKENS, patience)
     row["seconds"] = max(row["seconds"], round(time.monotonic() - start, 1))
-    ended = [server.name for server in servers if server.has_ended()]
-    row["alive"] = not ended
-    result, detail = outcome(answers, ended, expected)
+    exited = ended(servers)
+    row["alive"] = not exited
+    result, detail = outcome(answers, exited, expected)
     if result != "right":
         row |= {"next_prompts": result, "detail": detail}
 

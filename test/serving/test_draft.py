@@ -5,6 +5,7 @@ accepted draft tokens shows whether the draft's KV and hidden states arrived.
 """
 
 import pytest
+from server_pairs import LOGS, ended, wait_for_peers
 from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
@@ -20,18 +21,17 @@ from serving_scenarios import (
     DRAFT_PUSH_CASES,
     DRAFT_SCENARIOS,
     SIDES,
-    DraftScenario,
+    Scenario,
     marks,
     model_folder,
     prompts,
 )
 
 from pd_harness import cluster
-from pd_harness.cluster import PD_ENV, RELEASE_ENV
+from pd_harness.cluster import RELEASE_ENV
 from pd_harness.cpu_host.drafts import make_draft
-from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.cpu_host.models import TinyModel
-from pd_harness.device import device, wait_for_memfabric_peers
+from pd_harness.device import device
 from pd_harness.ports import free_ports
 
 pytestmark = [
@@ -49,29 +49,23 @@ def single_server_rounds():
     """A function that returns the verify rounds per prompt of one stock server with the draft."""
     known: dict[tuple, list[int]] = {}
 
-    def rounds(drafted: DraftScenario) -> list[int]:
+    def rounds(drafted: Scenario) -> list[int]:
         key = (drafted.model, drafted.topology.page_size, drafted.topology.attention)
         if key not in known:
             server = single_server(drafted)
             with cluster.running([server]):
-                answers = ask(server)
-            known[key] = [answer.rounds for answer in answers]
+                known[key] = [answer.rounds for answer in ask(server)]
         return known[key]
 
     return rounds
 
 
-def single_server(drafted: DraftScenario) -> cluster.Server:
+def single_server(drafted: Scenario) -> cluster.Server:
     """Returns one stock server with the scenario's model and draft."""
-    return cluster.engine_server(
-        "single",
-        "stock",
-        model_folder(drafted.model),
-        PD_ENV / "logs" / "serving" / "drafted",
-        page_size=drafted.topology.page_size,
-        attention=drafted.topology.attention,
-        draft=draft_folder(drafted.model),
-    )
+    topology, folder = drafted.topology, model_folder(drafted.model)
+    options = {"page_size": topology.page_size, "attention": topology.attention}
+    options["draft"] = draft_folder(drafted.model)
+    return cluster.engine_server("single", "stock", folder, LOGS / "drafted", **options)
 
 
 def draft_folder(model: TinyModel):
@@ -87,22 +81,19 @@ def ask(server: cluster.Server, at_once: int | None = 1, **more) -> list[cluster
     return cluster.ask(server.url, prompts(), NEW_TOKENS, PATIENCE, at_once, **more)
 
 
-def fleet(drafted: DraftScenario, engine: str, **environment: str) -> tuple[cluster.Server, ...]:
-    (store_port,) = free_ports(1)
-    logs = PD_ENV / "logs" / "serving" / f"draft-{drafted.name}-{engine}"
-    servers = [
-        start(
-            drafted.topology,
-            engine,
-            model_folder(drafted.model),
-            logs,
-            store_port,
-            environment={**drafted.topology.memfabric(engine), **environment},
+def fleet(drafted: Scenario, engine: str, **environment: str) -> tuple[cluster.Server, ...]:
+    topology, logs = drafted.topology, LOGS / f"draft-{drafted.name}-{engine}"
+    given = (topology, engine, model_folder(drafted.model), logs, *free_ports(1))
+    environment = {**topology.memfabric(engine), **environment}
+    prefill, decode = (
+        make(
+            *given,
+            environment=environment,
             draft=draft_folder(drafted.model) if side in drafted.sides else None,
         )
-        for side, start in zip(SIDES, (cluster.prefill_server, cluster.decode_server))
-    ]
-    return (*servers, cluster.router(servers[:1], servers[1:], logs))
+        for side, make in zip(SIDES, (cluster.prefill_server, cluster.decode_server))
+    )
+    return prefill, decode, cluster.router([prefill], [decode], logs)
 
 
 @pytest.fixture
@@ -113,14 +104,13 @@ def serves(reference, single_server_rounds):
     those of the first pass; the outcome, which is recorded, covers both.
     """
 
-    def served(drafted: DraftScenario, engine: str) -> tuple[list[cluster.Answer], str, str]:
+    def served(drafted: Scenario, engine: str) -> tuple[list[cluster.Answer], str, str]:
         expected, by_one = reference(drafted.model, NEW_TOKENS), single_server_rounds(drafted)
 
         def answered() -> tuple[list[cluster.Answer], str, str]:
             servers = fleet(drafted, engine)
             with running(servers):
-                if drafted.topology.backend == "ascend":
-                    wait_for_memfabric_peers(memfabric_for(engine))
+                wait_for_peers(drafted.topology, engine)
                 may_hang = engine == "stock" and drafted.stock == "hang"
                 lost_after = LOST_SECONDS if may_hang else SLOW_SECONDS
                 answers = ask(servers[-1], is_lost=HangDetector(*servers[:2], lost_after))
@@ -147,10 +137,6 @@ def serves(reference, single_server_rounds):
         return answers, result, detail
 
     return served
-
-
-def ended(servers) -> list[str]:
-    return [server.name for server in servers if server.has_ended()]
 
 
 def tokens_a_round(rounds: list[int]) -> float:

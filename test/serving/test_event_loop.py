@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import httpx
 import pytest
 from scheduler_dumps import dump_environment, dump_schedulers, longest_pause_ms, raise_priority
+from server_pairs import LOGS, bootstrap_fields, make_pair
 from serving_checks import record, seconds_until
-from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS
 
 from pd_harness import cluster
 from pd_harness.cpu_host.scheduler_dump import HEARTBEATS_APART_VARIABLE
@@ -40,15 +41,8 @@ LOST_SECONDS = 30  # within which stock notices, too, although it then fails no 
 PATIENCE = 150  # seconds; if each room blocks for a second, the rooms take 100 s
 
 
-@pytest.mark.parametrize(
-    "backend, engine",
-    [
-        ("nixl", "patched"),
-        ("mooncake", "patched"),
-        ("nixl", "stock"),
-        ("mooncake", "stock"),
-    ],
-)
+@pytest.mark.parametrize("engine", ["patched", "stock"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_event_loop_keeps_polling_when_prefill_dies(backend, engine):
     rows = []
     for _ in range(TRIES if engine == "patched" else 1):
@@ -64,16 +58,15 @@ def test_event_loop_keeps_polling_when_prefill_dies(backend, engine):
 
 def measure_prefill_death(backend: str, engine: str) -> tuple[dict, list[int | None]]:
     """Returns the measurements, and each request's HTTP status, None if decode exited first."""
-    logs = cluster.PD_ENV / "logs" / "serving" / f"event-loop-{backend}-{engine}"
+    label = f"event-loop-{backend}-{engine}"
     # Decode keeps 512 tokens free for each request that it has admitted.
     topology = cluster.Topology(backend, decode_tp=2, page_size=16, decode_tokens=ROOMS * 600)
-    prefill, decode, _ = cluster.pd_servers(
+    prefill, decode, _ = make_pair(
+        label,
         topology,
-        model_folder(FOUR_HEADS),
-        logs,
+        FOUR_HEADS,
         engine,
-        engine,
-        environment={**dump_environment(logs / "probe"), **HEARTBEATS},
+        environment={**dump_environment(LOGS / label / "probe"), **HEARTBEATS},
         max_requests=ROOMS + 28,
         idle_sleep=False,  # an intended sleep would count as a pause
     )
@@ -120,13 +113,8 @@ async def ask_decode_alone(prefill, decode) -> list[int | None]:
     ) as client:
 
         async def one(number: int) -> int | None:
-            body = {
-                "input_ids": [number % 256] * 16,
-                "sampling_params": {"max_new_tokens": NEW_TOKENS},
-                "bootstrap_host": cluster.HOST,
-                "bootstrap_port": prefill.bootstrap_port,
-                "bootstrap_room": 2**40 + number,
-            }
+            body = cluster.greedy_body([number % 256] * 16, NEW_TOKENS)
+            body |= bootstrap_fields(prefill, 2**40 + number)
             try:
                 return (await client.post(f"{decode.url}/generate", json=body)).status_code
             except httpx.HTTPError:

@@ -7,17 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_release import NIGHTLY_IF_NOT_DEFAULT
 from scheduler_dumps import dump_environment, paused_in_mid_prompt
-from serving_checks import holds_nothing, open_files, outcome, record, seconds_until
-from serving_scenarios import (
-    FOUR_HEADS,
-    NEW_TOKENS,
-    SIX_HEADS,
-    long_prompt,
-    model_folder,
-    prompts,
+from server_pairs import (
+    LOGS,
+    assert_freed,
+    assert_right_answers,
+    make_pair,
+    restart,
+    skip_if_unsupported,
 )
+from serving_checks import open_files, record
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SIX_HEADS, long_prompt, prompts
 
 from pd_harness import cluster
+from pd_harness.cluster import Topology
 from pd_harness.polling import busy
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -47,25 +49,29 @@ MORE_FILES = 20
     ],
 )
 def test_server_killed_in_mid_transfer(backend, victim, reference):
-    if reason := cluster.skip_reason(backend, 2, ("patched", "patched")):
-        pytest.skip(reason)
+    topology, label = Topology(backend, page_size=16), f"{backend}-{victim}-killed"
+    skip_if_unsupported(topology, "patched")
     expected = reference(FOUR_HEADS, NEW_TOKENS)
-    prefill, decode, router = servers = _fleet(backend, f"{backend}-{victim}-killed")
+    environment = dump_environment(LOGS / label / "probe")
+    servers = make_pair(label, topology, FOUR_HEADS, environment=environment, chunk=CHUNK)
+    prefill, decode, router = servers
+    decode.environment |= HEARTBEAT
     dying, survivor = (prefill, decode) if victim == "prefill" else (decode, prefill)
     row = {"case": f"{victim} server killed in mid-transfer", "backend": backend}
     with cluster.running(servers):
-        _check_answers(router, servers, expected)
-        seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
+        assert_right_answers(servers, expected, PATIENCE)
+        assert_freed(survivor)
         files = open_files(survivor)
-        _disconnect_client(backend, servers, expected)
+        disconnect_client(backend, servers, expected)
 
-        failure, row["seconds"] = _kill_in_mid_transfer(dying, prefill, router)
+        failure, row["seconds"] = kill_in_mid_transfer(dying, prefill, router)
         row["client"] = failure or "an answer"
         survivor.check_running()
-        row["freed"] = round(seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE), 1)
-        _restart(dying)
-        row["after"] = _check_answers(router, servers, expected)
-        seconds_until(lambda: holds_nothing(survivor), ERROR_PATIENCE)
+        row["freed"] = round(assert_freed(survivor), 1)
+        restart(dying)
+        assert_right_answers(servers, expected, PATIENCE)
+        row["after"] = "right"
+        assert_freed(survivor)
         row["more_files"] = open_files(survivor) - files
     record("faults", **row)
     assert failure is not None and failure.startswith("http 5"), row
@@ -82,15 +88,9 @@ def test_server_killed_in_mid_transfer(backend, victim, reference):
 )
 def test_incompatible_pair_is_refused_at_once(backend):
     """Prefill has three ranks and decode two, so six KV heads do not map to whole ranks."""
-    if reason := cluster.skip_reason(backend, 5, ("patched", "patched")):
-        pytest.skip(reason)
-    servers = cluster.pd_servers(
-        cluster.Topology(backend, prefill_tp=3, decode_tp=2, page_size=16),
-        model_folder(SIX_HEADS),
-        cluster.PD_ENV / "logs" / "serving" / f"{backend}-unfit",
-        "patched",
-        "patched",
-    )
+    topology = Topology(backend, prefill_tp=3, decode_tp=2, page_size=16)
+    skip_if_unsupported(topology, "patched")
+    servers = make_pair(f"{backend}-unfit", topology, SIX_HEADS)
     prefill, decode, router = servers
     row = {"case": "TP 3 asked by TP 2, six KV heads", "backend": backend}
     with cluster.running(servers):
@@ -98,7 +98,7 @@ def test_incompatible_pair_is_refused_at_once(backend):
         for prompt in prompts()[:3]:  # the first one connects the two sides
             answers += cluster.ask(router.url, [prompt], NEW_TOKENS, ERROR_PATIENCE)
         row["pace"] = busy()
-        row["freed"] = round(seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE), 1)
+        row["freed"] = round(assert_freed(decode), 1)
         row["client"] = answers[0].failure or "an answer"
         row["seconds"] = round(max(answer.seconds for answer in answers), 1)
         for server in servers:
@@ -109,32 +109,7 @@ def test_incompatible_pair_is_refused_at_once(backend):
     assert row["seconds"] <= REFUSED_SECONDS * row["pace"], row
 
 
-def _fleet(backend: str, label: str) -> tuple[cluster.Server, cluster.Server, cluster.Server]:
-    """Returns a prefill server, a decode server and a router; small chunks, fast heartbeats."""
-    servers = cluster.pd_servers(
-        cluster.Topology(backend, page_size=16),
-        model_folder(FOUR_HEADS),
-        cluster.PD_ENV / "logs" / "serving" / label,
-        "patched",
-        "patched",
-        environment=dump_environment(cluster.PD_ENV / "logs" / "serving" / label / "probe"),
-        chunk=CHUNK,
-    )
-    _, decode, _ = servers
-    decode.environment = {**decode.environment, **HEARTBEAT}
-    return servers
-
-
-def _check_answers(router, servers, expected) -> str:
-    """Sends the prompts, asserts that the answers are right, and returns the outcome."""
-    answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
-    ended = [server.name for server in servers if server.has_ended()]
-    result, detail = outcome(answers, ended, expected)
-    assert result == "right", detail
-    return result
-
-
-def _disconnect_client(backend, servers, expected) -> None:
+def disconnect_client(backend, servers, expected) -> None:
     """Disconnects a client in mid-transfer; asserts that both servers free it and serve others."""
     prefill, decode, router = servers
 
@@ -148,20 +123,14 @@ def _disconnect_client(backend, servers, expected) -> None:
             await asyncio.wait([asking])
 
     asyncio.run(ask_and_hang_up())
-    free = seconds_until(lambda: holds_nothing(decode), ERROR_PATIENCE)
-    seconds_until(lambda: holds_nothing(prefill), ERROR_PATIENCE)
-    record(
-        "faults",
-        case="client hangs up in mid-transfer",
-        backend=backend,
-        seconds="",
-        client="",
-        freed=round(free, 1),
-        after=_check_answers(router, servers, expected),
-    )
+    freed = round(assert_freed(decode), 1)
+    assert_freed(prefill)
+    assert_right_answers(servers, expected, PATIENCE)
+    row = {"case": "client hangs up in mid-transfer", "backend": backend}
+    record("faults", **row, seconds="", client="", freed=freed, after="right")
 
 
-def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
+def kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
     """Kills a server in mid-transfer; returns the client's failure and its seconds after that."""
     with ThreadPoolExecutor() as pool:
         # Prefill sends a chunk's KV while it computes the next chunk.
@@ -172,10 +141,3 @@ def _kill_in_mid_transfer(dying, prefill, router) -> tuple[str | None, float]:
             dying.stop()  # kills all its processes
         (answer,) = asking.result()
         return answer.failure, round(time.monotonic() - start, 1)
-
-
-def _restart(server: cluster.Server) -> None:
-    """Restarts a server at the same address, as a supervisor would."""
-    server.log = server.log.with_stem(f"{server.name}-again")
-    server.start()
-    cluster.wait_ready([server], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)

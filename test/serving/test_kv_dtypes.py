@@ -2,6 +2,7 @@
 
 import pytest
 from engine_release import SINCE_0_5_20
+from server_pairs import LOGS, ended, make_pair
 from serving_checks import outcome
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
 
@@ -21,10 +22,7 @@ FLEETS = {
     "nixl_tp2_to_1": (Topology("nixl", prefill_tp=2, page_size=16), FIVE_LAYERS),
     "nixl_pp2": (Topology("nixl", prefill_pp=2, page_size=16), FIVE_LAYERS),
     "ascend_mla_pp2": (Topology("ascend", prefill_pp=2, page_size=16), SEVEN_LAYERS_MLA),
-    "ascend_fia_tp2_to_1": (
-        Topology("ascend", prefill_tp=2, page_size=16, fia=True),
-        FIVE_LAYERS,
-    ),
+    "ascend_fia_tp2_to_1": (Topology("ascend", prefill_tp=2, page_size=16, fia=True), FIVE_LAYERS),
 }
 
 
@@ -45,17 +43,12 @@ def ask_one_by_one(url: str) -> list[cluster.Answer]:
 @pytest.mark.parametrize("name, dtype", CASES)
 def test_kv_dtype(name, dtype):
     """The reference server stores its KV in the same dtype, so it rounds in the same way."""
-    topology, model = FLEETS[name]
-    folder = model_folder(model)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"{dtype}-{name}"
-    both = {"kv_dtype": dtype}
-    servers = cluster.pd_servers(topology, folder, logs, "patched", "patched", **both)
-    single = cluster.engine_server(
-        "single", "stock", folder, logs, page_size=16, attention=topology.attention, **both
-    )
+    (topology, model), label = FLEETS[name], f"{dtype}-{name}"
+    servers = make_pair(label, topology, model, kv_dtype=dtype)
+    options = {"page_size": 16, "attention": topology.attention, "kv_dtype": dtype}
+    single = cluster.engine_server("single", "stock", model_folder(model), LOGS / label, **options)
     with cluster.running([*servers, single]):
         expected, answers = (ask_one_by_one(url) for url in (single.url, servers[-1].url))
-        ended = [server.name for server in (*servers, single) if server.has_ended()]
-    assert not any(answer.failure for answer in expected), expected
-    result, detail = outcome(answers, ended, expected)
+        assert not any(answer.failure for answer in expected), expected
+        result, detail = outcome(answers, ended([*servers, single]), expected)
     assert result == "right", detail

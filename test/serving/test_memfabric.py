@@ -4,10 +4,12 @@ import httpx
 import pytest
 from engine_release import SINCE_0_5_20
 from fleet import install_library
-from serving_checks import NOT_JOINED, HangDetector, outcome
-from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA, model_folder, prompts
+from server_pairs import ask_router, make_pair
+from serving_checks import NOT_JOINED, HangDetector
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS, SEVEN_LAYERS_MLA
 
 from pd_harness import cluster
+from pd_harness.cluster import Topology
 from pd_harness.cpu_host.memfabric import DEFAULT_MEMFABRIC, MAY_HANG, MEMFABRIC_VARIABLE, RELEASES
 from pd_harness.device import device, wait_for_memfabric_peers
 
@@ -19,13 +21,9 @@ pytestmark = [
 ]
 
 FLEETS = {
-    "mla_pp2": (cluster.Topology("ascend", prefill_pp=2, page_size=16), SEVEN_LAYERS_MLA),
-    "fia_tp2_to_1": (
-        cluster.Topology("ascend", prefill_tp=2, page_size=16, fia=True),
-        FOUR_HEADS,
-    ),
+    "mla_pp2": (Topology("ascend", prefill_pp=2, page_size=16), SEVEN_LAYERS_MLA),
+    "fia_tp2_to_1": (Topology("ascend", prefill_tp=2, page_size=16, fia=True), FOUR_HEADS),
 }
-PATIENCE = 120
 ATTEMPTS = 3
 # Occasional failures of MemFabric releases, after which the servers are restarted.
 FLAKY_RESULTS = {"hang": MAY_HANG, "not joined": ("1.0.8",)}
@@ -37,33 +35,19 @@ def test_tokens_over_each_memfabric(memfabric, name, reference):
     install_library("memfabric", memfabric)
     topology, model = FLEETS[name]
     expected = reference(model, NEW_TOKENS)
+    label, environment = f"memfabric-{memfabric}-{name}", {MEMFABRIC_VARIABLE: memfabric}
     for _ in range(ATTEMPTS):
-        servers = cluster.pd_servers(
-            topology,
-            model_folder(model),
-            cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-{name}",
-            "patched",
-            "patched",
-            {MEMFABRIC_VARIABLE: memfabric},
-        )
+        servers = make_pair(label, topology, model, environment=environment)
         try:
             with cluster.running(servers):
-                result, detail = ask(servers, memfabric, expected)
+                wait_for_memfabric_peers(memfabric)
+                lost = HangDetector(*servers[:2])
+                result, detail = ask_router(servers, expected, is_lost=lost)
         except cluster.ServerFailed as error:
             result, detail = "not joined" if NOT_JOINED in str(error) else "dead", str(error)
         if memfabric not in FLAKY_RESULTS.get(result, ()):
             break
     assert result == "right", detail
-
-
-def ask(servers, memfabric: str, expected) -> tuple[str, str]:
-    """Sends the prompts; returns their outcome and its details."""
-    wait_for_memfabric_peers(memfabric)
-    *engines, router = servers
-    lost = HangDetector(*engines)
-    lost.begin()
-    answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE, is_lost=lost)
-    return outcome(answers, [server.name for server in servers if server.has_ended()], expected)
 
 
 # 1.1.6 refuses to register the same memory again; 1.3.0 accepts it without effect.
@@ -77,20 +61,16 @@ def test_memory_release_and_resume(memfabric, reference):
     install_library("memfabric", memfabric)
     topology, model = FLEETS["mla_pp2"]
     expected = reference(model, NEW_TOKENS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"memfabric-{memfabric}-pause"
-    servers = cluster.pd_servers(
-        topology, model_folder(model), logs, "patched", "patched", {MEMFABRIC_VARIABLE: memfabric}
-    )
-    prefill, decode, router = servers
+    environment = {MEMFABRIC_VARIABLE: memfabric}
+    servers = make_pair(f"memfabric-{memfabric}-pause", topology, model, environment=environment)
+    prefill, decode, _ = servers
     with cluster.running(servers):
         for paused in ((), (decode,), (prefill,), (prefill, decode)):
             for what in ("release", "resume"):
                 for server in paused:
                     url = f"{server.url}/{what}_memory_occupation"
                     httpx.post(url, json={"tags": ["kv_cache"]}, timeout=60).raise_for_status()
-            answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
-            ended = [server.name for server in servers if server.has_ended()]
-            result, detail = outcome(answers, ended, expected)
+            result, detail = ask_router(servers, expected)
             assert result == "right", (paused, detail)
-    said = (logs / "decode.log").read_text().count("did not register this rank's buffers again")
+    said = decode.log.read_text().count("did not register this rank's buffers again")
     assert said == 2 * REFUSALS_PER_RESUME[memfabric]

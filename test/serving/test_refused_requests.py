@@ -1,18 +1,14 @@
 """A request that prefill refuses also fails on decode, at once and with prefill's reason."""
 
-import random
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import httpx
 import pytest
 from engine_release import SINCE_0_5_20, nightly_if_not_default
-from serving_checks import holds_nothing, record
+from server_pairs import LOGS, ask_both, assert_freed
+from serving_checks import record
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
 from pd_harness import cluster
 from pd_harness.cluster import Topology
-from pd_harness.polling import is_in_time, wait_until
+from pd_harness.polling import is_in_time
 from pd_harness.ports import free_ports
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
@@ -28,67 +24,35 @@ REFUSED = {
 if not SINCE_0_5_20:  # 0.5.9's prefill accepts priorities, whatever its options say
     del REFUSED["with a priority"]
 FITS = {"input_ids": [5, 6, 7, 8]}
+SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 
 
 @pytest.fixture(params=BACKENDS)
 def servers(request):
     """A prefill server with a small pool that refuses priorities, and a decode server."""
-    topology, model = Topology(backend=request.param), model_folder(SEVEN_LAYERS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"refused-{request.param}"
-    (store_port,) = free_ports(1)
+    topology, logs = Topology(backend=request.param), LOGS / f"refused-{request.param}"
+    given = (topology, "patched", model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
-    prefill = cluster.prefill_server(
-        topology, "patched", model, logs, store_port, max_tokens=PREFILL_TOKENS
-    )
+    prefill = cluster.prefill_server(*given, max_tokens=PREFILL_TOKENS)
     prefill.command.append("--abort-on-priority-when-disabled")
-    decode = cluster.decode_server(
-        topology, "patched", model, logs, store_port, environment=environment
-    )
+    decode = cluster.decode_server(*given, environment=environment)
     with cluster.running([prefill, decode]):
         yield prefill, decode
 
 
-def ask(prefill, decode, body: dict, prefill_first: float) -> tuple[httpx.Response, float]:
-    """Sends a request to both servers; returns decode's answer and its seconds.
-
-    Prefill gets the request ``prefill_first`` seconds before decode, or after it if negative.
-    """
-    body = {
-        **body,
-        "sampling_params": {"max_new_tokens": 2, "temperature": 0},
-        "bootstrap_host": cluster.HOST,
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": random.getrandbits(60),
-    }
-
-    def post(server, after: float) -> tuple[httpx.Response, float]:
-        time.sleep(after)
-        begun = time.monotonic()
-        answer = httpx.post(f"{server.url}/generate", json=body, timeout=60, trust_env=False)
-        return answer, time.monotonic() - begun
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(post, prefill, max(0.0, -prefill_first))
-        answer, seconds = post(decode, max(0.0, prefill_first))
-        first.result()
-    return answer, seconds
-
-
 @nightly_if_not_default
 def test_refusal_by_prefill_reaches_decode(servers, request):
-    prefill, decode = servers
     slowest = 0.0
     for prefill_first in (0.0, 1.0, -1.0):
-        answer, _ = ask(prefill, decode, FITS, prefill_first)
+        answer, _ = ask_both(*servers, FITS | SAMPLING, 60, prefill_first=prefill_first)
         assert answer.status_code == 200, answer.text
         for body, said in REFUSED.values():
-            answer, seconds = ask(prefill, decode, body, prefill_first)
+            answer, seconds = ask_both(*servers, body | SAMPLING, 60, prefill_first=prefill_first)
             waited = seconds + min(0.0, prefill_first)
             slowest = max(slowest, round(waited, 2))
             assert answer.status_code >= 400, answer.text
             assert "Prefill refused the request" in answer.text and said in answer.text
             assert is_in_time(waited, AT_ONCE), (said, prefill_first, seconds)
-    for server in servers:
-        assert wait_until(lambda server=server: holds_nothing(server), 10), server.name
+    assert_freed(*servers, patience=10)
     row = {"case": "prefill refuses a request", "backend": request.node.callspec.params["servers"]}
     record("attacks", **row, engine="patched", served=slowest, held={})

@@ -6,8 +6,11 @@ On the patched engine, token ids and logprobs are right, or an unservable reques
 
 import time
 
+import httpx
 import pytest
+import zmq
 from engine_release import IS_DEFAULT
+from server_pairs import ended, make_pair, skip_if_unsupported, wait_for_peers
 from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
@@ -18,13 +21,10 @@ from serving_checks import (
     retry_memfabric_faults,
     running,
 )
-from serving_scenarios import MIXED, PUSH_CASES, TABLE, Scenario, marks, model_folder
-from stray_message import send_stray_message
+from serving_scenarios import MIXED, PUSH_CASES, TABLE, Scenario, marks
 
 from pd_harness import cluster
 from pd_harness.cpu_host.adaptations_0_5_23 import STAGING_LOG_LINE
-from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import wait_for_memfabric_peers
 from pd_harness.releases import release
 
 # Starting servers may take START_TIMEOUT_S, and again for the reference.
@@ -33,6 +33,11 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 PATIENCE = 180  # seconds; a right answer takes a few, or half a minute on a busy machine
 RETRACTION_ROUNDS = 4  # how often prompts may be sent again until decode retracts a request
 STOCK_PATIENCE = 60  # seconds; the patched engine needs a tenth for the same prompts
+# The releases' query parameters for a rank; engine_rank and target_dp_group are 0.5.9's.
+TENSOR_RANK = ("engine_rank", "target_tp_rank")
+DATA_RANK = ("target_dp_group", "prefill_dp_rank", "prefill_cp_rank")
+STAGE = "target_pp_rank"
+LINGER_MS = 5000  # limit for sending a stray message
 
 
 def serve(
@@ -44,22 +49,34 @@ def serve(
         seconds: Limit for each answer.
         lost_after: Seconds without work until the answers count as lost.
     """
-    label = f"{scenario.name}-{prefill_engine}-{decode_engine}"
-    servers = cluster.pd_servers(
-        scenario.topology,
-        model_folder(scenario.model),
-        cluster.PD_ENV / "logs" / "serving" / label,
-        prefill_engine,
-        decode_engine,
-    )
+    engines = (prefill_engine, decode_engine)
+    label = f"{scenario.name}-{'-'.join(engines)}"
+    servers = make_pair(label, scenario.topology, scenario.model, *engines)
     with running(servers):
         lost = HangDetector(*servers[:-1], lost_after)
-        if scenario.topology.backend == "ascend":
-            wait_for_memfabric_peers(memfabric_for(decode_engine))
+        wait_for_peers(scenario.topology, decode_engine)
         if scenario.stray_message is not None:
             send_stray_message(servers[0], scenario.topology, scenario.stray_message)
         answers = ask_until_done(scenario, servers, seconds, lost)
-        return answers, [server.name for server in servers if server.has_ended()]
+        return answers, ended(servers)
+
+
+def send_stray_message(prefill: cluster.Server, topology: cluster.Topology, message: bytes) -> None:
+    """Sends each prefill rank a message of no peer, as a scanner or a health check may."""
+    for stage in range(topology.prefill_pp):
+        for rank in range(topology.prefill_tp):
+            with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+                socket.setsockopt(zmq.LINGER, LINGER_MS)
+                socket.connect(rank_address(prefill, stage, rank))
+                socket.send(message)
+
+
+def rank_address(prefill: cluster.Server, stage: int, rank: int) -> str:
+    """Returns the address of the socket on which decode ranks register with a prefill rank."""
+    place = {STAGE: stage, **dict.fromkeys(TENSOR_RANK, rank), **dict.fromkeys(DATA_RANK, 0)}
+    url = f"http://{cluster.HOST}:{prefill.bootstrap_port}/route"
+    found = httpx.get(url, params=place, trust_env=False).raise_for_status().json()
+    return f"tcp://{found['rank_ip']}:{found['rank_port']}"
 
 
 def ask_until_done(
@@ -111,15 +128,14 @@ def serves(reference):
     def served(
         scenario, prefill_engine, decode_engine, seconds, lost_after=SLOW_SECONDS
     ) -> tuple[str, str]:
-        topology, engines = scenario.topology, (prefill_engine, decode_engine)
-        if reason := cluster.skip_reason(topology.backend, sum(topology.ranks), engines):
-            pytest.skip(reason)
+        engines = (prefill_engine, decode_engine)
+        skip_if_unsupported(scenario.topology, *engines)
         expected = reference(scenario.model, scenario.new_tokens, scenario.make_prompts())
         start = time.monotonic()
-        answers, ended = retry_memfabric_faults(
+        answers, exited = retry_memfabric_faults(
             lambda: serve(scenario, *engines, seconds, lost_after)
         )
-        result, detail = outcome(answers, ended, expected)
+        result, detail = outcome(answers, exited, expected)
         record(
             "serving",
             scenario=scenario.name,

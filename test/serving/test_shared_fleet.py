@@ -12,14 +12,8 @@ import httpx
 import pytest
 import torch
 from engine_release import NIGHTLY_IF_NOT_DEFAULT
-from serving_checks import (
-    LOGPROB_TOLERANCE,
-    holds_nothing,
-    outcome,
-    record,
-    seconds_until,
-    server_load,
-)
+from server_pairs import LOGS, ask_router, assert_freed, restart
+from serving_checks import LOGPROB_TOLERANCE, outcome, record, server_load
 from serving_scenarios import (
     FIVE_LAYERS,
     NEW_TOKENS,
@@ -43,7 +37,6 @@ pytestmark = [
     *NIGHTLY_IF_NOT_DEFAULT,
 ]
 
-LOGS = cluster.PD_ENV / "logs" / "serving"
 PATIENCE = 120  # seconds, for an answer
 FREE_SECONDS = 30
 
@@ -71,9 +64,8 @@ class SharedFleet:
     def check(self, pair: tuple[str, str], expected, asked=None) -> None:
         """Sends a pair the prompts, all at once, and asserts that the answers are ``expected``."""
         start = time.monotonic()
-        answers = cluster.ask(self.routers[pair].url, asked or prompts(), NEW_TOKENS, PATIENCE)
-        ended = [server.name for server in self.servers if server.has_ended()]
-        result, detail = outcome(answers, ended, expected)
+        servers = [*self.servers, self.routers[pair]]
+        result, detail = ask_router(servers, expected, asked, PATIENCE)
         record(
             "serving",
             scenario=f"{self.name} {' to '.join(pair)}",
@@ -90,13 +82,12 @@ def make_shared_fleet(
     name: str, model: TinyModel, prefills: dict, decodes: dict, **environment
 ) -> SharedFleet:
     """Makes patched servers of these topologies, of which each server uses its own side."""
-    folder, logs = model_folder(model), LOGS / name
-    (store_port,) = free_ports(1)
+    given = ("patched", model_folder(model), LOGS / name, *free_ports(1))
     both = {"overlap": True, "environment": environment}
 
     def made(make, role: str, topologies: dict) -> dict[str, cluster.Server]:
         return {
-            key: make(topology, "patched", folder, logs, store_port, name=f"{role}-{key}", **both)
+            key: make(topology, *given, name=f"{role}-{key}", **both)
             for key, topology in topologies.items()
         }
 
@@ -122,12 +113,8 @@ PAIRS = [(p, d) for p in PREFILLS for d in DECODES]
 
 @pytest.fixture(scope="module")
 def nixl():
-    fleet = make_shared_fleet(
-        "nixl-shared",
-        FIVE_LAYERS,
-        sizes("nixl", **PREFILLS),
-        sizes("nixl", **DECODES),
-    )
+    sides = (sizes("nixl", **PREFILLS), sizes("nixl", **DECODES))
+    fleet = make_shared_fleet("nixl-shared", FIVE_LAYERS, *sides)
     with cluster.running(fleet.servers):
         yield fleet
 
@@ -173,18 +160,12 @@ def test_shared_prefix(pair, nixl, reference):
     nixl.check(pair, expected, asked)
 
 
-def body(prompt, **more) -> dict:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return {"input_ids": prompt, "sampling_params": sampling, **more}
-
-
 def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[list[int]]:
     """Returns the answer's tokens up to each streamed piece; disconnects after ``stop_after``."""
     pieces = []
-    with (
-        httpx.Client(timeout=PATIENCE, trust_env=False) as client,
-        client.stream("POST", f"{url}/generate", json=body(prompt, stream=True)) as answer,
-    ):
+    body = {**cluster.greedy_body(prompt, NEW_TOKENS), "stream": True}
+    options = {"json": body, "timeout": PATIENCE, "trust_env": False}
+    with httpx.stream("POST", f"{url}/generate", **options) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 pieces.append(json.loads(line.removeprefix("data: "))["output_ids"])
@@ -207,22 +188,21 @@ def test_aborted_stream_frees_both_servers(pair, nixl, reference):
     p, d = pair
     for prompt in prompts()[::2]:
         assert streamed(nixl.routers[pair].url, prompt, 1)
-    for server in (nixl.prefills[p], nixl.decodes[d]):
-        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
+    assert_freed(nixl.prefills[p], nixl.decodes[d], patience=FREE_SECONDS)
     nixl.check(pair, reference(nixl.model, NEW_TOKENS))
 
 
-def posted(url: str, asked: dict) -> httpx.Response:
-    with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
-        return client.post(f"{url}/generate", json=asked)
+def posted(url: str, body: dict) -> httpx.Response:
+    return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE, trust_env=False)
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
 def test_prompt_logprobs_come_from_prefill(pair, nixl):
     """Prefill computes them, and the router merges them into decode's answer."""
     prompt = prompts()[3]
-    asked = body(prompt, return_logprob=True, logprob_start_len=0)
-    rows = posted(nixl.routers[pair].url, asked).json()["meta_info"]["input_token_logprobs"]
+    body = cluster.greedy_body(prompt, NEW_TOKENS)
+    body |= {"return_logprob": True, "logprob_start_len": 0}
+    rows = posted(nixl.routers[pair].url, body).json()["meta_info"]["input_token_logprobs"]
     assert [row[1] for row in rows] == prompt
     assert rows[0][0] is None
     found = [row[0] for row in rows[1:]]
@@ -244,13 +224,12 @@ def logprobs(model: TinyModel, prompt: list[int]) -> list[float]:
 )
 def test_parallel_sampling_is_refused(nixl, reference):
     """0.5.9 gives all samples one room and cannot serve them, so the client gets an error."""
-    asked = body(prompts()[3])
-    asked["sampling_params"]["n"] = 2
-    answer = posted(nixl.routers["tp2", "tp1"].url, asked)
+    body = cluster.greedy_body(prompts()[3], NEW_TOKENS)
+    body["sampling_params"]["n"] = 2
+    answer = posted(nixl.routers["tp2", "tp1"].url, body)
     assert answer.status_code >= 400, answer.text
     nixl.check(("tp2", "tp1"), reference(nixl.model, NEW_TOKENS))
-    for server in (nixl.prefills["tp2"], nixl.decodes["tp1"]):
-        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
+    assert_freed(nixl.prefills["tp2"], nixl.decodes["tp1"], patience=FREE_SECONDS)
 
 
 @pytest.fixture
@@ -291,19 +270,17 @@ def test_one_of_two_decode_servers_dies(two_by_two_fleet, reference):
         time.sleep(0.3)  # the router has sent them to servers; some are running
         dying.stop()
         answers = asking.result()
-    _right_or_refused(answers, expected * 4)
+    assert_right_or_refused(answers, expected * 4)
     fleet.check(("tp1", "tp1"), expected)
     fleet.check(("tp2", "tp1"), expected)
-    for server in (*fleet.prefills.values(), fleet.decodes["tp1"]):
-        seconds_until(lambda server=server: holds_nothing(server), FREE_SECONDS)
-    dying.log = dying.log.with_stem(f"{dying.name}-again")
-    dying.start()
-    cluster.wait_ready([dying], time.monotonic() + cluster.START_TIMEOUT_S, lambda _: None)
+    alive = (*fleet.prefills.values(), fleet.decodes["tp1"])
+    assert_freed(*alive, patience=FREE_SECONDS)
+    restart(dying)
     for pair in fleet.routers:
         fleet.check(pair, expected)
 
 
-def _right_or_refused(answers, expected) -> None:
+def assert_right_or_refused(answers, expected) -> None:
     for got, want in zip(answers, expected, strict=True):
         if got.failure is not None:
             assert got.failure.startswith("http 5"), got

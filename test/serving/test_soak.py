@@ -5,12 +5,12 @@ import time
 
 import pytest
 from engine_release import IS_DEFAULT
-from serving_checks import holds_nothing, outcome, record, resident_mib, retractions, seconds_until
-from serving_scenarios import FOUR_HEADS, NEW_TOKENS, model_folder
+from server_pairs import assert_freed, ended, make_pair, skip_if_unsupported, wait_for_peers
+from serving_checks import outcome, record, resident_mib, retractions
+from serving_scenarios import FOUR_HEADS, NEW_TOKENS
 
 from pd_harness import cluster
-from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import wait_for_memfabric_peers
+from pd_harness.cluster import Topology
 
 pytestmark = [
     pytest.mark.serving,
@@ -53,35 +53,29 @@ if IS_DEFAULT:
 @pytest.mark.parametrize("backend, prefill_tp, engine", SOAKED)
 def test_soak(backend, prefill_tp, engine, reference):
     name = f"{backend} TP {prefill_tp} to 1, {engine}"
-    if reason := cluster.skip_reason(backend, prefill_tp + 1, (engine, engine)):
-        pytest.skip(reason)
+    topology = Topology(backend, prefill_tp=prefill_tp, page_size=16, retract=True)
+    skip_if_unsupported(topology, engine)
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
-    prefill, decode, router = servers = cluster.pd_servers(
-        cluster.Topology(backend, prefill_tp=prefill_tp, page_size=16, retract=True),
-        model_folder(FOUR_HEADS),
-        cluster.PD_ENV / "logs" / "serving" / f"soak-{backend}-{prefill_tp}-{engine}",
-        engine,
-        engine,
-        fork=False,  # the allocator reads its variables at the start of a process
-    )
-    for server in (prefill, decode):
-        server.environment = {**server.environment, **ALLOCATOR}
+    label = f"soak-{backend}-{prefill_tp}-{engine}"
+    # Without forks, because the allocator reads its variables at the start of a process.
+    options = {"environment": ALLOCATOR, "fork": False}
+    servers = make_pair(label, topology, FOUR_HEADS, engine, **options)
+    prefill, decode, router = servers
     order = random.Random(0)
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):
-        if backend == "ascend":
-            wait_for_memfabric_peers(memfabric_for(engine))
+        wait_for_peers(topology, engine)
         start = time.monotonic()
         for _ in range(ROUNDS):
             turn = order.sample(range(PROMPTS), PROMPTS)
             questions, wanted = [asked[at] for at in turn], [expected[at] for at in turn]
             answers = cluster.ask(router.url, questions, NEW_TOKENS, PATIENCE, AT_ONCE)
-            ended = [server.name for server in servers if server.has_ended()]
-            outcomes = (outcome([got], ended, [want]) for got, want in zip(answers, wanted))
+            exited = ended(servers)
+            outcomes = (outcome([got], exited, [want]) for got, want in zip(answers, wanted))
             wrong += [detail for result, detail in outcomes if result != "right"]
             for server, sizes in ((prefill, prefill_mib), (decode, decode_mib)):
-                seconds_until(lambda server=server: holds_nothing(server), PATIENCE)
+                assert_freed(server, patience=PATIENCE)
                 sizes.append(round(resident_mib(server)))
         seconds = time.monotonic() - start
     retracted = retractions(decode.log.read_text(errors="replace"))

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from engine_release import SINCE_0_5_20
 from scheduler_dumps import dump_schedulers, longest_pause_ms, paused_in_mid_prompt
+from server_pairs import assert_freed
 from serving_checks import holds_nothing, stopped
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, long_prompt, prompts
 from three_servers import (
@@ -72,8 +73,7 @@ def test_stopped_prefill_server_does_not_delay_the_other(backend, attack):
             if attack is stopped:
                 assert wait_until(lambda: ask(first, decode)[0].status_code == 200, 60, 1)
                 alive.append(first)
-        for server in alive:
-            assert wait_until(lambda server=server: holds_nothing(server), 60), server.name
+        assert_freed(*alive)
     case = f"prefill server {attack.__name__}"
     record_attack(case, backend, "patched", pause_ms, seconds, {}, before_ms=before_ms)
     assert is_in_time(max(seconds), AT_ONCE), seconds
@@ -151,8 +151,7 @@ def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
             answer, _ = lost.result()
             assert answer.status_code >= 500 or tokens(answer) == expected, answer.text
             assert wait_until(lambda: is_right(first), PATIENCE, 1)
-        for server in servers:
-            assert wait_until(lambda server=server: holds_nothing(server), 60), server.name
+        assert_freed(*servers)
     case = "decode server stopped twice in mid-prompt"
     record_attack(case, backend, "patched", pause_ms, [round(slowest, 2)], {}, before_ms=before_ms)
     assert is_in_time(slowest, LOCKED_WRITE_SECONDS if backend == "mooncake" else AT_ONCE), slowest

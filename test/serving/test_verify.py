@@ -5,18 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 from engine_release import NIGHTLY_IF_NOT_DEFAULT, nightly_if_not_default
+from server_pairs import ended, make_pair, skip_if_unsupported, wait_for_peers
 from serving_checks import record, run_tool
-from serving_scenarios import SCENARIOS, Scenario, model_folder
+from serving_scenarios import SCENARIOS, Scenario
 
 from pd_harness import cluster
-from pd_harness.cpu_host.memfabric import memfabric_for
-from pd_harness.device import wait_for_memfabric_peers
 from sglang_pd.errors import ExitCode
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
@@ -32,27 +28,15 @@ def running(
 
     Prefill sends with the code of the engine ``sends``.
     """
-    topology = scenario.topology
-    if reason := cluster.skip_reason(topology.backend, sum(topology.ranks), ("patched", sends)):
-        pytest.skip(reason)
+    skip_if_unsupported(scenario.topology, "patched", sends)
+    environment = {"SGLANG_PD_VERIFY": "1", **environment}
     if sends == "stock":
         environment["SGLANG_PD_STOCK_TRANSFER"] = str(cluster.engine_folder("stock"))
-    servers = cluster.pd_servers(
-        topology,
-        model_folder(scenario.model),
-        cluster.PD_ENV / "logs" / "verify" / f"{scenario.name}-{test}",
-        "patched",
-        "patched",
-        {"SGLANG_PD_VERIFY": "1", **environment},
-    )
+    label = f"verify-{scenario.name}-{test}"
+    servers = make_pair(label, scenario.topology, scenario.model, environment=environment)
     with cluster.running(servers):
-        if topology.backend == "ascend":
-            wait_for_memfabric_peers(memfabric_for("patched"))
+        wait_for_peers(scenario.topology)
         yield servers
-
-
-def verify(*options: str) -> tuple[int, dict]:
-    return run_tool("verify", *options)
 
 
 def doctor(scenario: Scenario, *urls: str) -> list[dict]:
@@ -64,29 +48,23 @@ def doctor(scenario: Scenario, *urls: str) -> list[dict]:
 
 
 def scenario_params(names: set[str], always: str) -> list:
+    marks = {always: NIGHTLY_IF_NOT_DEFAULT}
     return [
-        pytest.param(
-            scenario,
-            id=scenario.name,
-            marks=NIGHTLY_IF_NOT_DEFAULT if scenario.name == always else NIGHTLY,
-        )
-        for scenario in SCENARIOS
-        if scenario.name in names
+        pytest.param(one, id=one.name, marks=marks.get(one.name, [pytest.mark.nightly]))
+        for one in SCENARIOS
+        if one.name in names
     ]
-
-
-NIGHTLY = [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("scenario", scenario_params(RIGHT, "mooncake-pp2_odd_layers"))
 def test_valid_transfer_passes(scenario):
     with running(scenario, "right") as (prefill, decode, router):
-        status, found = verify("--router", router.url, *FEW)
+        status, found = run_tool("verify", "--router", router.url, *FEW)
         said = doctor(scenario, prefill.url, decode.url)
     assert (status, found["right"], found["mismatches"]) == (0, True, []), found
     assert {one["level"] for one in said} == {"ok"}, said
-    told = " ".join(one["found"] for one in said)
-    assert "patched, and compares KV" in told and "compatible" in told, said
+    text = " ".join(one["found"] for one in said)
+    assert "patched, and compares KV" in text and "compatible" in text, said
     assert found["compared"] == found["requests"] > 30
     size = scenario.topology
     senders = {pair["prefill"] for pair in found["pairs"]}
@@ -103,10 +81,9 @@ MISMATCH = {scenario.name for scenario in SCENARIOS if scenario.stock == "wrong"
 def test_stock_corruption_is_found(scenario):
     """Verification alone finds it: prefill sends with stock's code, without reference answers."""
     with running(scenario, "stock", sends="stock") as servers:
-        status, found = verify("--router", servers[-1].url, *FEW)
-        ended = [server.name for server in servers if server.has_ended()]
+        status, found = run_tool("verify", "--router", servers[-1].url, *FEW)
+        assert not ended(servers)
     assert status == ExitCode.MISMATCH, found
-    assert not ended
     assert found["mismatches"], found
     assert any("KV verification failed" in failure for failure in found["failures"])
     record(
@@ -122,11 +99,9 @@ def test_stock_corruption_is_found(scenario):
 def test_server_without_verification_is_refused():
     scenario = next(one for one in SCENARIOS if one.name == "nixl-tp1_to_1")
     with running(scenario, "off", SGLANG_PD_VERIFY="0") as (prefill, decode, router):
-        for where in (
-            ("--router", router.url),
-            ("--prefill", prefill.url, "--decode", decode.url),
-        ):
-            status, found = verify(*where)
+        pair = ("--prefill", prefill.url, "--decode", decode.url)
+        for where in (("--router", router.url), pair):
+            status, found = run_tool("verify", *where)
             assert status == ExitCode.NOT_VERIFYING
             assert "does not compare KV" in found["error"]["text"], found
             assert "SGLANG_PD_VERIFY=1" in found["error"]["text"], found

@@ -2,15 +2,13 @@
 
 import contextlib
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
 from engine_release import SINCE_0_5_20
 from scheduler_dumps import dump_environment, raise_priority
+from server_pairs import LOGS, ask_both
 from serving_checks import record
 from serving_scenarios import NEW_TOKENS, SEVEN_LAYERS, model_folder, prompts
 
@@ -39,28 +37,22 @@ HEARTBEATS = {
 
 @contextlib.contextmanager
 def two_prefill_servers(
-    backend: str, engine: str, more: Mapping[str, str] = MappingProxyType({})
+    backend: str, engine: str, **more: str
 ) -> Iterator[tuple[Server, Server, Server]]:
     """Runs two prefill servers and a decode server; each pair has served a request.
 
-    A stopped prefill server is silent for decode after 5 s.
-
-    Args:
-        more: Environment variables of all three.
+    A stopped prefill server is silent for decode after 5 s. `more` are variables of all three.
     """
-    topology, model = Topology(backend), model_folder(SEVEN_LAYERS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-{backend}-{engine}"
-    (store_port,) = free_ports(1)
-    given = (engine, model, logs, store_port)
+    logs = LOGS / f"stopped-{backend}-{engine}"
+    given = (Topology(backend), engine, model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {**SILENT, **more, **dump_environment(logs / "probe")}
     environment |= HEARTBEATS if engine == "stock" else {}
     first, second = (
-        cluster.prefill_server(topology, *given, name=name, environment=environment)
+        cluster.prefill_server(*given, name=name, environment=environment)
         for name in ("first", "second")
     )
     # An idle loop that sleeps on purpose would count as a pause.
-    awake = {"environment": environment, "idle_sleep": False}
-    decode = cluster.decode_server(topology, *given, **awake)
+    decode = cluster.decode_server(*given, environment=environment, idle_sleep=False)
     with cluster.running([first, second, decode]):
         for server in (first, second):
             answer, _ = ask(server, decode)
@@ -75,21 +67,14 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
 
     A stopped decode server is silent for prefill after 5 s.
     """
-    topology, model = Topology(backend, prefill_pp=2, page_size=16), model_folder(SEVEN_LAYERS)
-    logs = cluster.PD_ENV / "logs" / "serving" / f"stopped-decode-{backend}"
-    (store_port,) = free_ports(1)
-    given = ("patched", model, logs, store_port)
-    both = {
-        "environment": {
-            **SILENT,
-            **topology.memfabric("patched"),
-            **dump_environment(logs / "probe"),
-        },
-        "chunk": CHUNK,
-    }
-    prefill = cluster.prefill_server(topology, *given, **both, idle_sleep=False)
+    topology = Topology(backend, prefill_pp=2, page_size=16)
+    logs = LOGS / f"stopped-decode-{backend}"
+    given = (topology, "patched", model_folder(SEVEN_LAYERS), logs, *free_ports(1))
+    dumps = dump_environment(logs / "probe")
+    both = {"environment": {**SILENT, **topology.memfabric("patched"), **dumps}, "chunk": CHUNK}
+    prefill = cluster.prefill_server(*given, **both, idle_sleep=False)
     first, second = (
-        cluster.decode_server(topology, *given, name=name, **both) for name in ("first", "second")
+        cluster.decode_server(*given, name=name, **both) for name in ("first", "second")
     )
     with cluster.running([prefill, first, second]):
         raise_priority(prefill)
@@ -97,40 +82,12 @@ def two_decode_servers(backend: str) -> Iterator[tuple[Server, Server, Server]]:
 
 
 def ask(
-    prefill: Server,
-    decode: Server,
-    prompt: Sequence[int] = (),
-    *,
-    to_prefill: bool = True,
-    bootstrap_port: int | None = None,
+    prefill: Server, decode: Server, prompt: Sequence[int] = (), **options
 ) -> tuple[httpx.Response, float]:
-    """Sends a request to both servers; returns decode's answer and its seconds.
-
-    Args:
-        prompt: Token ids; six random ones by default.
-        to_prefill: Whether prefill gets the request; False for a stopped server.
-        bootstrap_port: The port in the request; prefill's own by default.
-    """
-    body = {
-        "input_ids": list(prompt) or [random.randrange(1, 200) for _ in range(6)],
-        "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
-        "return_logprob": True,
-        "bootstrap_host": cluster.HOST,
-        "bootstrap_port": bootstrap_port or prefill.bootstrap_port,
-        "bootstrap_room": random.getrandbits(60),
-    }
-
-    def post(server) -> httpx.Response:
-        return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE, trust_env=False)
-
-    begun = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(post, prefill) if to_prefill else None
-        answer = post(decode)
-        seconds = time.monotonic() - begun
-        if first is not None:
-            first.result()
-    return answer, seconds
+    """Asks a prompt, by default six random tokens, of both servers; see `ask_both`."""
+    prompt = prompt or [random.randrange(1, 200) for _ in range(6)]
+    body = {**cluster.greedy_body(prompt, NEW_TOKENS), "return_logprob": True}
+    return ask_both(prefill, decode, body, PATIENCE, **options)
 
 
 def tokens_of(prefill: Server, decode: Server) -> tuple[list[list[int]], float]:

@@ -4,13 +4,12 @@ The tests call these functions in the patched engine. `python engine_calls.py CA
 another engine, such as stock, and prints the results as JSON. CALLS is JSON: `[[NAME, ARG...]...]`.
 """
 
-import contextlib
+import functools
 import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -33,18 +32,6 @@ from pd_harness.parallel_context import single_rank_context
 HEADS, WIDTH, LATENT, ROPE, INDEX = 2, 8, 16, 4, 6
 
 
-@contextlib.contextmanager
-def _fia(on: bool) -> Iterator[None]:
-    before = os.environ.get("ASCEND_USE_FIA")
-    os.environ["ASCEND_USE_FIA"] = str(on)
-    try:
-        yield
-    finally:
-        del os.environ["ASCEND_USE_FIA"]
-        if before is not None:
-            os.environ["ASCEND_USE_FIA"] = before
-
-
 def _common(layers: int, start_layer: int, page_size: int) -> dict:
     return {
         "size": 4 * page_size,
@@ -59,8 +46,8 @@ def _common(layers: int, start_layer: int, page_size: int) -> dict:
 
 
 def mha_pool(fia: bool, page_size: int, start_layer: int = 0, layers: int = 2, **more):
-    with _fia(fia):
-        sizes = {"head_num": HEADS, "head_dim": WIDTH, **_common(layers, start_layer, page_size)}
+    sizes = {"head_num": HEADS, "head_dim": WIDTH, **_common(layers, start_layer, page_size)}
+    with mock.patch.dict(os.environ, ASCEND_USE_FIA=str(fia)):
         return NPUMHATokenToKVPool(**{**sizes, **more})
 
 
@@ -80,6 +67,15 @@ def mla_pool(
     }
     with single_rank_context(**ranks or {}):
         return NPUMLATokenToKVPool(**{**sizes, **more})
+
+
+# Pools by kind, each a function of a page size and what else the two above take.
+POOLS = {
+    "mha": functools.partial(mha_pool, False),
+    "mha_fia": functools.partial(mha_pool, True),
+    "mla": functools.partial(mla_pool, False),
+    "mla_index_keys": functools.partial(mla_pool, True),
+}
 
 
 def pages(buffers, page_size: int) -> list[list[int]]:

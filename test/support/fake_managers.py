@@ -1,16 +1,15 @@
 """KV managers of later releases without an engine; fake transfer libraries record their calls.
 
-    prefill = make_manager("nixl", mla_layout())
-    decode = make_manager("nixl", mla_layout(), DECODE)
-    process_messages(prefill, registration_message(decode))
+    prefill, decode = prefill_rank("nixl"), decode_rank("nixl")
+    process_messages(prefill, registration_message(decode), metadata_message(decode, room=7))
 
 `process_messages` runs the engine's reader thread, in the calling thread, over the messages.
 """
 
 import contextlib
-import struct
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,8 +17,10 @@ import numpy as np
 import sglang.srt.disaggregation.common.conn as common
 import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
-from sglang.srt.disaggregation.base.conn import StateType
+from null_transfer import NullAgent
+from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, is_extension_frame
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
@@ -136,36 +137,22 @@ def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
     )
 
 
-class FakeNixlAgent:
-    """Stands in for NIXL's agent; it can lose its peers, and fail to find their memory again."""
+class FakeNixlAgent(NullAgent):
+    """Records transfers; it can lose its peers, and fail to find their memory again."""
 
     def __init__(self, name: str):
-        self.name = name
-        self.peers: set[str] = set()
+        super().__init__(name)
         self.is_failing = False
         self.memory_of_peer = ("VRAM", "DRAM")
         self.transfers: list = []
 
-    def get_agent_metadata(self) -> bytes:
-        name = self.name.encode()
-        return struct.pack("<Q", len(name)) + name
-
-    def add_remote_agent(self, metadata: bytes) -> None:
-        self.peers.add(metadata[8:].decode())
-
     def remove_remote_agent(self, name: str) -> None:
         self.peers.remove(name)
-
-    def check_remote_metadata(self, name: str) -> bool:
-        return name in self.peers
 
     def prep_xfer_dlist(self, peer: str, runs, memory: str):
         if peer and (self.is_failing or memory not in self.memory_of_peer):
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         return runs, memory
-
-    def get_xfer_descs(self, rows, memory: str):
-        return rows, memory
 
     def make_prepped_xfer(self, _, ours, src, theirs, dst):
         return self.initialize_xfer("", self._chosen(ours, src), self._chosen(theirs, dst), "")
@@ -218,7 +205,7 @@ def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **m
     made = {
         **_common_attributes(args, role),
         **_role_attributes(role),
-        **_BACKEND_ATTRIBUTES[backend](args),
+        **_BACKEND_ATTRIBUTES[backend](),
         **more,
     }
     for name, value in made.items():
@@ -231,6 +218,26 @@ def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **m
         manager.notified.append((endpoint, frames))
     )
     return manager
+
+
+def prefill_rank(backend: str, layout: RankLayout | None = None, **more):
+    """Makes a prefill rank's KV manager, by default for MLA; `more` as in `make_manager`."""
+    return make_manager(backend, layout or mla_layout(), PREFILL, **more)
+
+
+def decode_rank(backend: str, layout: RankLayout | None = None, number: int = 0, **more):
+    """Makes a decode rank's KV manager, by default for MLA; `more` as in `make_manager`.
+
+    Args:
+        number: Another decode rank has another number, and so another name and port.
+    """
+    decode = make_manager(backend, layout or mla_layout(), DECODE, **more)
+    decode.rank_port += number
+    if number and backend == "nixl":
+        decode.agent.name += str(number)
+    elif number:
+        decode.engine.session = f"127.0.0.1:{7000 + number}"
+    return decode
 
 
 def _common_attributes(args: SimpleNamespace, role) -> dict:
@@ -292,7 +299,7 @@ def _role_attributes(role) -> dict:
     }
 
 
-def _nixl_attributes(args: SimpleNamespace) -> dict:
+def _nixl_attributes() -> dict:
     return {
         "agent": FakeNixlAgent(PEER["nixl"]),
         "src_mem_kind": "VRAM",
@@ -309,7 +316,7 @@ def _nixl_attributes(args: SimpleNamespace) -> dict:
     }
 
 
-def _mooncake_attributes(args: SimpleNamespace) -> dict:
+def _mooncake_attributes() -> dict:
     return {
         "engine": FakeMooncakeEngine(PEER["mooncake"]),
         "session_lock": threading.Lock(),
@@ -338,15 +345,12 @@ def registration_message(decode, is_described: bool = True) -> list[bytes]:
     return [frame for frame in message if is_described or not is_extension_frame(frame)]
 
 
-def metadata_message(decode, room: int, pages, **more) -> list[bytes]:
+def metadata_message(decode, room: int, pages=range(4), **more) -> list[bytes]:
     """Returns the message with which this decode rank requests a room's pages from prefill."""
-    asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None, **more}
+    asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None}
+    asked |= {"decode_prefix_len": None, "is_dummy": False, **more}
     return decode.build_receiver_metadata_message(
-        bootstrap_room=room,
-        kv_indices=np.array(pages, np.int32),
-        decode_prefix_len=None,
-        is_dummy=False,
-        **asked,
+        bootstrap_room=room, kv_indices=np.array(pages, np.int32), **asked
     )
 
 
@@ -387,6 +391,56 @@ def process_messages(manager, *messages: list[bytes]) -> None:
         getattr(manager, start)()
 
 
+def register(prefill, decode, is_described: bool = True) -> None:
+    """Lets prefill read a decode rank's registration; a stock rank's if not `is_described`."""
+    process_messages(prefill, registration_message(decode, is_described))
+
+
+def send_metadata(prefill, decode, room: int, **more) -> None:
+    """Lets prefill read a decode rank's request for a room."""
+    process_messages(prefill, metadata_message(decode, room, **more))
+
+
+def request_rooms(prefill, decode, *rooms: int, is_described: bool = True, **more) -> None:
+    """Registers a decode rank, which then requests rooms whose requests prefill has got."""
+    prefill.request_status |= dict.fromkeys(rooms, KVPoll.Bootstrapping)
+    register(prefill, decode, is_described)
+    for room in rooms:
+        send_metadata(prefill, decode, room, **more)
+
+
+def add_chunk(
+    prefill, room: int, pages=range(4), start: int = 0, is_last: bool = True, **more
+) -> None:
+    """Queues a chunk of a room: its pages, of which the first is the request's page `start`."""
+    numbers = np.array(pages, np.int32)
+    where = slice(start, start + len(numbers))
+    prefill.add_transfer_request(room, numbers, where, is_last, **{"aux_index": 0, **more})
+
+
+def run_mooncake_worker(prefill) -> None:
+    """Runs a transfer worker until its server stops; raises what would crash its thread."""
+    (queue,) = prefill.transfer_queues
+    queue.put(None)
+    with ThreadPoolExecutor(1) as executor:
+        prefill.transfer_worker(queue, executor)
+    assert not queued_chunks(prefill)
+
+
+def finish_failed(side) -> str:
+    """Finishes a failed request as the scheduler does; returns the reason that its client gets.
+
+    Args:
+        side: The request's sender or receiver.
+    """
+    assert side.poll() == KVPoll.Failed
+    try:
+        side.failure_exception()
+    except common.KVTransferError as error:
+        return error.failure_reason
+    raise AssertionError("the request raises no failure")
+
+
 def queued_chunks(prefill) -> int:
     """Counts the chunks in the transfer queue."""
     (queue,) = set(prefill.transfer_queues)
@@ -401,6 +455,16 @@ def registered_peer(prefill):
     """Returns the registration of this prefill rank's only decode rank."""
     (info,) = prefill.decode_kv_args_table.values()
     return info
+
+
+def resolve_dp_rank(decode, address: str, room: int) -> int | None:
+    """Returns the DP rank from which decode's scheduler requests a room; None while unknown."""
+    queue = object.__new__(DecodePreallocQueue)
+    queue.kv_manager = decode
+    host, port = address.split(":")
+    req = SimpleNamespace(bootstrap_host=host, bootstrap_port=int(port), bootstrap_room=room)
+    req.disagg_prefill_dp_rank = None
+    return queue._resolve_prefill_dp_rank(req)
 
 
 def posted_copies(prefill) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -33,6 +33,7 @@ RANK = "rank_0_5_23.py" if SINCE_0_5_20 else "rank_0_5_9.py"
 # Per machine. MemFabric rejects higher device numbers, and senders to such a device hang.
 MAX_DEVICES = 16
 NIXL_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # where a process finds NIXL
+WORST_FIRST = ("died", "raised", "failed", "hang", "no metadata", "wrong")  # states of a request
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
 
 
@@ -43,12 +44,13 @@ class Side:
     tp: int = 1
     pp: int = 1
     draft_layers: int = 0
-    page_size: int = 0  # 0: the fleet's
-    model_layers: int = 0  # 0: the fleet's
-    k_width: int = 0  # 0: the fleet's
-    kv_heads: int = 0  # 0: the fleet's
     dtype: str = "int64"
-    fia: bool | None = None  # None: the fleet's
+    # If empty, the fleet's.
+    page_size: int = 0
+    model_layers: int = 0
+    k_width: int = 0
+    kv_heads: int = 0
+    fia: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -107,17 +109,25 @@ class Fleet:
         stages_ports = free_ports(side.tp) if side.pp > 1 else [0] * side.tp
         first = 0 if role == "prefill" else self.prefill.ranks
         common = {
-            key: value
-            for key, value in asdict(self).items()
-            if key not in ("prefill", "decode", "layers", "stages")
+            **asdict(self),
+            "model_layers": self.layers,
+            **{name: value for name, value in asdict(side).items() if value},
+            "role": role,
+            "device": device(),
+            "bootstrap_port": bootstrap_port,
+            "speculates": drafts[role],
+            "sends_hidden_states": drafts["prefill"] == drafts["decode"],
+            "sent_drafts": min(self.prefill.draft_layers, self.decode.draft_layers),
+        }
+        common["environment"] = {
+            MEMFABRIC: memfabric,
+            "ASCEND_MF_STORE_URL": f"tcp://{HOST}:{store_port}",
+            "ASCEND_USE_FIA": str(common["fia"]),
+            **side.environment,
         }
         return [
             {
                 **common,
-                "role": role,
-                "bootstrap_port": bootstrap_port,
-                "store": store_url(store_port),
-                "device": device(),
                 "gpu_id": (first + pp_rank * side.tp + tp_rank) % MAX_DEVICES,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
@@ -128,30 +138,11 @@ class Fleet:
                 "decode_tp_size": self.decode.tp,
                 "layers": sizes[pp_rank],
                 "start_layer": starts[pp_rank],
-                "model_layers": side.model_layers or self.layers,
-                "speculates": drafts[role],
-                "sends_hidden_states": drafts["prefill"] == drafts["decode"],
                 "draft_layers": side.draft_layers if pp_rank == side.pp - 1 else 0,
-                "page_size": side.page_size or self.page_size,
-                "k_width": side.k_width or self.k_width,
-                "kv_heads": side.kv_heads or self.kv_heads,
-                "dtype": side.dtype,
-                "fia": self.fia if side.fia is None else side.fia,
-                "environment": {MEMFABRIC: memfabric, **side.environment},
             }
             for tp_rank in range(side.tp)
             for pp_rank in range(side.pp)
         ]
-
-    def arriving_layers(self, layers: range) -> list[list]:
-        """Returns [is draft, layer] of all that prefill sends to a rank with these layers."""
-        drafts = min(self.prefill.draft_layers, self.decode.draft_layers)
-        return [[False, n] for n in layers] + [[True, n] for n in range(drafts)]
-
-
-def store_url(port: int) -> str:
-    """Returns the URL of the store in which MemFabric's engines find each other."""
-    return f"tcp://{HOST}:{port}"
 
 
 def is_listening(port: int) -> bool:
@@ -264,17 +255,12 @@ class Rank:
         answer = self.call(do, **arguments)
         return {**answer, "seconds": round(time.monotonic() - begun, 2)}
 
-    def start(self, config: dict) -> None:
+    def start(self, config: dict, do: str = "start") -> None:
+        """Starts the rank, or with `bootstrap` prefill's bootstrap server."""
         self.config = config
-        self._begin(config["role"], "start", config)
-
-    def start_bootstrap(self, config: dict) -> None:
-        self._begin("bootstrap", "bootstrap", config)
-
-    def _begin(self, who: str, do: str, config: dict) -> None:
         answer = self.call(do, **config)
         if answer["state"] != "started":
-            raise RuntimeError(f"{who} rank: {answer}")
+            raise RuntimeError(f"{config['role']} rank, {do}: {answer}")
         self.pid = answer["pid"]
 
     def close(self) -> None:
@@ -295,6 +281,12 @@ class Outcome:
     prefill: tuple[dict, ...]
     decode: tuple[dict, ...]
 
+    @classmethod
+    def of(cls, prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> Outcome:
+        """Returns the outcome of these ranks' answers."""
+        states = {answer["state"] for answer in (*prefill, *decode)}
+        return cls(next((s for s in WORST_FIRST if s in states), "right"), prefill, decode)
+
     @property
     def reasons(self) -> str:
         answers = (*self.prefill, *self.decode)
@@ -302,7 +294,7 @@ class Outcome:
 
 
 class Servers:
-    """A running fleet."""
+    """A running fleet; `rooms` yields the rooms of its next requests."""
 
     bootstrap: Rank
     prefill: list[Rank]
@@ -311,24 +303,51 @@ class Servers:
     def __init__(
         self,
         fleet: Fleet,
-        start_bootstrap: Callable[[], Rank],
-        start_ranks: Callable[[str], list[Rank]],
+        fork_servers: dict[str, ForkServer],
+        memfabric: str,
+        stack: contextlib.ExitStack,
     ):
+        """Starts both servers; `stack` closes their ranks."""
         self.fleet = fleet
-        self._start_bootstrap, self._start_ranks = start_bootstrap, start_ranks
-        self._rooms = count(1)
+        self.rooms = count(1)
+        self._fork_servers, self._memfabric, self._stack = fork_servers, memfabric, stack
+        self._bootstrap_port, self._store_port = free_ports(2)
+        self._early: dict[str, list[Rank]] = {"prefill": [], "decode": []}
+        # New interpreters are spawned early, so that they import the engine concurrently.
+        if device() == "npu":
+            needed = {"prefill": 1 + fleet.prefill.ranks, "decode": fleet.decode.ranks}
+            self._early = {
+                role: [self._spawn(role) for _ in range(ranks)] for role, ranks in needed.items()
+            }
         self.start("prefill")
         self.start("decode")
 
     def start(self, role: str) -> None:
         """Starts a server, or restarts one whose processes are dead."""
         if role == "prefill":
-            self.bootstrap = self._start_bootstrap()
-        setattr(self, role, self._start_ranks(role))
+            self.bootstrap = self._spawn(role)
+            self.bootstrap.start(self._configs(role)[0], "bootstrap")
+            listens = wait_until(lambda: is_listening(self._bootstrap_port), seconds=20)
+            assert listens, "no bootstrap server"
+        setattr(self, role, self.start_another(role))
 
     def start_another(self, role: str) -> list[Rank]:
         """Starts one more server of this side, which `request` does not use."""
-        return self._start_ranks(role)
+        configs = self._configs(role)
+        ranks = [self._spawn(role) for _ in configs]
+        with ThreadPoolExecutor(len(configs)) as pool:
+            list(pool.map(Rank.start, ranks, configs))
+        return ranks
+
+    def _spawn(self, role: str) -> Rank:
+        if self._early[role]:
+            return self._early[role].pop()
+        rank = self._fork_servers[role].spawn()
+        self._stack.callback(rank.close)
+        return rank
+
+    def _configs(self, role: str) -> list[dict]:
+        return self.fleet.ranks(role, self._bootstrap_port, self._store_port, self._memfabric)
 
     def pids(self, role: str) -> list[int]:
         first = [self.bootstrap] if role == "prefill" else []
@@ -341,6 +360,7 @@ class Servers:
         chunks: list[int] | None = None,
         seconds: float = 30,
         leave_out: int = 0,
+        room: int | None = None,
     ) -> Outcome:
         """Sends one request on all ranks of both sides at once, and checks every byte on decode.
 
@@ -350,31 +370,36 @@ class Servers:
             chunks: Pages per chunk; one chunk by default.
             seconds: Limit for each rank.
             leave_out: How many of the last pages decode does not request.
+            room: The next of `rooms` by default.
         """
-        room = next(self._rooms)
-        chunks = chunks or [len(src_pages)]
+        room = next(self.rooms) if room is None else room
         with ThreadPoolExecutor(len(self.prefill) + len(self.decode)) as pool:
-            sent = [
-                pool.submit(
-                    rank.timed, "send", room=room, pages=src_pages, chunks=chunks, seconds=seconds
-                )
-                for rank in self.prefill
-            ]
-            received = [
-                pool.submit(
-                    rank.timed,
-                    "receive",
-                    room=room,
-                    pages=dst_pages,
-                    arrives=self.fleet.arriving_layers(self._layers(rank)),
-                    leave_out=leave_out,
-                    seconds=seconds,
-                )
-                for rank in self.decode
-            ]
-            prefill = tuple(future.result() for future in sent)
-            decode = tuple(future.result() for future in received)
-        return Outcome(_worst(prefill, decode), prefill, decode)
+            sent = pool.map(
+                lambda rank: self.send(rank, room, src_pages, chunks, seconds), self.prefill
+            )
+            received = pool.map(
+                lambda rank: self.receive(rank, room, dst_pages, seconds, leave_out), self.decode
+            )
+            return Outcome.of(tuple(sent), tuple(received))
+
+    def send(
+        self,
+        rank: Rank,
+        room: int,
+        pages: list[int],
+        chunks: list[int] | None = None,
+        seconds: float = 30,
+    ) -> dict:
+        """Sends a request from one prefill rank; see `request`. Returns its timed answer."""
+        sizes = chunks or [len(pages)]
+        return rank.timed("send", room=room, pages=pages, chunks=sizes, seconds=seconds)
+
+    def receive(
+        self, rank: Rank, room: int, pages: list[int], seconds: float = 30, leave_out: int = 0
+    ) -> dict:
+        """Receives a request on one decode rank; see `request`. Returns its timed answer."""
+        wanted = {"room": room, "pages": pages, "leave_out": leave_out}
+        return rank.timed("receive", **wanted, seconds=seconds)
 
     def requests_at_once(self, wanted: list, seconds: float = 30) -> list[Outcome]:
         """Sends one request for each (decode rank, pages on prefill, pages on decode), all at once.
@@ -382,44 +407,17 @@ class Servers:
         Prefill and each decode server have one rank; no two requests share pages on prefill.
         """
         (prefill,) = self.prefill
-        rooms = [next(self._rooms) for _ in wanted]
+        rooms = [next(self.rooms) for _ in wanted]
         with ThreadPoolExecutor(len(wanted) + 1) as pool:
             given = [[room, src_pages] for room, (_, src_pages, _) in zip(rooms, wanted)]
             sent = pool.submit(prefill.call, "send_at_once", requests=given, seconds=seconds)
-            received = [
-                pool.submit(
-                    rank.timed,
-                    "receive",
-                    room=room,
-                    pages=pages,
-                    arrives=self.fleet.arriving_layers(self._layers(rank)),
-                    leave_out=0,
-                    seconds=seconds,
-                )
-                for room, (rank, _, pages) in zip(rooms, wanted)
-            ]
-            answers = [future.result() for future in received]
+            decode = [(rank, room, pages) for room, (rank, _, pages) in zip(rooms, wanted)]
+            answers = list(pool.map(lambda one: self.receive(*one, seconds), decode))
             ends = sent.result().get("ends", [{"state": "died"}] * len(wanted))
-        pairs = [((end,), (answer,)) for end, answer in zip(ends, answers)]
-        return [Outcome(_worst(*pair), *pair) for pair in pairs]
-
-    @staticmethod
-    def _layers(rank: Rank) -> range:
-        start = rank.config["start_layer"]
-        return range(start, start + rank.config["layers"])
+        return [Outcome.of((end,), (answer,)) for end, answer in zip(ends, answers)]
 
     def room_counts(self) -> list[dict]:
         return [rank.call("room_counts") for rank in (*self.prefill, *self.decode)]
-
-
-def _worst(prefill: tuple[dict, ...], decode: tuple[dict, ...]) -> str:
-    states = {answer["state"] for answer in decode} | {
-        "right" if answer["state"] == "success" else answer["state"] for answer in prefill
-    }
-    for state in ("died", "raised", "failed", "hang", "no metadata", "wrong"):
-        if state in states:
-            return state
-    return "right"
 
 
 @contextlib.contextmanager
@@ -430,51 +428,9 @@ def running(
 
     With `ascend`, they use the MemFabric release `memfabric`, or by default the chosen one.
     """
-    port, store_port = free_ports(2)
     memfabric = memfabric or chosen_memfabric()
-    fork_servers = {"prefill": prefill, "decode": decode}
     with contextlib.ExitStack() as stack:
-
-        def spawned(role: str) -> Rank:
-            if early[role]:
-                return early[role].pop()
-            rank = fork_servers[role].spawn()
-            stack.callback(rank.close)
-            return rank
-
-        # New interpreters are spawned early, so that they import the engine concurrently.
-        early: dict[str, list[Rank]] = {"prefill": [], "decode": []}
-        if device() == "npu":
-            needed = {"prefill": 1 + fleet.prefill.ranks, "decode": fleet.decode.ranks}
-            early |= {role: [spawned(role) for _ in range(needed[role])] for role in early}
-
-        def bootstrap() -> Rank:
-            server = spawned("prefill")
-            store = store_url(store_port)
-            server.start_bootstrap(
-                {
-                    "role": "prefill",
-                    "device": device(),
-                    "tp_size": fleet.prefill.tp,
-                    "pp_size": fleet.prefill.pp,
-                    "page_size": fleet.prefill.page_size or fleet.page_size,
-                    "backend": fleet.backend,
-                    "bootstrap_port": port,
-                    "store": store,
-                    "environment": {MEMFABRIC: memfabric, **fleet.prefill.environment},
-                }
-            )
-            assert wait_until(lambda: is_listening(port), seconds=20), "no bootstrap server"
-            return server
-
-        def ranks(role: str) -> list[Rank]:
-            configs = fleet.ranks(role, port, store_port, memfabric)
-            made = [spawned(role) for _ in configs]
-            with ThreadPoolExecutor(len(configs)) as pool:
-                list(pool.map(Rank.start, made, configs))
-            return made
-
-        servers = Servers(fleet, bootstrap, ranks)
+        servers = Servers(fleet, {"prefill": prefill, "decode": decode}, memfabric, stack)
         if fleet.backend == "ascend":
             wait_for_memfabric_peers(memfabric)
         yield servers

@@ -4,7 +4,6 @@ The rest is a stand-in: a request's sender or receiver has the state that the te
 stage's output is passed to the next one directly. This works in the stock engine, too.
 """
 
-import contextlib
 import itertools
 from collections import deque
 from types import SimpleNamespace
@@ -27,9 +26,7 @@ class Poller:
 
     def __init__(self, state: int):
         self.state = state
-        self.is_over = False
-
-    aborted_by_engine = False
+        self.is_over = self.aborted_by_engine = False
 
     def set_state(self, state: str) -> None:
         if state == "aborted":
@@ -190,13 +187,12 @@ def run_stages(
         slots: Metadata slots of each stage.
     """
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(decode_module, "release_kv_cache", mock.Mock()))
+    with mock.patch.object(decode_module, "release_kv_cache", mock.Mock()):
         group()
         fleet = [make(number, rids, slots) for number in range(stages)]
         steps = itertools.count()
 
-        def learn() -> None:
+        def apply_events() -> None:
             step = next(steps)
             for at, stage, rid, state in events:
                 if at == step:
@@ -204,16 +200,16 @@ def run_stages(
 
         proposed = deque()
         for _ in range(rounds):
-            word = None
+            proposal = None
             for stage in fleet:
-                learn()
-                stage.previous_output = word
-                word = stage.propose()
-            proposed.append(word)
+                apply_events()
+                stage.previous_output = proposal
+                proposal = stage.propose()
+            proposed.append(proposal)
             if len(proposed) <= lag:
                 continue
-            word = proposed.popleft()
+            decision = proposed.popleft()
             for stage in fleet:
-                learn()
-                word = stage.decide(word)
+                apply_events()
+                decision = stage.decide(decision)
     return [[stage.accepted(), stage.remaining()] for stage in fleet]

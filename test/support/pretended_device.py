@@ -141,8 +141,8 @@ def _assert_unchanged(source: torch.Tensor, as_it_was: torch.Tensor) -> None:
     assert torch.equal(now, then), "host memory was written while the device read it"
 
 
-class NpuModule:
-    """Stands in for `torch.npu` with `count` devices."""
+class NpuModule(backend_registration._DummyBackendModule):
+    """Stands in for `torch.npu` with `count` devices, of which one holds data."""
 
     def __init__(self, count: int):
         self.count = count
@@ -153,20 +153,8 @@ class NpuModule:
     def is_available(self) -> bool:
         return False  # or else the engine would import its NPU code
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def current_device(self) -> int:
-        return 0
-
     def set_device(self, device) -> None:
-        """Does nothing, because only one device holds data."""
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Does nothing, because the host makes the random numbers."""
+        pass
 
     def mem_get_info(self, device=None) -> tuple[int, int]:
         return 60 << 30, 64 << 30

@@ -93,8 +93,8 @@ def _pretended_servers(running):
         engines = [server for server in servers if "sglang.launch_server" in server.command]
         held = [npu for server in engines for npu in _npus_of(server)]
         assert len(held) == len(set(held)) and max(held) < COUNT, (held, COUNT)
-        for server in engines:
-            _parse(server.command)
+        for server in engines:  # this engine accepts each flag and its value
+            _parser().parse_args(server.command[server.command.index("sglang.launch_server") + 1 :])
         counts["servers"] += len(engines)
         if [server.name for server in servers] != ["single"]:
             _skip_start()
@@ -108,11 +108,6 @@ def _npus_of(server) -> range:
     given = dict(zip(server.command, server.command[1:]))
     first = int(given["--base-gpu-id"])
     return range(first, first + int(given["--tp-size"]) * int(given["--pp-size"]))
-
-
-def _parse(command) -> None:
-    """Asserts that this engine accepts each flag and its value."""
-    _parser().parse_args(command[command.index("sglang.launch_server") + 1 :])
 
 
 @functools.cache
@@ -159,11 +154,9 @@ class PretendedForkServer:
 class PretendedRank:
     pid = 0
 
-    def start(self, config: dict) -> None:
+    def start(self, config: dict, do: str = "start") -> None:
         assert json.loads(json.dumps(config))["device"] == "npu"
         self.config = config
-
-    start_bootstrap = start
 
     def close(self) -> None:
         """Does nothing, as no connection was opened."""

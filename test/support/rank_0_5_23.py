@@ -6,16 +6,15 @@ context.
 
 import contextlib
 import json
-import os
 import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import rank_process
 import torch.distributed as dist
-from rank_base import AUX_SLOTS, HOST, POLL_INTERVAL, RankBase, decode_slot, failure
+from rank_base import POLL_INTERVAL, RankBase, failure
+from rank_contents import AUX_SLOTS, decode_slot
 from rank_deferred_releases import DeferredReleases
-from rank_messages import MessageRecorder, SentMessages
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.managers.disagg_service import start_disagg_service
@@ -23,12 +22,12 @@ from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
 from pd_harness.polling import wait_until
+from pd_harness.ports import HOST
 
-PREFILL_SECONDS = 15  # for which a receiver queries prefill's server
 DEFERRED_SECONDS = 40  # longer than the engine defers the release of pages
 
 
-class Rank(MessageRecorder, RankBase):
+class Rank(RankBase):
     """A rank of a release from 0.5.20 on."""
 
     # Without `_deferred_ack_poisoned_rooms`, in which a room that failed in mid-transfer stays
@@ -55,14 +54,12 @@ class Rank(MessageRecorder, RankBase):
         return {"server_args": self.server_args, "rust_server": None, "enable_hisparse": False}
 
     def _sender(self, room: int):
-        address = f"{HOST}:{self.config.bootstrap_port}"
-        return self._class(KVClassType.SENDER)(self.manager, address, room)
+        return self._class(KVClassType.SENDER)(self.manager, self.bootstrap_address, room)
 
     def _receiver(self, room: int):
-        address = f"{HOST}:{self.config.bootstrap_port}"
-        known = self.manager.try_ensure_parallel_info
+        address, known = self.bootstrap_address, self.manager.try_ensure_parallel_info
         receiver = self._class(KVClassType.RECEIVER)(self.manager, address, room)
-        if wait_until(lambda: known(address), PREFILL_SECONDS, POLL_INTERVAL):
+        if wait_until(lambda: known(address), self.PREFILL_SECONDS, POLL_INTERVAL):
             receiver.init(0)
         else:
             receiver.abort()
@@ -102,8 +99,8 @@ class Rank(MessageRecorder, RankBase):
         sender.abort()
         return "left"
 
-    def _messages_to_prefill(self, room: int, pages: list[int]) -> SentMessages:
-        sent: SentMessages = []
+    def _messages_to_prefill(self, room: int, pages: list[int]) -> list[list[bytes]]:
+        sent: list[list[bytes]] = []
         sock = SimpleNamespace(send_multipart=sent.append)
         receiver = self._receiver(room)
         receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
@@ -116,7 +113,7 @@ class Rank(MessageRecorder, RankBase):
         not_opened, *others = sent
         return [*others, not_opened]
 
-    def _messages_to_decode(self, room: int) -> SentMessages:
+    def _messages_to_decode(self, room: int) -> list[list[bytes]]:
         manager, sent = self.manager, []
         manager._send_multipart_locked = lambda endpoint, frames, **_: sent.append(frames)
         for status, reason in ((KVPoll.Success, None), (KVPoll.Failed, "no memory")):
@@ -148,12 +145,8 @@ class Rank(MessageRecorder, RankBase):
         return getattr(table, "_local_map", table)  # pipeline stages share some tables
 
     def _state(self, room, pages):
-        slots = self._state_slots(room, pages)
-        return None if slots is None else [np.array(slots, dtype=np.int32)]
-
-    def _state_buffers(self):
-        args = self.manager.kv_args
-        return sum(args.state_data_ptrs, []), sum(args.state_data_lens, [])
+        state = super()._state(room, pages)
+        return None if state is None else [state]  # one kind of state
 
 
 class Stages:
@@ -190,7 +183,6 @@ def published(config: dict, ranks: SpawnRanks | None = None) -> ServerArgs:
 
 def bootstrap(config: dict):
     """Starts what a prefill server starts: the bootstrap server, and MemFabric's store."""
-    os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
     published(config)
     return start_disagg_service()
 

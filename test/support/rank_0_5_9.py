@@ -4,43 +4,33 @@ Buffers are on the device that the configuration names. The module runs in the P
 or the patched engine; see `rank_process`.
 """
 
-import os
 import uuid
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import rank_process
-from rank_base import AUX_SLOTS, HOST, POLL_INTERVAL, RankBase, decode_slot
-from rank_messages import MessageRecorder, SentMessages
+from rank_base import POLL_INTERVAL, RankBase
+from rank_contents import AUX_SLOTS, decode_slot
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.utils import (
-    KVClassType,
-    ReqToMetadataIdxAllocator,
-)
+from sglang.srt.disaggregation.utils import KVClassType, ReqToMetadataIdxAllocator
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers.disagg_service import start_disagg_service
 
 from pd_harness.polling import wait_until
+from pd_harness.ports import HOST
 
-PREFILL_SECONDS = 15  # for which a receiver queries prefill's server
 
-
-class Rank(MessageRecorder, RankBase):
+class Rank(RankBase):
     """A rank of 0.5.9."""
 
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *(
-            "addr_to_rooms_tracker",
-            "requested_rooms",
-            "failing_rooms",
-            "arrived_digests",
-            "sent_pages",
-        ),
+        *("addr_to_rooms_tracker", "requested_rooms", "failing_rooms"),
+        *("arrived_digests", "sent_pages"),
     )
 
     def _enter_engine(self) -> None:
@@ -85,14 +75,10 @@ class Rank(MessageRecorder, RankBase):
     def _send_metadata(self, receiver, pages, slot, state) -> None:
         receiver.init(np.array(pages, dtype=np.int32), slot, state)
 
-    def _state_buffers(self):
-        args = self.manager.kv_args
-        return args.state_data_ptrs, args.state_data_lens
-
     def _sender(self, room: int):
         return self._class(KVClassType.SENDER)(
             mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_addr=self.bootstrap_address,
             bootstrap_room=room,
             dest_tp_ranks=[self.config.tp_rank],
             pp_rank=self.config.pp_rank,
@@ -104,33 +90,24 @@ class Rank(MessageRecorder, RankBase):
         prefill_module.release_req_to_metadata_buffer(req, allocator)
         return "left" if list(allocator.free_slots) == [3] else "left its slot behind"
 
-    def _state(self, room: int, pages: list[int]) -> np.ndarray | None:
-        slots = self._state_slots(room, pages)
-        return None if slots is None else np.array(slots, dtype=np.int32)
-
     def _receiver(self, room: int):
         receiver = self._class(KVClassType.RECEIVER)(
             mgr=self.manager,
-            bootstrap_addr=f"{HOST}:{self.config.bootstrap_port}",
+            bootstrap_addr=self.bootstrap_address,
             bootstrap_room=room,
             prefill_dp_rank=0,
         )
         # The engine's queue, too, allocates nothing before it has found prefill.
-        wait_until(lambda: receiver.poll() != KVPoll.Bootstrapping, PREFILL_SECONDS, POLL_INTERVAL)
+        wait_until(
+            lambda: receiver.poll() != KVPoll.Bootstrapping, self.PREFILL_SECONDS, POLL_INTERVAL
+        )
         return receiver
 
     def is_aborted_before_request(self, room: int) -> bool:
         """Returns whether decode aborted this room before its request reached prefill."""
         return room in self.manager.aborted_before_request
 
-    def set_back_off(self, seconds: float) -> dict:
-        """Sets Mooncake's first back-off from a failing peer, in seconds."""
-        from sglang.srt.disaggregation.pd import back_off
-
-        back_off.BACK_OFF_SECONDS = seconds
-        return {"state": "set"}
-
-    def register_decode_ranks(self, count: int) -> dict:
+    def register_decode_ranks(self, count: int) -> None:
         """Registers this rank with prefill `count` more times, as new decode servers would.
 
         Each registration has a new name and port, and opens no room.
@@ -147,9 +124,8 @@ class Rank(MessageRecorder, RankBase):
             receiver._register_kv_args()
         manager.agent, manager.rank_port = agent, port
         receiver.clear()
-        return {"state": "joined"}
 
-    def _messages_to_prefill(self, room: int, pages: list[int]) -> SentMessages:
+    def _messages_to_prefill(self, room: int, pages: list[int]) -> list[list[bytes]]:
         sent, sock = recording_socket()
         receiver = self._receiver(room)
         receiver._socket = lambda info: sock
@@ -161,7 +137,7 @@ class Rank(MessageRecorder, RankBase):
         receiver.clear()
         return sent
 
-    def _messages_to_decode(self, room: int) -> SentMessages:
+    def _messages_to_decode(self, room: int) -> list[list[bytes]]:
         manager, (sent, sock) = self.manager, recording_socket()
         session = next(iter(manager.decode_kv_args_table))
         peer = SimpleNamespace(
@@ -183,21 +159,20 @@ class Rank(MessageRecorder, RankBase):
     def _drop_room(self, room: int) -> None:
         self.manager.drop_room(room)
 
-    def expect_status(self, room: int) -> dict:
+    def expect_status(self, room: int) -> None:
         if not self.is_prefill:
             self.manager.requested_rooms.add(room)
-        return super().expect_status(room)
+        super().expect_status(room)
 
 
-def recording_socket() -> tuple[SentMessages, SimpleNamespace]:
+def recording_socket() -> tuple[list[list[bytes]], SimpleNamespace]:
     """Returns a list, and a socket that appends messages to it instead of sending them."""
-    sent: SentMessages = []
+    sent: list[list[bytes]] = []
     return sent, SimpleNamespace(send_multipart=lambda frames, flags=0: sent.append(frames))
 
 
 def bootstrap(config: dict):
     """Starts what a prefill server starts: the bootstrap server, and MemFabric's store."""
-    os.environ.update(config["environment"], ASCEND_MF_STORE_URL=config["store"])
     return start_disagg_service(
         SimpleNamespace(
             disaggregation_mode="prefill",

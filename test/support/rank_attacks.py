@@ -2,12 +2,12 @@
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
 import threading
 
 import zmq
+from rank_faults import own_sockets
 
 # Linux's socket options, which `socket` does not name, and a filter that drops every packet.
 ATTACH_FILTER, DETACH_FILTER = 26, 27
@@ -34,22 +34,18 @@ class VanishingPackets:
     def stop(self) -> None:
         self._ended.set()
         self._dropping.join()
-        _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0))
+        self._set_option(DETACH_FILTER, 0)
 
     def _drop(self) -> None:
         """Attaches the filter again and again, also to connections that are new."""
         while not self._ended.wait(POLL_INTERVAL_SECONDS):
-            _for_tcp_sockets(lambda sock: sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, FILTER))
+            self._set_option(ATTACH_FILTER, FILTER)
 
-
-def _for_tcp_sockets(do) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6):
-                    do(sock)
+    @staticmethod
+    def _set_option(name: int, value) -> None:
+        for sock in own_sockets(socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # it has no such filter
+                sock.setsockopt(socket.SOL_SOCKET, name, value)
 
 
 class UnreadMessages:

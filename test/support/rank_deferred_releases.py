@@ -1,5 +1,6 @@
 """Deferred release of an aborted request's pages until prefill has stopped writing (0.5.20+)."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -39,10 +40,7 @@ class DeferredReleases(decode.DecodeTransferQueue):
         """Returns whether all ranks of the group have released all pages."""
         self.gloo_group = group
         alone = mock.patch.object(decode, "all_reduce_flags", lambda flags, **_: flags)
-        if group is None:
-            with alone:
-                self.resolve_deferred_releases()
-        else:
+        with alone if group is None else contextlib.nullcontext():
             self.resolve_deferred_releases()
         return not self.has_pending_deferred_releases()
 

@@ -5,8 +5,10 @@ import inspect
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from pd_harness.polling import wait_until
 
@@ -166,8 +168,9 @@ class AgentCalls:
         *("initialize_xfer", "transfer", "check_xfer_state", "release_xfer_handle"),
     )
 
-    def __init__(self, nixl):
-        """Wraps the calls of NIXL's module `nixl`; a handle's destructor counts as a call."""
+    def __init__(self, manager):
+        """Wraps NIXL's calls, of all managers; a handle's destructor counts as a call."""
+        nixl = sys.modules["nixl._api"]
         self.count, self.at_once = 0, 0
         self._inside, self._lock = [], threading.RLock()  # destructors may run at any time
         for name in self.NAMES:
@@ -196,18 +199,26 @@ def cut_connections(spare: frozenset[int] | set[int] = frozenset()) -> int:
     Both ends stay alive. Connections from or to the ports in ``spare`` stay open.
     """
     cut = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue  # not a socket
-        with sock, contextlib.suppress(OSError):  # not connected
-            if sock.family != socket.AF_INET:
-                continue
+    for sock in own_sockets(socket.AF_INET):
+        with contextlib.suppress(OSError):  # not connected
             if spare.isdisjoint((sock.getpeername()[1], sock.getsockname()[1])):
                 sock.shutdown(socket.SHUT_RDWR)
                 cut += 1
     return cut
+
+
+def own_sockets(*families: int) -> Iterator[socket.socket]:
+    """Yields duplicates of this process's sockets, each of which is open until the next one."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed meanwhile
+        with sock:
+            if sock.family in families:
+                yield sock
 
 
 def kill(pid: int) -> None:

@@ -39,10 +39,12 @@ def serve(connection: socket.socket, factories: Factories) -> None:
             name = command.pop("do")
             try:
                 if name in factories:
+                    os.environ.update(command["environment"])
                     rank = factories[name](command)
                     answer = {"state": "started", "pid": os.getpid()}
                 else:
                     answer = getattr(rank, name)(**command)
+                    answer = {"state": "done"} if answer is None else answer
             except Exception as error:
                 answer = {"state": "raised", "reason": f"{type(error).__name__}: {error}"}
             lines.write(json.dumps(answer) + "\n")

@@ -16,7 +16,8 @@ import requests
 import zmq
 from engine_release import SINCE_0_5_20
 from null_transfer import use_null_transfer
-from rank_base import AUX_SLOTS, failure
+from rank_base import failure
+from rank_contents import AUX_SLOTS
 from sglang.srt.disaggregation.base import KVPoll
 
 release = importlib.import_module("rank_0_5_23" if SINCE_0_5_20 else "rank_0_5_9")
@@ -25,7 +26,6 @@ POLL_SECONDS = 0.01
 OPEN = 2  # open requests per decode rank
 PAGE = [1]
 STALLED_SECONDS = 20.0
-release.PREFILL_SECONDS = 60  # all decode ranks query prefill at once
 
 
 class ActivityCounter:
@@ -59,6 +59,8 @@ class ActivityCounter:
 
 
 class Rank(release.Rank):
+    PREFILL_SECONDS = 60  # all decode ranks query prefill at once
+
     def __init__(self, config: dict):
         self.activity = ActivityCounter()
         self.scheduler_seconds = 0.0

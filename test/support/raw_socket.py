@@ -45,10 +45,10 @@ class RawSocket:
         finally:
             thread.join()
 
-    def await_read(self, room: int, last_word: Message) -> None:
-        """Sends `last_word`, which ends this room, and waits until the rank has read it."""
+    def await_read(self, room: int, conclusion: Message) -> None:
+        """Sends a message that ends this room, and waits until the rank has read it."""
         self.rank.call("expect_status", room=room)
-        self.send([last_word])
+        self.send([conclusion])
         assert self.rank.call("await_status", room=room, seconds=30) == {"state": "ended"}
 
     def send_oversized(self) -> None:
@@ -80,7 +80,12 @@ def recorded_messages(rank: Rank, room: int) -> list[Message]:
     return [[bytes.fromhex(frame) for frame in message] for message in answer]
 
 
-def await_read(sock: RawSocket, source: Rank, mark: int, last_word: int) -> None:
-    sock.await_read(
-        FIRST_MARKER_ROOM + mark, recorded_messages(source, FIRST_MARKER_ROOM + mark)[last_word]
-    )
+def await_read(sock: RawSocket, source: Rank, mark: int, conclusion: int) -> None:
+    """Waits until the rank has read all earlier messages of this socket.
+
+    Args:
+        source: A rank of the other side, whose message with index `conclusion` ends a room.
+        mark: Differs in each call for a rank.
+    """
+    room = FIRST_MARKER_ROOM + mark
+    sock.await_read(room, recorded_messages(source, room)[conclusion])

@@ -14,7 +14,8 @@ import httpx
 import psutil
 
 from pd_harness import cluster
-from pd_harness.device import DTYPES, device
+from pd_harness.device import DTYPES, device, machine
+from pd_harness.polling import wait_until
 
 Answered = TypeVar("Answered")
 
@@ -31,7 +32,6 @@ LOGPROB_TOLERANCE = {"float32": 2e-3, "float16": 0.05}
 # Seconds without work until a test assumes a hang: if it expects one, and on a busy machine.
 LOST_SECONDS = 8
 SLOW_SECONDS = 60
-TOKENS_MUST_AGREE = {"float32": True, "float16": False}
 
 
 def run_tool(*words: str) -> tuple[int, dict]:
@@ -100,7 +100,7 @@ def _compare(answers, expected) -> tuple[str, str]:
     pairs = list(zip(answers, expected, strict=True))
     other_ids = sum(got.ids != want.ids for got, want in pairs)
     apart = max(_apart(got, want) for got, want in pairs)
-    if other_ids and (TOKENS_MUST_AGREE[dtype] or apart > LOGPROB_TOLERANCE[dtype]):
+    if other_ids and (dtype == "float32" or apart > LOGPROB_TOLERANCE[dtype]):
         return "wrong", f"{other_ids} of {len(answers)} prompts have other tokens"
     if apart > LOGPROB_TOLERANCE[dtype]:
         return "wrong", f"same tokens, but logprobs differ by up to {apart:.4f}"
@@ -184,9 +184,7 @@ class HangDetector:
 def seconds_until(condition: Callable[[], bool], patience: float, pause: float = 0.05) -> float:
     """Waits until a condition is true, for at most `patience` seconds; returns the seconds."""
     start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < patience, f"not in {patience} s"
-        time.sleep(pause)
+    assert wait_until(condition, patience, pause), f"not in {patience} s"
     return time.monotonic() - start
 
 
@@ -223,4 +221,4 @@ def record(kind: str, **row) -> None:
     file = cluster.RELEASE_ENV / "evidence" / f"{kind}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
-        out.write(json.dumps(row) + "\n")
+        out.write(json.dumps({**row, **machine()}) + "\n")

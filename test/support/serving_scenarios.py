@@ -1,6 +1,7 @@
 """Scenarios of the serving tests: topologies, tiny models, and each stock engine's outcome."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -126,8 +127,32 @@ NO_STAGING = Unsupported("0.5.9 has no staging buffers")
 NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
-class PerRelease:
-    """Base of classes with ``outcomes``, one per stock engine of `RELEASES`."""
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A fleet with a model and prompts, and its outcomes.
+
+    An outcome is "right", "wrong", "hang", "http NUMBER", or "dead" if a server has exited.
+
+    Attributes:
+        outcomes: Outcomes on the stock engines of `RELEASES`.
+        patched: The outcome on the patched engine.
+        new_tokens: Tokens of each answer.
+        make_prompts: Returns the prompts.
+        times: How often the prompts are sent.
+        stray_message: Sent to each prefill rank before the prompts, if not None.
+        sides: Roles of the servers that have a draft model.
+    """
+
+    name: str
+    topology: Topology
+    model: TinyModel
+    outcomes: tuple[str | Unsupported, ...]
+    patched: str = "right"
+    new_tokens: int = NEW_TOKENS
+    make_prompts: Callable[[], list[list[int]]] = prompts
+    times: int = 1
+    stray_message: bytes | None = None
+    sides: tuple[str, ...] = ()
 
     @property
     def stock(self) -> str | Unsupported:
@@ -140,51 +165,24 @@ class PerRelease:
         return self.stock.reason if isinstance(self.stock, Unsupported) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scenario(PerRelease):
-    """A fleet with a model and prompts, and its outcomes.
-
-    An outcome is "right", "wrong", "hang", "http NUMBER", or "dead" if a server has exited.
-
-    Attributes:
-        outcomes: Outcomes on the stock engines of `RELEASES`.
-        patched: The outcome on the patched engine.
-        new_tokens: Tokens of each answer.
-        make_prompts: Returns the prompts.
-        times: How often the prompts are sent.
-        stray_message: Sent to each prefill rank before the prompts, if not None.
-    """
-
-    name: str
-    topology: Topology
-    model: TinyModel
-    outcomes: tuple[str | Unsupported, ...]
-    patched: str = "right"
-    new_tokens: int = NEW_TOKENS
-    make_prompts: Callable[[], list[list[int]]] = prompts
-    times: int = 1
-    stray_message: bytes | None = None
+def scenario(
+    backend: str, name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes
+) -> Scenario:
+    if backend == "ascend":
+        sizes = {"page_size": PAGE_SIZE, **sizes}
+    return Scenario(f"{backend}-{name}", Topology(backend, **sizes), model, outcomes)
 
 
-def nixl(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
-    return Scenario(f"nixl-{name}", Topology("nixl", **sizes), model, outcomes)
+nixl = functools.partial(scenario, "nixl")
+mooncake = functools.partial(scenario, "mooncake")
+ascend = functools.partial(scenario, "ascend")
 
 
-def mooncake(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
-    return Scenario(f"mooncake-{name}", Topology("mooncake", **sizes), model, outcomes)
-
-
-def ascend(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
-    topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
-    return Scenario(f"ascend-{name}", topology, model, outcomes)
-
-
-def full_pool(name: str, model: TinyModel, *outcomes: str | Unsupported, **sizes) -> Scenario:
-    page_size = sizes.get("page_size", PAGE_SIZE)
+def full_pool(name: str, model: TinyModel, *outcomes: str, page_size=PAGE_SIZE, **sizes):
     answer = long_answer(page_size)
     sizes |= {"page_size": page_size, "decode_tokens": pool_tokens(page_size, answer)}
-    topology = Topology("ascend", **sizes)
-    return Scenario(f"ascend-{name}_full_pool", topology, model, outcomes, new_tokens=answer)
+    made = ascend(f"{name}_full_pool", model, *outcomes, **sizes)
+    return dataclasses.replace(made, new_tokens=answer)
 
 
 def incompatible(scenario: Scenario) -> Scenario:
@@ -286,11 +284,7 @@ MIXED = [
 # in test_shared_fleet.py, or differ from a listed one in a single property.
 PUSH_CASES = {
     "0.5.9": {
-        "stock": {
-            "nixl-tp2_to_1",
-            "mooncake-pp2_odd_layers",
-            "ascend-mla_pp2",
-        },
+        "stock": {"nixl-tp2_to_1", "mooncake-pp2_odd_layers", "ascend-mla_pp2"},
         "patched": {
             "nixl-tp4_to_1_replicated",
             "nixl-pp2_to_pp2",
@@ -314,7 +308,7 @@ PUSH_CASES = {
 }
 
 
-def marks(one: PerRelease, always: Collection[str]) -> list[pytest.MarkDecorator]:
+def marks(one: Scenario, always: Collection[str]) -> list[pytest.MarkDecorator]:
     """Returns the marks of its test, which every run has if its name is in ``always``."""
     if one.unsupported_reason:
         return [pytest.mark.skip(reason=one.unsupported_reason)]
@@ -328,26 +322,15 @@ SIDES = PREFILL + DECODE
 NO_STAGES = Unsupported("0.5.9 does not speculate in pipeline stages")
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftScenario(PerRelease):
-    """A fleet with a draft model on ``sides``; see `Scenario` for ``outcomes``."""
-
-    name: str
-    topology: Topology
-    model: TinyModel
-    sides: tuple[str, ...]
-    outcomes: tuple[str | Unsupported, ...]
-
-
 def llama(
     name: str, sides, *outcomes: str | Unsupported, backend: str = "nixl", **sizes
-) -> DraftScenario:
-    return DraftScenario(f"{backend}-{name}", Topology(backend, **sizes), LLAMA, sides, outcomes)
+) -> Scenario:
+    made = scenario(backend, name, LLAMA, *outcomes, **sizes)
+    return dataclasses.replace(made, sides=sides)
 
 
-def deepseek(name: str, sides, *outcomes: str | Unsupported, **sizes) -> DraftScenario:
-    topology = Topology("ascend", page_size=PAGE_SIZE, **sizes)
-    return DraftScenario(f"ascend-mla_{name}", topology, DRAFTED_MLA, sides, outcomes)
+def deepseek(name: str, sides, *outcomes: str | Unsupported, **sizes) -> Scenario:
+    return dataclasses.replace(ascend(f"mla_{name}", DRAFTED_MLA, *outcomes, **sizes), sides=sides)
 
 
 DRAFT_SCENARIOS = [

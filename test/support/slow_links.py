@@ -1,11 +1,12 @@
 """Proxies that add latency, in both directions, to TCP connections of this process."""
 
-import os
 import queue
 import socket
 import struct
 import threading
 import time
+
+from rank_faults import own_sockets
 
 from pd_harness.ports import HOST
 
@@ -32,20 +33,11 @@ def metadata_of_slow_proxy(metadata: bytes, seconds: float, spare: set[int]) -> 
 
 def listening() -> list[tuple[str, int]]:
     """Returns (address, port) pairs on which this process listens over IPv4."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue  # the listing's own descriptor
     found = []
-    with open("/proc/net/tcp") as table:
-        for line in table.readlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in inodes:
-                address, port = local.split(":")
-                host = socket.inet_ntoa(struct.pack("<I", int(address, 16)))
-                found.append((HOST if host == "0.0.0.0" else host, int(port, 16)))
+    for sock in own_sockets(socket.AF_INET):
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port = sock.getsockname()
+            found.append((HOST if host == "0.0.0.0" else host, port))
     return found
 
 

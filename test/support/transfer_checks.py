@@ -50,23 +50,42 @@ def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
     ]
 
 
+def assert_right(servers: Servers, *request, **more) -> Outcome:
+    """Asserts that every byte of a request arrives; the arguments are `Servers.request`'s."""
+    outcome = servers.request(*request, **more)
+    assert outcome.state == "right", (request, outcome)
+    return outcome
+
+
+def assert_all_right(servers: Servers, requests=REQUESTS) -> None:
+    for request in requests:
+        assert_right(servers, *request)
+
+
+def assert_no_room_kept(servers: Servers, seconds: float = SETTLE_SECONDS) -> None:
+    """Asserts that within `seconds` no table of any rank has a room."""
+
+    def kept() -> list[dict]:
+        counts = servers.room_counts()
+        return [tables for tables in counts if any(tables.values())]
+
+    assert_eventually(kept, [], seconds)
+
+
 def assert_transfers(servers: Servers, pages=PAGES) -> None:
-    """Asserts that a request's every byte is right, and that no rank keeps its room."""
-    outcome = servers.request(*pages)
-    assert outcome.state == "right", outcome
-    assert_eventually(
-        lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * servers.fleet.size
-    )
+    """Asserts that a request is right, and that no rank keeps its room."""
+    assert_right(servers, *pages)
+    assert_no_room_kept(servers)
 
 
-def assert_eventually(measure, wanted) -> None:
+def assert_eventually(measure, wanted, seconds: float = SETTLE_SECONDS) -> None:
     seen = []
 
     def settled() -> bool:
         seen[:] = [measure()]
         return seen == [wanted]
 
-    assert wait_until(settled, SETTLE_SECONDS, pause=0.05), (seen, wanted)
+    assert wait_until(settled, seconds, pause=0.05), (seen, wanted)
 
 
 def assert_recovers(servers: Servers, pages=PAGES) -> None:
@@ -110,7 +129,7 @@ def assert_ranks_can_join_while_sending(serve) -> None:
                 return prefill.call("health")["peers"] > before + JOINS
 
             assert wait_until(all_known, JOIN_SECONDS, pause=0)
-            assert joined.result()["state"] == "joined"
+            assert joined.result() == {"state": "done"}
         assert_transfers(servers, many)
         calls = prefill.call("count_agent_calls")
         assert calls["count"] > JOINS and calls["at_once"] == 0, calls

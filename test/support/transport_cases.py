@@ -28,6 +28,8 @@ def same_widths(fleet):
     return with_fields(fleet, v_width=fleet.k_width)
 
 
+# An MLA model with an indexer, whose keys are state in pages of 64 tokens.
+NSA = {"mla": True, "index_keys": True, "page_size": 64}
 HEADS = {
     "tp1_to_1": tp(1, 1),
     "tp2_to_2": tp(2, 2),
@@ -57,9 +59,9 @@ STAGES = {
     "mla_pp2_odd": Fleet(Side(pp=2), layers=3, mla=True),
     "mla_tp2_to_1": Fleet(Side(tp=2), mla=True),
     "mla_tp1_to_2": Fleet(Side(), Side(tp=2), mla=True),
-    "nsa": Fleet(mla=True, index_keys=True, page_size=64),
-    "nsa_tp2_to_1": Fleet(Side(tp=2), mla=True, index_keys=True, page_size=64),
-    "nsa_pp2_odd": Fleet(Side(pp=2), layers=3, mla=True, index_keys=True, page_size=64),
+    "nsa": Fleet(**NSA),
+    "nsa_tp2_to_1": Fleet(Side(tp=2), **NSA),
+    "nsa_pp2_odd": Fleet(Side(pp=2), layers=3, **NSA),
 }
 
 
@@ -111,75 +113,65 @@ ASCEND = {
         Side(pp=2, tp=2, draft_layers=1), Side(draft_layers=1), layers=3, fia=True
     ),
 }
-ONE_HEAD = tp(2, 4, heads=1)
 # Outcomes of writes outside of a buffer: MemFabric accepts them, and other memory changes, or the
 # process crashes.
 CORRUPTED = ("wrong", "died", "raised")
-# Outcomes of the same requests on the stock engine, with K and V of one width.
-STOCK_0_5_9 = {
-    "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
-    "nixl-tp1_to_2": (HEADS["tp1_to_2"], "right"),
-    "nixl-pp2": (STAGES["pp2"], "right"),
-    "nixl-tp2_to_1": (HEADS["tp2_to_1"], "hang"),
-    "nixl-tp4_to_1_replicated_on_prefill": (HEADS["tp4_to_1_replicated_on_prefill"], "hang"),
-    "nixl-tp1_to_4_replicated_on_decode": (HEADS["tp1_to_4_replicated_on_decode"], "raised"),
-    "nixl-tp2_to_8_replicated_on_decode": (HEADS["tp2_to_8_replicated_on_decode"], "raised"),
-    "nixl-pp2_odd": (STAGES["pp2_odd"], "wrong"),
-    "nixl-pp2_tp2_to_1": (STAGES["pp2_tp2_to_1"], "hang"),
-    "mooncake-tp2_to_1": (tp(2, 1, backend="mooncake"), "right"),
-    "mooncake-pp2_odd": (Fleet(Side(pp=2), layers=7, backend="mooncake"), "wrong"),
-    **{
-        f"ascend-{name}": (ASCEND[name], state)
-        for name, state in {
-            "mla": "right",
-            "mla_index_keys": "right",
-            "tp2_to_1": "right",
-            "mla_30_31": "wrong",
-            "mla_2_2_3": "wrong",
-            "mla_index_keys_2_2_3": "wrong",
-            "mla_draft_on_both": "wrong",
-            "pp2_odd": "wrong",
-            "fia": "wrong",
-            "fia_pp2_odd": "wrong",
-            "fia_tp2_to_1": "wrong",
-        }.items()
-    },
+# Outcomes of the same requests on the stock engines of 0.5.9 and 0.5.23, with K and V of one width;
+# None where it was not tried. On 0.5.23 prefill's registration thread crashes over NIXL with
+# pipeline stages of GQA, with more ranks than heads on both sides, and with a draft model on
+# prefill only.
+STOCK_OUTCOMES = {
+    "nixl-tp1_to_1": ("right", "right"),
+    "nixl-tp1_to_2": ("right", None),
+    "nixl-pp2": ("right", "hang"),
+    "nixl-tp2_to_1": ("hang", "right"),
+    "nixl-tp4_to_1_replicated_on_prefill": ("hang", None),
+    "nixl-tp1_to_4_replicated_on_decode": ("raised", "right"),
+    "nixl-tp2_to_8_replicated_on_decode": ("raised", "right"),
+    "nixl-tp2_to_4_one_head": (None, "hang"),
+    "nixl-pp2_odd": ("wrong", "hang"),
+    "nixl-pp2_tp2_to_1": ("hang", "wrong"),
+    "nixl-mla_pp2_odd": (None, "right"),
+    "nixl-draft_on_prefill": (None, "hang"),
+    "mooncake-tp2_to_1": ("right", "right"),
+    "mooncake-tp2_to_4_one_head": (None, "right"),
+    "mooncake-pp2": (None, "right"),
+    "mooncake-pp2_odd": ("wrong", "wrong"),
+    "ascend-mla": ("right", "right"),
+    "ascend-mla_index_keys": ("right", "right"),
+    "ascend-tp2_to_1": ("right", "right"),
+    "ascend-mla_30_31": ("wrong", "right"),
+    "ascend-mla_2_2_3": ("wrong", None),
+    "ascend-mla_index_keys_2_2_3": ("wrong", "right"),
+    "ascend-mla_draft_on_both": ("wrong", "right"),
+    "ascend-mla_draft_on_prefill": (None, CORRUPTED),
+    "ascend-mla_draft_unequal": (None, "wrong"),
+    "ascend-pp2_odd": ("wrong", "wrong"),
+    "ascend-fia": ("wrong", "right"),
+    "ascend-fia_pp2_odd": ("wrong", "wrong"),
+    "ascend-fia_tp2_to_1": ("wrong", "right"),
 }
-# Over NIXL, prefill's registration thread crashes with pipeline stages of GQA, with more ranks than
-# heads on both sides, and with a draft model on prefill only.
-STOCK_0_5_23 = {
-    "nixl-tp1_to_1": (HEADS["tp1_to_1"], "right"),
-    "nixl-tp2_to_1": (HEADS["tp2_to_1"], "right"),
-    "nixl-tp1_to_4_replicated_on_decode": (HEADS["tp1_to_4_replicated_on_decode"], "right"),
-    "nixl-tp2_to_8_replicated_on_decode": (HEADS["tp2_to_8_replicated_on_decode"], "right"),
-    "nixl-tp2_to_4_one_head": (ONE_HEAD, "hang"),
-    "nixl-pp2": (STAGES["pp2"], "hang"),
-    "nixl-pp2_odd": (STAGES["pp2_odd"], "hang"),
-    "nixl-pp2_tp2_to_1": (STAGES["pp2_tp2_to_1"], "wrong"),
-    "nixl-mla_pp2_odd": (STAGES["mla_pp2_odd"], "right"),
-    "nixl-draft_on_prefill": (Fleet(Side(draft_layers=1)), "hang"),
-    "mooncake-tp2_to_1": (tp(2, 1, backend="mooncake"), "right"),
-    "mooncake-tp2_to_4_one_head": (with_fields(ONE_HEAD, backend="mooncake"), "right"),
-    "mooncake-pp2": (with_fields(STAGES["pp2"], backend="mooncake"), "right"),
-    "mooncake-pp2_odd": (Fleet(Side(pp=2), layers=7, backend="mooncake"), "wrong"),
-    **{
-        f"ascend-{name}": (ASCEND[name], state)
-        for name, state in {
-            "mla": "right",
-            "mla_index_keys": "right",
-            "tp2_to_1": "right",
-            "mla_30_31": "right",
-            "mla_index_keys_2_2_3": "right",
-            "mla_draft_on_both": "right",
-            "mla_draft_on_prefill": CORRUPTED,
-            "mla_draft_unequal": "wrong",
-            "pp2_odd": "wrong",
-            "fia": "right",
-            "fia_pp2_odd": "wrong",
-            "fia_tp2_to_1": "right",
-        }.items()
-    },
+# Fleets of these cases; stock's draft needs no stages to fail.
+STOCK_FLEETS = {
+    **HEADS,
+    **STAGES,
+    "tp2_to_4_one_head": tp(2, 4, heads=1),
+    "draft_on_prefill": Fleet(Side(draft_layers=1)),
 }
+
+
+def stock_cases(column: int) -> dict[str, tuple]:
+    """Returns the fleet and the outcome of each case that was tried on this column's release."""
+    found = {}
+    for case, outcomes in STOCK_OUTCOMES.items():
+        backend, _, name = case.partition("-")
+        fleet = ASCEND[name] if backend == "ascend" else STOCK_FLEETS[name]
+        if outcomes[column]:
+            found[case] = (with_fields(fleet, backend=backend), outcomes[column])
+    return found
+
+
+STOCK_0_5_9, STOCK_0_5_23 = stock_cases(0), stock_cases(1)
 STOCK = STOCK_0_5_23 if SINCE_0_5_20 else STOCK_0_5_9
 # A fleet in which stock assumes V as wide as K, and the outcome if memory ends behind V.
 STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_20 else (HEADS["tp1_to_1"], "raised")

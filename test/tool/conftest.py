@@ -8,13 +8,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
+pytest.register_assert_rewrite("toy")
 
 
 from toy import ROOT, Toy  # noqa: E402
 
+from sglang_pd.cli import app  # noqa: E402
 from sglang_pd.patchset import patches  # noqa: E402
 
 
@@ -29,11 +32,28 @@ def toy(toy_template, tmp_path):
     return toy_template.copy(tmp_path / "toy")
 
 
+@pytest.fixture
+def toy_patch_set(toy, monkeypatch):
+    """Gives the tool the toy's patch set in place of the real one."""
+    monkeypatch.setattr(patches, "RELEASES", toy.releases)
+    monkeypatch.setattr(patches, "TREES", toy.trees)
+
+
+@pytest.fixture
+def call(toy, toy_patch_set):
+    """A function that runs a command on the toy; returns exit code, stdout and stderr."""
+
+    def run(*words, engine=toy.site):
+        where = [] if engine is None else ["--engine", str(engine)]
+        got = CliRunner().invoke(app, [*words, *where])
+        return got.exit_code, got.stdout, got.stderr
+
+    return run
+
+
 def releases() -> list:
     """All supported releases; the older ones nightly, as every run's set-up patches them anyway."""
-    *older, newest = sorted(
-        patches.supported_releases(), key=lambda name: [int(n) for n in name.split(".")]
-    )
+    *older, newest = patches.supported_releases()
     return [*(pytest.param(name, marks=pytest.mark.nightly) for name in older), newest]
 
 

@@ -6,29 +6,33 @@ import sys
 
 import pytest
 import typer
-from toy import VERSION, write
+from toy import VERSION, Toy, write
 from typer.testing import CliRunner
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
-from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.dev.fingerprints import main
+from sglang_pd.errors import ExitCode
 from sglang_pd.patchset import patches
-from sglang_pd.patchset.fingerprints import main
 
 runner = CliRunner()
 
 
 @pytest.fixture
-def call(toy, monkeypatch):
-    """A function that runs a command on the toy; returns exit code, stdout and stderr."""
-    monkeypatch.setattr(patches, "RELEASES", toy.releases)
-    monkeypatch.setattr(patches, "TREES", toy.trees)
+def status_json(call):
+    """A function that returns what `status` prints as JSON."""
+    return lambda *patch: json.loads(call("status", *patch, "--json")[1])
 
-    def run(*words, engine=toy.site):
-        got = runner.invoke(app, [*words, "--engine", str(engine)])
-        return got.exit_code, got.stdout, got.stderr
 
-    return run
+@pytest.fixture
+def patches_without_edits(toy):
+    """A patch that the release carries, one that it needs in part, and one of another release."""
+    for name, releases in {
+        "own": f'[releases."{VERSION}"]\nstate = "carried"\nwhat = "all"\n',
+        "left": f'[releases]\n"{VERSION}" = {{ state = "in part", what = "half" }}\n',
+        "other": '[releases]\n"1.0" = "needed"\n',
+    }.items():
+        toy.write_patch(name, releases)
 
 
 def test_status_apply_and_revert_round_trip(call, toy):
@@ -50,12 +54,13 @@ def test_status_apply_and_revert_round_trip(call, toy):
 
 def test_status_as_json(call, toy):
     code, text, _ = call("status", "--json")
-    told = json.loads(text)
+    shown = json.loads(text)
     assert code == ExitCode.ABSENT
-    assert told["tool"] == __version__
-    assert told["engine"] == {"path": str(toy.root), "version": VERSION, "release": VERSION}
-    assert (told["state"], told["edited"], told["drifts"], told["notes"]) == ("absent", [], [], [])
-    net, pools = told["patches"]
+    assert shown["tool"] == __version__
+    assert shown["engine"] == {"path": str(toy.root), "version": VERSION, "release": VERSION}
+    assert shown["state"] == "absent"
+    assert shown["edited"] == shown["drifts"] == shown["notes"] == []
+    net, pools = shown["patches"]
     assert net == {
         "id": "net",
         "title": "title of net",
@@ -72,20 +77,13 @@ def test_status_as_json(call, toy):
     }
 
 
-def test_status_lists_upstream_and_missing_patches(call, toy):
-    stands = {
-        "own": f'[releases."{VERSION}"]\nstate = "carried"\nwhat = "all"\n',
-        "left": f'[releases]\n"{VERSION}" = {{ state = "in part", what = "half" }}\n',
-        "other": '[releases]\n"1.0" = "needed"\n',
-    }
-    for name, releases in stands.items():
-        toy.write_patch(name, releases)
-    told = json.loads(call("status", "--json")[1])
-    assert [patch["id"] for patch in told["patches"]] == ["net", "pools"]
+def test_status_lists_carried_and_missing_patches(call, status_json, patches_without_edits):
+    shown = status_json()
+    assert [patch["id"] for patch in shown["patches"]] == ["net", "pools"]
     rest = {"upstream": "none", "title": "title of own", "kind": "mission"}
-    assert told["carried"] == [{"id": "own", "need": "carried", "what": "all", **rest}]
+    assert shown["carried"] == [{"id": "own", "need": "carried", "what": "all", **rest}]
     rest["title"] = "title of left"
-    assert told["missing"] == [{"id": "left", "need": "in part", "what": "half", **rest}]
+    assert shown["missing"] == [{"id": "left", "need": "in part", "what": "half", **rest}]
     code, text, _ = call("status")
     rows = {row.split()[0]: row for row in text.splitlines()[3:]}
     assert (code, list(rows)) == (ExitCode.ABSENT, ["left", "net", "own", "pools"])
@@ -95,7 +93,7 @@ def test_status_lists_upstream_and_missing_patches(call, toy):
     assert call("status")[0] == 0
 
 
-def test_status_uses_record_order(call, toy):
+def test_status_uses_record_order(call, status_json, toy):
     needed = f'[releases."{VERSION}"]\nstate = "in part"\nwhat = "half"\n'
     for name, kind, order in (("a", "hardening", 1), ("b", "mission", 9), ("c", "layouts", 5)):
         toy.write_patch(name, needed, kind, order)
@@ -104,66 +102,61 @@ def test_status_uses_record_order(call, toy):
     assert rows == ["net", "pools", "b", "c", "a"]
     headings = [row.strip() for row in text.splitlines() if row.rstrip().endswith(":")]
     assert headings == ["mission:", "other layouts:", "hardening:"]
-    missing = json.loads(call("status", "--json")[1])["missing"]
-    assert [patch["id"] for patch in missing] == ["b", "c", "a"]
+    assert [patch["id"] for patch in status_json()["missing"]] == ["b", "c", "a"]
 
 
-def test_status_of_one_patch(call, toy):
+def test_status_of_one_patch(call, status_json):
     code, text, _ = call("status", "net")
     assert code == ExitCode.ABSENT
     for said in ("title of net", "symptom of net", "cause of net", "drop_when of net"):
         assert said in text
     assert "change of net" in text and "srt/net/conn.py::send" in text
     assert "pools" not in text and "srt/pool.py" not in text
-    told = json.loads(call("status", "net", "--json")[1])
-    assert (told["id"], told["state"], told["cause"]) == ("net", "absent", "cause of net")
-    assert told["symbols"] == {"srt/net/conn.py::send": "absent", "srt/net/plan.py": "absent"}
-    assert told["releases"][VERSION]["change"] == "change of net"
+    shown = status_json("net")
+    assert (shown["id"], shown["state"], shown["cause"]) == ("net", "absent", "cause of net")
+    assert shown["symbols"] == {"srt/net/conn.py::send": "absent", "srt/net/plan.py": "absent"}
+    assert shown["releases"][VERSION]["change"] == "change of net"
     call("apply")
     assert (call("status", "net")[0], call("status", "pools")[0]) == (0, 0)
 
 
-def test_status_of_patch_without_edits(call, toy):
-    stands = {
-        "own": f'[releases]\n"{VERSION}" = "carried"\n',
-        "left": f'[releases]\n"{VERSION}" = "needed"\n',
-        "other": '[releases]\n"1.0" = "needed"\n',
-    }
-    for name, releases in stands.items():
-        toy.write_patch(name, releases)
+def test_status_of_patch_without_edits(call, patches_without_edits):
     call("apply")
-    said = {"own": (0, "carried"), "left": (ExitCode.ABSENT, "missing")}
-    for name, (code, state) in {**said, "other": (ExitCode.ABSENT, "unknown")}.items():
-        got, text, _ = call("status", name, "--json")
-        assert (got, json.loads(text)["state"], json.loads(text)["symbols"]) == (code, state, {})
-    code, text, _ = call("status", "other")
+    for name, expected, state in (
+        ("own", 0, "carried"),
+        ("left", ExitCode.ABSENT, "missing"),
+        ("other", ExitCode.ABSENT, "unknown"),
+    ):
+        code, text, _ = call("status", name, "--json")
+        shown = json.loads(text)
+        assert (code, shown["state"], shown["symbols"]) == (expected, state, {})
+    _, text, _ = call("status", "other")
     assert f"SGLang {VERSION}: not examined" in text and "other releases: 1.0 needed" in text
 
 
 def test_status_of_unknown_patch_is_refused(call):
-    code, _, told = call("status", "nett")
-    assert (code, "'nett'" in told, "net, pools" in told) == (2, True, True)
+    code, _, err = call("status", "nett")
+    assert (code, "'nett'" in err, "net, pools" in err) == (2, True, True)
 
 
-def test_version_option_prints_version(toy):
-    got = runner.invoke(app, ["--version"])
-    assert (got.exit_code, got.stdout) == (0, f"sglang-pd {__version__}\n")
+def test_version_option_prints_version(call):
+    assert call("--version", engine=None)[:2] == (0, f"sglang-pd {__version__}\n")
 
 
-def test_preview_release_needs_preview_option(call, toy):
+def test_preview_release_needs_preview_option(call, status_json, toy):
     why = "nothing of it has run"
     write(toy.releases / VERSION / "release.toml", f'trees = ["sglang"]\npreview = "{why}"\n')
     before = toy.snapshot()
     for words in (["apply"], ["apply", "--dry-run"], ["apply", "--release", VERSION]):
-        code, _, told = call(*words)
-        assert (code, why in told, "--preview" in told) == (ExitCode.PREVIEW, True, True)
+        code, _, err = call(*words)
+        assert (code, why in err, "--preview" in err) == (ExitCode.PREVIEW, True, True)
     said = f"SGLang {VERSION} is a preview: {why}"
     code, text, _ = call("status")
     assert (code, said in text) == (ExitCode.ABSENT, True)
-    told = json.loads(call("status", "--json")[1])
-    assert (told["preview"], told["notes"]) == (why, [said])
-    code, text, told = call("diff")
-    assert (code, text.startswith("diff --git"), told) == (0, True, said + "\n")
+    shown = status_json()
+    assert (shown["preview"], shown["notes"]) == (why, [said])
+    code, text, err = call("diff")
+    assert (code, text.startswith("diff --git"), err) == (0, True, said + "\n")
     assert call("apply", "--preview", "--dry-run")[0] == 0
     assert toy.snapshot() == before
     code, text, _ = call("apply", "--preview")
@@ -173,22 +166,23 @@ def test_preview_release_needs_preview_option(call, toy):
     assert toy.snapshot() == before
 
 
-def test_stable_release_has_no_preview_note(call):
-    assert json.loads(call("status", "--json")[1])["preview"] is None
+def test_stable_release_has_no_preview_note(call, status_json):
+    assert status_json()["preview"] is None
     assert call("apply", "--preview")[0] == 0
 
 
-def test_matched_version_is_reported(call, toy):
+def test_matched_version_is_reported(call, status_json, toy):
     write(toy.root / "version.py", f"__version__ = '{VERSION}.post3'\n")
     said = (
         f"the engine's version ({VERSION}.post3) is unknown; all patched symbols match "
         f"SGLang {VERSION}"
     )
-    told = json.loads(call("status", "--json")[1])
-    assert (told["engine"]["version"], told["engine"]["release"]) == (f"{VERSION}.post3", VERSION)
-    assert told["notes"][0].startswith(said)
-    code, text, told = call("diff")
-    assert (code, text.startswith("diff --git"), told.startswith(said)) == (0, True, True)
+    shown = status_json()
+    engine = {"path": str(toy.root), "version": f"{VERSION}.post3", "release": VERSION}
+    assert shown["engine"] == engine
+    assert shown["notes"][0].startswith(said)
+    code, text, err = call("diff")
+    assert (code, text.startswith("diff --git"), err.startswith(said)) == (0, True, True)
     for words in (["apply", "--dry-run"], ["apply"], ["status"]):
         code, text, _ = call(*words)
         assert (code, said in text) == (0, True)
@@ -200,8 +194,7 @@ def test_refusals_as_text_and_json(call, tmp_path):
     code, out, err = call("status", engine=tmp_path)
     assert (code, out, "refused: no SGLang at" in err) == (ExitCode.NO_ENGINE, "", True)
     code, out, err = call("status", "--json", engine=tmp_path)
-    assert code == ExitCode.NO_ENGINE
-    assert err == ""
+    assert (code, err) == (ExitCode.NO_ENGINE, "")
     error = json.loads(out)["error"]
     assert (error["code"], error["name"]) == (ExitCode.NO_ENGINE, "NO_ENGINE")
 
@@ -224,11 +217,9 @@ def test_revert_works_on_unsupported_release(call, toy):
     assert call("revert")[0] == 0
 
 
-def test_help_lists_all_commands(toy):
-    module = [sys.executable, "-m", "sglang_pd"]
-    ran = subprocess.run(
-        [*module, "--help"], cwd=patches.PACKAGE.parent, capture_output=True, text=True
-    )
+def test_help_lists_all_commands():
+    command = [sys.executable, "-m", "sglang_pd", "--help"]
+    ran = subprocess.run(command, cwd=patches.PACKAGE.parent, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     commands = [command.callback.__name__ for command in app.registered_commands]
     assert commands == ["status", "apply", "revert", "diff", "doctor", "verify", "plan"]
@@ -240,7 +231,7 @@ def test_help_lists_all_commands(toy):
 
 
 @pytest.fixture
-def run_fingerprints(toy, call):
+def run_fingerprints(toy, toy_patch_set):
     """A function that runs the developers' command on the toy; returns exit code and stderr."""
     developers = typer.Typer()
     developers.command()(main)
@@ -266,27 +257,23 @@ def test_fingerprints_are_written(toy, run_fingerprints):
 @pytest.mark.parametrize(
     ("path", "text", "words"),
     [
-        ("trees/sglang/srt/stray.py", "A = 1\n", "srt/stray.py is not in any patch record"),
+        ("stray.py", "A = 1\n", "srt/stray.py is not in any patch record"),
+        ("net/plan.py", None, "patch net names srt/net/plan.py, which the tree lacks"),
         (
-            "trees/sglang/srt/net/plan.py",
-            None,
-            "patch net names srt/net/plan.py, which the tree lacks",
-        ),
-        (
-            "trees/sglang/srt/net/conn.py",
+            "net/conn.py",
             "def send(x):\n    return x\n",
             "srt/net/conn.py::send is identical to the engine's",
         ),
-        ("trees/sglang/srt/net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
+        ("net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
     ],
 )
 def test_fingerprints_refuse_inconsistent_patch_set(toy, run_fingerprints, path, text, words):
-    file = toy.site.parent / path
+    file, written = toy.trees / "sglang/srt" / path, toy.releases / VERSION / "fingerprints.json"
     file.unlink() if text is None else write(file, text)
-    before = (toy.releases / VERSION / "fingerprints.json").read_text()
+    before = written.read_text()
     code, text = run_fingerprints()
     assert (code, words in text) == (ExitCode.PATCH_SET, True), text
-    assert (toy.releases / VERSION / "fingerprints.json").read_text() == before
+    assert written.read_text() == before
 
 
 NAMES_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
@@ -313,20 +300,15 @@ NAMES_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
 def test_invalid_patch_set_file_is_named(toy, path, change, words):
     file = toy.releases / path
     file.write_text(change(file.read_text()))
-    with pytest.raises(Refusal) as refusal:
-        toy.release()
-    assert refusal.value.code == ExitCode.PATCH_SET
-    assert str(file) in str(refusal.value) and words in str(refusal.value)
+    toy.assert_refused(Toy.release, ExitCode.PATCH_SET, str(file), words)
 
 
 def test_record_owns_only_symbols_of_its_releases(toy, run_fingerprints):
     file = toy.releases / "patches" / "net.toml"
     file.write_text(file.read_text().replace(f'"{VERSION}"', '"1.0"'))
     code, text = run_fingerprints()
-    assert (code, "srt/net/conn.py::send is not in any patch record" in text) == (
-        ExitCode.PATCH_SET,
-        True,
-    )
+    assert code == ExitCode.PATCH_SET
+    assert "srt/net/conn.py::send is not in any patch record" in text
 
 
 def test_fingerprints_require_unmodified_engine(toy, run_fingerprints):
@@ -336,14 +318,12 @@ def test_fingerprints_require_unmodified_engine(toy, run_fingerprints):
     assert (code, "edited since installation" in text) == (ExitCode.EDITED, True)
 
 
-def test_constant_equal_to_engine_is_not_patched(toy, call):
+def test_constant_equal_to_engine_is_not_patched(toy, call, status_json):
     ours = toy.trees / "sglang/srt/pool.py"
     write(ours, ours.read_text() + "SIZE = 4\n")
     write(toy.trees / "sglang/srt/net/other.py", "UNTOUCHED = True\n")
     toy.make_fingerprints()
-    symbols = [
-        s for patch in json.loads(call("status", "--json")[1])["patches"] for s in patch["symbols"]
-    ]
+    symbols = [symbol for patch in status_json()["patches"] for symbol in patch["symbols"]]
     assert "srt/pool.py::SIZE" not in symbols
     code, text, _ = call("apply")
     assert (code, "other.py" in text) == (0, False)

@@ -9,17 +9,17 @@ import errno
 import functools
 import os
 import shutil
+import signal
 import stat
 import sys
 from pathlib import Path
 
 import pytest
-from toy import VERSION, Toy, is_change, kill_self, run_forked, write
+from toy import VERSION, Toy, start_forked, wait_forked, write
 
 from pd_harness.releases import default_release
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
-from sglang_pd.install import operations
 from sglang_pd.install.transaction import STATE_FOLDER
 from sglang_pd.patchset import patches
 from sglang_pd.patchset.edits import changed as changed_symbols
@@ -28,6 +28,11 @@ PUBLISHED = [
     pytest.param(name, marks=[pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)])
     for name in patches.supported_releases()
 ]
+# The audit events of changes to a file system, beside `open`.
+CHANGES = {
+    *("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.utime", "os.chmod", "os.chown"),
+    *("os.link", "os.symlink", "os.truncate"),
+}
 
 
 @pytest.fixture(params=["toy", *PUBLISHED])
@@ -44,7 +49,7 @@ def toy(request, toy, published_at, tmp_path, monkeypatch):
     made = Toy.from_published(published_at(request.param), request.param, tmp_path / "published")
     grafted = made.branch(tmp_path / "grafted")
     apply(grafted)
-    assert operations.status(grafted.engine(), grafted.release()).state == "applied"
+    assert grafted.status().state == "applied"
     release = made.release()
     owned = {patch.id: files_of(release, patch) for patch in release.patches}
     monkeypatch.setitem(globals(), "files_of", lambda _, patch: owned[patch.id])
@@ -67,7 +72,8 @@ def act_at_change(n: int, act) -> None:
         return seen == n + 1
 
     def hook(event, args):
-        if is_change(event, args) and count():
+        is_write = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (is_write or event in CHANGES) and count():
             act()
 
     sync = os.fsync
@@ -87,21 +93,17 @@ def was_killed_at(n: int, work) -> bool:
     """Whether a child that does `work` was killed at its n-th change; False if it made fewer."""
 
     def child() -> int:
-        act_at_change(n, kill_self)
+        act_at_change(n, lambda: os.kill(os.getpid(), signal.SIGKILL))
         work()
         return 0
 
-    code = run_forked(child)
-    assert code in (0, -9)
-    return code == -9
+    code = wait_forked(start_forked(child))
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def apply(toy) -> None:
-    operations.apply(toy.engine(), toy.release(), preview=True)
-
-
-def revert(toy) -> None:
-    operations.revert(toy.engine())
+    toy.apply(preview=True)
 
 
 def contents(toy) -> dict[str, bytes]:
@@ -137,17 +139,16 @@ def actual_state(now: dict, before: dict, after: dict, owned: set[str] | None = 
 
 
 def check_status(toy, before: dict, after: dict) -> str:
-    told = operations.status(toy.engine(), toy.release())
-    now = contents(toy)
+    status, now = toy.status(), contents(toy)
     expected = actual_state(now, before, after)
     if expected == "absent" and (toy.root / STATE_FOLDER / "journal.json").exists():
         expected = "half-applied"  # no file is changed, but the journal still exists
-    assert told.state == expected
-    for patch, state in told.patches:
+    assert status.state == expected
+    for patch, state in status.patches:
         assert state == actual_state(now, before, after, files_of(toy.release(), patch)), patch.id
-    assert not told.edited
-    assert not told.drifts
-    return told.state
+    assert not status.edited
+    assert not status.drifts
+    return status.state
 
 
 @pytest.fixture
@@ -181,16 +182,20 @@ def test_apply_killed_at_every_write(toy, tmp_path, bytes_before_and_after):
     for copy in killed_copies(toy, tmp_path, apply):
         seen.add(check_status(copy, *bytes_before_and_after))
         other = copy.branch(copy.site.with_suffix(".other"))
-        revert(copy)
+        copy.revert()
         assert copy.snapshot() == start
         assert check_status(copy, *bytes_before_and_after) == "absent"
 
         apply(other)
         assert check_status(other, *bytes_before_and_after) == "applied"
         assert contents(other) == bytes_before_and_after[1]
-        revert(other)
+        other.revert()
         assert other.snapshot() == start
     assert seen == {"absent", "half-applied", "applied"}
+
+
+def compiled(path: Path) -> Path:
+    return path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
 
 
 def test_revert_killed_at_every_write(toy, tmp_path, bytes_before_and_after):
@@ -199,25 +204,21 @@ def test_revert_killed_at_every_write(toy, tmp_path, bytes_before_and_after):
     folders = {path.parent for path in new if not (toy.root / path.parent).exists()}
     apply(toy)
     for path in toy.root.rglob("*.py"):
-        write(path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc", "compiled")
-    for copy in killed_copies(toy, tmp_path, revert):
+        write(compiled(path), "compiled")
+    for copy in killed_copies(toy, tmp_path, Toy.revert):
         seen.add(actual_state(contents(copy), *bytes_before_and_after))
         other = copy.branch(copy.site.with_suffix(".other"))
-        revert(copy)
-        assert without_compiled(copy) == start
+        copy.revert()
+        # Compiled files of the engine's own sources may remain.
+        now = copy.snapshot().items()
+        assert {path: entry for path, entry in now if "__pycache__" not in path} == start
         for path in new:
-            compiled = path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
-            assert not (copy.root / path).exists() and not (copy.root / compiled).exists()
+            assert not (copy.root / path).exists() and not (copy.root / compiled(path)).exists()
         assert not [folder for folder in folders if (copy.root / folder).exists()]
 
         apply(other)
         assert actual_state(contents(other), *bytes_before_and_after) == "applied"
     assert seen == {"absent", "half-applied", "applied"}
-
-
-def without_compiled(toy) -> dict:
-    """The snapshot without compiled files; those of the engine's own sources may remain."""
-    return {path: entry for path, entry in toy.snapshot().items() if "__pycache__" not in path}
 
 
 @only_toy
@@ -226,19 +227,19 @@ def test_update_killed_at_every_write(toy, tmp_path):
     start = toy.snapshot()
     fresh = toy.branch(tmp_path / "fresh")
     apply(toy)
-    (toy.trees / "sglang" / "srt" / "layout" / "deep" / "more.py").unlink()
-    write(toy.trees / "sglang" / "srt" / "layout" / "extra.py", "EXTRA = 3\n")
+    (toy.trees / "sglang/srt/layout/deep/more.py").unlink()
+    write(toy.trees / "sglang/srt/layout/extra.py", "EXTRA = 3\n")
     fresh.make_fingerprints()
-    assert operations.status(toy.engine(), toy.release()).state == "outdated"
+    assert toy.status().state == "outdated"
     apply(fresh)
     for copy in killed_copies(toy, tmp_path, apply):
         other = copy.branch(copy.site.with_suffix(".other"))
-        revert(copy)
+        copy.revert()
         assert copy.snapshot() == start
         apply(other)
         assert contents(other) == contents(fresh)
-        assert operations.status(other.engine(), other.release()).state == "applied"
-        revert(other)
+        assert other.status().state == "applied"
+        other.revert()
         assert other.snapshot() == start
 
 
@@ -258,8 +259,8 @@ def test_apply_failing_at_every_write_restores_engine(toy, tmp_path):
 
     for n in change_numbers(toy):
         copy = toy.branch(tmp_path / f"fail-{n}")
-        result = run_forked(lambda copy=copy, n=n: child(copy, n))
-        if result == 0 and operations.status(copy.engine(), copy.release()).state == "applied":
+        result = wait_forked(start_forked(lambda copy=copy, n=n: child(copy, n)))
+        if result == 0 and copy.status().state == "applied":
             break
         assert result == ExitCode.IO
         assert copy.snapshot() == start

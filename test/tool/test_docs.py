@@ -5,8 +5,7 @@ import re
 import pytest
 import typer
 from doc_commands import DOCKERFILES, PAGES, ROOT, commands, dockerfile_commands, page_commands
-from toy import VERSION, write
-from typer.testing import CliRunner
+from toy import VERSION, WHEEL_SOURCES, install_package, write
 
 from sglang_pd import __version__
 from sglang_pd.cli import app
@@ -14,7 +13,6 @@ from sglang_pd.doctor import environment, memfabric, ports
 from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.system import MIN_OPEN_FILES
 from sglang_pd.errors import ExitCode
-from sglang_pd.patchset import patches
 
 TOOL_COMMANDS = commands("sglang-pd")
 ROUTER_COMMANDS = commands("python", "-m", "sglang_router.launch_router")
@@ -50,20 +48,16 @@ def test_docs_contain_commands():
 
 
 @pytest.fixture
-def call(toy, monkeypatch):
+def run_documented(toy, call, monkeypatch):
     """A function that runs a command on a toy with NIXL and Ascend; returns code and output."""
-    monkeypatch.setattr(patches, "RELEASES", toy.releases)
-    monkeypatch.setattr(patches, "TREES", toy.trees)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))
     write(toy.site / "cann/compiler/version.info", "Version=8.5.0\n")
     for name in ("torch", "torch_npu", "nixl", "memfabric_hybrid"):
-        info = toy.site / f"{name}-1.0.dist-info"
-        write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        install_package(toy.site, name, "1.0")
 
     def run(words):
-        where = [] if words[0] == "--version" else ["--engine", str(toy.site)]
-        got = CliRunner().invoke(app, [*words, *where])
-        return got.exit_code, got.stdout + got.stderr
+        code, out, err = call(*words, engine=None if words[0] == "--version" else toy.site)
+        return code, out + err
 
     return run
 
@@ -78,29 +72,26 @@ def runs_on_toy(command) -> bool:
     )
 
 
-def test_install_page_commands_work(call, toy):
+def test_install_page_commands_work(run_documented, toy):
     toy.write_patch("npu-cpu-copy", f'[releases]\n"{VERSION}" = "needed"\n')
     before = toy.snapshot()
-    said = []
+    printed = []
     for command in filter(runs_on_toy, page_commands(ROOT / "docs/install.md")):
-        code, text = call(command.words[1:])
+        code, text = run_documented(command.words[1:])
         assert code == command.code, (str(command), text)
-        said.append(text)
-    assert said[0] == f"sglang-pd {__version__}\n"
-    assert any("would be applied" in text for text in said)
+        printed.append(text)
+    assert printed[0] == f"sglang-pd {__version__}\n"
+    assert any("would be applied" in text for text in printed)
     assert toy.snapshot() == before
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_image_build_fails_without_apply(call, file):
+def test_image_build_fails_without_apply(run_documented, file):
     """All steps of the build succeed; without `apply` the last one fails."""
-    steps = [one for one in dockerfile_commands(file) if one.words[0] == "sglang-pd"]
-    assert [one.words[1] for one in steps] == ["apply", "doctor"]
-    assert call(steps[1].words[1:])[0] == ExitCode.HOST_PROBLEM
-    assert [call(one.words[1:])[0] for one in steps] == [0, 0]
-
-
-WHEEL_SOURCES = {"pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"}
+    steps = [one.words[1:] for one in dockerfile_commands(file) if one.words[0] == "sglang-pd"]
+    assert [words[0] for words in steps] == ["apply", "doctor"]
+    assert run_documented(steps[1])[0] == ExitCode.HOST_PROBLEM
+    assert [run_documented(words)[0] for words in steps] == [0, 0]
 
 
 def test_dockerfiles_copy_all_wheel_sources():
@@ -127,10 +118,10 @@ def test_documented_ulimits_satisfy_doctor():
 
 def test_rollback_of_upgrade_page_works(call, toy):
     before = toy.snapshot()
-    assert call(["apply"])[0] == 0
+    toy.apply()
     back = (ROOT / "docs/upgrade.md").read_text().split("## Back")[1]
-    assert call(["revert"])[0] == 0 and "sglang-pd revert" in back
-    assert call(["status"])[0] == ExitCode.ABSENT and "exit code 10: absent" in back
+    assert call("revert")[0] == 0 and "sglang-pd revert" in back
+    assert call("status")[0] == ExitCode.ABSENT and "exit code 10: absent" in back
     assert toy.snapshot() == before
 
 

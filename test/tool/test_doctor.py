@@ -11,19 +11,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from toy import ROOT, VERSION, write
-from typer.testing import CliRunner
+from toy import ROOT, VERSION, install_package, write
 
-from sglang_pd.cli import app
 from sglang_pd.doctor import ascend, environment, packages, ports, servers, system
 from sglang_pd.doctor.engine import check_engine, check_patches
 from sglang_pd.doctor.findings import ok
 from sglang_pd.doctor.host import Host, LaunchOptions, import_error
 from sglang_pd.doctor.run_checks import run_checks
 from sglang_pd.errors import ExitCode
-from sglang_pd.install import operations
-from sglang_pd.patchset import patches
-from sglang_pd.patchset.patches import supported_releases
+from sglang_pd.patchset.patches import load_release, supported_releases
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -66,8 +62,7 @@ def fake(tmp_path):
             self.file("/proc/self/limits", LIMITS.format(locked=locked, files=files))
 
         def install(self, name, version) -> None:
-            info = tmp_path / "site" / f"{name}-{version}.dist-info"
-            write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            install_package(tmp_path / "site", name, version)
 
         def rdma(self, name, state="4: ACTIVE", verbs=True) -> None:
             self.file(f"/sys/class/infiniband/{name}/ports/1/state", state)
@@ -81,18 +76,17 @@ def fake(tmp_path):
 
 
 def test_stock_engine_is_wrong_and_patched_is_ok(toy):
-    status = operations.status(toy.engine(), toy.release())
-    found = single(check_patches(status))
+    found = single(check_patches(toy.status()))
     assert (found.level, found.found) == ("wrong", "absent") and "sglang-pd apply" in found.advice
-    operations.apply(toy.engine(), toy.release())
-    found = single(check_patches(operations.status(toy.engine(), toy.release())))
+    toy.apply()
+    found = single(check_patches(toy.status()))
     assert (found.level, found.found) == ("ok", "2 applied")
 
 
 def test_edited_file_is_reported(toy):
-    operations.apply(toy.engine(), toy.release())
+    toy.apply()
     write(toy.root / "srt/net/conn.py", "theirs = 1\n")
-    found = list(check_patches(operations.status(toy.engine(), toy.release())))
+    found = list(check_patches(toy.status()))
     assert levels(found)["files"] == "wrong" and "srt/net/conn.py" in found[-1].found
 
 
@@ -173,7 +167,7 @@ def test_imports_are_tried_in_a_subprocess():
 
 @pytest.mark.parametrize("name", supported_releases())
 def test_tested_versions_match_requirements(name):
-    tested = patches.load_release(name, with_fingerprints=False).tested
+    tested = load_release(name, with_fingerprints=False).tested
     pins = (ROOT / "scripts/requirements/common.txt").read_text() + "\n"
     setup = (ROOT / "scripts/setup_env.py").read_text()
     pins += re.search(r'DEFAULT_TORCH = "(.+)"', setup)[1]
@@ -323,6 +317,12 @@ def engine(tmp_path) -> Path:
     return tmp_path / "engine"
 
 
+def check_variables(fake, environ, backend="nixl", engine=Path(), patched=True, nodes=1) -> list:
+    return environment.check_environment(
+        fake.host(**environ), launch(backend, nodes=nodes), engine, patched
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value", "level"),
     [
@@ -348,38 +348,29 @@ def engine(tmp_path) -> Path:
         ("NIXL_PLUGIN_DIR", "/nowhere", "wrong"),
         ("SGLANG_HOST_IP", "10.0.0.1", "ok"),
         ("SGLANG_HOST_IP", "127.0.0.1", "warning"),
+        ("SGLANG_HOST_IP", "gpu-7", "ok"),
         ("http_proxy", "http://proxy:3128", "warning"),
     ],
 )
 def test_environment_variables_are_validated(fake, engine, name, value, level):
     fake.rdma("mlx5_0")
-    found = environment.check_environment(fake.host(**{name: value}), launch(), engine, True)
+    found = check_variables(fake, {name: value}, engine=engine)
     assert levels(found) == {name: level}
     assert level == "ok" or single(found).advice
 
 
-@pytest.mark.parametrize(
-    ("environ", "level"),
-    [
-        ({}, "wrong"),
-        ({"ASCEND_MF_STORE_URL": "10.0.0.1:24667"}, "wrong"),
-        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1"}, "wrong"),
-        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:port"}, "wrong"),
-        ({"ASCEND_MF_STORE_URL": "tcp://127.0.0.1:24667"}, "warning"),
-        ({"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:24667"}, "ok"),
-    ],
-)
-def test_ascend_needs_memfabric_store_url(fake, engine, environ, level):
-    host = fake.host(**environ)
-    found = environment.check_environment(host, launch("ascend"), engine, True)
-    assert levels(found) == {"ASCEND_MF_STORE_URL": level}
-    found = levels(environment.check_environment(host, launch(), engine, True))
-    assert found == dict.fromkeys(environ, "ok")
+STORE_URL, FIRST, LAST = ascend.STORE_URL, ascend.FIRST_PORT, ascend.LAST_PORT
 
 
 @pytest.mark.parametrize(
-    ("release", "url", "level"),
+    ("memfabric", "url", "level"),
     [
+        ("", None, "wrong"),
+        ("", "10.0.0.1:24667", "wrong"),
+        ("", "tcp://10.0.0.1", "wrong"),
+        ("", "tcp://10.0.0.1:port", "wrong"),
+        ("", "tcp://127.0.0.1:24667", "warning"),
+        ("", "tcp://10.0.0.1:24667", "ok"),
         ("1.1.2", "tcp://prefill-0:24667", "wrong"),
         ("1.1.2", "", "wrong"),
         ("1.1.3", "tcp://prefill-0:24667", "ok"),
@@ -388,74 +379,58 @@ def test_ascend_needs_memfabric_store_url(fake, engine, environ, level):
         ("1.3.0", None, "wrong"),
     ],
 )
-def test_store_url_must_be_set_even_if_unused(fake, release, url, level):
-    fake.install("memfabric-hybrid", release)
-    host = fake.host(**({} if url is None else {"ASCEND_MF_STORE_URL": url}))
-    found = environment.check_environment(host, launch("ascend"), Path(), True)
-    assert levels(found) == {"ASCEND_MF_STORE_URL": level}
-    assert level == "wrong" or release in single(found).found
+def test_ascend_needs_memfabric_store_url_even_if_unused(fake, memfabric, url, level):
+    if memfabric:
+        fake.install("memfabric-hybrid", memfabric)
+    environ = {} if url is None else {STORE_URL: url}
+    found = check_variables(fake, environ, "ascend")
+    assert levels(found) == {STORE_URL: level}
+    assert level == "wrong" or memfabric in single(found).found
+    assert levels(check_variables(fake, environ)) == dict.fromkeys(environ, "ok")
 
 
 def test_memfabric_store_variable_is_not_read_by_engine(fake):
-    host = fake.host(MF_CONFIG_STORE_URL="tcp://10.0.0.1:24667")
-    found = environment.check_environment(host, launch("ascend"), Path(), True)
-    assert levels(found) == {"ASCEND_MF_STORE_URL": "wrong", "MF_CONFIG_STORE_URL": "ok"}
+    found = check_variables(fake, {"MF_CONFIG_STORE_URL": "tcp://10.0.0.1:24667"}, "ascend")
+    assert levels(found) == {STORE_URL: "wrong", "MF_CONFIG_STORE_URL": "ok"}
     assert "ASCEND_MF_STORE_URL=$MF_CONFIG_STORE_URL" in found[0].advice
 
 
 @pytest.mark.parametrize(
-    ("release", "first", "last", "expected"),
+    ("memfabric", "environ", "expected"),
     [
-        ("1.3.0", "20000", "20063", {"MF_CONFIG_STORE_PORT_START": "ok"}),
-        ("1.3.0", "20000", None, {"MF_CONFIG_STORE_PORT_START": "ok"}),
-        ("1.3.0", "20063", "20000", {"MemFabric's ports": "warning"}),
-        ("1.3.0", "many", "20000", {"MF_CONFIG_STORE_PORT_START": "warning"}),
-        ("1.3.0", "80", "90", {"MF_CONFIG_STORE_PORT_START": "wrong"}),
-        ("1.0.8", "20000", "20063", {"MF_CONFIG_STORE_PORT_START": "warning"}),
-    ],
-)
-def test_memfabric_port_range_is_validated(fake, release, first, last, expected):
-    fake.install("memfabric-hybrid", release)
-    environ = {"MF_CONFIG_STORE_PORT_START": first, "MF_CONFIG_STORE_PORT_END": last}
-    environ = {name: value for name, value in environ.items() if value is not None}
-    host = fake.host(ASCEND_MF_STORE_URL="tcp://10.0.0.1:24667", **environ)
-    found = levels(environment.check_environment(host, launch("ascend"), Path(), True))
-    assert expected.items() <= found.items()
-
-
-@pytest.mark.parametrize(
-    ("backend", "environ", "expected"),
-    [
-        ("ascend", {"SGLANG_HOST_IP": "npu-7"}, {"SGLANG_HOST_IP": "wrong"}),
-        ("ascend", {"SGLANG_HOST_IP": "localhost"}, {"SGLANG_HOST_IP": "wrong"}),
-        ("ascend", {"SGLANG_HOST_IP": "10.0.0.1"}, {"SGLANG_HOST_IP": "ok"}),
-        ("ascend", {"SGLANG_HOST_IP": "fd00::7"}, {"SGLANG_HOST_IP": "ok"}),
-        ("ascend", {"HOST_IP": "npu-7"}, {"HOST_IP": "wrong"}),
+        ("1.3.0", {FIRST: "20000", LAST: "20063"}, {FIRST: "ok"}),
+        ("1.3.0", {FIRST: "20000"}, {FIRST: "ok"}),
+        ("1.3.0", {FIRST: "20063", LAST: "20000"}, {"MemFabric's ports": "warning"}),
+        ("1.3.0", {FIRST: "many", LAST: "20000"}, {FIRST: "warning"}),
+        ("1.3.0", {FIRST: "80", LAST: "90"}, {FIRST: "wrong"}),
+        ("1.0.8", {FIRST: "20000", LAST: "20063"}, {FIRST: "warning"}),
+        ("1.3.0", {ascend.PROTOCOL: "DEVICE_RDMA"}, {ascend.PROTOCOL: "ok"}),
+        ("1.3.0", {ascend.PROTOCOL: "rdma"}, {ascend.PROTOCOL: "warning"}),
+        # MemFabric requires an IP address.
+        ("1.3.0", {"SGLANG_HOST_IP": "npu-7"}, {"SGLANG_HOST_IP": "wrong"}),
+        ("1.3.0", {"SGLANG_HOST_IP": "localhost"}, {"SGLANG_HOST_IP": "wrong"}),
+        ("1.3.0", {"SGLANG_HOST_IP": "10.0.0.1"}, {"SGLANG_HOST_IP": "ok"}),
+        ("1.3.0", {"SGLANG_HOST_IP": "fd00::7"}, {"SGLANG_HOST_IP": "ok"}),
+        ("1.3.0", {"HOST_IP": "npu-7"}, {"HOST_IP": "wrong"}),
         (
-            "ascend",
+            "1.3.0",
             {"SGLANG_HOST_IP": "10.0.0.1", "HOST_IP": "npu-7"},
             {"SGLANG_HOST_IP": "ok", "HOST_IP": "ok"},
         ),
-        ("nixl", {"SGLANG_HOST_IP": "gpu-7"}, {"SGLANG_HOST_IP": "ok"}),
     ],
 )
-def test_memfabric_requires_ip_address(fake, backend, environ, expected):
-    host = fake.host(**environ)
-    found = environment.check_environment(host, launch(backend), Path(), True)
-    assert expected.items() <= levels(found).items()
+def test_variables_of_ascend_are_validated(fake, memfabric, environ, expected):
+    fake.install("memfabric-hybrid", memfabric)
+    environ = {STORE_URL: "tcp://10.0.0.1:24667", **environ}
+    assert expected.items() <= levels(check_variables(fake, environ, "ascend")).items()
 
 
 @pytest.mark.parametrize(
     ("backend", "nodes", "environ", "expected"),
     [
         ("ascend", 1, {}, {}),
-        (
-            "ascend",
-            2,
-            {},
-            {"GLOO_SOCKET_IFNAME": "warning", "HCCL_SOCKET_IFNAME": "warning"},
-        ),
-        ("nixl", 2, {}, {"GLOO_SOCKET_IFNAME": "warning"}),
+        ("ascend", 2, {}, {"GLOO": "warning", "HCCL": "warning"}),
+        ("nixl", 2, {}, {"GLOO": "warning"}),
         ("ascend", 2, {"GLOO": "eth0", "HCCL": "eth"}, {"GLOO": "ok", "HCCL": "ok"}),
         ("ascend", 2, {"GLOO": "eth", "HCCL": "=eth0"}, {"GLOO": "wrong", "HCCL": "ok"}),
         ("ascend", 1, {"GLOO": "eth0", "HCCL": "^docker"}, {"GLOO": "ok", "HCCL": "ok"}),
@@ -467,39 +442,26 @@ def test_multi_node_server_needs_network_interface(fake, backend, nodes, environ
     fake.file("/sys/class/net/eth0/address")
     fake.file("/sys/class/net/lo/address")
 
-    def named(values):
-        return {name.removesuffix("_SOCKET_IFNAME"): value for name, value in values.items()}
-
-    host = fake.host(**{f"{name}_SOCKET_IFNAME": value for name, value in environ.items()})
-    found = levels(environment.check_environment(host, launch(backend, nodes=nodes), Path(), True))
-    found.pop("ASCEND_MF_STORE_URL", None)
-    assert named(found) == named(expected)
-
-
-def test_unsupported_memfabric_protocol_is_a_warning(fake):
-    for value, expected in (("DEVICE_RDMA", "ok"), ("rdma", "warning")):
-        environ = {"ASCEND_MF_STORE_URL": "tcp://10.0.0.1:1", ascend.PROTOCOL: value}
-        found = environment.check_environment(fake.host(**environ), launch("ascend"), Path(), True)
-        assert levels(found)[ascend.PROTOCOL] == expected
+    environ = {f"{name}_SOCKET_IFNAME": value for name, value in environ.items()}
+    found = levels(check_variables(fake, environ, backend, nodes=nodes))
+    found.pop(STORE_URL, None)
+    assert found == {f"{name}_SOCKET_IFNAME": level for name, level in expected.items()}
 
 
 def test_mooncake_variables_are_checked_only_with_mooncake(fake):
     environ = {"MC_FORCE_TCP": "0", "MC_GID_INDEX": "three", "MC_IB_PORT": "1"}
-    host = fake.host(**environ)
-    found = levels(environment.check_environment(host, launch("mooncake"), Path(), True))
+    found = levels(check_variables(fake, environ, "mooncake"))
     assert found == {"MC_FORCE_TCP": "warning", "MC_GID_INDEX": "wrong", "MC_IB_PORT": "ok"}
-    found = levels(environment.check_environment(host, launch(), Path(), True))
-    assert found == dict.fromkeys(environ, "ok")
+    assert levels(check_variables(fake, environ)) == dict.fromkeys(environ, "ok")
 
 
 def test_no_proxy_silences_proxy_warning(fake):
-    host = fake.host(http_proxy="http://proxy:3128", no_proxy="10.0.0.0/8")
-    assert not environment.check_environment(host, launch(), Path(), True)
+    environ = {"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}
+    assert check_variables(fake, environ) == []
 
 
 def test_verify_variable_on_stock_engine_is_wrong(fake):
-    host = fake.host(SGLANG_PD_VERIFY="1")
-    found = single(environment.check_environment(host, launch(), Path(), False))
+    found = single(check_variables(fake, {"SGLANG_PD_VERIFY": "1"}, patched=False))
     assert (found.level, "sglang-pd apply" in found.advice) == ("wrong", True)
 
 
@@ -559,22 +521,36 @@ BOOTSTRAPS = {
 }
 
 
-def examine_servers(release, backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
-    """The findings on servers that differ from PREFILL and DECODE in these values."""
-    with http_server(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
-        port = int(bootstrap_url.split(":")[-1])
-        first = {**PREFILL, "disaggregation_bootstrap_port": port, **(prefill or {})}
-        last = {**DECODE, **(decode or {})}
-        with (
-            http_server({"/server_info": (200, first)}) as one,
-            http_server({"/get_server_info": (200, last)}) as two,
-            httpx.Client(trust_env=False) as client,
-        ):
-            return list(servers.check_servers(client, [one, two + "/"], launch(backend), release))
+# TP 8 with DP attention of 2, as each release reports it at /server_info.
+OLD_GROUPS = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
+NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}
 
 
-def test_compatible_servers_are_ok(toy):
-    found = examine_servers(toy.release())
+@pytest.fixture
+def examine_servers(toy):
+    """A function that returns findings on servers that differ from PREFILL and DECODE in values."""
+
+    def examine(backend="nixl", prefill=None, decode=None, bootstrap="0.5.9, patched"):
+        with http_server(BOOTSTRAPS[bootstrap][0]) as bootstrap_url:
+            port = int(bootstrap_url.split(":")[-1])
+            first = {**PREFILL, "disaggregation_bootstrap_port": port, **(prefill or {})}
+            last = {**DECODE, **(decode or {})}
+            with (
+                http_server({"/server_info": (200, first)}) as one,
+                http_server({"/get_server_info": (200, last)}) as two,
+            ):
+                return check_servers([one, two + "/"], backend, toy.release())
+
+    return examine
+
+
+def check_servers(urls, backend, release) -> list:
+    with httpx.Client(trust_env=False) as client:
+        return list(servers.check_servers(client, urls, launch(backend), release))
+
+
+def test_compatible_servers_are_ok(examine_servers):
+    found = examine_servers()
     assert [one.level for one in found] == ["ok"] * 4
     assert "TP 4, PP 1" in found[0].found
     assert "patched" in found[1].found
@@ -582,11 +558,8 @@ def test_compatible_servers_are_ok(toy):
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
-def test_bootstrap_server_of_prefill_is_checked(toy, bootstrap):
-    found = {
-        one.name.split()[0]: one.level
-        for one in examine_servers(toy.release(), bootstrap=bootstrap)
-    }
+def test_bootstrap_server_of_prefill_is_checked(examine_servers, bootstrap):
+    found = {one.name.split()[0]: one.level for one in examine_servers(bootstrap=bootstrap)}
     assert found["bootstrap"] == BOOTSTRAPS[bootstrap][1]
 
 
@@ -596,30 +569,26 @@ def test_bootstrap_server_of_prefill_is_checked(toy, bootstrap):
         ({"page_size": 64}, {}, "wrong", "--page-size: 64 and 16"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, "wrong", "--kv-cache-dtype: auto and fp8_e4m3"),
         ({"tp_size": 3}, {}, "wrong", "attention TP: 3 and 2"),
-        ({"tp_size": 6, "dp_size": 2, "enable_dp_attention": True}, {}, "wrong", "3 and 2"),
+        ({**OLD_GROUPS, "tp_size": 6}, {}, "wrong", "attention TP: 3 and 2"),
+        ({**NEW_GROUPS, "tp_size": 6}, {}, "wrong", "attention TP: 3 and 2"),
         ({"pp_size": 4}, {"pp_size": 2}, "wrong", "PP: 4 and 2"),
         ({}, {"version": "1.0"}, "warning", f"version: {VERSION} and 1.0"),
         ({}, {"model_path": "/other/llama"}, "warning", "model: qwen and llama"),
         ({}, {"speculative_algorithm": "EAGLE"}, "warning", "draft model: None and EAGLE"),
     ],
 )
-def test_incompatible_servers_are_reported(toy, prefill, decode, level, said):
-    found = examine_servers(toy.release(), prefill=prefill, decode=decode)
+def test_incompatible_servers_are_reported(examine_servers, prefill, decode, level, said):
+    found = examine_servers(prefill=prefill, decode=decode)
     pair = [one for one in found if " and http" in one.name]
     assert [(one.level, said in one.found) for one in pair if one.level != "ok"] == [(level, True)]
     assert (level == "wrong") != any(one.found == "compatible" for one in pair)
 
 
-def test_different_but_compatible_sizes_are_ok(toy):
-    sizes = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True, "pp_size": 4}
-    found = examine_servers(toy.release(), prefill=sizes, decode={"model_path": "elsewhere/qwen"})
+def test_different_but_compatible_sizes_are_ok(examine_servers):
+    sizes = {**OLD_GROUPS, "pp_size": 4}
+    found = examine_servers(prefill=sizes, decode={"model_path": "elsewhere/qwen"})
     assert {one.level for one in found} == {"ok"}
     assert "attention TP 4" in found[0].found
-
-
-# TP 8 with DP attention of 2, as each release reports it at /server_info.
-OLD_GROUPS = {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}
-NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}
 
 
 @pytest.mark.parametrize(
@@ -631,37 +600,25 @@ NEW_GROUPS = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attentio
         ({"tp_size": 8, "dp_size": 2, "attn_dp_size": 1}, 8),
     ],
 )
-def test_attention_tp_of_each_release(toy, sizes, attention_tp):
-    found = examine_servers(toy.release(), prefill=sizes)
-    assert f"attention TP {attention_tp}" in found[0].found
+def test_attention_tp_of_each_release(examine_servers, sizes, attention_tp):
+    assert f"attention TP {attention_tp}" in examine_servers(prefill=sizes)[0].found
 
 
-def test_incompatible_dp_attention_sizes_on_later_release(toy):
-    found = examine_servers(toy.release(), prefill={**NEW_GROUPS, "tp_size": 6})
-    assert "attention TP: 3 and 2" in [one.found for one in found]
-
-
-def test_server_unlike_this_host_is_reported(toy):
-    found = examine_servers(toy.release(), backend="mooncake", prefill={"version": "1.0"})
-    assert [one.level for one in found if one.name.startswith("prefill")] == [
-        "ok",
-        "warning",
-        "wrong",
-    ]
-    null = examine_servers(toy.release(), decode={"disaggregation_mode": "null"})
+def test_server_unlike_this_host_is_reported(examine_servers):
+    found = examine_servers(backend="mooncake", prefill={"version": "1.0"})
+    of_prefill = [one.level for one in found if one.name.startswith("prefill")]
+    assert of_prefill == ["ok", "warning", "wrong"]
+    null = examine_servers(decode={"disaggregation_mode": "null"})
     assert null[-1].level == "wrong" and "--disaggregation-mode" in null[-1].advice
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (200, []), (200, {"tp_size": "two"})])
 def test_non_sglang_server_is_wrong(toy, answer):
-    with http_server({"/server_info": answer}) as url, httpx.Client(trust_env=False) as client:
-        found = single(servers.check_servers(client, [url], launch(), toy.release()))
+    with http_server({"/server_info": answer}) as url:
+        found = single(check_servers([url], "nixl", toy.release()))
     assert (found.level, "no answer" in found.found) == ("wrong", True)
-    with httpx.Client(trust_env=False) as client:
-        for gone in (url, "no url"):
-            assert single(servers.check_servers(client, [gone], launch(), toy.release())).level == (
-                "wrong"
-            )
+    for gone in (url, "no url"):
+        assert single(check_servers([gone], "nixl", toy.release())).level == "wrong"
 
 
 # The whole command
@@ -675,39 +632,28 @@ def test_image_skips_host_checks(toy, fake):
 
 
 @pytest.fixture
-def call(toy, monkeypatch):
+def doctor(toy, call):
     """A function that runs `doctor --image` on the toy with NIXL; returns exit code and stdout."""
-    monkeypatch.setattr(patches, "RELEASES", toy.releases)
-    monkeypatch.setattr(patches, "TREES", toy.trees)
-    for name, version in (("torch", "2.13.0"), ("nixl", "1.5.1")):
-        info = toy.site / f"{name}-{version}.dist-info"
-        write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-    def run(*words):
-        command = ["doctor", "--engine", str(toy.site), "--backend", "nixl", "--image", *words]
-        got = CliRunner().invoke(app, command)
-        return got.exit_code, got.stdout
-
-    return run
+    install_package(toy.site, "torch", "2.13.0")
+    install_package(toy.site, "nixl", "1.5.1")
+    return lambda *words: call("doctor", "--backend", "nixl", "--image", *words)[:2]
 
 
-def test_exit_code_reflects_findings(call, toy):
-    code, text = call()
-    assert (code, "wrong: patches: absent: run `sglang-pd apply`" in text) == (
-        ExitCode.HOST_PROBLEM,
-        True,
-    )
-    operations.apply(toy.engine(), toy.release())
-    code, text = call()
+def test_exit_code_reflects_findings(doctor, toy):
+    code, text = doctor()
+    assert code == ExitCode.HOST_PROBLEM
+    assert "wrong: patches: absent: run `sglang-pd apply`" in text
+    toy.apply()
+    code, text = doctor()
     assert (code, "0 wrong" in text, "2 applied" in text) == (0, True, True)
 
 
-def test_findings_as_json(call):
-    code, text = call("--json", "--role", "decode")
-    told = json.loads(text)
-    assert (code, told["wrong"], told["warnings"]) == (ExitCode.HOST_PROBLEM, 1, 2)
-    assert told["launch"] == {"role": "decode", "backend": "nixl"}
-    assert told["findings"][1] == {
+def test_findings_as_json(doctor):
+    code, text = doctor("--json", "--role", "decode")
+    report = json.loads(text)
+    assert (code, report["wrong"], report["warnings"]) == (ExitCode.HOST_PROBLEM, 1, 2)
+    assert report["launch"] == {"role": "decode", "backend": "nixl"}
+    assert report["findings"][1] == {
         "group": "engine",
         "name": "patches",
         "level": "wrong",
@@ -716,19 +662,19 @@ def test_findings_as_json(call):
     }
 
 
-def test_running_servers_are_checked(call, toy):
-    operations.apply(toy.engine(), toy.release())
+def test_running_servers_are_checked(doctor, toy):
+    toy.apply()
     with http_server({"/server_info": (200, DECODE)}) as url:
-        code, text = call("--url", url)
+        code, text = doctor("--url", url)
     assert (code, f"decode {url}" in text.replace("\n", "")) == (0, True)
-    code, text = call("--url", url)
+    code, text = doctor("--url", url)
     assert (code, "no answer" in text) == (ExitCode.HOST_PROBLEM, True)
 
 
-def test_doctor_sends_api_key(call, toy):
-    operations.apply(toy.engine(), toy.release())
+def test_doctor_sends_api_key(doctor, toy):
+    toy.apply()
     with http_server({"/server_info": (200, DECODE)}, api_key="secret") as url:
-        codes = [call("--url", url, *key)[0] for key in ((), ("--api-key", "secret"))]
+        codes = [doctor("--url", url, *key)[0] for key in ((), ("--api-key", "secret"))]
     assert codes == [ExitCode.HOST_PROBLEM, 0]
 
 

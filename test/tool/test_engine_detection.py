@@ -22,8 +22,8 @@ def unimportable(toy):
     return toy
 
 
-def find_engine_in(python_path, *arguments) -> str:
-    """Searches in a fresh interpreter with the given path; returns the completed process."""
+def find_engine_in(python_path) -> subprocess.CompletedProcess:
+    """Searches in a fresh interpreter with the given path."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1].split(':'); "
         "from sglang_pd.install.engine import find_engine; print(find_engine().root)"
@@ -66,8 +66,7 @@ def test_importable_engine_is_found_behind_patch_tree(unimportable):
 
 def test_missing_importable_engine_is_reported(tmp_path):
     ran = find_engine_in([tmp_path])
-    assert "no SGLang that" in ran.stderr
-    assert "--engine" in ran.stderr
+    assert "no SGLang that" in ran.stderr and "--engine" in ran.stderr
 
 
 @pytest.mark.parametrize("path", [patches.PACKAGE.parent, patches.PACKAGE])
@@ -95,12 +94,10 @@ def test_engine_version_is_read_without_import(toy, files, expected):
 
 
 @pytest.fixture
-def patch_set(toy, monkeypatch):
-    """Gives the tool the toy's patch set, and a release 5.0 that differs in one symbol."""
+def patch_set(toy, toy_patch_set):
+    """The toy's patch set, with a release 5.0 that differs in one symbol."""
     shutil.copytree(toy.releases / VERSION, toy.releases / "5.0")
     toy.pin(toy.releases / "5.0", "srt/net/conn.py", "send", "0" * 64)
-    monkeypatch.setattr(patches, "RELEASES", toy.releases)
-    monkeypatch.setattr(patches, "TREES", toy.trees)
 
 
 def set_version(toy, version: str | None) -> None:
@@ -112,6 +109,11 @@ def set_version(toy, version: str | None) -> None:
         write(toy.root / "version.py", f"__version__ = '{version}'\n")
 
 
+def detect(toy, release: str | None = None):
+    """The engine, and its release as the tool detects it."""
+    return find_engine_and_release(toy.site, release)
+
+
 UNKNOWN_VERSIONS = [f"{VERSION}.post3", "5.0.dev1+g12ab", "1.0", None]
 
 
@@ -119,45 +121,40 @@ UNKNOWN_VERSIONS = [f"{VERSION}.post3", "5.0.dev1+g12ab", "1.0", None]
 def test_unknown_version_is_matched_by_symbols(toy, patch_set, version):
     set_version(toy, version)
     before = toy.snapshot()
-    engine, release = find_engine_and_release(toy.site, None)
+    engine, release = detect(toy)
     assert release.name == VERSION
     assert operations.status(engine, release).state == "absent"
     assert operations.apply(engine, release)
-    engine, release = find_engine_and_release(toy.site, None)
-    told = operations.status(engine, release)
-    assert (release.name, told.state) == (VERSION, "applied")
-    assert (
-        f"({version or 'none'}) is unknown; all patched symbols match SGLang {VERSION}"
-        in told.notes[0]
-    )
+    engine, release = detect(toy)
+    status = operations.status(engine, release)
+    assert (release.name, status.state) == (VERSION, "applied")
+    said = f"({version or 'none'}) is unknown; all patched symbols match SGLang {VERSION}"
+    assert said in status.notes[0]
     assert operations.revert(engine)
     assert toy.snapshot() == before
 
 
 def test_release_of_applied_engine_stays_in_journal(toy, patch_set):
     set_version(toy, "1.0")
-    engine, release = find_engine_and_release(toy.site, None)
-    operations.apply(engine, release)
+    operations.apply(*detect(toy))
     toy.pin(toy.releases / VERSION, "srt/net/conn.py", "send", "0" * 64)
-    engine, release = find_engine_and_release(toy.site, None)
-    assert release.name == VERSION
-    operations.revert(engine)
-    with pytest.raises(Refusal, match="The nearest is"):
-        find_engine_and_release(toy.site, None)
+    assert detect(toy)[1].name == VERSION
+    toy.revert()
+    toy.assert_refused(detect, ExitCode.UNSUPPORTED, "The nearest is")
 
 
 def test_journal_of_unknown_release_is_matched_by_symbols(toy, patch_set):
     set_version(toy, "1.0")
-    operations.apply(*find_engine_and_release(toy.site, None))
+    operations.apply(*detect(toy))
     (toy.releases / VERSION).rename(toy.releases / "9.10")
-    assert find_engine_and_release(toy.site, None)[1].name == "9.10"
+    assert detect(toy)[1].name == "9.10"
 
 
 def test_patched_engine_without_journal_is_matched_by_symbols(toy, patch_set):
     set_version(toy, "1.0")
-    operations.apply(*find_engine_and_release(toy.site, None))
+    operations.apply(*detect(toy))
     shutil.rmtree(toy.root / ".sglang_pd")
-    engine, release = find_engine_and_release(toy.site, None)
+    engine, release = detect(toy)
     assert (release.name, operations.status(engine, release).state) == (VERSION, "applied")
 
 
@@ -175,39 +172,36 @@ def test_unknown_version_with_other_symbols_is_refused(toy, patch_set, path, tex
     set_version(toy, "1.0")
     shutil.rmtree(toy.releases / "5.0")
     (toy.root / path).unlink() if text is None else write(toy.root / path, text)
-    before = toy.snapshot()
-    with pytest.raises(Refusal) as refusal:
-        find_engine_and_release(toy.site, None)
-    told = str(refusal.value)
-    assert refusal.value.code == ExitCode.UNSUPPORTED
-    assert f"SGLang 1.0 is not supported; this patch set supports {VERSION}" in told
-    assert f"The nearest is {VERSION}: {count} of 7 symbols" in told and words in told
-    assert toy.snapshot() == before
+    toy.assert_refused(
+        detect,
+        ExitCode.UNSUPPORTED,
+        f"SGLang 1.0 is not supported; this patch set supports {VERSION}",
+        f"The nearest is {VERSION}: {count} of 7 symbols",
+        words,
+    )
 
 
 def test_missing_version_with_other_symbols_is_refused(toy, patch_set):
     set_version(toy, None)
     (toy.root / "srt/pool.py").unlink()
-    with pytest.raises(Refusal, match="an SGLang without a version is not supported"):
-        find_engine_and_release(toy.site, None)
+    said = "an SGLang without a version is not supported"
+    toy.assert_refused(detect, ExitCode.UNSUPPORTED, said)
 
 
 def test_nearest_release_has_smallest_share_of_differences(toy, patch_set):
     set_version(toy, "1.0")
     for symbol in ("send", "receive"):
         toy.pin(toy.releases / VERSION, "srt/net/conn.py", symbol, "0" * 64)
-    with pytest.raises(Refusal, match="nearest is 5.0: 1 of 7"):
-        find_engine_and_release(toy.site, None)
+    toy.assert_refused(detect, ExitCode.UNSUPPORTED, "nearest is 5.0: 1 of 7")
     for k in range(20):
         toy.pin(toy.releases / VERSION, "srt/net/conn.py", f"new{k}", None)
-    with pytest.raises(Refusal, match="nearest is 9.9: 2 of 28"):
-        find_engine_and_release(toy.site, None)
+    toy.assert_refused(detect, ExitCode.UNSUPPORTED, "nearest is 9.9: 2 of 28")
 
 
 def test_newest_of_equal_matches_is_chosen(toy, patch_set):
     set_version(toy, "1.0")
     shutil.copytree(toy.releases / VERSION, toy.releases / "10.1")
-    assert find_engine_and_release(toy.site, None)[1].name == "10.1"
+    assert detect(toy)[1].name == "10.1"
 
 
 def test_at_most_ten_symbols_are_listed(toy, patch_set):
@@ -215,26 +209,23 @@ def test_at_most_ten_symbols_are_listed(toy, patch_set):
     shutil.rmtree(toy.releases / "5.0")
     for k in range(12):
         toy.pin(toy.releases / VERSION, "srt/net/conn.py", f"gone{k}", "0" * 64)
-    with pytest.raises(Refusal, match="12 of 19 symbols") as refusal:
-        find_engine_and_release(toy.site, None)
-    assert str(refusal.value).count("no such symbol") == 10
-    assert "and 2 more" in str(refusal.value)
+    words = ("12 of 19 symbols", "and 2 more")
+    refusal = toy.assert_refused(detect, ExitCode.UNSUPPORTED, *words)
+    assert str(refusal).count("no such symbol") == 10
 
 
 def test_known_version_is_not_matched_by_symbols(toy, patch_set):
     set_version(toy, "5.0")
-    engine, release = find_engine_and_release(toy.site, None)
+    engine, release = detect(toy)
     assert release.name == "5.0"
-    with pytest.raises(Refusal, match="srt/net/conn.py::send") as refusal:
-        operations.apply(engine, release)
-    assert refusal.value.code == ExitCode.DRIFTED
+    toy.assert_refused(
+        lambda _: operations.apply(engine, release), ExitCode.DRIFTED, "srt/net/conn.py::send"
+    )
 
 
 @pytest.mark.parametrize("version", [*UNKNOWN_VERSIONS, "5.0"])
 def test_given_release_overrides_version(toy, patch_set, version):
     set_version(toy, version)
-    assert find_engine_and_release(toy.site, f"{VERSION}+vendor")[1].name == VERSION
-    assert find_engine_and_release(toy.site, "5.0")[1].name == "5.0"
-    with pytest.raises(Refusal, match="supports 5.0, 9.9") as refusal:
-        find_engine_and_release(toy.site, "1.0")
-    assert refusal.value.code == ExitCode.UNSUPPORTED
+    assert detect(toy, f"{VERSION}+vendor")[1].name == VERSION
+    assert detect(toy, "5.0")[1].name == "5.0"
+    toy.assert_refused(lambda toy: detect(toy, "1.0"), ExitCode.UNSUPPORTED, "supports 5.0, 9.9")

@@ -5,7 +5,8 @@ import json
 import pytest
 from toy import ROOT
 
-from sglang_pd.doctor import memfabric, memfabric_page
+from sglang_pd.dev import memfabric_page
+from sglang_pd.doctor import memfabric
 from sglang_pd.doctor.memfabric import CompatibilityTable, ReleaseTraits, Run, release_finding
 from sglang_pd.patchset.patches import supported_releases, version_key
 
@@ -118,7 +119,7 @@ def test_stock_0_5_9_does_not_work_with_later_memfabric(release):
 
 def test_memfabric_page_is_generated_from_runs():
     assert (ROOT / "docs/memfabric.md").read_text() == memfabric_page.page(), (
-        "python -m sglang_pd.doctor.memfabric_page > docs/memfabric.md"
+        "python -m sglang_pd.dev.memfabric_page > docs/memfabric.md"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hf_configs import QWEN3
-from toy import ROOT, VERSION
+from toy import ROOT, VERSION, WHEEL_SOURCES
 
 from sglang_pd.install import operations
 from sglang_pd.install.engine import find_engine
@@ -65,8 +65,8 @@ def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
     pip("--python", python, "install", "--no-index", wheel)
     operations.apply(find_engine(site), toy.release())
     pip("--python", python, "install", "--no-index", "--force-reinstall", wheel)
-    told = operations.status(find_engine(site), toy.release())
-    assert (told.state, told.notes) == ("absent", [])
+    status = operations.status(find_engine(site), toy.release())
+    assert (status.state, status.notes) == ("absent", [])
 
 
 @pytest.fixture
@@ -74,12 +74,12 @@ def run_installed(environment, tmp_path):
     """A function that runs the wheel's tool in its own environment and checks the exit code."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"):
-        path = ROOT / name
+    for path in (ROOT / name for name in WHEEL_SOURCES):
         if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.exists():
-            shutil.copy(path, source / name)
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, source / path.name, ignore=skip)
+        else:
+            shutil.copy(path, source)
     pip("wheel", "--no-deps", "--quiet", "-w", tmp_path, source)
     (wheel,) = tmp_path.glob("sglang_pd-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -129,11 +129,10 @@ def test_editable_install_has_harness_of_checkout(environment):
     code = "import importlib.util, pd_harness.ports, sglang_pd; print(pd_harness.ports.__file__); "
     code += "print(sglang_pd.__file__, importlib.util.find_spec('sglang'))"
     ran = subprocess.run([python, "-c", code], cwd=site, capture_output=True, text=True)
-    here = ROOT / "python"
-    assert ran.stdout.split() == [
-        str(here / "pd_harness" / "ports.py"),
-        *(str(here / "sglang_pd" / "__init__.py"), "None"),
-    ], ran.stderr
+    files = [
+        str(ROOT / "python" / name) for name in ("pd_harness/ports.py", "sglang_pd/__init__.py")
+    ]
+    assert ran.stdout.split() == [*files, "None"], ran.stderr
 
 
 @pytest.mark.nightly

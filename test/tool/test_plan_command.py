@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 from hf_configs import ALL_CONFIGS
@@ -82,22 +83,22 @@ def test_long_rows_are_wrapped(plan):
 
 def test_plan_as_json(plan):
     code, text, _ = plan("deepseek_v32", "tp=2,pp=2", "tp=1", "--json", "--draft-layers", "1")
-    told = json.loads(text)
-    assert (code, told["works"]) == (0, True)
-    assert (told["stock"]["outcome"], told["engine_release"]) == ("right", "0.5.23")
-    assert told["prefill"]["stages"] == [[0, 30], [30, 61]]
-    assert (told["decode"]["bytes_a_token"], told["decode"]["page"]) == (62 * (1152 + 132), 64)
-    ranks = [(link["prefill"], link["bytes"] > 0) for link in told["links"]]
+    shown = json.loads(text)
+    assert (code, shown["works"]) == (0, True)
+    assert (shown["stock"]["outcome"], shown["engine_release"]) == ("right", "0.5.23")
+    assert shown["prefill"]["stages"] == [[0, 30], [30, 61]]
+    assert (shown["decode"]["bytes_a_token"], shown["decode"]["page"]) == (62 * (1152 + 132), 64)
+    ranks = [(link["prefill"], link["bytes"] > 0) for link in shown["links"]]
     assert ranks == [({"tp": tp, "pp": pp}, tp == 0) for tp in (0, 1) for pp in (0, 1)]
-    last = told["links"][1]
+    last = shown["links"][1]
     sent = {(one["component"], one["draft"]): one["layers"] for one in last["sends"]}
     assert sent == {
         (name, draft): [0] if draft else list(range(30, 61))
         for name in ("kv", "index_k")
         for draft in (False, True)
     }
-    assert told["request"]["bytes"] == sum(link["bytes"] for link in told["links"])
-    assert told["request"]["bytes"] == 62 * (1152 + 132) * 1024
+    assert shown["request"]["bytes"] == sum(link["bytes"] for link in shown["links"])
+    assert shown["request"]["bytes"] == 62 * (1152 + 132) * 1024
 
 
 def test_compare_shows_two_topologies_side_by_side(plan):
@@ -126,9 +127,9 @@ def test_incompatible_pair_exits_with_reason(plan, name, sizes, words, says):
     code, text, _ = plan(name, *sizes, *words)
     assert code == ExitCode.INCOMPATIBLE and says in unwrap(text)
     code, text, _ = plan(name, *sizes, *words, "--json")
-    told = json.loads(text)
-    assert code == ExitCode.INCOMPATIBLE and not told["works"]
-    assert says in "; ".join(told["patched"]["reasons"])
+    shown = json.loads(text)
+    assert code == ExitCode.INCOMPATIBLE and not shown["works"]
+    assert says in "; ".join(shown["patched"]["reasons"])
 
 
 @pytest.mark.parametrize(
@@ -163,45 +164,31 @@ def test_missing_matplotlib_names_package_to_install(plan, tmp_path, monkeypatch
     assert not text and not file.exists()
 
 
-def texts(figure) -> list:
-    """All texts in a figure."""
-    return [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
-
-
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v32", "gpt_oss"])
 @pytest.mark.parametrize("prefill, decode", [("tp=16,pp=4", "tp=16"), ("tp=8", "tp=4,dp=4")])
-def test_text_in_pictures_does_not_overlap(tmp_path, name, prefill, decode, monkeypatch):
+def test_text_in_pictures_does_not_overlap(plan, tmp_path, monkeypatch, name, prefill, decode):
     """All text lies inside the picture, too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from sglang_pd.plan.model import config_to_model
-    from sglang_pd.plan.pair import make_pair
-    from sglang_pd.plan.picture import draw
-    from sglang_pd.plan.sizes import parse_sizes
-    from sglang_pd.plan.summary import Summary
-
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
-    pair = make_pair(
-        model, parse_sizes(prefill, 1), parse_sizes(decode, 1), "nixl", "0.5.23", False
-    )
-    draw([Summary(pair)], tmp_path / "plan.png")
+    plan(name, prefill, decode, "--draft-layers", "1", "--picture", str(tmp_path / "plan.png"))
     (figure,) = drawn
     canvas = FigureCanvasAgg(figure)
     figure.draw_without_rendering()
-    written = [*texts(figure), *(axes.title for axes in figure.axes)]
-    written += [tick for axes in figure.axes for tick in (*axes.get_xticklabels(),)]
-    written = [one for one in written if one.get_text()]
-    boxes = [one.get_window_extent().padded(-1) for one in written]
+    written = [*figure.texts]
+    for axes in figure.axes:
+        written += [*axes.texts, axes.title, *axes.get_xticklabels()]
+    boxes = [
+        (one.get_text(), one.get_window_extent().padded(-1)) for one in written if one.get_text()
+    ]
     width, height = canvas.get_width_height()
-    for box in boxes:
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
-    for number, box in enumerate(boxes):
-        for other in boxes[:number]:
-            assert not box.overlaps(other), (written[number].get_text(), box)
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
+    for (text, box), (other_text, other) in combinations(boxes, 2):
+        assert not box.overlaps(other), (text, other_text)
 
 
 @needs_matplotlib

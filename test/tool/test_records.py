@@ -1,7 +1,7 @@
 """The page of patches: a table of patches by release, then a section about each patch."""
 
+from sglang_pd.dev.patches_page import markdown
 from sglang_pd.patchset.patches import PatchRecord, ReleaseStatus, version_key
-from sglang_pd.patchset.records import markdown
 
 NEEDED_WITH_CHANGE = ReleaseStatus(
     "needed", change="the change", symbols=["a.py::*"], names=["a name"]

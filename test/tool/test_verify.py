@@ -1,6 +1,7 @@
 """`sglang-pd verify`: the requests that it sends, and its verdict on the servers' answers."""
 
 import asyncio
+import io
 import json
 from dataclasses import dataclass, field
 
@@ -28,9 +29,11 @@ class FakeServers:
     mode: str = "prefill"
     verifies: bool = True
     reported: int = 0  # requests
-    differs: set[int] = field(default_factory=set)  # lengths of prompts
+    # Lengths of prompts whose KV or answers are not right
+    differs: set[int] = field(default_factory=set)
     unanswered: set[int] = field(default_factory=set)
     unsteady: set[int] = field(default_factory=set)
+    reference_differs: set[int] = field(default_factory=set)
     uncompared: int = 0
     sent_lengths: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -45,16 +48,14 @@ class FakeServers:
             ]
             return httpx.Response(200, json={"workers": workers})
         if url.path == "/server_info":
-            return httpx.Response(
-                200,
-                json={
-                    "disaggregation_mode": self.mode,
-                    "disaggregation_bootstrap_port": 8998,
-                    "page_size": 16,
-                    "chunked_prefill_size": 64,
-                    "max_total_num_tokens": 4000,
-                },
-            )
+            about = {
+                "disaggregation_mode": self.mode,
+                "disaggregation_bootstrap_port": 8998,
+                "page_size": 16,
+                "chunked_prefill_size": 64,
+                "max_total_num_tokens": 4000,
+            }
+            return httpx.Response(200, json=about)
         if url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"max_model_len": 1024}]})
         if (url.host, url.port, url.path) == ("p", 8998, "/verify"):
@@ -65,12 +66,9 @@ class FakeServers:
     def reports(self) -> httpx.Response:
         if not self.verifies:
             return httpx.Response(404)
-        count = {
-            "requests": self.reported,
-            "parts": 8 * self.reported,
-            "mismatches": len(self.said),
-        }
-        pairs = {"TP 0/1 PP 0/1": {**count, "bytes": BYTES * self.reported}}
+        count = {"requests": self.reported, "mismatches": len(self.said)}
+        count |= {"parts": 8 * self.reported, "bytes": BYTES * self.reported}
+        pairs = {"TP 0/1 PP 0/1": count}
         rank = {
             "decode": "TP 0/1 PP 0/1",
             "at": "10.0.0.2:4000",
@@ -87,7 +85,7 @@ class FakeServers:
         length = len(body["input_ids"])
         token = sum(body["input_ids"]) % 200
         if host == "single":
-            token += length in self.differs
+            token += length in self.reference_differs
             return tokens(token, self.rounds.get(host))
         self.sent_lengths.append(length)
         if length in self.unanswered:
@@ -123,22 +121,21 @@ def run_check(monkeypatch):
 
 
 def rendered_text(verdict) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     show(verdict, console)
     return console.export_text()
 
 
 def test_matching_kv_passes(run_check):
-    servers = FakeServers()
-    servers.reported = 7  # before the check
+    servers = FakeServers(reported=7)
     verdict = run_check(servers)
     assert verdict.passed
     assert verdict.requests == verdict.compared == servers.reported - 7 == len(servers.sent_lengths)
     ((_, count),) = verdict.pairs.items()
     assert count.bytes == BYTES * verdict.requests
     assert max(verdict.lengths) == 129  # two chunks and a token; 5000 do not fit
-    told = as_json(verdict)
-    assert told["right"] and told["transfer_seconds"] == {"median": 0.01, "longest": 0.01}
+    report = as_json(verdict)
+    assert report["right"] and report["transfer_seconds"] == {"median": 0.01, "longest": 0.01}
     assert "all KV matches prefill" in rendered_text(verdict)
 
 
@@ -148,8 +145,7 @@ def test_kv_mismatch_is_reported(run_check):
     assert set(verdict.mismatches) == {"KV of 17 tokens"}
     assert all("17 tokens" in failure for failure in verdict.failures)
     text = rendered_text(verdict)
-    assert "FAILED" in text
-    assert "KV that differs" in text
+    assert "FAILED" in text and "KV that differs" in text
 
 
 def test_uncompared_request_fails(run_check):
@@ -173,17 +169,10 @@ def test_differing_answers_are_reported_without_failure(run_check):
 
 def test_answers_are_compared_with_reference(run_check):
     assert run_check(FakeServers(), REFERENCE).from_reference == []
-
-    class Wrong(FakeServers):
-        def generate(self, host, body):
-            if host == "single" and len(body["input_ids"]) == 31:
-                return tokens(999)
-            return super().generate(host, body)
-
-    verdict = run_check(Wrong(), REFERENCE)
+    verdict = run_check(FakeServers(reference_differs={31}), REFERENCE)
     assert not verdict.passed
-    assert all("31 tokens" in line for line in verdict.from_reference)
     assert verdict.from_reference
+    assert all("31 tokens" in line for line in verdict.from_reference)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +209,8 @@ def test_servers_without_verification_are_refused(run_check, servers, why):
 
 
 def test_prompt_lengths_cover_page_and_chunk_borders():
-    assert prompt_lengths([1, 9000], 16, 64, 200) == [
-        *(1, 15, 16, 17, 31, 32, 33, 63, 64, 79, 80, 81, 129),
-    ]
+    lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 79, 80, 81, 129]
+    assert prompt_lengths([1, 9000], 16, 64, 200) == lengths
     assert 0 not in prompt_lengths([1], 1, None, 100)
 
 
@@ -232,9 +220,8 @@ def test_prompt_groups_share_prefix_and_fill_burst():
     assert len(prefix.prompts) == 3 and len({prompt[:48] for prompt in prefix.prompts}) == 1
     assert len(set(prefix.prompts)) == 3
     assert len(burst.prompts) == 9 and burst.at_once
-    assert all(
-        token in TOKENS for group in (one, prefix, burst) for p in group.prompts for token in p
-    )
+    prompts = [*one.prompts, *prefix.prompts, *burst.prompts]
+    assert {token for prompt in prompts for token in prompt} <= set(TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,25 @@
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_pd.install import dist_record
+import pytest
+
+from sglang_pd.dev import fingerprints
+from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.install import dist_record, operations
 from sglang_pd.install.engine import Engine, find_engine
-from sglang_pd.patchset import fingerprints, patches
+from sglang_pd.patchset import patches
+from sglang_pd.patchset.edits import Edit
 
 ROOT = Path(__file__).resolve().parents[2]
 
 VERSION = "9.9"
+
+# What our wheel is made of.
+WHEEL_SOURCES = {"pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "python"}
 
 ENGINE = {
     "__init__.py": "",
@@ -148,9 +155,9 @@ class Toy:
     def write_record(self) -> None:
         info = self.dist_record.parent.name
         write(self.dist_record.with_name("METADATA"), f"Name: sglang\nVersion: {VERSION}\n")
-        files = sorted(path for path in self.root.rglob("*.py"))
         rows = [
-            dist_record.record_entry(str(p.relative_to(self.site)), p.read_bytes()) for p in files
+            dist_record.record_entry(str(path.relative_to(self.site)), path.read_bytes())
+            for path in sorted(self.root.rglob("*.py"))
         ]
         rows += [f"{info}/METADATA,,", f"{info}/RECORD,,"]
         write(self.dist_record, "\n".join(rows) + "\n")
@@ -165,9 +172,9 @@ class Toy:
     def pin(self, release: Path, path: str, symbol: str, digest: str | None) -> None:
         """Makes a release expect `digest` for a symbol; None: expect the symbol to be absent."""
         file = release / "fingerprints.json"
-        fingerprints = json.loads(file.read_text())
-        fingerprints[path][symbol] = digest
-        file.write_text(json.dumps(fingerprints))
+        known = json.loads(file.read_text())
+        known[path][symbol] = digest
+        file.write_text(json.dumps(known))
 
     def make_fingerprints(self) -> None:
         release = patches.load_release(VERSION, self.releases, self.trees, with_fingerprints=False)
@@ -180,8 +187,28 @@ class Toy:
     def release(self) -> patches.Release:
         return patches.load_release(self.version, self.releases, self.trees)
 
-    def snapshot(self, mtimes: bool = True) -> dict:
-        return snapshot(self.site, mtimes)
+    def apply(self, **options) -> list[Edit]:
+        return operations.apply(self.engine(), self.release(), **options)
+
+    def revert(self) -> bool:
+        return operations.revert(self.engine())
+
+    def status(self) -> operations.Status:
+        return operations.status(self.engine(), self.release())
+
+    def snapshot(self) -> dict:
+        return snapshot(self.site)
+
+    def assert_refused(self, work: Callable, code: ExitCode, *words: str) -> Refusal:
+        """Checks that `work(self)` raises a Refusal with this code and text and changes nothing."""
+        before = self.snapshot()
+        with pytest.raises(Refusal) as error:
+            work(self)
+        assert error.value.code == code
+        for word in words:
+            assert word in str(error.value)
+        assert self.snapshot() == before
+        return error.value
 
 
 def write(path: Path, text: str) -> None:
@@ -189,32 +216,24 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def snapshot(folder: Path, mtimes: bool = True) -> dict:
+def install_package(site: Path, name: str, version: str) -> None:
+    """Writes a distribution's metadata."""
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    write(site / f"{name}-{version}.dist-info" / "METADATA", text)
+
+
+def snapshot(folder: Path) -> dict:
     """Every entry below a folder: its mode, and a file's bytes and modification time."""
     found = {}
     for path in sorted(folder.rglob("*")):
         stat = path.lstat()
-        content = path.read_bytes() if path.is_file() else None
-        mtime = stat.st_mtime_ns if mtimes and content is not None else None
-        found[str(path.relative_to(folder))] = (oct(stat.st_mode), content, mtime)
+        file = (path.read_bytes(), stat.st_mtime_ns) if path.is_file() else (None, None)
+        found[str(path.relative_to(folder))] = (oct(stat.st_mode), *file)
     return found
 
 
-# The audit events of changes to a file system.
-CHANGES = {
-    *("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.utime", "os.chmod", "os.chown"),
-    *("os.link", "os.symlink", "os.truncate"),
-}
-
-
-def is_change(event: str, args: tuple) -> bool:
-    if event == "open":
-        return bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    return event in CHANGES
-
-
-def run_forked(work: Callable[[], int]) -> int:
-    """Runs `work` in a child process; returns its exit code, negative if a signal killed it."""
+def start_forked(work: Callable[[], int]) -> int:
+    """Runs `work` in a child process, which exits with its result; returns the process id."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -222,8 +241,9 @@ def run_forked(work: Callable[[], int]) -> int:
             code = work()
         finally:
             os._exit(code)
+    return pid
+
+
+def wait_forked(pid: int) -> int:
+    """Returns a child process's exit code, negative if a signal killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,13 +1,12 @@
 """Real transfer engines between real processes: the engine's pools and managers, no model."""
 
 import functools
-import json
 import os
 
 import fleet as fleets
 import pytest
 
-from pd_harness.cluster import RELEASE_ENV, skip_reason
+from pd_harness.cluster import skip_reason
 from pd_harness.cpu_host.memfabric import memfabric_for
 from pd_harness.device import device
 
@@ -44,21 +43,3 @@ def serve(fork_server):
         return fleets.running(fleet, fork_server(prefill), fork_server(decode), memfabric)
 
     return run
-
-
-@pytest.fixture()
-def record_fault():
-    """A function that records, for `scripts/evidence.sh`, how a survivor was notified of a fault.
-
-    Tests call the function after the next request has been served.
-    """
-
-    def keep(case: str, backend: str, answer: dict) -> None:
-        said = {"seconds": round(answer["seconds"], 1), "client": answer["reason"]}
-        file = RELEASE_ENV / "evidence" / "faults.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            row = {"case": case, "backend": backend, **said, "after": "right"}
-            out.write(json.dumps(row) + "\n")
-
-    return keep

@@ -17,7 +17,8 @@ from error_texts import (
 from fleet import Fleet, Rank, Servers, Side
 from transfer_checks import (
     BACKENDS,
-    assert_eventually,
+    assert_no_room_kept,
+    assert_right,
     assert_transfers,
     nightly_except,
     only_0_5_9,
@@ -28,6 +29,7 @@ from pd_harness.polling import is_in_time
 
 pytestmark = pytest.mark.transport
 
+ROOM = 900
 SOURCE, DESTINATION = [1, 2, 3, 4], [4, 5, 6, 7]
 WRITE_AT = 3.0  # seconds; a write that prefill decided on before the abort starts this late
 ABORT_AT = 1.0
@@ -46,10 +48,8 @@ def abort_request(servers: Servers, after: float) -> tuple[dict, dict]:
     """Returns prefill's and decode's answer for a request that decode aborts after `after` s."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(
-            prefill.timed, "send", room=900, pages=SOURCE, chunks=[2, 2], seconds=15
-        )
-        aborted = decode.call("abort_after", room=900, pages=DESTINATION, after=after, seconds=15)
+        sending = pool.submit(servers.send, prefill, ROOM, SOURCE, [2, 2], 15)
+        aborted = decode.call("abort_after", room=ROOM, pages=DESTINATION, after=after, seconds=15)
         return sending.result(), aborted
 
 
@@ -77,7 +77,7 @@ def test_abort_keeps_pages_until_prefill_finishes(serve, backend):
 @only_0_5_9("later ones hold pages until prefill has ended")
 def test_stock_mooncake_writes_to_reused_pages(serve):
     with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
-        assert servers.request(SOURCE, DESTINATION).state == "right"
+        assert_right(servers, SOURCE, DESTINATION)
         servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=WRITE_AT)
         _, decode = abort_request(servers, after=ABORT_AT)
         assert decode["state"] == "failed", decode
@@ -91,10 +91,10 @@ def test_prefill_does_not_send_an_aborted_request(serve, backend):
     with serve(Fleet(Side(environment=BOOTSTRAP_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
         (prefill,), (decode,) = servers.prefill, servers.decode
-        aborted = decode.call("abort_after", room=900, pages=DESTINATION, after=-1, seconds=5)
+        aborted = decode.call("abort_after", room=ROOM, pages=DESTINATION, after=-1, seconds=5)
         assert aborted["state"] == "failed" and ABORTED in aborted["reason"], aborted
         assert is_in_time(aborted["waited"], MAX_DELAY) and not aborted["changed"], aborted
-        answer = prefill.timed("send", room=900, pages=SOURCE, chunks=[4], seconds=5)
+        answer = servers.send(prefill, ROOM, SOURCE, seconds=5)
         assert answer["state"] == "failed", answer
         assert DECODE_ABORTED_EARLY in answer["reason"], answer
         assert is_in_time(answer["seconds"], MAX_DELAY)
@@ -108,12 +108,14 @@ def test_all_tp_ranks_wait_until_prefill_stops_writing(serve, backend):
         assert_transfers(servers)
         reduce_polls(servers.decode)
         servers.prefill[1].call("plan_faults", how="wait", at=[1], seconds=WRITE_AT)
-        told = {"room": 900, "pages": DESTINATION, "after": ABORT_AT, "seconds": 15}
-        request = {"room": 900, "pages": SOURCE, "chunks": [2, 2], "seconds": 15}
+        request = {"room": ROOM, "pages": DESTINATION, "after": ABORT_AT, "seconds": 15}
         with ThreadPoolExecutor() as pool:
-            sending = [pool.submit(rank.call, "send", **request) for rank in servers.prefill]
+            sending = [
+                pool.submit(servers.send, rank, ROOM, SOURCE, [2, 2], 15)
+                for rank in servers.prefill
+            ]
             aborting = [
-                pool.submit(rank.call, "abort_after", **told, aborts=rank is servers.decode[0])
+                pool.submit(rank.call, "abort_after", **request, aborts=rank is servers.decode[0])
                 for rank in servers.decode
             ]
             ends = [future.result() for future in aborting]
@@ -123,7 +125,7 @@ def test_all_tp_ranks_wait_until_prefill_stops_writing(serve, backend):
         assert min(end["over_at"] for end in ends) > written_at(servers.prefill[1]), ends
         assert is_in_time(max(end["waited"] for end in ends), WRITE_AT + MAX_DELAY), ends
         assert ABORTED in ends[0]["reason"] and OTHER_RANK_FAILED in ends[1]["reason"], ends
-        assert_eventually(lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * 4)
+        assert_no_room_kept(servers)
 
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
@@ -160,7 +162,7 @@ def test_timed_out_request_keeps_its_pages(serve, backend):
         assert is_in_time(decode["seconds"], WRITE_AT + MAX_DELAY), outcome
         # Prefill wrote some pages before the request failed.
         assert servers.request(SOURCE, DESTINATION).state in ("right", "wrong")
-        assert_eventually(lambda: [sum(kept.values()) for kept in servers.room_counts()], [0, 0])
+        assert_no_room_kept(servers)
 
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
@@ -170,13 +172,14 @@ def test_request_unsent_by_prefill_fails_on_decode(serve, backend, state):
     with serve(Fleet(backend=backend)) as servers:
         assert_transfers(servers)
         (prefill,), (decode,) = servers.prefill, servers.decode
-        decode.call("open_room", room=900, pages=DESTINATION)
+        decode.call("open_room", room=ROOM, pages=DESTINATION)
         with ThreadPoolExecutor(1) as pool:
-            leaving = pool.submit(prefill.call, "leave_unsent", room=900, state=state, seconds=10)
+            leaving = pool.submit(prefill.call, "leave_unsent", room=ROOM, state=state, seconds=10)
             if state == "failed":
-                gone = decode.call("abort_and_wait", room=900, seconds=5)
+                decode.call("abort", room=ROOM)
+                gone = decode.call("wait_for_room", room=ROOM, seconds=5)
             else:
-                gone = decode.timed("wait_for_room", room=900, seconds=5)
+                gone = decode.timed("wait_for_room", room=ROOM, seconds=5)
                 assert ABORTED in gone["reason"] and is_in_time(gone["seconds"], MAX_DELAY), gone
             assert gone["state"] == "failed", gone
             assert leaving.result() == {"state": "left"}
@@ -188,8 +191,7 @@ def test_request_without_decode_metadata_times_out(serve, backend):
     """The client disconnects from decode before decode reads the request."""
     with serve(Fleet(Side(environment=BOOTSTRAP_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
-        request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 10}
-        answer = servers.prefill[0].timed("send", **request)
+        answer = servers.send(servers.prefill[0], ROOM, SOURCE, seconds=10)
         assert answer["state"] == "failed" and is_in_time(answer["seconds"], 3), answer
         assert "timed out" in answer["reason"] or "did not request" in answer["reason"], answer
         assert_transfers(servers)
@@ -199,8 +201,8 @@ def test_request_without_decode_metadata_times_out(serve, backend):
 def test_stock_nixl_keeps_a_request_without_metadata(serve):
     fleet = Fleet(Side(environment=BOOTSTRAP_TIMEOUT), k_width=4, v_width=4)
     with serve(fleet, "stock", "stock") as servers:
-        request = {"room": 900, "pages": SOURCE, "chunks": [4], "seconds": 4}
-        assert servers.prefill[0].call("send", **request)["state"] == "hang"
+        answer = servers.send(servers.prefill[0], ROOM, SOURCE, seconds=4)
+    assert answer["state"] == "hang", answer
 
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS))
@@ -209,8 +211,8 @@ def test_pages_are_released_after_timeout_without_ack(serve, backend):
     sides = Side(environment=NO_ACK), Side(environment=RELEASE_TIMEOUT)
     with serve(Fleet(*sides, backend=backend, v_width=4), prefill="stock") as servers:
         (decode,) = servers.decode
-        aborted = decode.call("abort_after", room=900, pages=DESTINATION, after=0.2, seconds=15)
+        aborted = decode.call("abort_after", room=ROOM, pages=DESTINATION, after=0.2, seconds=15)
         assert aborted["state"] == "failed" and ABORTED in aborted["reason"], aborted
         assert aborted["waited"] > 4.5 and is_in_time(aborted["waited"], 6.5), aborted
         # Stock prefill still serves, so decode sent it nothing that it cannot read.
-        assert servers.request(SOURCE, DESTINATION).state == "right"
+        assert_right(servers, SOURCE, DESTINATION)

@@ -3,10 +3,11 @@
 import time
 
 import pytest
-from engine_release import SINCE_0_5_20, nightly_if_not_default
+from engine_release import SINCE_0_5_20
 from error_texts import CONNECTION_CUT, LOST_DECODE, LOST_PREFILL, TRANSFER_FAILURES
 from fleet import Fleet, Rank, Servers, Side
 from rank_faults import INJECTED_ERROR
+from serving_checks import record
 from transfer_checks import (
     BACKENDS,
     FAILURE_SECONDS,
@@ -16,10 +17,11 @@ from transfer_checks import (
     assert_eventually,
     assert_failed,
     assert_recovers,
+    assert_right,
     assert_transfers,
     only_0_5_9,
 )
-from transport_cases import ascend
+from transport_cases import NSA, ascend
 
 from pd_harness.polling import is_in_time, wait_until
 
@@ -45,37 +47,44 @@ HEARTBEAT = {
 PROBING_PREFILL = Side(environment=PROBE_ENVIRONMENT)
 # Seconds for which decode keeps pages that prefill may still write to.
 RELEASE_TIMEOUT = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
-NSA = {"layers": 4, "mla": True, "index_keys": True, "page_size": 64}
 
 
-def resources(ranks: list[Rank]) -> tuple[list[int], list[tuple[int, list[str]]]]:
-    """Returns each rank's count of open files, and what must not change.
+def healths(ranks: list[Rank]) -> list[dict]:
+    return [rank.call("health") for rank in ranks]
 
-    Open files include sockets. ZeroMQ sockets (a count) and threads (names) must not change.
+
+def record_fault(case: str, backend: str, answer: dict, said: str) -> None:
+    """Records, for `scripts/evidence.sh`, how a survivor was notified of a fault.
+
+    Call it after the next request has been served.
     """
-    healths = [rank.call("health") for rank in ranks]
-    same = [(health["sockets"], health["threads"]) for health in healths]
-    return [health["files"] for health in healths], same
+    seconds = round(answer["seconds"], 1)
+    record("faults", case=case, backend=backend, seconds=seconds, client=said, after="right")
 
 
-def resources_with_early_closing(ranks: list[Rank]) -> tuple:
-    """Makes the ranks close sockets CLOSE_SECONDS after a peer's loss; returns `resources`."""
+def healths_with_early_closing(ranks: list[Rank]) -> list[dict]:
+    """Makes the ranks close sockets CLOSE_SECONDS after a peer's loss; returns their health."""
     for rank in ranks:
-        rank.call("set_peer_close_delay", seconds=CLOSE_SECONDS)
-    return resources(ranks)
+        rank.call("set_constants", module="peer_sockets", CLOSE_AFTER_SECONDS=CLOSE_SECONDS)
+    return healths(ranks)
 
 
-def assert_no_leak(ranks: list[Rank], before, work=lambda: None) -> None:
-    """Asserts that the ranks' `resources` settle to `before`; calls `work` before each check."""
-    files, same = before
+def assert_no_leak(ranks: list[Rank], before: list[dict], work=lambda: None) -> None:
+    """Asserts that the ranks' health settles to `before`; calls `work` before each check.
 
-    def grown() -> list:
+    ZeroMQ sockets (a count) and threads (names) are the same then; open files include sockets.
+    """
+
+    def changed() -> list:
         work()
-        now = resources(ranks)
-        too_many = [(n, of) for n, of in zip(now[0], files) if n > of + MORE_FILES]
-        return too_many + [(n, of) for n, of in zip(now[1], same) if n != of]
+        return [
+            (now, was)
+            for now, was in zip(healths(ranks), before)
+            if any(now[name] != was[name] for name in ("sockets", "threads"))
+            or now["files"] > was["files"] + MORE_FILES
+        ]
 
-    assert_eventually(grown, [])
+    assert_eventually(changed, [])
 
 
 def assert_recovers_from_each_fault(
@@ -89,7 +98,7 @@ def assert_recovers_from_each_fault(
         servers.prefill[0].call("plan_faults", how=how, at=[at], **plan)
         assert_failed(servers.request(*PAGES), said)
         assert_recovers(servers)
-        before = before or resources(ranks)
+        before = before or healths(ranks)
     assert_no_leak(ranks, before)
 
 
@@ -109,7 +118,7 @@ def test_failing_transfer_fails_only_its_request(serve, backend, how):
     ],
 )
 def test_failing_state_transfer_fails_its_request(serve, backend, how):
-    with serve(Fleet(prefill=PROBING_PREFILL, backend=backend, **NSA)) as servers:
+    with serve(Fleet(prefill=PROBING_PREFILL, backend=backend, layers=4, **NSA)) as servers:
         assert_recovers_from_each_fault(
             servers, how, TRANSFER_FAILURES[backend, how], [1] * 4, only_state=True
         )
@@ -117,11 +126,7 @@ def test_failing_state_transfer_fails_its_request(serve, backend, how):
 
 @only_0_5_9("later ones leave it alone at once, and ask it whether it is alive")
 @pytest.mark.parametrize(
-    "failing, ends",
-    [
-        ([1], ["failed", "success", "success"]),
-        ([1, 2], ["failed", "failed", "failed"]),
-    ],
+    "failing, ends", [([1], ["failed", "success", "success"]), ([1, 2], ["failed"] * 3)]
 )
 def test_mooncake_backs_off_after_two_failures(serve, failing, ends):
     """Each attempt would block on a dead peer's time-out, and delay requests of other peers."""
@@ -129,7 +134,7 @@ def test_mooncake_backs_off_after_two_failures(serve, failing, ends):
     with serve(Fleet(backend="mooncake")) as servers:
         assert_transfers(servers)
         (prefill,), (decode,) = servers.prefill, servers.decode
-        prefill.call("set_back_off", seconds=BACK_OFF)
+        prefill.call("set_constants", module="back_off", BACK_OFF_SECONDS=BACK_OFF)
         prefill.call("plan_faults", how="status", at=failing)
         request = {"pages": [1, 2], "chunks": [2], "seconds": 10}
         sent, ended = [], []
@@ -152,7 +157,7 @@ LINK_FLEETS = {"mooncake": Fleet(backend="mooncake"), "ascend": ascend(mla=True)
 
 def cut_link(servers: Servers) -> None:
     """Cuts the link for two seconds, in which requests fail; returns when it is back."""
-    assert servers.request(*PAGES).state == "right"
+    assert_right(servers, *PAGES)
     servers.prefill[0].call("plan_faults", how="down", seconds=CUT_SECONDS)
     back = time.monotonic() + CUT_SECONDS
     while (left := back - time.monotonic()) > 0:
@@ -168,7 +173,6 @@ def test_recovers_from_a_link_outage(serve, backend):
         assert_transfers(servers)
 
 
-@nightly_if_not_default
 @pytest.mark.parametrize(
     "backend", [pytest.param("mooncake", marks=pytest.mark.nightly), *["ascend"] * SINCE_0_5_20]
 )
@@ -184,10 +188,9 @@ def test_stock_does_not_recover_from_a_link_outage(serve, backend):
         )
 
 
-@nightly_if_not_default
 @only_0_5_9("later ones count the state")
 def test_stock_mooncake_reports_success_without_state(serve):
-    with serve(Fleet(backend="mooncake", **NSA), "stock", "stock") as servers:
+    with serve(Fleet(backend="mooncake", layers=4, **NSA), "stock", "stock") as servers:
         servers.prefill[0].call("plan_faults", how="status", at=[1], only_state=True)
         outcome = servers.request(*PAGES, seconds=30)
         assert outcome.prefill[0]["state"] == "success", outcome
@@ -195,10 +198,9 @@ def test_stock_mooncake_reports_success_without_state(serve):
         assert "('state', False, 0)" in outcome.reasons
 
 
-@nightly_if_not_default
 def test_stock_mooncake_blacklists_a_live_peer(serve):
     with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
-        assert servers.request(*PAGES).state == "right"
+        assert_right(servers, *PAGES)
         servers.prefill[0].call("plan_faults", how="status", at=[1])
         for said in ("Failed to send kv chunk", "is not alive", "is not alive"):
             outcome = servers.request([1, 2], [4, 5], seconds=30)
@@ -206,22 +208,20 @@ def test_stock_mooncake_blacklists_a_live_peer(serve):
             assert said in outcome.reasons, outcome
 
 
-@nightly_if_not_default
 def test_stock_mooncake_hangs_after_an_exception(serve):
     with serve(Fleet(backend="mooncake"), "stock", "stock") as servers:
-        assert servers.request(*PAGES).state == "right"
+        assert_right(servers, *PAGES)
         servers.prefill[0].call("plan_faults", how="exception", at=[1])
         for _ in range(2):
             assert servers.request(*PAGES, seconds=HANG_SECONDS).state == "hang"
 
 
-@nightly_if_not_default
 @only_0_5_9("later ones send in threads of their own")
 @pytest.mark.parametrize("how", ["status", "late status"])
 def test_stock_nixl_raises_in_the_scheduler(serve, how):
     """Decode is not notified and would wait for its time-out of minutes."""
     with serve(Fleet(k_width=4, v_width=4), "stock", "stock") as servers:
-        assert servers.request(*PAGES).state == "right"
+        assert_right(servers, *PAGES)
         servers.prefill[0].call("plan_faults", how=how, at=[3])
         outcome = servers.request(*PAGES, seconds=5)
         assert outcome.prefill[0]["state"] == "raised", outcome
@@ -229,7 +229,6 @@ def test_stock_nixl_raises_in_the_scheduler(serve, how):
         assert outcome.decode[0]["state"] == "hang", outcome
 
 
-@nightly_if_not_default
 def test_stock_decode_is_notified_of_a_failure(serve):
     """Tests Mooncake only, because stock has no failure message for NIXL."""
     with serve(Fleet(prefill=PROBING_PREFILL, backend="mooncake"), decode="stock") as servers:
@@ -256,15 +255,14 @@ def test_one_of_two_decode_ranks_is_unreachable(serve, backend):
 @only_0_5_9("in later ones it is the scheduler that keeps the pages until prefill is done")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "side, wait, told_within",
+    "side, wait, earliest, latest",
     [
-        (Side(tp=2), 2, (2, 4.5)),
-        (Side(pp=2), 2, (2, 4.5)),
-        pytest.param(Side(tp=2), 8, (5, 7.5), marks=pytest.mark.nightly),
+        pytest.param(Side(tp=2), 2, 2, 4.5, id="tp2"),
+        pytest.param(Side(pp=2), 2, 2, 4.5, id="pp2"),
+        pytest.param(Side(tp=2), 8, 5, 7.5, id="tp2_too_long", marks=pytest.mark.nightly),
     ],
-    ids=["tp2", "pp2", "tp2_too_long"],
 )
-def test_decode_keeps_pages_while_other_senders_write(serve, backend, side, wait, told_within):
+def test_decode_keeps_pages_while_other_senders_write(serve, backend, side, wait, earliest, latest):
     """Decode keeps the pages while a sender may still write to them, for at most 5 s here."""
     with serve(Fleet(side, Side(environment=RELEASE_TIMEOUT), backend=backend)) as servers:
         assert_transfers(servers)
@@ -277,15 +275,15 @@ def test_decode_keeps_pages_while_other_senders_write(serve, backend, side, wait
         assert outcome.prefill[1]["seconds"] < outcome.prefill[0]["seconds"], outcome
         assert decode["state"] == "failed", outcome
         assert TRANSFER_FAILURES[backend, "exception"] in decode["reason"], outcome
-        assert decode["seconds"] >= told_within[0] and is_in_time(decode["seconds"], told_within[1])
+        assert decode["seconds"] >= earliest and is_in_time(decode["seconds"], latest)
         assert_transfers(servers)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prefill_killed_in_mid_transfer(serve, backend, record_fault):
+def test_prefill_killed_in_mid_transfer(serve, backend):
     with serve(Fleet(decode=Side(environment=HEARTBEAT), backend=backend)) as servers:
         assert_transfers(servers)
-        before = resources_with_early_closing(servers.decode)
+        before = healths_with_early_closing(servers.decode)
         for _ in range(DEATHS):
             dying = servers.pids("prefill")
             servers.prefill[0].call("plan_faults", how="kill", at=[2], pids=dying)
@@ -299,16 +297,16 @@ def test_prefill_killed_in_mid_transfer(serve, backend, record_fault):
             time.sleep(CLOSE_SECONDS)  # counts from decode's abort message to prefill
             servers.start("prefill")
             assert_transfers(servers)
-        record_fault("prefill rank killed in mid-transfer", backend, decode)
+        record_fault("prefill rank killed in mid-transfer", backend, decode, decode["reason"])
         assert_no_leak(servers.decode, before)
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_killed_in_mid_transfer(serve, backend, how, record_fault):
+def test_decode_killed_in_mid_transfer(serve, backend, how):
     with serve(Fleet(backend=backend, **MANY)) as servers:
         assert_transfers(servers, MANY_PAGES)
-        before = resources_with_early_closing(servers.prefill)
+        before = healths_with_early_closing(servers.prefill)
         for _ in range(DEATHS):
             dying = servers.pids("decode")
             servers.prefill[0].call("plan_faults", how=how, at=[2], pids=dying, seconds=1)
@@ -324,15 +322,13 @@ def test_decode_killed_in_mid_transfer(serve, backend, how, record_fault):
             servers.start("decode")
             assert_recovers(servers, MANY_PAGES)
         said = prefill.get("reason", "nothing: all was written")
-        record_fault(
-            f"decode rank killed in mid-transfer ({how})", backend, {**prefill, "reason": said}
-        )
+        record_fault(f"decode rank killed in mid-transfer ({how})", backend, prefill, said)
         if not SINCE_0_5_20:  # later releases keep their sockets to dead ranks
             assert_no_leak(servers.prefill, before, lambda: assert_transfers(servers, MANY_PAGES))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lost_connections_are_restored(serve, backend, record_fault):
+def test_lost_connections_are_restored(serve, backend):
     with serve(Fleet(prefill=PROBING_PREFILL, backend=backend)) as servers:
         assert_transfers(servers)
         for cutting in (*servers.prefill, *servers.decode):
@@ -345,16 +341,15 @@ def test_lost_connections_are_restored(serve, backend, record_fault):
         outcome = servers.request(*PAGES)
         (decode,) = outcome.decode
         said = decode.get("reason") or "nothing: the request is right"
-        record_fault("connections cut in mid-transfer", backend, {**decode, "reason": said})
+        record_fault("connections cut in mid-transfer", backend, decode, said)
         if outcome.state != "right":
             assert_failed(outcome, LOST_DECODE[backend])
         assert_recovers(servers)
 
 
-@nightly_if_not_default
 def test_stock_nixl_does_not_reconnect(serve):
     with serve(Fleet(k_width=4, v_width=4), "stock", "stock") as servers:
-        assert servers.request(*PAGES).state == "right"
+        assert_right(servers, *PAGES)
         assert servers.decode[0].call("cut_connections")["cut"]
         for _ in range(2):
             outcome = servers.request(*PAGES, seconds=HANG_SECONDS)

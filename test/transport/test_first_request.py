@@ -3,10 +3,11 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from fleet import Fleet, Side
-from transfer_checks import assert_connected_early
+from transfer_checks import assert_connected_early, assert_right
 
 from pd_harness.polling import is_in_time
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.transport
 TCP = Side(environment={"UCX_TLS": "tcp"})
 SECONDS = 1.0  # latency of each byte in one direction
 TRIP = 2 * SECONDS  # round trip
-LARGE = (range(1, 41), range(2, 42))  # 10,240 copies of a token's heads to each rank
+# 10,240 copies of a token's heads to each rank
+LARGE = (list(range(1, 41)), list(range(2, 42)))
 
 
 def test_decode_ranks_are_connected_at_registration(serve):
@@ -24,20 +26,15 @@ def test_decode_ranks_are_connected_at_registration(serve):
 
 
 def seconds(servers, pages: tuple) -> float:
-    outcome = servers.request(*map(list, pages))
-    assert outcome.state == "right", outcome
-    return max(answer["seconds"] for answer in outcome.decode)
+    return max(answer["seconds"] for answer in assert_right(servers, *pages).decode)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["stock", "patched"])
 def test_first_large_request_over_a_slow_network(serve, engine):
     """NIXL's threads have connected early; stock's connect with the first large write."""
-    environment = {"UCX_TLS": "tcp"}
-    sides = (Side(environment=environment), Side(tp=2, environment=environment))
-    with serve(
-        Fleet(*sides, layers=2, pages=44, page_size=64, v_width=4), engine, engine
-    ) as servers:
+    fleet = Fleet(TCP, replace(TCP, tp=2), layers=2, pages=44, page_size=64, v_width=4)
+    with serve(fleet, engine, engine) as servers:
         for rank in servers.decode:
             rank.call("slow_connections", seconds=SECONDS)
         seconds(servers, ([1], [1]))

@@ -17,7 +17,7 @@ import pytest
 from engine_release import IS_DEFAULT, SINCE_0_5_20, without_extension_frames
 from fleet import Fleet, Servers, Side
 from raw_socket import DST, FIRST_MARKER_ROOM, Message, RawSocket, await_read, recorded_messages
-from transfer_checks import HANG_SECONDS, nightly_except
+from transfer_checks import HANG_SECONDS, assert_right, nightly_except
 
 from pd_harness.polling import wait_until
 
@@ -33,6 +33,7 @@ FUZZED_COUNTS = [BATCH if SINCE_0_5_20 else 1500]
 if IS_DEFAULT:
     FUZZED_COUNTS.append(pytest.param(10_000, marks=NIGHTLY))
 SRC = [9, 2, 3, 7]
+PAGES = (SRC, DST)
 # Far apart, so that a mutated number does not hit another room by chance.
 FIRST_ROOM, OTHER_ROOM = 20_483_617, 731_046_852_095
 RIGHT_ROOM = 1_570_629_301  # this room and later ones are not attacked
@@ -165,7 +166,7 @@ def unharmed(servers: Servers, sock: RawSocket, rooms: int = 0, reasons: int = 0
     before = sock.rank.call("health")
     prefill.call("record_writes")
     yield
-    assert_transfers(servers)
+    assert_right(servers, *PAGES)
     after = sock.rank.call("health")
     assert not set(before["threads"]) - set(after["threads"])
     assert after["peers"] <= before["peers"] + rooms
@@ -179,11 +180,6 @@ def unharmed(servers: Servers, sock: RawSocket, rooms: int = 0, reasons: int = 0
     assert written["done"] and not written["outside"], written
 
 
-def assert_transfers(servers: Servers) -> None:
-    outcome = servers.request(SRC, DST)
-    assert outcome.state == "right", outcome
-
-
 @pytest.fixture()
 def connected_fleet(serve):
     """A function that runs a fleet, connects its two ranks, and opens a socket to one of them."""
@@ -193,8 +189,8 @@ def connected_fleet(serve):
         each = Side(environment=TIMEOUTS if engine == "patched" else {})
         fleet = Fleet(each, each, backend=backend, v_width=4)
         with serve(fleet, engine, engine) as servers:
-            servers._rooms = count(RIGHT_ROOM)
-            assert_transfers(servers)
+            servers.rooms = count(RIGHT_ROOM)
+            assert_right(servers, *PAGES)
             with contextlib.closing(RawSocket(getattr(servers, side)[0])) as sock:
                 yield servers, sock
 
@@ -209,24 +205,20 @@ def batches(mutants: int, seed: int):
     """
     rng = random.Random(seed)
     size = max(BATCH, mutants // BATCHES)
+
+    def draw(messages: list[Message]) -> list[Message]:
+        return [fuzzed_message(rng, messages) for _ in range(size)]
+
     for number in range(mutants // size):
-        yield number, FIRST_ROOM + number, lambda messages: fuzzed_messages(rng, messages, size)
-
-
-def fuzzed_messages(
-    rng: random.Random, messages: list[Message], size: int = BATCH
-) -> list[Message]:
-    return [fuzzed_message(rng, messages) for _ in range(size)]
+        yield number, FIRST_ROOM + number, draw
 
 
 def request_under_attack(
     servers: Servers, sock: RawSocket, room: int, mutants: list[Message]
 ) -> None:
     """Asserts that the request ends, or that its metadata goes to a slot that a mutant names."""
-    others, servers._rooms = servers._rooms, count(room)
     with sock.sending(mutants):
-        outcome = servers.request(SRC, DST)
-    servers._rooms = others
+        outcome = servers.request(*PAGES, room=room)
     states = {answer["state"] for answer in (*outcome.prefill, *outcome.decode)}
     assert states <= {"success", "right", "wrong", "no metadata", "failed"}, outcome
 
@@ -250,7 +242,7 @@ def test_fuzzed_decode_messages(connected_fleet, backend, mutants):
             sock.send([messages[REGISTRATION]])
             await_read(sock, decode, number, NOT_OPENED)
             decode.call("rebaseline")
-            assert_transfers(servers)
+            assert_right(servers, *PAGES)
         send_invalid_bytes(sock)
 
 
@@ -274,13 +266,13 @@ def test_fuzzed_messages_reach_the_handler(connected_fleet, backend):
             await_read(sock, decode, number, NOT_OPENED)
             end = {"state": "not opened"}
             if prefill.call("room_counts")["transfer_infos"] > kept:
-                end = prefill.call("send", room=room, pages=SRC, chunks=[len(SRC)], seconds=1)
+                end = servers.send(prefill, room, SRC, seconds=1)
             assert end["state"] in ("not opened", "success", "failed", "hang"), (ask, end)
             ends[end["state"]] += 1
             sock.send([registration, messages[NOT_OPENED]])
             await_read(sock, decode, number, NOT_OPENED)
-            assert decode.call("rebaseline") == {"state": "accepted"}, (ask, end)
-            assert_transfers(servers)
+            assert decode.call("rebaseline") == {"state": "done"}, (ask, end)
+            assert_right(servers, *PAGES)
             kept = prefill.call("room_counts")["transfer_infos"]
     assert ends["success"] and ends["failed"]
 
@@ -293,7 +285,7 @@ def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
         messages = recorded_messages(decode, OTHER_ROOM)[OF_ROOMS]
         for number, _, draw in batches(5 * BATCH, seed=4):
             with sock.sending(draw(messages)):
-                assert_transfers(servers)
+                assert_right(servers, *PAGES)
             await_read(sock, decode, number, NOT_OPENED)
 
 
@@ -312,7 +304,7 @@ def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
             request_under_attack(servers, sock, room, draw(messages))
             await_read(sock, prefill, number, SUCCESS)
             servers.decode[0].call("rebaseline")
-            assert_transfers(servers)
+            assert_right(servers, *PAGES)
         metadata = recorded_messages(prefill, FIRST_ROOM)[2:]
         rng = random.Random(3)
         sock.send([fuzzed_message(rng, metadata) for _ in range(mutants) if metadata])
@@ -320,13 +312,20 @@ def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
         send_invalid_bytes(sock)
 
 
-@pytest.mark.parametrize("backend", nightly_except(["nixl", "mooncake"], "nixl"))
-def test_invalid_message_kills_stock_thread(connected_fleet, backend):
+@pytest.mark.parametrize(
+    "backend, message",
+    [
+        pytest.param("nixl", b"junk", id="nixl"),
+        pytest.param("mooncake", b"\xff\xfe", id="mooncake"),
+        pytest.param("mooncake", b"junk", id="mooncake-ascii", marks=pytest.mark.nightly),
+    ],
+)
+def test_invalid_message_kills_stock_thread(connected_fleet, backend, message):
     with connected_fleet(backend, "prefill", "stock") as (servers, sock):
         before = set(sock.rank.call("health")["threads"])
-        sock.send([[b"junk"]])
+        sock.send([[message]])
         assert wait_until(lambda: before - set(sock.rank.call("health")["threads"]), 10), before
-        outcome = servers.request(SRC, DST, seconds=HANG_SECONDS)
+        outcome = servers.request(*PAGES, seconds=HANG_SECONDS)
         assert outcome.state == "hang", outcome
 
 
@@ -362,11 +361,8 @@ def test_agent_metadata_of_another_name_is_harmless(connected_fleet):
     """NIXL drops the agent that the metadata name if it cannot load the metadata."""
     with connected_fleet("nixl", "prefill") as (servers, sock), unharmed(servers, sock):
         metadata = recorded_messages(servers.decode[0], FIRST_MARKER_ROOM)[0][5]
-        sock.send(
-            stock_request_messages(
-                servers, FIRST_MARKER_ROOM, session=b"another", metadata=metadata[:-20]
-            )[:1]
-        )
+        changes = {"session": b"another", "metadata": metadata[:-20]}
+        sock.send(stock_request_messages(servers, FIRST_MARKER_ROOM, **changes)[:1])
         await_read(sock, servers.decode[0], 1, NOT_OPENED)
 
 

@@ -3,7 +3,7 @@
 With SGLANG_PD_MEMFABRIC=VERSION in the environment, all `ascend` tests use that release.
 
 The tests record which MemFabric release works with which engine. From these records,
-`python -m sglang_pd.doctor.memfabric_page .pd-env/*/evidence/memfabric/*.json` makes
+`python -m sglang_pd.dev.memfabric_page .pd-env/*/evidence/memfabric/*.json` makes
 docs/memfabric.md.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import fleet as fleets
 import pytest
-from transfer_checks import REQUESTS
+from transfer_checks import REQUESTS, assert_all_right
 from transport_cases import ASCEND
 
 from pd_harness.cluster import RELEASE_ENV
 from pd_harness.cpu_host.memfabric import MAY_HANG, RELEASES
 from pd_harness.device import device
 from pd_harness.releases import release
+from sglang_pd.dev.memfabric_page import as_json
 from sglang_pd.doctor.memfabric import Run, table
-from sglang_pd.doctor.memfabric_page import as_json
 
 pytestmark = [
     pytest.mark.transport,
@@ -75,9 +75,7 @@ def test_engine_over_memfabric_release(serve, memfabric, name, engines):
 @pytest.mark.parametrize("name", ["fia_tp2_to_1", "mla_index_keys_draft_unequal", "mla_2_2_3"])
 def test_transfers(serve, memfabric, name):
     with after_first_request(serve, memfabric, name, ["patched", "patched"]) as servers:
-        for request in REQUESTS:
-            outcome = servers.request(*request)
-            assert outcome.state == "right", outcome
+        assert_all_right(servers)
 
 
 def save_outcome(run: Run) -> None:

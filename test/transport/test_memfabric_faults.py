@@ -39,19 +39,15 @@ def fault(tmp_path):
     return tmp_path / "fault"
 
 
-def gqa(fault) -> Fleet:
-    return ascend(Side(environment={"PD_DRIVER_FAULT": str(fault)}))
+def faulty_fleet(fault, mla: bool = False) -> Fleet:
+    return ascend(Side(environment={"PD_DRIVER_FAULT": str(fault)}), mla=mla)
 
 
-def mla(fault) -> Fleet:
-    return ascend(Side(environment={"PD_DRIVER_FAULT": str(fault)}), mla=True)
-
-
-@pytest.mark.parametrize("make", [gqa, mla])
+@pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_failing_driver_copy_fails_only_its_request(serve, fault, make, after):
+def test_failing_driver_copy_fails_only_its_request(serve, fault, mla, after):
     """The copy fails its request on both sides; within 5 s another request is right."""
-    with serve(make(fault)) as servers:
+    with serve(faulty_fleet(fault, mla)) as servers:
         assert_transfers(servers)
         fault.write_text(f"fail {after}\n")
         assert_failed(servers.request(*SCATTERED), "")
@@ -64,7 +60,7 @@ def test_failing_driver_copy_fails_only_its_request(serve, fault, make, after):
 
 def test_recovers_from_a_link_outage(serve, fault):
     """Requests arrive all the time, and are served again within 5 s of the end of the cut."""
-    with serve(gqa(fault)) as servers:
+    with serve(faulty_fleet(fault)) as servers:
         assert_transfers(servers)
         fault.write_text(CUT)
         begun = time.monotonic()
@@ -78,7 +74,7 @@ def test_recovers_from_a_link_outage(serve, fault):
 
 
 def test_decode_killed_in_mid_batch(serve, fault):
-    with serve(gqa(fault)) as servers:
+    with serve(faulty_fleet(fault)) as servers:
         assert_transfers(servers)
         for _ in range(2):
             fault.write_text(SLOW)
@@ -110,15 +106,12 @@ def assert_all_transfer(servers, decodes: list) -> None:
         assert outcome.state == "right", outcome
 
 
-memfabric_releases = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "memfabric", [DEFAULT_MEMFABRIC, pytest.param("1.0.8", marks=pytest.mark.nightly)]
 )
-
-
-@memfabric_releases
 def test_concurrent_first_writes_to_new_decode_servers(serve, fault, memfabric):
     """The workers connect to several peers at the same time."""
-    with serve(gqa(fault), memfabric=memfabric) as servers:
+    with serve(faulty_fleet(fault), memfabric=memfabric) as servers:
         decodes = start_decodes(servers, DECODE_SERVERS - 1)
         wait_for_memfabric_peers(memfabric)
         assert_all_transfer(servers, [*decodes, *servers.decode])
@@ -126,7 +119,7 @@ def test_concurrent_first_writes_to_new_decode_servers(serve, fault, memfabric):
 
 
 def test_decode_server_starts_while_all_workers_write(serve, fault):
-    with serve(gqa(fault)) as servers:
+    with serve(faulty_fleet(fault)) as servers:
         writing = [*start_decodes(servers, DECODE_SERVERS - 1), *servers.decode]
         assert_all_transfer(servers, writing)
         fault.write_text("slow 100000\n")
@@ -146,7 +139,7 @@ def test_decode_server_starts_while_all_workers_write(serve, fault):
 @pytest.mark.parametrize("memfabric", [DEFAULT_MEMFABRIC, "1.0.8"])
 def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
     """Restarts decode fifty times; MemFabric keeps its connections and threads of each."""
-    with serve(gqa(fault), memfabric=memfabric) as servers:
+    with serve(faulty_fleet(fault), memfabric=memfabric) as servers:
         assert_transfers(servers)
         (pid,) = servers.pids("prefill")[1:]
         before = open_files_and_threads(pid)

@@ -8,7 +8,7 @@ import fleet as fleets
 import pytest
 from engine_release import SINCE_0_5_20
 from rank_faults import kill
-from transfer_checks import PAGES
+from transfer_checks import PAGES, assert_right
 
 from pd_harness.cluster import skip_reason
 from pd_harness.forks import SHARED_FOLDER_VARIABLE
@@ -49,8 +49,7 @@ def test_memory_does_not_grow_with_requests(idle_fork_server, backend):
         sizes = []
         for _ in range(WINDOWS + 1):  # the first window fills caches
             for _ in range(REQUESTS):
-                outcome = servers.request(*PAGES)
-                assert outcome.state == "right", outcome
+                assert_right(servers, *PAGES)
             sizes.append([private_kib(rank) for rank in ranks])
         # A leak grows in each window; memory that is touched for the first time grows once.
         for of_rank in zip(*sizes):
@@ -68,8 +67,7 @@ def growth_per_restart(servers, restarts: int) -> float:
         for pid in servers.pids("decode"):
             kill(pid)
         servers.start("decode")
-        outcome = servers.request(*PAGES)
-        assert outcome.state == "right", outcome
+        assert_right(servers, *PAGES)
     return (private_kib(prefill) - before) / (restarts - WARM_UP_RESTARTS)
 
 
@@ -83,12 +81,14 @@ def test_lost_decode_servers_are_dropped(serve, engine):
     with serve(fleets.Fleet(), engine, engine) as servers:
         (prefill,) = servers.prefill
         if engine == "patched":
-            prefill.call("release_peers_after", seconds=1.0, max_released=MAX_RELEASED)
+            prefill.call("set_constants", module="peer_sockets", CLOSE_AFTER_SECONDS=1.0)
+            released = {"RELEASE_AFTER_SECONDS": 1.0, "MAX_RELEASED_PEERS": MAX_RELEASED}
+            prefill.call("set_constants", module="peer_silence", **released)
         kib = growth_per_restart(servers, RESTARTS)
         print(f"{engine}: {kib:.1f} KiB for each restart")
-        known = prefill.call("peers")["known"]
+        known = prefill.call("health")["peers"]
         if engine == "stock":
             assert kib > GROWTH_PER_RESTART_KIB and known == RESTARTS, (kib, known)
         else:
             assert kib < GROWTH_PER_RESTART_KIB, kib
-            assert wait_until(lambda: prefill.call("peers")["known"] == MAX_RELEASED + 1, 20)
+            assert wait_until(lambda: prefill.call("health")["peers"] == MAX_RELEASED + 1, 20)

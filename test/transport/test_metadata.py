@@ -3,11 +3,10 @@
 The side with a draft has rows of hidden states as wide as the model; the other's hold 16 floats.
 """
 
-import dataclasses
-from itertools import count
-
 import pytest
 from fleet import Fleet, Side
+from transfer_checks import assert_right
+from transport_cases import same_widths, with_environment, with_fields
 
 pytestmark = [
     pytest.mark.transport,
@@ -25,34 +24,32 @@ FLEETS = {
 }
 # Uses decode's slots 1 to 7, 0 and 1 again. Slot 1 of wide rows lies within narrow rows' memory.
 ROOM, REQUESTS = 6, 9
+REQUEST = ([9, 2, 3], [0, 1, 2])
 
 
 def with_backend(backend, fleet):
     """Sets the backend, and V as wide as K for stock; `mooncake_tcp` sends metadata as messages."""
     tcp = {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"} if backend == "mooncake_tcp" else {}
-    sides = {
-        role: dataclasses.replace(getattr(fleet, role), environment=tcp)
-        for role in ("prefill", "decode")
-    }
-    return dataclasses.replace(fleet, v_width=4, backend=backend.removesuffix("_tcp"), **sides)
+    fleet = with_fields(same_widths(fleet), backend=backend.removesuffix("_tcp"))
+    return with_environment(fleet, **tcp)
 
 
-def outcomes(servers, requests=REQUESTS):
-    servers._rooms = count(ROOM)
-    return [servers.request([9, 2, 3], [0, 1, 2], seconds=30) for _ in range(requests)]
+def assert_all_slots_right(servers):
+    for room in range(ROOM, ROOM + REQUESTS):
+        assert_right(servers, *REQUEST, room=room)
 
 
 @pytest.mark.parametrize("name", FLEETS)
 def test_metadata(serve, backend, name):
     with serve(with_backend(backend, FLEETS[name])) as servers:
-        assert {outcome.state for outcome in outcomes(servers)} == {"right"}
+        assert_all_slots_right(servers)
 
 
 @pytest.mark.parametrize("name", ["both", "prefill", "decode"])
 def test_metadata_with_stock_decode(serve, backend, name):
     """Stock decode sends no row widths, but its pointers show whether it has a draft."""
     with serve(with_backend(backend, FLEETS[name]), "patched", "stock") as servers:
-        assert {outcome.state for outcome in outcomes(servers)} == {"right"}
+        assert_all_slots_right(servers)
 
 
 @pytest.mark.parametrize("decode", ["stock", "patched"])
@@ -63,7 +60,7 @@ def test_stock_prefill_writes_to_other_slots(serve, backend, decode):
     on prefill only, stock sends no KV.
     """
     with serve(with_backend(backend, FLEETS["decode"]), "stock", decode) as servers:
-        outcome = outcomes(servers, 1)[0]
+        outcome = servers.request(*REQUEST, room=ROOM)
     if (backend, decode) == ("mooncake_tcp", "patched"):
         assert outcome.state == "right", outcome
     else:

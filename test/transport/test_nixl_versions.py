@@ -17,6 +17,7 @@ from transfer_checks import (
     assert_transfers,
     only_0_5_9,
 )
+from transport_cases import NSA
 
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
@@ -47,14 +48,7 @@ RIGHT = {
     "tp1_to_4_replicated": Fleet(Side(), Side(tp=4), kv_heads=2),
     "pp2_odd": Fleet(Side(pp=2), layers=7),
     "pp2_tp2_to_1": Fleet(Side(tp=2, pp=2), layers=3),
-    "nsa_draft_pp2_odd": Fleet(
-        Side(pp=2, draft_layers=1),
-        Side(draft_layers=1),
-        layers=7,
-        mla=True,
-        index_keys=True,
-        page_size=64,
-    ),
+    "nsa_draft_pp2_odd": Fleet(Side(pp=2, draft_layers=1), Side(draft_layers=1), layers=7, **NSA),
     "swa_tp2_to_1": Fleet(Side(tp=2), layers=6, v_width=4, hybrid="swa"),
 }
 

@@ -4,11 +4,10 @@ A transport rejects a write only if it hits unregistered memory. Another layer's
 and so is, with MemFabric, the whole 2 MiB page around any registered memory.
 """
 
-import dataclasses
-
 import pytest
-from engine_release import slow_memfabric_marks
 from fleet import Fleet, Servers, Side
+from transfer_checks import assert_right
+from transport_cases import NSA, with_fields
 
 pytestmark = pytest.mark.transport
 
@@ -17,19 +16,17 @@ FLEET = Fleet(v_width=4)
 FIRST_INVALID_PAGE = FLEET.pages + 1
 FLEETS = {
     "whole": FLEET,
-    "sliced": dataclasses.replace(FLEET, prefill=Side(tp=2)),
-    "state": Fleet(mla=True, index_keys=True, page_size=64),
+    "sliced": with_fields(FLEET, prefill=Side(tp=2)),
+    "state": Fleet(**NSA),
 }
 RECURRENT = Fleet(hybrid="mamba", layers=4)
 BACKENDS = ["nixl", "mooncake", "ascend"]
 PAGES = ([1, 2, 12], [12, 0, 5])
 
 
-def assert_fails_without_stray_writes(
-    servers: Servers, said: str, src_pages=(1, 2, 12), dst_pages=(12, 0, 5)
-):
+def assert_fails_without_stray_writes(servers: Servers, said: str, pages=PAGES):
     """Asserts that a request fails with `said`, and that all writes hit buffers of decode."""
-    outcome = servers.request(list(src_pages), list(dst_pages))
+    outcome = servers.request(*pages)
     assert outcome.state == "failed", outcome
     assert said in outcome.reasons
     theirs = [one for rank in servers.decode for one in rank.call("registered_buffers")]
@@ -37,39 +34,27 @@ def assert_fails_without_stray_writes(
         assert rank.call("writes_outside", ranges=theirs)["outside"] == []
 
 
-def assert_transfers(servers: Servers) -> None:
-    """Asserts that a request is served and changes no other byte of decode's buffers."""
-    outcome = servers.request(*PAGES)
-    assert outcome.state == "right", outcome
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FLEETS)
 def test_page_out_of_bounds_fails_the_request(serve, backend, name):
-    with serve(dataclasses.replace(FLEETS[name], backend=backend)) as servers:
+    with serve(with_fields(FLEETS[name], backend=backend)) as servers:
         for rank in servers.prefill:
             rank.call("record_writes")
-        said = (
-            f"prefill sends pages 2 to 3 of {FIRST_INVALID_PAGE}, decode has set aside pages 4 to "
-            f"{FIRST_INVALID_PAGE}"
-        )
-        assert_fails_without_stray_writes(
-            servers, f"{said} of {FIRST_INVALID_PAGE}", [2, 3], [4, FIRST_INVALID_PAGE]
-        )
-        assert_transfers(servers)
+        first = FIRST_INVALID_PAGE
+        said = f"prefill sends pages 2 to 3 of {first}, decode has set aside pages 4 to {first}"
+        assert_fails_without_stray_writes(servers, f"{said} of {first}", ([2, 3], [4, first]))
+        assert_right(servers, *PAGES)
 
 
-@pytest.mark.parametrize(
-    "backend", ["mooncake", pytest.param("ascend", marks=slow_memfabric_marks("ascend"))]
-)
+@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
 @pytest.mark.parametrize("page", [FIRST_INVALID_PAGE, 1 << 20])
 def test_page_out_of_bounds_of_stock_decode_fails_the_request(serve, backend, page):
     """Stock decode sends no page count; its pages must end before its next buffer starts."""
-    with serve(dataclasses.replace(FLEET, backend=backend), decode="stock") as servers:
+    with serve(with_fields(FLEET, backend=backend), decode="stock") as servers:
         servers.prefill[0].call("record_writes")
         said = f"decode has set aside pages 4 to {page} of"
-        assert_fails_without_stray_writes(servers, said, [2, 3], [4, page])
-        assert_transfers(servers)
+        assert_fails_without_stray_writes(servers, said, ([2, 3], [4, page]))
+        assert_right(servers, *PAGES)
 
 
 @pytest.mark.parametrize("backend", ["mooncake", "ascend"])
@@ -82,11 +67,11 @@ def test_page_out_of_bounds_of_stock_decode_fails_the_request(serve, backend, pa
 )
 def test_slot_out_of_bounds_fails_the_request(serve, backend, what, fleet, said):
     """The engine's own code sends this state, one slot per request, without a transfer plan."""
-    with serve(dataclasses.replace(fleet, backend=backend)) as servers:
+    with serve(with_fields(fleet, backend=backend)) as servers:
         (prefill,) = servers.prefill
         prefill.call("record_writes")
-        assert_transfers(servers)
+        assert_right(servers, *PAGES)
         prefill.call("use_bad_indices", what=what)
         assert_fails_without_stray_writes(servers, said)
         prefill.call("use_bad_indices", what="")
-        assert_transfers(servers)
+        assert_right(servers, *PAGES)

@@ -3,6 +3,7 @@
 import fleet as fleets
 import pytest
 from fleet import Fleet, Side
+from transfer_checks import assert_right
 
 from pd_harness import cluster, device
 
@@ -13,7 +14,8 @@ def test_ranks_get_distinct_npus(monkeypatch):
     ranks = [rank for role in ("prefill", "decode") for rank in fleet.ranks(role, 1, 2)]
     assert sorted(rank["gpu_id"] for rank in ranks) == list(range(fleet.size)) == list(range(6))
     assert {rank["device"] for rank in ranks} == {"npu"}
-    assert {rank["store"] for rank in ranks} == {"tcp://127.0.0.1:2"}
+    stores = {rank["environment"]["ASCEND_MF_STORE_URL"] for rank in ranks}
+    assert stores == {"tcp://127.0.0.1:2"}
     # The engine's order: TP ranks of a stage next to each other, decode after prefill.
     assert [(r["pp_rank"], r["tp_rank"]) for r in sorted(ranks, key=lambda r: r["gpu_id"])] == [
         *[(0, 0), (0, 1), (1, 0), (1, 1)],
@@ -44,5 +46,4 @@ def test_ranks_in_new_interpreters():
     """NPU ranks start like this, because the NPU driver does not survive a fork."""
     fork_server = fleets.ForkServer("patched", fresh=True)
     with fleets.running(Fleet(backend="ascend", fia=True), fork_server, fork_server) as servers:
-        outcome = servers.request([9, 2, 3], [0, 1, 2])
-        assert outcome.state == "right", outcome
+        assert_right(servers, [9, 2, 3], [0, 1, 2])

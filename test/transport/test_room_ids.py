@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import count
 
 import pytest
 from engine_release import SINCE_0_5_20, without_extension_frames
@@ -12,7 +11,14 @@ from error_texts import ABORTED, DECODE_ABORTED
 from fleet import Fleet, Outcome, Servers
 from rank_faults import INJECTED_ERROR
 from raw_socket import DST, RawSocket, await_read, recorded_messages
-from transfer_checks import BACKENDS, assert_eventually, assert_failed, nightly_except
+from transfer_checks import (
+    BACKENDS,
+    assert_eventually,
+    assert_failed,
+    assert_no_room_kept,
+    assert_right,
+    nightly_except,
+)
 
 from pd_harness.polling import is_in_time
 
@@ -22,33 +28,25 @@ ROOM, OTHER = 900, 901
 # Indices into decode's messages as `Rank.record_messages` returns them.
 OPENED, ABORT, NOT_OPENED = 1, 2, 3
 SRC = [9, 2, 3, 7]
+REQUEST = (SRC, DST, [2, 2])
 
 
 def prefill_first(servers: Servers) -> Outcome:
     """Sends another request of the room, which reaches prefill before decode opens it."""
     servers.prefill[0].call("start_request", room=ROOM)
-    return request_room(servers)
+    return servers.request(*REQUEST, room=ROOM)
 
 
 def decode_first(servers: Servers) -> Outcome:
     """Sends another request of the room, which decode opens before it reaches prefill."""
     (prefill,), (decode,) = servers.prefill, servers.decode
     with ThreadPoolExecutor(1) as pool:
-        arrives = servers.fleet.arriving_layers(servers._layers(decode))
-        asked = {"room": ROOM, "pages": DST, "arrives": arrives, "leave_out": 0, "seconds": 20}
-        receiving = pool.submit(decode.timed, "receive", **asked)
+        receiving = pool.submit(servers.receive, decode, ROOM, DST, 20)
         assert_eventually(
             lambda: prefill.call("room_counts")["transfer_infos"] > 0 or receiving.done(), True
         )
-        sent = prefill.timed("send", room=ROOM, pages=SRC, chunks=[2, 2], seconds=20)
-        got = receiving.result()
-    state = "right" if sent["state"] == "success" else sent["state"]
-    return Outcome(got["state"] if state == "right" else state, (sent,), (got,))
-
-
-def request_room(servers: Servers, room: int = ROOM) -> Outcome:
-    servers._rooms = count(room)
-    return servers.request(SRC, DST, [2, 2])
+        sent = servers.send(prefill, ROOM, SRC, [2, 2], 20)
+        return Outcome.of((sent,), (receiving.result(),))
 
 
 def assert_aborted(servers: Servers, rank, by_decode: bool = True) -> None:
@@ -70,9 +68,8 @@ def open_request(servers: Servers) -> None:
 
 def prefill_aborts(servers: Servers) -> None:
     open_request(servers)
+    servers.prefill[0].call("abort", room=ROOM)
     for rank in (servers.prefill[0], servers.decode[0]):
-        if rank is servers.prefill[0]:
-            rank.call("abort", room=ROOM)
         assert_aborted(servers, rank, by_decode=False)
 
 
@@ -94,7 +91,7 @@ def decode_aborts_before_metadata(servers: Servers) -> None:
 
 def transfer_fails(servers: Servers) -> None:
     servers.prefill[0].call("plan_faults", how="exception", at=[2])
-    assert_failed(request_room(servers), INJECTED_ERROR)
+    assert_failed(servers.request(*REQUEST, room=ROOM), INJECTED_ERROR)
 
 
 FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_metadata, transfer_fails]
@@ -107,12 +104,12 @@ FAILURES = [prefill_aborts, decode_aborts, decode_aborts_before_metadata, transf
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_failed_room_id_can_be_reused(serve, backend, fail, again):
     with serve(Fleet(backend=backend)) as servers:
-        assert request_room(servers, OTHER).state == "right"
+        assert_right(servers, *REQUEST, room=OTHER)
         for _ in range(2):
             fail(servers)
             outcome = again(servers)
             assert outcome.state == "right", outcome
-        assert_eventually(lambda: [sum(kept.values()) for kept in servers.room_counts()], [0, 0])
+        assert_no_room_kept(servers)
 
 
 @pytest.mark.parametrize("again", [prefill_first, decode_first])
@@ -120,7 +117,7 @@ def test_failed_room_id_can_be_reused(serve, backend, fail, again):
 def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again):
     """Decode aborts a room whose request may still reach prefill, or never will."""
     with serve(Fleet(backend=backend)) as servers:
-        assert request_room(servers, OTHER).state == "right"
+        assert_right(servers, *REQUEST, room=OTHER)
         servers.decode[0].call("start_request", room=ROOM)
         servers.decode[0].call("abort", room=ROOM)
         assert_aborted(servers, servers.decode[0])
@@ -129,7 +126,7 @@ def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again
                 lambda: servers.prefill[0].call("is_aborted_before_request", room=ROOM), True
             )
         # Prefill has read decode's earlier messages once this request is served.
-        assert request_room(servers, OTHER + 1).state == "right"
+        assert_right(servers, *REQUEST, room=OTHER + 1)
         outcome = again(servers)
         if outcome.state != "right":
             assert_failed(outcome, ABORTED)
@@ -140,18 +137,17 @@ def test_abort_without_a_request_affects_at_most_one_reuse(serve, backend, again
 def test_conclusion_does_not_write_to_a_reused_room(serve):
     """With Mooncake, a conclusion waits in the rank's queue behind its writes."""
     with serve(Fleet(backend="mooncake")) as servers:
-        assert request_room(servers, OTHER).state == "right"
+        assert_right(servers, *REQUEST, room=OTHER)
         again = []
         for room in (910, 911, 912):
             messages = recorded_messages(servers.decode[0], room)
             again += [messages[OPENED], messages[ABORT], messages[OPENED]]
         servers.prefill[0].call("plan_faults", how="wait", at=[1], seconds=1.5)
         with ThreadPoolExecutor(1) as pool, closing(RawSocket(servers.prefill[0])) as sock:
-            writing = pool.submit(request_room, servers)
+            writing = pool.submit(assert_right, servers, *REQUEST, room=ROOM)
             sock.send(again)
-            assert writing.result().state == "right"
-        outcome = request_room(servers)
-        assert outcome.state == "right", outcome
+            writing.result()
+        assert_right(servers, *REQUEST, room=ROOM)
 
 
 def register_again(servers: Servers, registration: list[bytes]) -> RawSocket:
@@ -171,20 +167,18 @@ def register_again(servers: Servers, registration: list[bytes]) -> RawSocket:
 def test_stock_decode_replaces_a_patched_one(serve, backend, trailing):
     """A stock engine, or a fork of it, registers at the same address and is served like stock."""
     with serve(Fleet(backend=backend, v_width=4)) as servers:
-        assert request_room(servers, OTHER).state == "right"
+        assert_right(servers, *REQUEST, room=OTHER)
         registration = recorded_messages(servers.decode[0], ROOM)[0]
         register_again(servers, without_extension_frames(registration) + trailing).close()
         servers.prefill[0].call("plan_faults", how="exception", at=[2])
-        outcome = request_room(servers)
+        outcome = servers.request(*REQUEST, room=ROOM)
         assert outcome.prefill[0]["state"] == outcome.decode[0]["state"] == "failed", outcome
         if backend == "mooncake" and not SINCE_0_5_20:  # 0.5.9 sends stock decode no reason
             assert "no reason given" in outcome.decode[0]["reason"], outcome
-        outcome = request_room(servers)
-        assert outcome.state == "right", outcome
+        assert_right(servers, *REQUEST, room=ROOM)
         register_again(servers, registration).close()
-        servers.prefill[0].call("plan_faults", how="exception", at=[2])
-        assert_failed(request_room(servers), INJECTED_ERROR)
-        assert request_room(servers).state == "right"
+        transfer_fails(servers)
+        assert_right(servers, *REQUEST, room=ROOM)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +186,6 @@ def test_stock_decode_replaces_a_patched_one(serve, backend, trailing):
 )
 def test_failed_registration_is_retried(serve, backend, what):
     with serve(Fleet(backend=backend)) as servers:
-        assert servers.prefill[0].call("fail_next_registration", what=what) == {"state": "planned"}
+        assert servers.prefill[0].call("fail_next_registration", what=what) == {"state": "done"}
         for _ in range(2):
-            outcome = request_room(servers)
-            assert outcome.state == "right", outcome
+            assert_right(servers, *REQUEST, room=ROOM)

@@ -4,45 +4,48 @@ The tests send the engine's pools over NIXL (UCX) and Mooncake (TCP). A stock en
 state of a draft model, so decode's draft state stays unwritten.
 """
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_release import SINCE_0_5_20
 from fleet import Fleet, Side
-from transfer_checks import HANG_SECONDS, assert_failed, only_0_5_9
+from transfer_checks import (
+    BACKENDS,
+    HANG_SECONDS,
+    REQUESTS,
+    assert_all_right,
+    assert_failed,
+    assert_no_room_kept,
+    only_0_5_9,
+)
+from transport_cases import NSA, with_fields
 
 pytestmark = pytest.mark.transport
 
-BACKENDS = ("nixl", "mooncake")
-
-# (pages on prefill, pages on decode, chunks)
-REQUESTS = [
-    ([3], [5], None),
-    ([9, 2, 3, 7, 1], [0, 1, 2, 8, 11], None),
-    ([2, 3, 8, 5, 6, 11], [10, 9, 3, 4, 5, 0], [2, 1, 3]),
-]
-NSA = {"mla": True, "index_keys": True, "page_size": 64}
+SCATTERED = REQUESTS[2][:2]
 
 
-def nsa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=4, **more):
-    """Returns an NSA fleet; `drafts` are the draft layers of prefill's and decode's last stage."""
+def pair(drafts=(0, 0), tp=(1, 1), pp=(1, 1), **more):
+    """Returns a fleet; `drafts` are the draft layers of prefill's and decode's last stage."""
     sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
-    return Fleet(*sides, layers=layers, **NSA, **more)
+    return Fleet(*sides, **more)
 
 
-def swa(drafts=(0, 0), tp=(1, 1), pp=(1, 1), layers=6, **more):
+def nsa(drafts=(0, 0), layers=4, **more):
+    return pair(drafts, layers=layers, **NSA, **more)
+
+
+def swa(drafts=(0, 0), layers=6, **more):
     """Returns a fleet whose layers 0, 2, ... have a sliding window; stock needs V as wide as K."""
-    sides = [Side(tp=t, pp=p, draft_layers=d) for t, p, d in zip(tp, pp, drafts)]
-    return Fleet(*sides, layers=layers, v_width=4, hybrid="swa", **more)
+    return pair(drafts, layers=layers, v_width=4, hybrid="swa", **more)
 
 
 def mamba(tp=(1, 1), hybrid="mamba"):
-    return Fleet(*(Side(tp=size) for size in tp), layers=4, hybrid=hybrid)
+    return pair(tp=tp, layers=4, hybrid=hybrid)
 
 
 def with_backend(backend, fleet):
-    return dataclasses.replace(fleet, backend=backend)
+    return with_fields(fleet, backend=backend)
 
 
 def alternate_backends(names):
@@ -55,12 +58,6 @@ def alternate_backends(names):
             for turn, backend in enumerate(BACKENDS)
         ],
     )
-
-
-def assert_all_transfer(servers):
-    for src, dst, chunks in REQUESTS:
-        outcome = servers.request(src, dst, chunks)
-        assert outcome.state == "right", (src, dst, chunks, outcome)
 
 
 RIGHT = {
@@ -94,9 +91,8 @@ if not SINCE_0_5_20:
 @alternate_backends(RIGHT)
 def test_state_arrives(serve, backend, name):
     with serve(with_backend(backend, RIGHT[name])) as servers:
-        assert_all_transfer(servers)
-        for kept in servers.room_counts():
-            assert set(kept.values()) == {0}, kept
+        assert_all_right(servers)
+        assert_no_room_kept(servers, seconds=0)
 
 
 # The first stage's pool has one extra layer: one with full attention, or one with a window.
@@ -110,22 +106,12 @@ SWA_STAGES = {
 
 def first_stage_last(servers, src, dst):
     """Sends one request stage by stage, the first stage last, so that its writes are final."""
-    room = {"room": next(servers._rooms), "seconds": 10}
-    fleet, stages = servers.fleet, range(servers.fleet.prefill.pp)
-    with ThreadPoolExecutor(fleet.size) as pool:
-
-        def ask(ranks, do, **more):
-            return [pool.submit(rank.call, do, **room, **more) for rank in ranks]
-
-        layers = {rank: fleet.arriving_layers(servers._layers(rank)) for rank in servers.decode}
-        received = [
-            future
-            for rank, arrives in layers.items()
-            for future in ask([rank], "receive", pages=dst, arrives=arrives, leave_out=0)
-        ]
-        for stage in reversed(stages):
+    room = next(servers.rooms)
+    with ThreadPoolExecutor(servers.fleet.size) as pool:
+        received = [pool.submit(servers.receive, rank, room, dst, 10) for rank in servers.decode]
+        for stage in reversed(range(servers.fleet.prefill.pp)):
             ranks = [rank for rank in servers.prefill if rank.config["pp_rank"] == stage]
-            for sent in ask(ranks, "send", pages=src, chunks=[len(src)]):
+            for sent in [pool.submit(servers.send, one, room, src, None, 10) for one in ranks]:
                 sent.result()
         return [future.result() for future in received]
 
@@ -133,16 +119,16 @@ def first_stage_last(servers, src, dst):
 @alternate_backends(SWA_STAGES)
 def test_sliding_window_stages(serve, backend, name):
     with serve(with_backend(backend, SWA_STAGES[name])) as servers:
-        for src, dst, _ in REQUESTS[:2]:
+        for src, dst, _ in REQUESTS[:3]:
             for answer in first_stage_last(servers, src, dst):
                 assert answer["state"] == "right", (src, dst, answer)
-        assert_all_transfer(servers)
+        assert_all_right(servers)
 
 
 @alternate_backends(["full", "window"])
 def test_stock_sliding_window_stages(serve, backend, name):
     with serve(with_backend(backend, SWA_STAGES[name]), "stock", "stock") as servers:
-        (answer,) = first_stage_last(servers, *REQUESTS[1][:2])
+        (answer,) = first_stage_last(servers, *SCATTERED)
     # Over NIXL, stock from 0.5.20 on does not support pipeline stages with these pools.
     ends = "hang" if SINCE_0_5_20 and backend == "nixl" else "wrong"
     assert answer["state"] == ends, answer
@@ -160,9 +146,9 @@ def request_with_short_state_list(serve, fleet, engine, seconds=10):
     """
     with serve(fleet, engine, engine) as servers:
         servers.prefill[0].call("use_bad_indices", what="window")
-        outcome = servers.request(*REQUESTS[1], seconds=seconds)
+        outcome = servers.request(*SCATTERED, seconds=seconds)
         servers.prefill[0].call("use_bad_indices", what="")
-        return outcome, servers.request(*REQUESTS[1], seconds=seconds).state
+        return outcome, servers.request(*SCATTERED, seconds=seconds).state
 
 
 @pytest.mark.parametrize(
@@ -200,7 +186,7 @@ RECURRENT = {"tp2_to_1": (2, 1), "tp1_to_2": (1, 2)}
 def test_fused_convolutions_are_not_split(serve, name):
     """x, B and C follow each other, so a slice of all is not a rank's slice of each of them."""
     with serve(with_backend("mooncake", mamba(RECURRENT[name]))) as servers:
-        outcome = servers.request(*REQUESTS[1])
+        outcome = servers.request(*SCATTERED)
     assert outcome.state == "failed", outcome
     assert "use the same TP size for this model" in outcome.reasons
 
@@ -208,24 +194,22 @@ def test_fused_convolutions_are_not_split(serve, name):
 @pytest.mark.parametrize("name", RECURRENT)
 def test_stock_splits_fused_convolutions_wrongly(serve, name):
     with serve(with_backend("mooncake", mamba(RECURRENT[name])), "stock", "stock") as servers:
-        outcome = servers.request(*REQUESTS[1])
+        outcome = servers.request(*SCATTERED)
     assert outcome.state == "wrong", outcome
     assert "state_conv" in outcome.reasons and "state_temporal" not in outcome.reasons
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_single_convolution_is_split(serve, name):
-    """The engine's Mooncake code splits it, for a model without other recurrent state."""
-    with serve(with_backend("mooncake", mamba(RECURRENT[name], "conv"))) as servers:
-        assert_all_transfer(servers)
+FUSED = pytest.param(
+    "mamba", marks=pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 refuses them")
+)
 
 
-@pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 refuses them")
+@pytest.mark.parametrize("hybrid", ["conv", FUSED])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_fused_convolutions_are_split_one_by_one(serve, name):
-    """x, B and C are each split across the TP ranks."""
-    with serve(with_backend("mooncake", mamba(RECURRENT[name]))) as servers:
-        assert_all_transfer(servers)
+def test_convolutions_are_split(serve, name, hybrid):
+    """The engine's Mooncake code splits a single one; of fused ones, x, B and C are each split."""
+    with serve(with_backend("mooncake", mamba(RECURRENT[name], hybrid))) as servers:
+        assert_all_right(servers)
 
 
 ONE_SIDED = {
@@ -243,7 +227,7 @@ def test_draft_on_one_side(serve, fork_server, backend, name):
     log = fork_server("patched").log
     begins = log.stat().st_size
     with serve(with_backend(backend, ONE_SIDED[name])) as servers:
-        assert_all_transfer(servers)
+        assert_all_right(servers)
     said = log.read_bytes()[begins:].decode()
     who = "decode has no" if name.startswith("prefill") else "prefill has no"
     assert said.count(f"{who} draft model") == said.count("draft model") == 1, said
@@ -264,7 +248,7 @@ def assert_draft_state_unwritten(serve, fleet, engines):
     looks like one without a draft model. No 0.5.9 server speculates with pipeline stages.
     """
     with serve(fleet, *engines) as servers:
-        outcome = servers.request(*REQUESTS[1], seconds=30)
+        outcome = servers.request(*SCATTERED, seconds=30)
     assert outcome.state == "wrong", outcome
     wrong = "; ".join(answer["reason"] for answer in outcome.decode if answer["reason"])
     components = ("state_k", "state_v") if fleet.hybrid else ("state",)
@@ -302,7 +286,7 @@ MIXED = {
 @pytest.mark.nightly
 def test_mixed_fleet(serve, backend, name, engines):
     with serve(with_backend(backend, MIXED[name]), *engines) as servers:
-        assert_all_transfer(servers)
+        assert_all_right(servers)
 
 
 DRAFT_ON_ONE_SIDE = {
@@ -315,26 +299,23 @@ DRAFT_ON_ONE_SIDE = {
 def test_draft_on_one_side_with_stock_decode(serve, backend, name):
     """Prefill's last stage may have as many state buffers as decode, which has all layers."""
     with serve(with_backend(backend, DRAFT_ON_ONE_SIDE[name]), "patched", "stock") as servers:
-        assert_all_transfer(servers)
+        assert_all_right(servers)
 
 
-# Stock's sender indexes past decode's layers, or refuses to split windows by heads.
-ENDS_0_5_9 = {"nixl": "raised", "mooncake": "hang"}
-STOCK_ENDS_0_5_9 = {
-    "draft_on_prefill": (ONE_SIDED["prefill"], ENDS_0_5_9),
-    "swa_tp2_to_1": (RIGHT["swa_tp2_to_1"], ENDS_0_5_9),
-}
-STOCK_ENDS_0_5_23 = {
+# 0.5.9's sender indexes past decode's layers, or refuses to split windows by heads: over NIXL the
+# scheduler raises, over Mooncake the transfer thread crashes.
+STOCK_ENDS_0_5_9 = {"nixl": "raised", "mooncake": "hang"}
+STOCK_ENDS = {
     "draft_on_prefill": (ONE_SIDED["prefill"], {"nixl": "hang", "mooncake": "failed"}),
     "swa_tp2_to_1": (RIGHT["swa_tp2_to_1"], dict.fromkeys(BACKENDS, "right")),
 }
 
 
-@alternate_backends(STOCK_ENDS_0_5_9)
+@alternate_backends(STOCK_ENDS)
 def test_stock_with_draft_or_window_split(serve, backend, name):
-    """On 0.5.9, the scheduler raises over NIXL, and the transfer thread crashes over Mooncake."""
-    fleet, ends = (STOCK_ENDS_0_5_23 if SINCE_0_5_20 else STOCK_ENDS_0_5_9)[name]
-    seconds = HANG_SECONDS if ends[backend] == "hang" else 8
+    fleet, ends = STOCK_ENDS[name]
+    end = (ends if SINCE_0_5_20 else STOCK_ENDS_0_5_9)[backend]
+    seconds = HANG_SECONDS if end == "hang" else 8
     with serve(with_backend(backend, fleet), "stock", "stock") as servers:
-        outcome = servers.request(*REQUESTS[1], seconds=seconds)
-    assert outcome.state == ends[backend], outcome
+        outcome = servers.request(*SCATTERED, seconds=seconds)
+    assert outcome.state == end, outcome

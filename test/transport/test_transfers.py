@@ -5,8 +5,10 @@ from engine_release import SINCE_0_5_20, slow_memfabric_marks, with_marks
 from fleet import Fleet, Side
 from transfer_checks import (
     HANG_SECONDS,
-    REQUESTS,
+    assert_all_right,
+    assert_no_room_kept,
     assert_ranks_can_join_while_sending,
+    assert_right,
     nightly_except,
     only_0_5_9,
     sampled_for_other_releases,
@@ -30,12 +32,9 @@ from pd_harness.device import device
 pytestmark = pytest.mark.transport
 
 
-def assert_all_transfer(servers, requests=REQUESTS):
-    for src, dst, chunks in requests:
-        outcome = servers.request(src, dst, chunks)
-        assert outcome.state == "right", (src, dst, chunks, outcome)
-    for kept in servers.room_counts():
-        assert set(kept.values()) == {0}, kept
+def assert_all_transfer(servers):
+    assert_all_right(servers)
+    assert_no_room_kept(servers, seconds=0)
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(HEADS))
@@ -45,12 +44,9 @@ def test_nixl_heads(serve, name):
 
 
 @pytest.mark.parametrize("page_size", [1, 128])
-@pytest.mark.parametrize(
-    "fleet",
-    [HEADS["tp2_to_1"], HEADS["tp2_to_4_replicated_on_decode"], STAGES["pp2_odd"]],
-    ids=["tp2_to_1", "tp2_to_4_replicated_on_decode", "pp2_odd"],
-)
-def test_nixl_page_sizes(serve, fleet, page_size):
+@pytest.mark.parametrize("name", ["tp2_to_1", "tp2_to_4_replicated_on_decode", "pp2_odd"])
+def test_nixl_page_sizes(serve, name, page_size):
+    fleet = {**HEADS, **STAGES}[name]
     with serve(with_fields(fleet, page_size=page_size)) as servers:
         assert_all_transfer(servers)
 
@@ -70,17 +66,13 @@ def test_nixl_tp8_to_16_replicated_on_both(serve):
 @pytest.mark.parametrize("name", sampled_for_other_releases(MOONCAKE))
 def test_mooncake(serve, name):
     with serve(with_fields(MOONCAKE[name], backend="mooncake")) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
+        assert_all_right(servers)
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(ASCEND))
 def test_ascend(serve, name):
     with serve(ASCEND[name]) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
+        assert_all_right(servers)
 
 
 DEVICE_RDMA = {"ASCEND_MF_TRANSFER_PROTOCOL": "device_rdma"}
@@ -93,25 +85,25 @@ needs_driver_stub = pytest.mark.skipif(
 @pytest.mark.parametrize("name", nightly_except(ASCEND, "tp2_to_1"))
 def test_ascend_by_device_rdma(serve, name, tmp_path):
     log = tmp_path / "driver"
-    logged = {**DEVICE_RDMA, "PD_DRIVER_LOG": str(log)}
-    with serve(with_environment(ASCEND[name], **logged)) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
+    fleet = with_environment(ASCEND[name], **DEVICE_RDMA, PD_DRIVER_LOG=str(log))
+    with serve(fleet) as servers:
+        assert_all_right(servers)
     assert " pair " in log.read_text()
+
+
+# Each of 4 senders sends 14,400 token slices at once.
+MANY = Fleet(Side(tp=2, pp=2), layers=12, page_size=1, pages=2400)
+MANY_PAGES = (list(range(0, 2400, 2)), list(range(1, 2400, 2)))
 
 
 @needs_driver_stub
 @pytest.mark.nightly
 def test_more_copies_than_the_device_queue_holds(serve):
-    """Sends 14,400 token slices; a send queue of 4,096 would reject the rest of a single batch."""
-    pages = list(range(0, 2400, 2))
-    sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
-    fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, v_width=4, backend="ascend")
+    """A send queue of 4,096 would reject the rest of a single batch."""
+    fleet = with_fields(same_widths(MANY), backend="ascend")
     limited = with_environment(fleet, **DEVICE_RDMA, PD_DRIVER_SEND_QUEUE="4096")
     with serve(limited) as servers:
-        outcome = servers.request(pages, [page + 1 for page in pages], seconds=60)
-        assert outcome.state == "right", outcome
+        assert_right(servers, *MANY_PAGES, seconds=60)
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(STOCK, slow_memfabric_marks))
@@ -155,47 +147,35 @@ MIXED = {
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(MIXED))
 def test_stock_prefill(serve, name):
-    assert_mixed_transfers(serve, name, ("stock", "patched"))
+    with serve(same_widths(MIXED[name]), "stock", "patched") as servers:
+        assert_all_right(servers)
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(MIXED, slow_memfabric_marks))
 def test_stock_decode(serve, name):
-    assert_mixed_transfers(serve, name, ("patched", "stock"))
-
-
-def assert_mixed_transfers(serve, name, engines):
-    with serve(same_widths(MIXED[name]), *engines) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
+    with serve(same_widths(MIXED[name]), "patched", "stock") as servers:
+        assert_all_right(servers)
 
 
 @with_marks(*slow_memfabric_marks("ascend"))
 def test_draft_on_stock_decode(serve):
     """Prefill is patched, because a stock prefill rank would write metadata to other slots."""
     with serve(ascend(Side(), Side(draft_layers=1), mla=True), "patched", "stock") as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", (src, dst, chunks, outcome)
+        assert_all_right(servers)
 
 
 @pytest.mark.parametrize("name", ["tp2_to_1", "tp4_to_2"])
 def test_stock_decode_counts_patched_senders(serve, name):
     """Stock alone hangs here; patched senders have unique numbers, which stock decode counts."""
     with serve(HEADS[name], "patched", "stock") as servers:
-        outcome = servers.request([9, 2, 3], [0, 1, 2])
-        assert outcome.state == "right", outcome
+        assert_right(servers, [9, 2, 3], [0, 1, 2])
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_many_copies(serve, backend):
-    """Each of 4 senders sends 14,400 token slices at once, the most that Mooncake's TCP accepts."""
-    pages = list(range(0, 2400, 2))
-    sides = {"prefill": Side(tp=2, pp=2), "decode": Side()}
-    fleet = Fleet(**sides, layers=12, page_size=1, pages=2400, backend=backend)
-    with serve(fleet) as servers:
-        outcome = servers.request(pages, [page + 1 for page in pages], seconds=60)
-        assert outcome.state == "right", outcome
+    """Mooncake's TCP accepts no more copies at once than these."""
+    with serve(with_fields(MANY, backend=backend)) as servers:
+        assert_right(servers, *MANY_PAGES, seconds=60)
 
 
 @only_0_5_9("later agents of NIXL lock themselves")

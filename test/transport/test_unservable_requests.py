@@ -5,6 +5,7 @@ import time
 import pytest
 from engine_release import SINCE_0_5_20
 from fleet import Fleet, Side
+from transfer_checks import BACKENDS, assert_no_room_kept, assert_right
 
 pytestmark = pytest.mark.transport
 
@@ -22,7 +23,7 @@ def refusal_reasons(serve, fleet, seconds=10):
     return outcome.reasons
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_indivisible_tp_sizes_are_refused(serve, backend):
     fleet = Fleet(Side(tp=3), Side(tp=2), kv_heads=6, draft_heads=6, backend=backend)
     reasons = refusal_reasons(serve, fleet)
@@ -30,109 +31,69 @@ def test_indivisible_tp_sizes_are_refused(serve, backend):
     assert "decode attention TP size 2" in reasons
 
 
-# From 0.5.20 on, the engine itself compares these two.
-PAGE_SIZES, DTYPES = (
-    (
-        "prefill server has page_size=8, but decode server has page_size=16",
-        "prefill server has kv_cache_dtype=int64, but decode server has kv_cache_dtype=float64",
-    )
-    if SINCE_0_5_20
-    else (
-        "prefill page size 8 and decode page size 16 differ",
-        "KV dtype: prefill has int64, decode has float64",
-    )
-)
-
-
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-@pytest.mark.parametrize(
-    "prefill, decode, said",
-    [
-        pytest.param(
-            Side(page_size=8),
-            Side(page_size=16),
-            PAGE_SIZES,
-            id="page_size",
-        ),
-        pytest.param(
-            Side(model_layers=3),
-            Side(model_layers=2),
-            "number of layers: prefill has 3, decode has 2",
-            id="layer_count",
-        ),
-        pytest.param(
-            Side(k_width=4),
-            Side(k_width=8),
-            "k, layer 0, bytes per page: prefill has 2048, decode has 4096",
-            id="head_width",
-        ),
-        pytest.param(
-            Side(kv_heads=4),
-            Side(kv_heads=8),
-            "k, layer 0, total KV heads: prefill has 4, decode has 8",
-            id="head_count",
-        ),
-        pytest.param(
-            Side(dtype="int64"),
-            Side(dtype="float64"),
-            DTYPES,
-            id="dtype_of_the_same_size",
-        ),
-    ],
-)
-def test_incompatible_servers_are_refused(serve, backend, prefill, decode, said):
-    assert said in refusal_reasons(serve, Fleet(prefill, decode, backend=backend))
-
-
-COMMON_TABLES = {"request_status", "failure_records", "arrived_digests", "sent_pages"}
-TABLES = {
-    "nixl": (
-        {"transfer_infos"},
-        {
-            "transfer_statuses",
-            "required_prefill_response_num_table",
-            "addr_to_rooms_tracker",
-        },
+PAGE_SIZES = "prefill page size 8 and decode page size 16 differ"
+DTYPES = "KV dtype: prefill has int64, decode has float64"
+if SINCE_0_5_20:  # the engine itself compares these two
+    PAGE_SIZES = "prefill server has page_size=8, but decode server has page_size=16"
+    DTYPES = "prefill server has kv_cache_dtype=int64, but decode server has kv_cache_dtype=float64"
+INCOMPATIBLE = {
+    "page_size": ({"page_size": 8}, {"page_size": 16}, PAGE_SIZES),
+    "layer_count": (
+        {"model_layers": 3},
+        {"model_layers": 2},
+        "number of layers: prefill has 3, decode has 2",
     ),
-    "mooncake": (
-        {"transfer_infos"},
-        {
-            "required_prefill_response_num_table",
-            "prefill_response_tracker",
-            "addr_to_rooms_tracker",
-            "requested_rooms",
-            "failing_rooms",
-        },
+    "head_width": (
+        {"k_width": 4},
+        {"k_width": 8},
+        "k, layer 0, bytes per page: prefill has 2048, decode has 4096",
     ),
+    "head_count": (
+        {"kv_heads": 4},
+        {"kv_heads": 8},
+        "k, layer 0, total KV heads: prefill has 4, decode has 8",
+    ),
+    "dtype_of_the_same_size": ({"dtype": "int64"}, {"dtype": "float64"}, DTYPES),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", INCOMPATIBLE)
+def test_incompatible_servers_are_refused(serve, backend, name):
+    prefill, decode, said = INCOMPATIBLE[name]
+    fleet = Fleet(Side(**prefill), Side(**decode), backend=backend)
+    assert said in refusal_reasons(serve, fleet)
+
+
+# Tables of both sides, of prefill and of decode.
+BOTH = {"request_status", "failure_records", "arrived_digests", "sent_pages"}
+PREFILL = {"transfer_infos"}
+DECODE = {"required_prefill_response_num_table", "addr_to_rooms_tracker"}
+OF_BACKEND = {
+    "nixl": {"transfer_statuses"},
+    "mooncake": {"prefill_response_tracker", "requested_rooms", "failing_rooms"},
 }
 if SINCE_0_5_20:
-    COMMON_TABLES |= {"_deferred_ack_targets"}
-    TABLES_0_5_23 = (
-        {"transfer_infos", "req_to_decode_prefix_len"},
-        {
-            "required_prefill_response_num_table",
-            "prefill_response_tracker",
-            "addr_to_rooms_tracker",
-            "_deferred_abort_ack_tracker",
-        },
-    )
-    TABLES = {"nixl": TABLES_0_5_23, "mooncake": TABLES_0_5_23}
+    BOTH |= {"_deferred_ack_targets"}
+    PREFILL |= {"req_to_decode_prefix_len"}
+    DECODE |= {"prefill_response_tracker", "_deferred_abort_ack_tracker"}
+    OF_BACKEND = dict.fromkeys(BACKENDS, set())
 
 
-@pytest.mark.parametrize("backend", TABLES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_room_tables_exist(serve, backend):
     """Leak checks would miss a table under another name."""
     with serve(Fleet(backend=backend)) as servers:
         found = [set(kept) for kept in servers.room_counts()]
-    assert found == [COMMON_TABLES | names for names in TABLES[backend]]
+    assert found == [BOTH | PREFILL, BOTH | DECODE | OF_BACKEND[backend]]
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_refused_room_is_not_opened(serve, backend):
     """The scheduler may try to open the room before it polls the room's state."""
     with serve(Fleet(Side(page_size=8), Side(page_size=16), backend=backend)) as servers:
         (decode,) = servers.decode
-        assert decode.call("open_room", room=1, pages=[3, 4]) == {"state": "opened"}
+        assert decode.call("open_room", room=1, pages=[3, 4]) == {"state": "done"}
         ended = decode.call("wait_for_room", room=1, seconds=5)
         assert ended["state"] == "failed" and PAGE_SIZES in ended["reason"], ended
         assert set(decode.call("room_counts").values()) == {0}
@@ -151,10 +112,8 @@ def test_send_error_fails_only_its_request(serve, fleet):
         assert {answer["state"] for answer in (*outcome.prefill, *outcome.decode)} == {"failed"}
         assert "prefill sends 3 pages where decode has set aside 2" in outcome.reasons
         assert time.monotonic() - begun < 5
-        again = servers.request([1, 2, 3], [6, 7, 8])
-        assert again.state == "right", again
-        for kept in servers.room_counts():
-            assert set(kept.values()) == {0}, kept
+        assert_right(servers, [1, 2, 3], [6, 7, 8])
+        assert_no_room_kept(servers, seconds=0)
 
 
 def test_stock_sends_more_pages_than_decode_allocated(serve):

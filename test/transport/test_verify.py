@@ -1,16 +1,32 @@
 """`SGLANG_PD_VERIFY`: right KV passes; wrong KV fails with a reason that names what and where."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from engine_release import IS_DEFAULT, SINCE_0_5_20
 from error_texts import OTHER_RANK_FAILED
-from fleet import Fleet, Side
+from fleet import Fleet, Outcome, Side
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_checks import REQUESTS, assert_eventually, nightly_except, only_0_5_9, reduce_polls
-from transport_cases import ASCEND, HEADS, STAGES, STOCK, same_widths, with_fields
+from transfer_checks import (
+    REQUESTS,
+    assert_all_right,
+    assert_no_room_kept,
+    assert_right,
+    nightly_except,
+    only_0_5_9,
+    reduce_polls,
+)
+from transport_cases import (
+    ASCEND,
+    HEADS,
+    NSA,
+    STAGES,
+    STOCK,
+    same_widths,
+    with_environment,
+    with_fields,
+)
 
 from pd_harness.cluster import engine_folder, skip_reason
 
@@ -23,12 +39,16 @@ COMPARED_STATE = ["swa"] if SINCE_0_5_20 else ["swa", "mamba"]
 MANY_PAGES = 100_000
 
 
-def verifying(fleet: Fleet, mode: str = "1", sides=("prefill", "decode")) -> Fleet:
-    made = {
-        side: replace(getattr(fleet, side), environment={"SGLANG_PD_VERIFY": mode})
-        for side in sides
-    }
-    return replace(fleet, **made)
+def verifying(fleet: Fleet, mode: str = "1") -> Fleet:
+    return with_environment(fleet, SGLANG_PD_VERIFY=mode)
+
+
+def end_of_corrupted_request(servers, rank, what: str) -> Outcome:
+    """Sends a request, of which this rank corrupts what `TransferCorruptions` says."""
+    rank.call("corrupt_transfers", what=what)
+    outcome = servers.request(SRC, DST)
+    rank.call("corrupt_transfers", what="")
+    return outcome
 
 
 RIGHT = {
@@ -47,19 +67,14 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", nightly_except(RIGHT, "nixl-tp2_to_1", "mooncake-pp2_odd"))
 def test_valid_kv_passes(serve, name):
-    fleet = verifying(RIGHT[name])
-    with serve(fleet) as servers:
-        for src, dst, chunks in REQUESTS:
-            outcome = servers.request(src, dst, chunks)
-            assert outcome.state == "right", outcome
+    with serve(verifying(RIGHT[name])) as servers:
+        assert_all_right(servers)
         for rank in servers.decode:
             compared = rank.call("verify_results")["pairs"]
             assert {count["requests"] for count in compared.values()} == {len(REQUESTS)}
             assert sum(count["bytes"] for count in compared.values()) > 0
             assert {count["mismatches"] for count in compared.values()} == {0}
-        assert_eventually(
-            lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * fleet.size
-        )
+        assert_no_room_kept(servers)
 
 
 @pytest.mark.parametrize("hybrid", COMPARED_STATE)
@@ -67,7 +82,7 @@ def test_valid_kv_passes(serve, name):
 def test_state_is_compared(serve, backend, hybrid):
     """Two of four layers have state: a window's K and V, or a convolution and a recurrence."""
     with serve(verifying(Fleet(backend=backend, hybrid=hybrid, layers=4))) as servers:
-        assert servers.request(SRC, DST).state == "right"
+        assert_right(servers, SRC, DST)
         (count,) = servers.decode[0].call("verify_results")["pairs"].values()
         assert count["parts"] == 2 * 2 + 2 * 2
 
@@ -84,14 +99,13 @@ def test_unverifiable_state_is_refused(serve):
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_prompt_of_many_pages(serve, backend):
     """One message carries a digest of each page, here 800 kB."""
-    fleet = Fleet(
-        backend=backend, layers=1, page_size=1, pages=MANY_PAGES + 1, kv_heads=1, v_width=4
-    )
-    with serve(verifying(fleet)) as servers:
-        outcome = servers.request(list(range(MANY_PAGES)), list(range(1, MANY_PAGES + 1)))
+    small = {"layers": 1, "page_size": 1, "kv_heads": 1, "v_width": 4}
+    pages = (list(range(MANY_PAGES)), list(range(1, MANY_PAGES + 1)))
+    with serve(verifying(Fleet(backend=backend, pages=MANY_PAGES + 1, **small))) as servers:
+        outcome = servers.request(*pages)
         assert outcome.state == "right", outcome.state
         servers.prefill[0].call("corrupt_transfers", what="last token")
-        outcome = servers.request(list(range(MANY_PAGES)), list(range(1, MANY_PAGES + 1)))
+        outcome = servers.request(*pages)
         assert f"first wrong page {MANY_PAGES - 1} of {MANY_PAGES}" in outcome.decode[0]["reason"]
 
 
@@ -109,17 +123,15 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_corrupted_kv_fails_its_request(serve, backend, what):
     with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
-        assert servers.request(SRC, DST).state == "right"
-        side = servers.decode if what == "byte" else servers.prefill
-        side[0].call("corrupt_transfers", what=what)
-        outcome = servers.request(SRC, DST)
-        side[0].call("corrupt_transfers", what="")
+        assert_right(servers, SRC, DST)
+        (rank,) = servers.decode if what == "byte" else servers.prefill
+        outcome = end_of_corrupted_request(servers, rank, what)
         (decode,) = outcome.decode
         assert decode["state"] == "failed", outcome
         part, where = CORRUPTIONS[what]
         for said in ("KV verification failed: ", part, where, "(prefill TP 0/1 PP 0/1, "):
             assert said in decode["reason"], outcome
-        assert servers.request(SRC, DST).state == "right"
+        assert_right(servers, SRC, DST)
 
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
@@ -128,23 +140,17 @@ def test_mismatch_on_one_rank_fails_all_ranks(serve, backend):
     fleet = verifying(Fleet(Side(tp=2), Side(tp=2), backend=backend, v_width=4))
     with serve(fleet) as servers:
         reduce_polls(servers.decode)
-        assert servers.request(SRC, DST).state == "right"
-        servers.decode[1].call("corrupt_transfers", what="byte")
-        outcome = servers.request(SRC, DST)
-        servers.decode[1].call("corrupt_transfers", what="")
+        assert_right(servers, SRC, DST)
+        outcome = end_of_corrupted_request(servers, servers.decode[1], "byte")
         assert [end["state"] for end in outcome.decode] == ["failed"] * 2, outcome
         assert "KV verification failed" in outcome.decode[1]["reason"], outcome
         assert OTHER_RANK_FAILED in outcome.decode[0]["reason"], outcome
-        assert servers.request(SRC, DST).state == "right"
-        assert_eventually(
-            lambda: [sum(kept.values()) for kept in servers.room_counts()], [0] * fleet.size
-        )
+        assert_right(servers, SRC, DST)
+        assert_no_room_kept(servers)
 
 
 WRONG_ON_STOCK = [name for name, (_, state) in STOCK.items() if state == "wrong"]
-NSA_DRAFT = Fleet(
-    Side(draft_layers=1), Side(draft_layers=1), layers=4, mla=True, index_keys=True, page_size=64
-)
+NSA_DRAFT = Fleet(Side(draft_layers=1), Side(draft_layers=1), layers=4, **NSA)
 
 
 def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
@@ -154,12 +160,10 @@ def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
     """
     if reason := skip_reason(fleet.backend, fleet.size, ("patched", "stock")):
         pytest.skip(reason)
+    variables = {"SGLANG_PD_STOCK_TRANSFER": str(engine_folder("stock"))}
     fleet = verifying(same_widths(fleet), mode)
-    environment = {
-        **fleet.prefill.environment,
-        "SGLANG_PD_STOCK_TRANSFER": str(engine_folder("stock")),
-    }
-    return replace(fleet, prefill=replace(fleet.prefill, environment=environment))
+    environment = {**fleet.prefill.environment, **variables}
+    return with_fields(fleet, prefill=with_fields(fleet.prefill, environment=environment))
 
 
 def reported_mismatches(servers) -> list[str]:
@@ -175,7 +179,8 @@ COMPARED_STOCK = [
 @pytest.mark.parametrize("name", [*COMPARED_STOCK, "nixl-nsa_draft", "mooncake-nsa_draft"])
 def test_verify_agrees_with_byte_comparison(serve, name):
     """With `log`, the request is served, and a mismatch is reported only if a byte is wrong."""
-    fleet = STOCK[name][0] if name in STOCK else replace(NSA_DRAFT, backend=name.split("-")[0])
+    nsa_draft = with_fields(NSA_DRAFT, backend=name.split("-")[0])
+    fleet = STOCK[name][0] if name in STOCK else nsa_draft
     with serve(with_stock_transfer(fleet, "log")) as servers:
         outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=8)
         said = reported_mismatches(servers)
@@ -196,26 +201,25 @@ ONE_SIDED = [
 @pytest.mark.parametrize("side, prefill, decode", ONE_SIDED)
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_peer_without_verification_is_served(serve, backend, side, prefill, decode):
-    fleet = verifying(Fleet(backend=backend, v_width=4), sides=[side])
-    with serve(fleet, prefill, decode) as servers:
-        for src, dst, chunks in REQUESTS:
-            assert servers.request(src, dst, chunks).state == "right"
+    verifies = Side(environment={"SGLANG_PD_VERIFY": "1"})
+    with serve(Fleet(backend=backend, v_width=4, **{side: verifies}), prefill, decode) as servers:
+        assert_all_right(servers)
+
+
+UNAVAILABLE = {
+    "no digests": "a prefill rank could not compute digests; see its log",
+    "junk digests": "digests of 5 bytes cannot be read",
+}
 
 
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
 def test_unavailable_digests_fail_their_request(serve, backend):
     with serve(verifying(Fleet(backend=backend, v_width=4))) as servers:
-        (prefill,) = servers.prefill
-        prefill.call("corrupt_transfers", what="no digests")
-        outcome = servers.request(SRC, DST)
-        assert outcome.decode[0]["state"] == "failed", outcome
-        assert "a prefill rank could not compute digests; see its log" in outcome.reasons
-        prefill.call("corrupt_transfers", what="junk digests")
-        outcome = servers.request(SRC, DST)
-        assert outcome.decode[0]["state"] == "failed", outcome
-        assert "digests of 5 bytes cannot be read" in outcome.reasons
-        prefill.call("corrupt_transfers", what="")
-        assert servers.request(SRC, DST).state == "right"
+        for what, said in UNAVAILABLE.items():
+            outcome = end_of_corrupted_request(servers, servers.prefill[0], what)
+            assert outcome.decode[0]["state"] == "failed", outcome
+            assert said in outcome.reasons
+        assert_right(servers, SRC, DST)
 
 
 @st.composite
@@ -267,8 +271,7 @@ def test_verify_has_no_false_alarms(serve, examples, requests):
                 src, dst = (rng.sample(range(fleet.pages), count) for _ in range(2))
                 cut = rng.randint(1, count)
                 chunks = [cut, count - cut] if cut < count else [count]
-                outcome = servers.request(src, dst, chunks)
-                assert outcome.state == "right", (fleet, src, dst, chunks, outcome)
+                assert_right(servers, src, dst, chunks)
             for rank in servers.decode:
                 pairs = rank.call("verify_results")["pairs"].values()
                 assert {pair["requests"] for pair in pairs} == {requests}

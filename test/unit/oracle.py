@@ -256,20 +256,6 @@ def run_transfer(
     return copies_made
 
 
-def registration_of(rank: SimulatedRank, **changed) -> StockRegistration:
-    facts = {
-        "tp_rank": rank.layout.tp_rank,
-        "tp_size": rank.layout.tp_size,
-        "kv_pointers": len(rank.pointers),
-        "page_bytes": rank.layout.kv[0].page_bytes,
-    }
-    return StockRegistration(**{**facts, **changed})
-
-
-def equal_stages(layers: int, stages: int) -> list[list[int]]:
-    return [part.tolist() for part in np.array_split(range(layers), stages)]
-
-
 def stages_of_sizes(sizes: list[int]) -> list[list[int]]:
     """Stages of these sizes, such as 23/23/24/24."""
     edges = np.cumsum([0, *sizes])

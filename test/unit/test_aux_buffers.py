@@ -1,6 +1,5 @@
 """Where metadata rows are sent between two sides whose rows may differ in width."""
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,6 @@ from kv_layout import (
     Pointers,
     RankLayout,
     StockRegistration,
-    decode_layout,
-    encode_layout,
     make_aux_plan,
     plan_for_peer,
     unsent_rows_message,
@@ -136,15 +133,3 @@ def test_message_for_unsent_rows():
     assert unsent_rows_message(rank(WIDE), rank(WIDE)) is None
     assert unsent_rows_message(rank(NARROW), rank()) is None
     assert unsent_rows_message(rank(WIDE), rank((*COMMON, 0, 64), draft=True)) is None
-
-
-def test_row_widths_and_slots_round_trip():
-    layout = rank(WIDE, 512)
-    assert decode_layout(encode_layout(layout)) == layout
-
-
-@pytest.mark.parametrize("changed", [{"aux": (64, -1)}, {"aux_slots": -1}], ids=str)
-def test_impossible_rows_are_refused(changed):
-    layout = msgspec.structs.replace(rank(WIDE, 512), **changed)
-    with pytest.raises(LayoutError, match="invalid layout frame"):
-        decode_layout(encode_layout(layout))

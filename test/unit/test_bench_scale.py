@@ -1,51 +1,32 @@
 """How the benchmark of many ranks evaluates its figures."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import bench_scale as bench
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SIZES = (8, 16, 32, 64)
+import scale_plot
 
 
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def bench():
-    path = list(sys.path)
-    yield load_script("bench_scale")
-    sys.path[:] = path
-
-
-def rows(bench, power: dict[str, float], **more):
+def rows(power: dict[str, float], **more):
     """Rows of two rounds; every figure grows with the ranks to the engine's `power`."""
     return [
         {"engine": engine, "backend": "nixl", "ranks": size, "round": number, **more}
         | dict.fromkeys(bench.GROWTHS, 3 * size ** power[engine])
         for number in range(2)
-        for size in SIZES
+        for size in bench.RANKS
         for engine in bench.ENGINES
     ]
 
 
 @pytest.mark.parametrize("patched, is_missed", [(0.5, False), (1.05, False), (1.2, True)])
-def test_growth_faster_than_stock_is_reported(bench, patched, is_missed):
-    found = bench.growths(rows(bench, {"stock": 1.0, "patched": patched}), 2)
+def test_growth_faster_than_stock_is_reported(patched, is_missed):
+    found = bench.growths(rows({"stock": 1.0, "patched": patched}), 2)
     assert [one["patched"] for one in found] == pytest.approx([patched] * len(bench.GROWTHS))
     missed = bench.faster_growing(found)
     assert len(missed) == (len(bench.GROWTHS) if is_missed else 0)
     assert all("to the power 1.20, on stock 1.00" in line for line in missed)
 
 
-def test_noise_is_difference_between_rounds(bench):
-    measured = rows(bench, {"stock": 1.0, "patched": 1.2})
+def test_noise_is_difference_between_rounds():
+    measured = rows({"stock": 1.0, "patched": 1.2})
     for row in measured:
         if row["round"] == 1:
             row["messages"] *= row["ranks"] ** 0.3
@@ -55,21 +36,21 @@ def test_noise_is_difference_between_rounds(bench):
 
 
 @pytest.mark.parametrize("lost, attempt", [(1, 4), (0, 2)])
-def test_lost_request_is_reported_for_patched_only(bench, lost, attempt):
+def test_lost_request_is_reported_for_patched_only(lost, attempt):
     row = {"backend": "nixl", "ranks": 8, "lost": lost, "attempt": attempt}
     assert bench.lost_requests([{**row, "engine": "stock"}]) == []
     assert len(bench.lost_requests([{**row, "engine": "patched"}])) == 1
 
 
-def test_longest_gap_includes_both_ends(bench):
+def test_longest_gap_includes_both_ends():
     assert bench.longest_gap([1.0, 5.0, 6.0], 2.0, 5.5) == 3.0
     assert bench.longest_gap([], 2.0, 5.5) == 3.5
 
 
-def test_scale_plot_is_small_and_contains_text(bench, tmp_path):
-    more = dict.fromkeys(load_script("scale_plot").PANELS, 1.0)
+def test_scale_plot_is_small_and_contains_text(tmp_path):
+    more = dict.fromkeys(scale_plot.PANELS, 1.0)
     file = tmp_path / "scale.svg"
-    load_script("scale_plot").draw(rows(bench, {"stock": 1.0, "patched": 1.0}, **more), file)
+    scale_plot.draw(rows({"stock": 1.0, "patched": 1.0}, **more), file)
     text = file.read_text()
     assert "messages per request" in text and "patched, nixl" in text
     assert text.count("\n") < 300

@@ -1,24 +1,13 @@
 """How the benchmark of whole servers evaluates its figures."""
 
-import importlib.util
-from pathlib import Path
-
+import bench_serve as bench
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_serve.py"
 LATENCY, THROUGHPUT = "answer, alone, ms", "requests a second, 16 at once"
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_serve", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("figure, ratio", [(LATENCY, 2.0), (THROUGHPUT, 0.5)])
-def test_ratio_above_one_is_an_improvement(bench, figure, ratio):
+def test_ratio_above_one_is_an_improvement(figure, ratio):
     row = bench.row("fleet", figure, {"stock": [10.0] * 8, "patched": [5.0] * 8})
     assert (row["ratio"], row["noise"]) == (ratio, 0.0)
     assert bool(bench.regressions([row])) == (ratio < 1)
@@ -32,11 +21,11 @@ def test_ratio_above_one_is_an_improvement(bench, figure, ratio):
         [10, 10, 10, 10, 11, 11, 11, 11],  # early and late
     ],
 )
-def test_noise_is_difference_between_runs_of_one_engine(bench, values):
+def test_noise_is_difference_between_runs_of_one_engine(values):
     assert bench.noise({"stock": [10.0] * 8, "patched": values}) == pytest.approx(0.1)
 
 
-def test_slowdown_beyond_noise_is_reported(bench):
+def test_slowdown_beyond_noise_is_reported():
     row = {"fleet": "nixl", "figure": LATENCY, "noise": 0.05}
     assert bench.regressions([{**row, "ratio": 0.96}]) == []
     assert "nixl: answer, alone, ms: 0.94" in bench.regressions([{**row, "ratio": 0.94}])[0]

@@ -5,7 +5,7 @@ names are equal.
 """
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from kv_layout import LayoutError, StockRegistration, layout_from_counts, pair_layers
 from oracle import stages_of_sizes
@@ -35,6 +35,11 @@ def pair_names(groups, stage, total, drafts, decode):
     prefill_drafts=st.integers(0, 3),
     decode_drafts=st.integers(0, 3),
 )
+@example([23, 23, 24, 24], 2, 0, 0)  # stock sends V 0 to K 92
+@example([30, 31], 2, 0, 0)  # stock sends V 30 to V 0
+@example([30, 31], 3, 0, 0)
+@example([31, 30], 1, 0, 0)
+@example([6, 1], 2, 1, 0)  # four pointers of the last stage, but not four groups
 def test_stage_is_paired_with_decode_of_all_layers(sizes, groups, prefill_drafts, decode_drafts):
     stages = stages_of_sizes(sizes)
     decode = names(groups, range(sum(sizes)), decode_drafts)
@@ -56,29 +61,9 @@ def test_stage_is_paired_with_decode_of_same_stages(sizes, groups, drafts):
     # A stage may have as many layers, with the draft's, as the model: the count is ambiguous.
     assume(drafts < stages[-1][0])
     for stage in stages:
-        own = names(groups, stage, drafts if stage is stages[-1] else 0)
-        extra = drafts if stage is stages[-1] else 0
-        assert pair_names(groups, stage, sum(sizes), extra, own) == [(name, name) for name in own]
-
-
-@pytest.mark.parametrize(
-    "sizes, groups",
-    [([23, 23, 24, 24], 2), ([30, 31], 2), ([30, 31], 3), ([2, 2, 3], 2), ([31, 30], 1)],
-    ids=str,
-)
-def test_uneven_stages_are_paired_by_layer(sizes, groups):
-    """94 layers over PP 4: stock sends V 0 to K 92; 61 over PP 2: V 30 to V 0."""
-    decode = names(groups, range(sum(sizes)), 0)
-    for stage in stages_of_sizes(sizes):
-        pairs = pair_names(groups, stage, sum(sizes), 0, decode)
-        assert pairs == [(name, name) for name in names(groups, stage, 0)]
-
-
-def test_short_stage_with_draft_keeps_buffer_groups():
-    """One layer and one draft layer in two groups: four pointers, but not four groups."""
-    decode = names(2, range(7), 0)
-    pairs = pair_names(2, [6], 7, 1, decode)
-    assert pairs == [(("k", False, 6),) * 2, (("v", False, 6),) * 2]
+        held = drafts if stage is stages[-1] else 0
+        own = names(groups, stage, held)
+        assert pair_names(groups, stage, sum(sizes), held, own) == [(name, name) for name in own]
 
 
 def test_missing_layer_raises():

@@ -13,6 +13,16 @@ POINTERS = {"src": [1000, 5000, 9000], "dst": [20_000_000, 60_000_000, 90_000_00
 WHOLE_PAGE = BufferPair(1, 1, True, 0, 0, 90)
 
 
+def plan_of_whole_pages(src_pages, dst_pages, dst_pointers):
+    """Returns a plan for buffers with pages of 90 bytes, of these numbers on either side."""
+    src, dst = (
+        [Buffer("k", False, i, 90, None, count) for i, count in enumerate(counts)]
+        for counts in (src_pages, dst_pages)
+    )
+    pairs = [BufferPair(i, i, True, 0, 0, 90) for i in range(len(src))]
+    return make_plan(pairs, PAGE_SIZE, src, [1000, 2000], dst, dst_pointers)
+
+
 def plan_for(pairs):
     buffers = {
         side: [Buffer("k", False, i, size) for i, size in enumerate(sizes)]
@@ -37,9 +47,9 @@ def buffer_pairs(draw):
     return pairs
 
 
-def pages(most=8):
+def pages():
     both = st.tuples(st.integers(0, 9), st.integers(0, 9))
-    return st.lists(both, max_size=most, unique_by=(lambda one: one[0], lambda one: one[1]))
+    return st.lists(both, max_size=8, unique_by=(lambda one: one[0], lambda one: one[1]))
 
 
 def copies_by_loops(pairs, pages):
@@ -75,6 +85,9 @@ def test_all_representations_of_copies_agree(pairs, pages):
     assert all(type(number) is int for column in lists for number in column)
     assert copies.arrays().tolist() == [list(column) for column in lists]
     here, there = copies.descriptors(5, 7)
+    for side in (here, there):  # NIXL would copy, or refuse, anything else
+        assert side.shape == (len(found), 3)
+        assert side.dtype == np.int64 and side.flags.c_contiguous
     assert here.tolist() == [[src, size, 5] for src, _, size in found]
     assert there.tolist() == [[dst, size, 7] for _, dst, size in found]
 
@@ -102,9 +115,7 @@ def test_prepared_blocks_match_copies(pairs, pages, more):
 
 
 def test_prepare_prefers_described_page_counts():
-    buffers = [[Buffer("k", False, 0, 90, None, count)] for count in (5, 4)]
-    plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
-    prepared = prepare(plan, 8, 8)  # the described counts take precedence
+    prepared = prepare(plan_of_whole_pages([5], [4], [9000]), 8, 8)
     assert (prepared.src, prepared.dst) == ([(1000, 90, 90, 5)], [(9000, 90, 90, 4)])
     with pytest.raises(LayoutError, match="prefill sends pages 1 to 3 of 5"):
         prepared.blocks([1, 3], [4, 2])
@@ -151,12 +162,6 @@ def test_lists_equal_arrays_beyond_one_chunk():
         assert [list(column) for column in copies.arrays()] == list(copies.lists())
 
 
-def test_descriptors_have_shape_nixl_expects():
-    """C-contiguous int64 `[n, 3]`: NIXL would copy or refuse anything else."""
-    for side in plan_for([WHOLE_PAGE] * 2).copies([1, 2, 5], [0, 1, 2]).descriptors(0, 0):
-        assert side.shape == (4, 3) and side.dtype == np.int64 and side.flags.c_contiguous
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     held=st.tuples(st.integers(0, 6), st.integers(0, 6)),
@@ -165,9 +170,8 @@ def test_descriptors_have_shape_nixl_expects():
 )
 def test_copies_outside_buffers_are_refused(held, pages, kind):
     """`held` is each side's number of pages; if 0, it is unknown, and only negatives are wrong."""
-    buffers = [[Buffer("k", False, 0, 90, None, count)] for count in held]
     src, dst = (np.array([one[side] for one in pages], dtype=kind) for side in (0, 1))
-    plan = make_plan([BufferPair(0, 0, True, 0, 0, 90)], 3, buffers[0], [1000], buffers[1], [9000])
+    plan = plan_of_whole_pages(held[:1], held[1:], [9000])
     right = [0 <= page < (held[i] or 99) for both in pages for i, page in enumerate(both)]
     if all(right):
         plan.copies(src, dst)
@@ -177,9 +181,8 @@ def test_copies_outside_buffers_are_refused(held, pages, kind):
 
 
 def test_refusal_names_pages_of_both_sides():
-    buffers = [Buffer("k", False, 0, 90, None, 5), Buffer("v", False, 0, 90, None, 4)]
-    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
-    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9900])
+    """Of either side's buffers the one with the fewest pages counts."""
+    plan = plan_of_whole_pages([5, 4], [5, 4], [9000, 9900])
     said = "prefill sends pages 1 to 3 of 4, decode has set aside pages 2 to 4 of 4"
     with pytest.raises(LayoutError, match=said):
         plan.copies([1, 3], [4, 2])
@@ -188,9 +191,8 @@ def test_refusal_names_pages_of_both_sides():
 @pytest.mark.parametrize("page_count", [0, 9])
 def test_peer_pages_end_at_its_next_buffer(page_count):
     """Also if the peer describes more: its third page would be the next buffer's first."""
-    buffers = [Buffer(part, False, 0, 90, None, page_count) for part in "kv"]
-    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
-    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, [9000, 9180])
+    counts = [page_count] * 2
+    plan = plan_of_whole_pages(counts, counts, [9000, 9180])
     plan.copies([5, 6], [0, 1])
     with pytest.raises(LayoutError, match="decode has set aside pages 1 to 2 of 2"):
         plan.copies([5, 6], [1, 2])
@@ -198,9 +200,7 @@ def test_peer_pages_end_at_its_next_buffer(page_count):
 
 @pytest.mark.parametrize("pointers", [[9000, 9000], [9000, 9050]])
 def test_overlapping_peer_buffers_imply_no_page_limit(pointers):
-    buffers = [Buffer(part, False, 0, 90) for part in "kv"]
-    pairs = [BufferPair(0, 0, True, 0, 0, 90), BufferPair(1, 1, True, 0, 0, 90)]
-    plan = make_plan(pairs, 3, buffers, [1000, 2000], buffers, pointers)
+    plan = plan_of_whole_pages([0, 0], [0, 0], pointers)
     assert len(plan.copies([5, 9], [0, 1000])) == 4
 
 

@@ -1,6 +1,7 @@
 """What a model stores per token, by its configuration, and how a server splits it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hf_configs import ALL_CONFIGS, DEEPSEEK_V3, DEEPSEEK_V32, FALCON_H1, GPT_OSS, QWEN3
@@ -8,20 +9,18 @@ from hf_configs import ALL_CONFIGS, DEEPSEEK_V3, DEEPSEEK_V32, FALCON_H1, GPT_OS
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.hybrids import RECURRENT
-from sglang_pd.plan.model import KVHeads, config_to_model, read_model
+from sglang_pd.plan.model import KVHeads, Model, config_to_model, read_model
 from sglang_pd.plan.pair import BACKENDS, make_pair
 from sglang_pd.plan.sizes import PARTITION_VARIABLE, ServerSizes, parse_sizes
 
 
+def model_of(config: dict) -> Model:
+    return config_to_model(config, "", "0.5.23")
+
+
 def bytes_per_token(config: dict, backend="nixl") -> int:
-    pair = make_pair(
-        config_to_model(config, "", "0.5.23"),
-        ServerSizes(),
-        ServerSizes(),
-        backend,
-        "0.5.23",
-        False,
-    )
+    alone = ServerSizes()
+    pair = make_pair(model_of(config), alone, alone, backend, "0.5.23", False)
     rank = pair.layout("prefill", 0, 0)
     return sum(buffer.page_bytes for buffer in (*rank.kv, *rank.state)) // rank.page_size
 
@@ -44,20 +43,20 @@ def test_kv_heads_from_config_variants():
         ({"num_attention_groups": 2}, 2),
         ({"num_kv_heads": 4, "multi_query": True, "new_decoder_architecture": True}, 4),
     ):
-        assert config_to_model({**said, **changed}, "", "0.5.23").kv_heads == total
+        assert model_of({**said, **changed}).kv_heads == total
 
 
 def test_recurrent_state_bytes_of_a_rank():
     """Falcon-H1's single group of B and C is on both ranks."""
-    state = config_to_model(FALCON_H1, "", "0.5.23").recurrent
+    state = model_of(FALCON_H1).recurrent
     assert state.slot(1) == ((24 * 64 + 2 * 128) * 3 * 2, 24 * 64 * 128 * 4)
     assert state.slot(2) == ((12 * 64 + 2 * 128) * 3 * 2, 12 * 64 * 128 * 4)
 
 
 def kinds(name: str) -> str:
     initials = {frozenset(): "-", frozenset({"full", RECURRENT}): "B"}
-    model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
-    return "".join(initials.get(kind) or next(iter(kind))[0].upper() for kind in model.kinds)
+    found = model_of(ALL_CONFIGS[name]).kinds
+    return "".join(initials.get(kind) or next(iter(kind))[0].upper() for kind in found)
 
 
 def test_layer_kinds_from_config():
@@ -72,54 +71,37 @@ def test_layer_kinds_from_config():
 @pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_planned_layouts_match_described_pools(name):
     """The planner names and orders buffers like `describe_pools` does for the engine's pools."""
-    model = config_to_model(ALL_CONFIGS[name], name, "0.5.23")
+    model = model_of(ALL_CONFIGS[name])
     for backend in BACKENDS:
         sizes = ServerSizes(tp=2, draft=0 if model.recurrent else 1)
         pair = make_pair(model, sizes, sizes, backend, "0.5.23", False)
         rank = pair.layout("prefill", 1, 0)
-        target, draft = pool(pair), pool(pair, is_draft=True)
+        pools = (pool(pair), attention_pool(pair, range(1)) if sizes.draft else None)
         for state, held in ((False, rank.kv), (True, rank.state)):
-            lengths = [buffer.page_bytes for buffer in held]
-            total = model.kv_heads
+            lengths, total = [buffer.page_bytes for buffer in held], model.kv_heads
             described = kv_layout.describe_pools(
-                target,
-                draft if sizes.draft else None,
-                lengths,
-                lengths,
-                state,
-                (1, 2),
-                total,
-                total,
+                *pools, lengths, lengths, state, (1, 2), total, total
             )
             assert [one.key for one in described] == [one.key for one in held]
             if not model.window_heads:  # a pool of windows does not state its total of heads
                 assert [one.heads for one in described] == [one.heads for one in held]
 
 
-class FakePool:
-    """A pool with the attributes by which `kv_layout.pools` distinguishes pools."""
-
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
-def pool(pair, is_draft: bool = False) -> FakePool:
+def pool(pair) -> SimpleNamespace:
+    """Returns a pool with the attributes by which `kv_layout.pools` distinguishes pools."""
     model = pair.model
-    if is_draft:
-        return attention_pool(pair, range(1))
     full, whole = model.layers_of_kind("full"), range(model.layers)
     if model.window_heads:
         windows = set(model.layers_of_kind("window"))
         mapping = {n: (n, n in windows) for n in sorted(whole, key=lambda n: n in windows)}
-        inner = FakePool(head_num=model.window_heads.total // 2)
-        return FakePool(
+        inner = SimpleNamespace(head_num=model.window_heads.total // 2)
+        return SimpleNamespace(
             full_kv_pool=attention_pool(pair, full), swa_kv_pool=inner, layers_mapping=mapping
         )
     if model.recurrent:
-        state = FakePool(
-            num_mamba_layers=0, get_state_layer_ids=lambda: model.layers_of_kind(RECURRENT) * 2
-        )
-        return FakePool(
+        layers = model.layers_of_kind(RECURRENT) * 2
+        state = SimpleNamespace(num_mamba_layers=0, get_state_layer_ids=lambda: layers)
+        return SimpleNamespace(
             full_kv_pool=attention_pool(pair, full),
             full_attention_layer_id_mapping=full,
             mamba_pool=state,
@@ -127,15 +109,15 @@ def pool(pair, is_draft: bool = False) -> FakePool:
     return attention_pool(pair, whole)
 
 
-def attention_pool(pair, layers) -> FakePool:
+def attention_pool(pair, layers) -> SimpleNamespace:
     held, stage = pair.model.attention, {"start_layer": layers[0], "layer_num": len(layers)}
     if isinstance(held, KVHeads):
-        return FakePool(head_num=held.total // 2, **stage)
+        return SimpleNamespace(head_num=held.total // 2, **stage)
+    stage["kv_lora_rank"] = held.latent
     if pair.backend == "ascend":
-        index = object() if held.index else None
-        return FakePool(kv_lora_rank=held.latent, index_k_buffer=index, **stage)
+        return SimpleNamespace(index_k_buffer=object() if held.index else None, **stage)
     index = {"index_k_with_scale_buffer": object()} if held.index else {}
-    return FakePool(kv_lora_rank=held.latent, kv_buffer=object(), **index, **stage)
+    return SimpleNamespace(kv_buffer=object(), **index, **stage)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +147,8 @@ def test_explicit_stage_sizes_are_used(monkeypatch):
     ],
 )
 def test_invalid_sizes_are_refused(text, says):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=says):
         parse_sizes(text)
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(

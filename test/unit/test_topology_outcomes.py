@@ -3,7 +3,7 @@
 import pytest
 from fleet import Fleet
 from hf_configs import FALCON_H1, GPT_OSS, QWEN3_NEXT
-from serving_scenarios import DRAFT_SCENARIOS, RELEASES, TABLE, DraftScenario, Scenario, Unsupported
+from serving_scenarios import DRAFT_SCENARIOS, RELEASES, TABLE, Scenario, Unsupported
 from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_23
 
 from pd_harness.cluster import Topology
@@ -99,9 +99,7 @@ def test_plan_predicts_scenario_outcome(scenario: Scenario, release: str, shown:
 
 
 @pytest.mark.parametrize("drafted, release, shown", params_by_release(DRAFT_SCENARIOS))
-def test_plan_predicts_draft_outcome(
-    drafted: DraftScenario, release: str, shown: str | Unsupported
-):
+def test_plan_predicts_draft_outcome(drafted: Scenario, release: str, shown: str | Unsupported):
     drafts = tuple(int(side in drafted.sides) for side in ("prefill", "decode"))
     pair = pair_for_topology(drafted.topology, drafted.model, release, drafts)
     lacks = isinstance(shown, Unsupported)
@@ -139,12 +137,6 @@ def pair_for_fleet(fleet: Fleet, release: str):
     return make_pair(model, *sides, fleet.backend, release, fleet.fia)
 
 
-# Where no server can run, or its outcome differs from that of its transport alone.
-OUTCOME_OVERRIDES = {
-    ("0.5.9", "ascend-mla_draft_on_both"): NO_START,  # no speculation with PP
-}
-
-
 @pytest.mark.parametrize(
     "release, name, fleet, shown",
     [
@@ -154,54 +146,37 @@ OUTCOME_OVERRIDES = {
     ],
 )
 def test_plan_predicts_transport_outcome(release: str, name: str, fleet: Fleet, shown: str):
-    expected = OUTCOME_OVERRIDES.get((release, name), PLAN_OUTCOMES[shown])
+    # Where ranks would transfer, 0.5.9's servers do not start: they cannot speculate with PP.
+    is_unsupported = (release, name) == ("0.5.9", "ascend-mla_draft_on_both")
+    expected = NO_START if is_unsupported else PLAN_OUTCOMES[shown]
     assert stock(pair_for_fleet(fleet, release)).outcome == expected
 
 
 INDEXED_MLA = plain_model(4, MLADims(512, 64, 128))
 WINDOWS = model_from_config(GPT_OSS)
 MAMBA, LINEAR = model_from_config(FALCON_H1), model_from_config(QWEN3_NEXT)
-# As in test/transport/test_state_transfer.py: (model, prefill, decode), and outcomes of `RELEASES`
-# over NIXL and over Mooncake; empty where none was tried.
+ONE, TP_2, PP_2, DRAFT = ServerSizes(), ServerSizes(tp=2), ServerSizes(pp=2), ServerSizes(draft=1)
+# As in test/transport/test_state_transfer.py: model, prefill, decode, and the outcomes of each of
+# `RELEASES` over NIXL and over Mooncake, empty where none was tried.
 STATE_CASES = {
-    "draft": (
-        (INDEXED_MLA, ServerSizes(draft=1), ServerSizes(draft=1)),
-        (WRONG, WRONG),
-        (RIGHT, RIGHT),
-    ),
-    "draft_on_prefill": (
-        (INDEXED_MLA, ServerSizes(draft=1), ServerSizes()),
-        (CRASHES, HANGS),
-        (HANGS, FAILS),
-    ),
-    "index_keys_pp2": (
-        (INDEXED_MLA, ServerSizes(pp=2), ServerSizes()),
-        (RIGHT, RIGHT),
-        (RIGHT, RIGHT),
-    ),
-    "windows": ((WINDOWS, ServerSizes(tp=2), ServerSizes(tp=2)), (RIGHT, RIGHT), (RIGHT, RIGHT)),
-    "windows_tp2_to_1": (
-        (WINDOWS, ServerSizes(tp=2), ServerSizes()),
-        (CRASHES, HANGS),
-        (RIGHT, RIGHT),
-    ),
-    "windows_pp2": ((WINDOWS, ServerSizes(pp=2), ServerSizes()), (WRONG, WRONG), (HANGS, WRONG)),
-    "mamba_tp2_to_2": (
-        (MAMBA, ServerSizes(tp=2), ServerSizes(tp=2)),
-        (RIGHT, RIGHT),
-        (RIGHT, RIGHT),
-    ),
-    "mamba_tp2_to_1": ((MAMBA, ServerSizes(tp=2), ServerSizes()), ("", WRONG), ("", WRONG)),
-    "linear_tp2_to_1": ((LINEAR, ServerSizes(tp=2), ServerSizes()), ("", WRONG), ("", RIGHT)),
+    "draft": (INDEXED_MLA, DRAFT, DRAFT, (WRONG, WRONG), (RIGHT, RIGHT)),
+    "draft_on_prefill": (INDEXED_MLA, DRAFT, ONE, (CRASHES, HANGS), (HANGS, FAILS)),
+    "index_keys_pp2": (INDEXED_MLA, PP_2, ONE, (RIGHT, RIGHT), (RIGHT, RIGHT)),
+    "windows": (WINDOWS, TP_2, TP_2, (RIGHT, RIGHT), (RIGHT, RIGHT)),
+    "windows_tp2_to_1": (WINDOWS, TP_2, ONE, (CRASHES, HANGS), (RIGHT, RIGHT)),
+    "windows_pp2": (WINDOWS, PP_2, ONE, (WRONG, WRONG), (HANGS, WRONG)),
+    "mamba_tp2_to_2": (MAMBA, TP_2, TP_2, (RIGHT, RIGHT), (RIGHT, RIGHT)),
+    "mamba_tp2_to_1": (MAMBA, TP_2, ONE, ("", WRONG), ("", WRONG)),
+    "linear_tp2_to_1": (LINEAR, TP_2, ONE, ("", WRONG), ("", RIGHT)),
 }
 
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", STATE_CASES)
 def test_plan_predicts_state_outcome(name: str, release: str):
-    (model, *sides), *outcomes = STATE_CASES[name]
+    model, prefill, decode, *outcomes = STATE_CASES[name]
     for backend, shown in zip(("nixl", "mooncake"), outcomes[RELEASES.index(release)]):
-        pair = make_pair(model, *sides, backend, release, False)
+        pair = make_pair(model, prefill, decode, backend, release, False)
         assert not shown or stock(pair).outcome == shown
         is_cut = pair.splits_recurrent_state and release == "0.5.9"
         assert patched(pair).outcome == (REFUSED if is_cut else RIGHT)
@@ -210,23 +185,20 @@ def test_plan_predicts_state_outcome(name: str, release: str):
 @pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS))))
 def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
     """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
-    pair = make_pair(
-        plain_model(2, KVHeads(4, 8, 4)), ServerSizes(tp=2), ServerSizes(), "nixl", release, False
-    )
+    pair = make_pair(plain_model(2, KVHeads(4, 8, 4)), TP_2, ONE, "nixl", release, False)
     assert (stock(pair).outcome, patched(pair).outcome) == (shown, RIGHT)
 
 
 def test_recurrent_state_between_unequal_pp_sizes_is_not_predicted():
     for release, ours in zip(RELEASES, (REFUSED, UNKNOWN)):
-        pair = make_pair(LINEAR, ServerSizes(pp=2), ServerSizes(), "nixl", release, False)
+        pair = make_pair(LINEAR, PP_2, ONE, "nixl", release, False)
         assert (stock(pair).outcome, patched(pair).outcome) == (UNKNOWN, ours)
 
 
 def test_indivisible_kv_heads_prevent_startup():
     """4 ranks cannot share 6 heads."""
-    pair = make_pair(
-        plain_model(2, KVHeads(6, 8, 8)), ServerSizes(tp=4), ServerSizes(), "nixl", "0.5.23", False
-    )
+    model = plain_model(2, KVHeads(6, 8, 8))
+    pair = make_pair(model, ServerSizes(tp=4), ONE, "nixl", "0.5.23", False)
     for verdict in (stock(pair), patched(pair)):
         assert verdict.outcome == NO_START
         assert "6 KV heads" in verdict.reasons[0] and "TP size 4" in verdict.reasons[0]

@@ -1,4 +1,4 @@
-"""What the CPU host changes in imported modules, and why; most functions take the module."""
+"""What the CPU host changes in imported modules, and why."""
 
 import contextlib
 import functools
@@ -12,16 +12,18 @@ from types import ModuleType
 
 from pd_harness.cpu_host.adaptations_0_5_23 import NpuPoolTorch
 from pd_harness.cpu_host.file_lock import FileLock
+from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.cpu_host.streams import NoEvent, NoStream
 from pd_harness.releases import release
 
+NPU_POOLS = "sglang.srt.hardware_backend.npu.memory_pool_npu"
+NIXL_BUILDS = ("nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api")
 MAX_TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
-
-
 KEEP_ALIVE_S = 600
 PROGRESS_DELAY_US = 10_000
 
 
+@on_import_of("sglang.srt.disaggregation.ascend.transfer_engine")
 def skip_hccl(transfer_engine: ModuleType) -> None:
     """Initialize MemFabric's DEVICE_RDMA without HCCL, which the engine starts on an NPU first."""
     engine = transfer_engine.AscendTransferEngine
@@ -41,29 +43,27 @@ def skip_hccl(transfer_engine: ModuleType) -> None:
     setattr(engine, name, on_host)
 
 
+@on_import_of("torch")
 def stub_torch_streams(torch: ModuleType) -> None:
     """Stub streams and events, which the engine's PP event loop uses even on ``--device cpu``."""
     if torch.cuda.is_available():
         return
+    make_tensor = torch.tensor
+
+    @functools.wraps(make_tensor)
+    def make_unpinned(*args, pin_memory=False, **kwargs):  # DP attention pins small tensors
+        return make_tensor(*args, **kwargs)
+
     torch.cuda.Event = NoEvent
     torch.cuda.Stream = NoStream
     torch.cuda.current_stream = lambda device=None: NoStream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext(stream)
     torch.cuda.set_stream = lambda stream: None
     torch.cuda.synchronize = lambda device=None: None
-    torch.tensor = _without_pinning(torch.tensor)
+    torch.tensor = make_unpinned
 
 
-def _without_pinning(make):
-    """``make`` that ignores ``pin_memory``, with which DP attention makes small tensors."""
-
-    @functools.wraps(make)
-    def made(*args, pin_memory=False, **kwargs):
-        return make(*args, **kwargs)
-
-    return made
-
-
+@on_import_of("sglang.srt.configs.update_config")
 def disable_kv_head_padding(update_config: ModuleType) -> None:
     """Let the engine replicate KV heads as on an accelerator, instead of padding with dummy heads.
 
@@ -77,6 +77,7 @@ def disable_kv_head_padding(update_config: ModuleType) -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = unchanged
 
 
+@on_import_of(*NIXL_BUILDS)
 def map_vram_to_dram(nixl_api: ModuleType) -> None:
     """On the stock engine, let NIXL's "VRAM" mean host memory, where CPU pools are.
 
@@ -95,13 +96,16 @@ def map_vram_to_dram(nixl_api: ModuleType) -> None:
     agent.__init__ = make_with_host_memory
 
 
+@on_import_of("mooncake.engine")
 def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
-    """Limit Mooncake to `MAX_TCP_COPIES` copies at a time, for one caller of this server.
+    """Over TCP, limit Mooncake to `MAX_TCP_COPIES` copies at a time, for one caller of this server.
 
     Its TCP transport fails with some 2,000 concurrent copies in a process, and a caller spins until
     its copies are done: with more callers than cores, neither they nor anything else finishes in
     time. A server's processes share a folder for temporary files, and with it the lock.
     """
+    if not os.environ.get("MC_FORCE_TCP"):
+        return
     engine = mooncake_engine.TransferEngine
     write = engine.batch_transfer_sync_write
     file_lock = FileLock("mooncake")
@@ -118,12 +122,7 @@ def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
     engine.batch_transfer_sync_write = transfer_serialized
 
 
-def adapt_nixl(nixl_api: ModuleType) -> None:
-    """Make both changes to NIXL."""
-    map_vram_to_dram(nixl_api)
-    throttle_nixl_progress(nixl_api)
-
-
+@on_import_of(*NIXL_BUILDS)
 def throttle_nixl_progress(nixl_api: ModuleType) -> None:
     """Let the progress thread of NIXL's agents sleep between two polls.
 
@@ -139,6 +138,7 @@ def throttle_nixl_progress(nixl_api: ModuleType) -> None:
     nixl_api.nixlBind.nixlAgentConfig = PatientConfig
 
 
+@on_import_of("uvicorn.config")
 def extend_keep_alive(uvicorn_config: ModuleType) -> None:
     """Let HTTP servers keep idle connections for longer than the router does.
 
@@ -156,6 +156,7 @@ def extend_keep_alive(uvicorn_config: ModuleType) -> None:
     uvicorn_config.Config.__init__ = keeping
 
 
+@on_import_of("sglang.srt.distributed.parallel_state")
 def use_torch_collectives(parallel_state: ModuleType) -> None:
     """Let DP attention's ranks exchange tensors through torch, as on an NPU.
 
@@ -168,6 +169,7 @@ def use_torch_collectives(parallel_state: ModuleType) -> None:
         group.all_to_all_single = group._all_to_all_single
 
 
+@on_import_of("sglang.srt.layers.dp_attention")
 def use_torch_dp_copy(dp_attention: ModuleType) -> None:
     """Copy a rank's tokens into, or out of, those of all DP attention ranks without Triton."""
 
@@ -200,8 +202,9 @@ def with_npu_operators(memory_pool_npu: ModuleType) -> Iterator[None]:
     memory_pool_npu.torch = NpuPoolTorch("torch")
 
 
+@on_import_of("sglang.srt.layers.attention.torch_native_backend")
 def extend_torch_native_attention(torch_native_backend: ModuleType) -> None:
-    """Compute only the new tokens of a prompt's chunk; support DP padding and speculation.
+    """Compute only the new tokens of a prompt's chunk, and support DP padding.
 
     With DP attention the engine pads idle ranks and short batches with requests whose length each
     attention backend returns; the torch-native backend lacks that method.
@@ -212,9 +215,9 @@ def extend_torch_native_attention(torch_native_backend: ModuleType) -> None:
     backend._run_sdpa_forward_extend = extend
     for graph in ("cuda", "cpu"):  # later releases call the second
         setattr(backend, f"get_{graph}_graph_seq_len_fill_value", lambda self: 1)
-    support_speculation(torch_native_backend)
 
 
+@on_import_of("sglang.srt.layers.attention.attention_registry")
 def ascend_attention(attention_registry: ModuleType) -> None:
     """Register ``ascend`` as attention over the NPU pools without an NPU's kernels."""
 
@@ -226,6 +229,7 @@ def ascend_attention(attention_registry: ModuleType) -> None:
     attention_registry.ATTENTION_BACKENDS["ascend"] = make
 
 
+@on_import_of("sglang.srt.speculative.eagle_utils")
 def use_draft_chains(eagle_utils: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation
@@ -236,6 +240,7 @@ def use_draft_chains(eagle_utils: ModuleType) -> None:
     eagle_utils.verify_tree_greedy_func = speculation.verify_chains
 
 
+@on_import_of("sglang.srt.layers.attention.torch_native_backend")
 def support_speculation(torch_native_backend: ModuleType) -> None:
     """Let the backend, which supports prompts and single tokens, also verify and draft."""
     from pd_harness.cpu_host.speculation import with_decode_lengths, with_extend_lengths
@@ -254,6 +259,7 @@ def support_speculation(torch_native_backend: ModuleType) -> None:
     backend.forward_extend, backend.forward_decode = forward_extend, forward_decode
 
 
+@on_import_of("sglang.srt.speculative.draft_utils")
 def use_runner_attention(draft_utils: ModuleType) -> None:
     """Let a draft model use its model runner's attention backend.
 
@@ -269,6 +275,7 @@ def use_runner_attention(draft_utils: ModuleType) -> None:
     factory.create_draft_extend_backend = lambda self: self.draft_model_runner.attn_backend
 
 
+@on_import_of("sglang.srt.models.deepseek_common.attention_backend_handler")
 def force_absorbed_mla(attention_backend_handler: ModuleType) -> None:
     """Always compute MLA by the absorbed method, which reads K and V from the pool.
 

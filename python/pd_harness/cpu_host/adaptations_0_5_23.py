@@ -5,11 +5,19 @@ import logging
 import sys
 from types import ModuleType, SimpleNamespace
 
+from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.cpu_host.streams import NoStream
 
 STAGING_LOG_LINE = "KV comes through a staging buffer"  # in decode's log
+SLOT_MODULES = (
+    "sglang.kernels.ops.kvcache.cache_move",
+    "sglang.kernels.ops.speculative.cache_locs",
+    "sglang.kernels.ops.speculative.eagle",
+    "sglang.srt.mem_cache.allocation",
+)
 
 
+@on_import_of("transformers.utils.import_utils")
 def hide_torchvision(import_utils: ModuleType) -> None:
     """Hide the torchvision stub from transformers 5, whose import reads torchvision's values."""
     for name in ("is_torchvision_available", "is_torchvision_v2_available"):
@@ -17,12 +25,14 @@ def hide_torchvision(import_utils: ModuleType) -> None:
             setattr(import_utils, name, lambda: False)
 
 
+@on_import_of("sglang.srt.disaggregation.mooncake.conn")
 def disable_pinned_page_indices(conn: ModuleType) -> None:
     """Let Mooncake use NumPy page indices, since pinned memory needs an accelerator."""
     if hasattr(conn.MooncakeKVSender, "supports_host_tensor_indices"):
         conn.MooncakeKVSender.supports_host_tensor_indices = False
 
 
+@on_import_of("sglang.srt.disaggregation.common.staging_buffer")
 def stage_in_host_memory(staging_buffer: ModuleType) -> None:
     """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter."""
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
@@ -50,6 +60,7 @@ def _create_logged_stream(device) -> NoStream:
     return NoStream()
 
 
+@on_import_of("sglang.srt.disaggregation.common.staging_handler")
 def scatter_from_host_memory(staging_handler: ModuleType) -> None:
     """Let decode scatter a staging buffer into host memory, whose device has no index."""
     import torch
@@ -68,14 +79,7 @@ def scatter_from_host_memory(staging_handler: ModuleType) -> None:
     staging_handler.create_device_stream = _create_logged_stream
 
 
-SLOT_MODULES = (
-    "sglang.kernels.ops.kvcache.cache_move",
-    "sglang.kernels.ops.speculative.cache_locs",
-    "sglang.kernels.ops.speculative.eagle",
-    "sglang.srt.mem_cache.allocation",
-)
-
-
+@on_import_of(*SLOT_MODULES)
 def install_slot_functions(module: ModuleType) -> None:
     """Assign and move the slots of drafted tokens without ``sgl_kernel``."""
     from pd_harness.cpu_host import speculation_slots
@@ -83,6 +87,7 @@ def install_slot_functions(module: ModuleType) -> None:
     speculation_slots.install(module)
 
 
+@on_import_of("sglang.kernels.ops.speculative.spec_tree")
 def use_draft_chains(spec_tree: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation

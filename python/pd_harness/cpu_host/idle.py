@@ -14,6 +14,7 @@ import functools
 import time
 from types import ModuleType
 
+from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.cpu_host.scheduler_dump import QUEUES, at_path
 
 WORKING_SLEEP_S = 0.002  # of a scheduler that has requests and nothing to compute
@@ -22,6 +23,7 @@ MAX_DP_SLEEP_S = 0.05
 CONTROLLER_POLL_S = 0.1  # longest wait of an idle controller between two polls
 
 
+@on_import_of("sglang.srt.managers.scheduler")
 def throttle_schedulers(module: ModuleType) -> None:
     """Change how long idle schedulers sleep that run with ``--sleep-on-idle``."""
     scheduler = module.Scheduler
@@ -45,6 +47,7 @@ def throttle_schedulers(module: ModuleType) -> None:
     scheduler.idle_interval = WORKING_SLEEP_S
 
 
+@on_import_of("sglang.srt.managers.data_parallel_controller")
 def throttle_controllers(module: ModuleType) -> None:
     """Let the DP controller sleep until a request comes, with ``--sleep-on-idle``."""
     controller = module.DataParallelController

@@ -7,11 +7,28 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+Action = Callable[[ModuleType], None]
 Context = contextlib.AbstractContextManager
 
+# What `on_import_of` marks, by the module's name; `startup.activate` sets these hooks.
+HOOKS: dict[str, list[Action]] = {}
 
-def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` after the module ``name`` has been executed.
+
+def on_import_of(*names: str) -> Callable[[Action], Action]:
+    """Mark a function that the CPU host calls with each of these modules after its execution."""
+
+    def mark(action: Action) -> Action:
+        for name in names:
+            HOOKS.setdefault(name, []).append(action)
+        return action
+
+    return mark
+
+
+def after_import(name: str, *actions: Action) -> None:
+    """Call each ``action(module)`` after the module ``name`` has been executed.
+
+    A later hook of the same module replaces this one.
 
     Raises:
         RuntimeError: the module is already loaded, so others may have imported its old names.
@@ -20,7 +37,8 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
     @contextlib.contextmanager
     def then_act(module: ModuleType):
         yield
-        action(module)
+        for action in actions:
+            action(module)
 
     around_import(name, then_act)
 

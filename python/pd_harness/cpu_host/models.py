@@ -28,6 +28,7 @@ class TinyModel(abc.ABC):
     """
 
     family: ClassVar[str]
+    cache: ClassVar[str]  # format of the KV cache's part of the name
 
     layers: int = 4
     heads: int = 4
@@ -38,16 +39,10 @@ class TinyModel(abc.ABC):
     @property
     def name(self) -> str:
         """Name of the checkpoint's folder, which contains every parameter."""
+        cache = self.cache.format_map(vars(self))
         later_weight = "" if self.later_weight == 1 else f"-later{self.later_weight:g}"
-        return (
-            f"{self.family}-l{self.layers}-h{self.heads}-{self.cache_name}"
-            f"-e{self.hidden}-s{self.seed}{later_weight}"
-        )
-
-    @property
-    @abc.abstractmethod
-    def cache_name(self) -> str:
-        """The KV cache's part of the name."""
+        sizes = f"l{self.layers}-h{self.heads}-{cache}-e{self.hidden}"
+        return f"{self.family}-{sizes}-s{self.seed}{later_weight}"
 
     @abc.abstractmethod
     def network(self, **common):
@@ -87,13 +82,10 @@ class TinyGQA(TinyModel):
     """Grouped-query attention of the Qwen3 family with ``kv_heads`` KV heads."""
 
     family = "qwen3"
+    cache = "kv{kv_heads}-d{head_dim}"
 
     kv_heads: int = 4
     head_dim: int = 64
-
-    @property
-    def cache_name(self) -> str:
-        return f"kv{self.kv_heads}-d{self.head_dim}"
 
     def network(self, **common):
         from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -131,14 +123,11 @@ class TinyMLA(TinyModel):
     """
 
     family = "deepseek2"
+    cache = "c{latent}-r{rope}-d{head_dim}"
 
     latent: int = 64
     rope: int = 32
     head_dim: int = 32
-
-    @property
-    def cache_name(self) -> str:
-        return f"c{self.latent}-r{self.rope}-d{self.head_dim}"
 
     def network(self, **common):
         from transformers import DeepseekV2Config, DeepseekV2ForCausalLM

@@ -27,6 +27,7 @@ from collections import deque
 from pathlib import Path
 from types import ModuleType
 
+from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.polling import own_time
 
 FOLDER_VARIABLE = "SGLANG_PD_PROBE"
@@ -48,6 +49,7 @@ QUEUES = (
 MANAGER_QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
+@on_import_of("sglang.srt.managers.scheduler")
 def install_scheduler_dump(module: ModuleType) -> None:
     """Hook the engine's schedulers if the environment variables are set when they are created."""
     make = module.Scheduler.__init__

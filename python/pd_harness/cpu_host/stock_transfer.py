@@ -15,22 +15,41 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from pd_harness.cpu_host.adaptations import with_npu_operators
+from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.releases import release
 
 STOCK_TRANSFER_VARIABLE = "SGLANG_PD_STOCK_TRANSFER"
 DISAGGREGATION = "srt/disaggregation"
 NPU_POOLS = Path("srt/hardware_backend/npu/memory_pool_npu.py")
 BACKENDS = {"nixl": ["nixl"], "mooncake": ["mooncake"], "ascend": ["ascend", "mooncake"]}
+SENDS = ("send_kvcache", "send_kvcache_slice", "maybe_send_extra")
+SEND_METHODS = {
+    "MooncakeKVManager": SENDS,
+    "AscendKVManager": ("send_kvcache",),
+    "NixlKVManager": ("_prepare_payload_xfer", *SENDS),
+}
 
 
-def stock_transfer(describe: ModuleType) -> None:
-    """Make `make_kv_manager` of 0.5.9's module `pd.local_layout` install stock's sends in prefill.
+@on_import_of(*(f"sglang.srt.disaggregation.{backend}.conn" for backend in BACKENDS))
+def delete_planned_sends(conn: ModuleType) -> None:
+    """After 0.5.9, delete the patch set's sends from a backend's manager if the variable is set.
 
-    Later releases have no such function; see `stock_sends`.
+    They are methods of a subclass, so the engine's remain.
     """
+    if not os.environ.get(STOCK_TRANSFER_VARIABLE) or release() == "0.5.9":
+        return
+    for manager, names in SEND_METHODS.items():
+        for name in names:
+            if name in vars(vars(conn).get(manager, object)):
+                delattr(getattr(conn, manager), name)
+
+
+@on_import_of("sglang.srt.disaggregation.pd.local_layout")
+def wrap_make_kv_manager(local_layout: ModuleType) -> None:
+    """In 0.5.9, let the module's `make_kv_manager` install stock's sends in prefill."""
     if release() != "0.5.9":
         return
-    make = describe.make_kv_manager
+    make = local_layout.make_kv_manager
 
     @functools.wraps(make)
     def make_with_stock_transfer(queue, kv_args, mode):
@@ -40,7 +59,7 @@ def stock_transfer(describe: ModuleType) -> None:
             _install_stock_sends(manager, Path(folder), queue)
         return manager
 
-    describe.make_kv_manager = make_with_stock_transfer
+    local_layout.make_kv_manager = make_with_stock_transfer
 
 
 def _install_stock_sends(manager, folder: Path, queue) -> None:

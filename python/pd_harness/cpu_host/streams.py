@@ -1,20 +1,14 @@
 """Streams and events of a machine on which everything is synchronous."""
 
 
+def _nothing(self, *args, **kwargs) -> None:
+    """Return at once: no work is ever pending."""
+
+
 class NoEvent:
     """``torch.cuda.Event`` without asynchrony: every event has already happened."""
 
-    def __init__(self, *args, **kwargs):
-        self.recorded_on = None
-
-    def record(self, stream=None) -> None:
-        self.recorded_on = stream
-
-    def wait(self, stream=None) -> None:
-        """Return at once: no work is ever pending."""
-
-    def synchronize(self) -> None:
-        """Return at once: no work is ever pending."""
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -23,20 +17,7 @@ class NoEvent:
 class NoStream:
     """``torch.cuda.Stream`` without asynchrony."""
 
-    def __init__(self, *args, **kwargs):
-        """Ignore priority and device."""
+    __init__ = __exit__ = wait_stream = wait_event = synchronize = _nothing
 
     def __enter__(self):
         return self
-
-    def __exit__(self, kind, error, trace):
-        return False
-
-    def wait_stream(self, stream) -> None:
-        """Return at once: no work is ever pending."""
-
-    def wait_event(self, event) -> None:
-        """Return at once: no work is ever pending."""
-
-    def synchronize(self) -> None:
-        """Return at once: no work is ever pending."""

@@ -73,23 +73,20 @@ def _check_store(host: Host) -> Iterator[Finding]:
 
 
 def _check_ports(host: Host) -> Iterator[Finding]:
-    for name in (FIRST_PORT, LAST_PORT):
-        value = host.environ.get(name)
+    usual = f"MemFabric would use {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+    first, last = (host.environ.get(name) for name in (FIRST_PORT, LAST_PORT))
+    for name, value in ((FIRST_PORT, first), (LAST_PORT, last)):
         if value is None:
             continue
         if uses_store(host):
             advice = "only MemFabric 1.1.3 and later read it: unset it"
             yield warning(GROUP, name, value, advice)
         elif not value.isdecimal():
-            advice = (
-                f"expected a port; MemFabric would use {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
-            )
-            yield warning(GROUP, name, repr(value), advice)
+            yield warning(GROUP, name, repr(value), f"expected a port; {usual}")
         elif int(value) < MIN_PORT:
             advice = f"MemFabric accepts no port below {MIN_PORT}; the server would not start"
             yield wrong(GROUP, name, value, advice)
-    first, last = (host.environ.get(name, "") for name in (FIRST_PORT, LAST_PORT))
-    if first.isdecimal() and last.isdecimal() and int(first) > int(last):
-        usual = f"{DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
-        advice = f"MemFabric would use {usual} instead: give the lower port first"
+    numbers = [int(value) for value in (first, last) if value and value.isdecimal()]
+    if len(numbers) == 2 and numbers[0] > numbers[1]:
+        advice = f"{usual} instead: give the lower port first"
         yield warning(GROUP, "MemFabric's ports", f"{first} to {last}", advice)

@@ -26,17 +26,12 @@ def import_error(module: str) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine or an image.
-
-    environ: its environment variables. root: the folder with its /proc, /sys and /dev. folders:
-    where its Python finds packages. import_error: returns a module's import error (see above);
-    None if imports cannot be tried.
-    """
+    """A machine or an image."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    root: Path = Path("/")
-    folders: Sequence[str] = field(default_factory=lambda: sys.path)
-    import_error: Callable[[str], str] | None = import_error
+    root: Path = Path("/")  # the folder with its /proc, /sys and /dev
+    folders: Sequence[str] = field(default_factory=lambda: sys.path)  # of its Python's packages
+    import_error: Callable[[str], str] | None = import_error  # None: imports cannot be tried
 
     def path(self, name: str) -> Path:
         """Returns the path, below `root`, of an absolute name on the host."""
@@ -64,26 +59,18 @@ class Host:
     def _installed(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for one in distributions(path=list(self.folders)):
-            found.setdefault(_normalized_name(one.metadata["Name"] or ""), one.version)
+            name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
+            found.setdefault(name, one.version)
         return found
-
-
-def _normalized_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The server to be launched.
+    """The server to be launched."""
 
-    role: `prefill`, `decode`, or empty for either. backend: `nixl`, `mooncake` or `ascend`.
-    port: the server's. bootstrap_port: of prefill's bootstrap server. in_image: skips what only a
-    host has (devices, limits, ports, variables). nodes: the server's number of nodes.
-    """
-
-    role: str
-    backend: str
+    role: str  # `prefill`, `decode`, or empty for either
+    backend: str  # `nixl`, `mooncake` or `ascend`
     port: int
-    bootstrap_port: int
-    in_image: bool = False
+    bootstrap_port: int  # of prefill's bootstrap server
+    in_image: bool = False  # skips what only a host has: devices, limits, ports, variables
     nodes: int = 1

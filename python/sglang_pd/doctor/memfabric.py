@@ -17,6 +17,7 @@ RUNS_FILE = Path(__file__).with_name("memfabric_runs.json")
 
 Outcome = Literal["right", "fails", "hangs"]
 OUTCOME_TEXTS = {"right": "serves", "fails": "fails every request", "hangs": "lets requests hang"}
+SEVERITY = list(OUTCOME_TEXTS)
 
 
 class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,17 +35,13 @@ class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome of requests to one fleet.
-
-    memfabric, engine: releases. patched: whether both sides were. fleet: its name in the tests; a
-    stock engine can serve its layouts. outcome: `right` if every byte arrived.
-    """
+    """The outcome of requests to one fleet, whose layouts a stock engine can serve."""
 
     memfabric: str
     engine: str
-    patched: bool
-    fleet: str
-    outcome: Outcome
+    patched: bool  # on both sides
+    fleet: str  # its name in the tests
+    outcome: Outcome  # `right` if every byte arrived
 
 
 class CompatibilityTable(msgspec.Struct, frozen=True):
@@ -60,21 +57,13 @@ class CompatibilityTable(msgspec.Struct, frozen=True):
 
     def outcome(self, release: str, engine: str, patched: bool) -> Outcome | None:
         """Returns the worst outcome of the runs; None without a run."""
-        wanted = (release, engine, patched)
-        got = {
-            one.outcome for one in self.runs if (one.memfabric, one.engine, one.patched) == wanted
-        }
-        return max(got, key=list(OUTCOME_TEXTS).index, default=None)
+        return self.tried(engine, patched).get(release)
 
     def tried(self, engine: str, patched: bool) -> dict[str, Outcome]:
-        """Returns {MemFabric release: outcome}, oldest release first."""
-        wanted = {
-            one.memfabric for one in self.runs if (one.engine, one.patched) == (engine, patched)
-        }
-        return {
-            release: self.outcome(release, engine, patched)
-            for release in sorted(wanted, key=version_key)
-        }
+        """Returns {MemFabric release: worst outcome of its runs}, oldest release first."""
+        runs = [one for one in self.runs if (one.engine, one.patched) == (engine, patched)]
+        runs.sort(key=lambda one: (version_key(one.memfabric), SEVERITY.index(one.outcome)))
+        return {one.memfabric: one.outcome for one in runs}
 
     def expected(self, release: str, engine: str, patched: bool) -> tuple[str, Outcome] | None:
         """Returns a release that was run, and its outcome: this one, or one with like session ids.
@@ -85,7 +74,7 @@ class CompatibilityTable(msgspec.Struct, frozen=True):
         if release in tried:
             return release, tried[release]
         alike = [one for one in tried if kind and kind.has_same_session_ids_as(self.kind(one))]
-        worst = max(alike, key=lambda one: list(OUTCOME_TEXTS).index(tried[one]), default=None)
+        worst = max(alike, key=lambda one: SEVERITY.index(tried[one]), default=None)
         return (worst, tried[worst]) if worst else None
 
 

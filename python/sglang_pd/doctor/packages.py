@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import Host, LaunchOptions
-from sglang_pd.patchset.patches import Release
+from sglang_pd.patchset.patches import Release, public_version
 
 GROUP = "packages"
 # The distributions that each may be installed as.
@@ -56,15 +56,11 @@ def _version_finding(name: str, found: str, release: Release) -> Finding:
     if not found:
         where = "source its `set_env.sh`" if name == "CANN" else "install it for this Python"
         return wrong(GROUP, name, "not found", f"{where}, or choose another --backend")
-    if _public_version(found) in map(_public_version, tested):
+    if public_version(found) in map(public_version, tested):
         return ok(GROUP, name, found)
     known = f"were tested only with {', '.join(tested)}" if tested else "were never tested with it"
     advice = f"the patches {known}: run `sglang-pd verify` before you rely on it"
     return warning(GROUP, name, found, advice)
-
-
-def _public_version(version: str) -> str:
-    return version.split("+")[0]
 
 
 def cann_version(host: Host) -> str:

@@ -155,12 +155,8 @@ def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
 
 
 def _unequal_options(prefill: Server, decode: Server) -> Iterator[tuple[str, str]]:
-    flags = {
-        "disaggregation_transfer_backend": "--disaggregation-transfer-backend",
-        "page_size": "--page-size",
-        "kv_cache_dtype": "--kv-cache-dtype",
-    }
-    for field, flag in flags.items():
+    for field in ("disaggregation_transfer_backend", "page_size", "kv_cache_dtype"):
+        flag = f"--{field.replace('_', '-')}"
         left, right = getattr(prefill, field), getattr(decode, field)
         if left != right:
             yield f"{flag}: {left} and {right}", "start both servers with the same value"

@@ -16,6 +16,7 @@ from sglang_pd.grafting.symbols import (
     bases_statement,
     bindings,
     body_statements,
+    code_of,
     find_binding,
     fingerprint,
     imported_bindings,
@@ -27,8 +28,6 @@ from sglang_pd.grafting.symbols import (
 )
 
 WIDTH = 88
-SPACE = cst.SimpleWhitespace(" ")
-PAREN = (cst.LeftParen(), cst.RightParen())
 REMOVED = "REMOVED"  # in our file, a tuple of the engine's names to remove
 # In our file, a tuple of pairs: an engine definition that ours replaces, and its new name.
 RENAMED = "RENAMED"
@@ -60,12 +59,9 @@ class _Grafter:
 
     def run(self, engine: cst.Module, ours: cst.Module) -> tuple[bytes, dict[str, str | None]]:
         imports, typing, guarded, symbols = self._classify(ours)
-        symbols, removed, renamed = self._directives(symbols, "")
         bound = {name for s in ours.body if s not in guarded for name in bindings(s, self.module)}
-        our_symbols = {symbol_name(s): s for s in symbols}
-        body = self._remove_symbols(list(engine.body), removed, bound, "")
-        body = self._rename_definitions(body, renamed, our_symbols, "")
-        body = self._add_imports(body, imports, typing, {symbol_name(s) for s in symbols})
+        body, symbols, renamed = self._apply_directives(list(engine.body), symbols, "", bound)
+        body = self._add_imports(body, imports, typing, set(map(symbol_name, symbols)))
         body = self._add_guarded_imports(body, guarded, ours)
         body = self._merge_symbols(body, symbols, "", renamed)
         if body and not engine.body:
@@ -77,6 +73,10 @@ class _Grafter:
             text = f"{self.path}: the grafted file is not valid Python: {error}"
             raise GraftError(text) from error
         return grafted, self.before
+
+    def _where(self, scope: str) -> str:
+        """Names the engine's module or class in errors. scope: "", or a class with a final dot."""
+        return f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
 
     def _classify(self, ours: cst.Module):
         """Splits our module into imports, type-checking imports, guarded imports and symbols."""
@@ -134,7 +134,8 @@ class _Grafter:
                 continue
             known = [self._is_bound(name, at, table, typing) for name, at in names.items()]
             if not all(known):
-                wanted.append(_alias_text(alias))
+                as_name = f" as {alias.evaluated_alias}" if alias.asname else ""
+                wanted.append(alias.evaluated_name + as_name)
         if not wanted:
             return None
         if isinstance(node, cst.Import):
@@ -183,24 +184,31 @@ class _Grafter:
 
     # Removals and renames
 
-    def _directives(self, ours: Sequence, scope: str) -> tuple[list, list[str], dict[str, str]]:
-        """Splits our statements into symbols, removed names, and {renamed: new name}."""
-        rest = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
-        removed, renamed = (
-            self._parse_directive(ours, REMOVED, scope),
-            self._parse_directive(ours, RENAMED, scope),
-        )
+    def _apply_directives(
+        self, body: list, ours: Sequence, scope: str, bound: Iterable[str] = ()
+    ) -> tuple[list, list, dict[str, str]]:
+        """Removes and renames the engine's symbols as ours say.
+
+        bound: further names that our statements bind. Returns the engine's statements, our symbols,
+        and {renamed: new name}.
+        """
+        symbols = [s for s in ours if symbol_name(s) not in (REMOVED, RENAMED)]
+        by_name = {symbol_name(s): s for s in symbols}
+        removed = self._parse_directive(ours, REMOVED, scope)
+        renamed = self._parse_directive(ours, RENAMED, scope)
         names = [name for name, _ in renamed]
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} renames `{scope}{min(twice)}` twice")
-        return rest, removed, dict(renamed)
+        body = self._remove_symbols(body, removed, {*by_name, *bound}, scope)
+        body = self._rename_definitions(body, dict(renamed), by_name, scope)
+        return body, symbols, dict(renamed)
 
     def _parse_directive(self, ours: Sequence, name: str, scope: str) -> list:
         """Returns the elements that we assign to REMOVED (names) or RENAMED (pairs)."""
         found: list = []
         for statement in (s for s in ours if symbol_name(s) == name):
             try:
-                elements = ast.literal_eval(_code(statement.body[0].value).strip())
+                elements = ast.literal_eval(code_of(statement.body[0].value).strip())
             except ValueError:
                 elements = None
             is_element = _is_name if name == REMOVED else _is_pair
@@ -218,7 +226,7 @@ class _Grafter:
         self, body: list, names: dict[str, str], ours: dict, scope: str
     ) -> list:
         """Renames the engine's definitions whose names our definitions take."""
-        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        where = self._where(scope)
         for name, new in names.items():
             at, symbol = find_binding(body, name, where), scope + name
             if at is None or not isinstance(body[at], Definition):
@@ -226,9 +234,9 @@ class _Grafter:
                     f"our {self.path} renames `{symbol}`; {where} has no definition of it"
                 )
             if type(ours.get(name)) is not type(body[at]):
-                kind = _kind(body[at])
                 raise GraftError(
-                    f"our {self.path} renames the {kind} `{symbol}`, but does not define one"
+                    f"our {self.path} renames the {_kind(body[at])} `{symbol}`, but does not "
+                    "define one"
                 )
             if new in ours or any(new in bindings(s, self.module) for s in body):
                 raise GraftError(
@@ -251,7 +259,7 @@ class _Grafter:
 
     def _remove_symbols(self, body: list, names: list[str], ours: set, scope: str) -> list:
         """Removes our REMOVED names from the statements of the engine's module or class."""
-        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
+        where = self._where(scope)
         for name in names:
             at = find_binding(body, name, where, ("symbol", "import"))
             if at is None:
@@ -283,8 +291,7 @@ class _Grafter:
 
     def _add_guarded_imports(self, body: list, blocks: list[cst.If], ours: cst.Module) -> list:
         """Adds our guarded imports to the engine's statements, below its imports."""
-        place = _after_imports(body)
-        where = f"the engine's {self.path}"
+        place, where = _after_imports(body), self._where("")
         added = []
         for block in blocks:
             names = self._guarded_names(block, ours)
@@ -325,14 +332,10 @@ class _Grafter:
 
     def _check_guard_test(self, block: cst.If, top: list) -> None:
         """Checks that the test's names are imported above it, which compiling does not check."""
-        tree = ast.parse(_code(block.test).strip(), mode="eval")
+        tree = ast.parse(code_of(block.test).strip(), mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        bound = {
-            name
-            for statement in top
-            for name, how in bindings(statement, self.module).items()
-            if how.kind == "import"
-        }
+        above = (item for s in top for item in bindings(s, self.module).items())
+        bound = {name for name, how in above if how.kind == "import"}
         if missing := names - bound - set(dir(builtins)):
             raise GraftError(
                 f"our {self.path}: `{_first_line(block)}` needs {_quoted(missing)}, which nothing "
@@ -345,8 +348,12 @@ class _Grafter:
         self, body: list, ours: Sequence, scope: str, renamed: dict[str, str]
     ) -> list:
         """Replaces or adds our symbols in the statements of the engine's module or class."""
-        where = f"the engine's {self.path}{f', class {scope[:-1]}' if scope else ''}"
-        names = [self._require_name(statement, scope) for statement in ours]
+        where, names = self._where(scope), list(map(symbol_name, ours))
+        if None in names:
+            raise GraftError(
+                f"our {self.path}: `{_first_line(ours[names.index(None)])}` in "
+                f"{scope[:-1] or 'the module'} is not a function, class or assignment to one name"
+            )
         if twice := {name for name in names if names.count(name) > 1}:
             raise GraftError(f"our {self.path} defines `{scope}{min(twice)}` twice")
         known = {name for name in names if find_binding(body, name, where) is not None}
@@ -366,15 +373,6 @@ class _Grafter:
                 at = self._insertion_index(body, ours, k, known, where, scope)
             body.insert(at, _with_blank_lines(statement, 1 if scope else 2))
         return body
-
-    def _require_name(self, statement: cst.CSTNode, scope: str) -> str:
-        name = symbol_name(statement)
-        if name is None:
-            raise GraftError(
-                f"our {self.path}: `{_first_line(statement)}` in {scope[:-1] or 'the module'} "
-                "is not a function, class or assignment to one name"
-            )
-        return name
 
     def _check_new(self, statement: cst.CSTNode, symbol: str) -> None:
         inner = statement.body.body if isinstance(statement, cst.ClassDef) else ()
@@ -406,21 +404,22 @@ class _Grafter:
             kept, _ = _split_comments(old.leading_lines)
             _, comments = _split_comments(new.leading_lines)
             return new.with_changes(leading_lines=[*kept, *comments])
-        if _decorators(new) not in ("", _decorators(old)):
+        theirs, wanted = (
+            " ".join(f"@{code_of(one.decorator)}" for one in node.decorators) for node in (old, new)
+        )
+        if wanted not in ("", theirs):
             raise GraftError(
-                f"{self.path}: `class {symbol}` has `{_decorators(new)}` in ours, "
-                f"`{_decorators(old)}` in the engine; an opened class must repeat the engine's "
-                "decorators, or omit them"
+                f"{self.path}: `class {symbol}` has `{wanted}` in ours, `{theirs}` in the engine; "
+                "an opened class must repeat the engine's decorators, or omit them"
             )
         old = self._with_bases(old, new, symbol)
+        scope = f"{symbol}."
         members = _without_docstring(body_statements(new, f"our {self.path}"))
-        members, removed, renamed = self._directives(members, f"{symbol}.")
-        our_symbols = {symbol_name(s): s for s in members}
-        body = body_statements(old, f"the engine's {self.path}")
-        body = self._remove_symbols(body, removed, set(our_symbols), f"{symbol}.")
-        body = self._rename_definitions(body, renamed, our_symbols, f"{symbol}.")
-        body = self._merge_symbols(body, members, f"{symbol}.", renamed)
-        return old.with_deep_changes(old.body, body=body)
+        body = body_statements(old, self._where(""))
+        body, members, renamed = self._apply_directives(body, members, scope)
+        return old.with_deep_changes(
+            old.body, body=self._merge_symbols(body, members, scope, renamed)
+        )
 
     def _with_bases(self, old: cst.ClassDef, new: cst.ClassDef, symbol: str) -> cst.ClassDef:
         """Returns the engine's class with our additional bases before its own."""
@@ -430,21 +429,19 @@ class _Grafter:
             return old
         if [*added, *theirs] != wanted or any("=" in base for base in added):
             raise GraftError(
-                f"{self.path}: `class {symbol}` has `{_format_bases(wanted)}` in ours, "
-                f"`{_format_bases(theirs)}` in the engine; an opened class must repeat the "
+                f"{self.path}: `class {symbol}` has `({', '.join(wanted)})` in ours, "
+                f"`({', '.join(theirs)})` in the engine; an opened class must repeat the "
                 "engine's bases, with its own before them, or omit them"
             )
         self.before[f"{symbol}.{BASES}"] = fingerprint(bases_statement(old))
         front = cst.parse_statement(f"class C({', '.join(added)}): ...").bases
-        comma = cst.Comma(whitespace_after=SPACE)
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         front = [arg.with_changes(comma=comma) for arg in front]
         if not theirs:
             front[-1] = front[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return old.with_changes(bases=[*front, *old.bases], lpar=PAREN[0], rpar=PAREN[1])
-
-
-def _format_bases(names: list[str]) -> str:
-    return f"({', '.join(names)})"
+        return old.with_changes(
+            bases=[*front, *old.bases], lpar=cst.LeftParen(), rpar=cst.RightParen()
+        )
 
 
 def _is_name(element: object) -> bool:
@@ -457,26 +454,15 @@ def _is_pair(element: object) -> bool:
 
 def _without_names(statement: cst.CSTNode, names: set[str]) -> cst.CSTNode | None:
     """Returns the statement without what binds these names; None if nothing is left of it."""
-    imports = imports_of(statement)
     kept = []
-    for node in imports:
-        if isinstance(node.names, cst.ImportStar):
-            kept.append(node)
-            continue
-        aliases = [a for a in node.names if _bound_name(a, node) not in names]
-        if len(aliases) == len(node.names):
+    for node in imports_of(statement):
+        aliases = [a for a, bound in imported_bindings(node, "") if names.isdisjoint(bound)]
+        if isinstance(node.names, cst.ImportStar) or len(aliases) == len(node.names):
             kept.append(node)
         elif aliases:
             aliases[-1] = aliases[-1].with_changes(comma=node.names[-1].comma)
             kept.append(node.with_changes(names=aliases))
     return statement.with_changes(body=kept) if kept else None
-
-
-def _bound_name(alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom) -> str:
-    if alias.asname:
-        return alias.evaluated_alias
-    name = alias.evaluated_name
-    return name.split(".")[0] if isinstance(node, cst.Import) else name
 
 
 def _without_docstring(body: Sequence) -> list:
@@ -506,10 +492,6 @@ def _after_fields(body: list) -> int:
     return fields[-1] if fields else len(body) - len(_without_docstring(body))
 
 
-def _alias_text(alias: cst.ImportAlias) -> str:
-    return alias.evaluated_name + (f" as {alias.evaluated_alias}" if alias.asname else "")
-
-
 def _split_comments(lines: Sequence[cst.EmptyLine]) -> tuple[list, list]:
     """Splits the lines above a statement into separate ones and the comments that touch it."""
     k = len(lines)
@@ -526,17 +508,9 @@ def _with_blank_lines(statement: cst.CSTNode, blanks: int) -> cst.CSTNode:
     return statement.with_changes(leading_lines=[*[BLANK] * blanks, *lines])
 
 
-def _decorators(node: cst.ClassDef) -> str:
-    return " ".join(f"@{_code(decorator.decorator)}" for decorator in node.decorators)
-
-
-def _code(node: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(node)
-
-
 def _first_line(statement: cst.CSTNode) -> str:
     """Returns a statement's first line, without comments above it."""
-    return _code(statement.with_changes(leading_lines=())).strip().split("\n")[0]
+    return code_of(statement.with_changes(leading_lines=())).strip().split("\n")[0]
 
 
 def _quoted(names: Iterable[str]) -> str:

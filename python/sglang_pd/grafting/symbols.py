@@ -9,7 +9,6 @@ from typing import Literal
 import libcst as cst
 
 Definition = (cst.FunctionDef, cst.ClassDef)
-_EMPTY_MODULE = cst.Module([])
 
 
 class GraftError(Exception):
@@ -28,6 +27,10 @@ class Binding:
 
     kind: Literal["symbol", "import", "typing", "guarded", "other"]
     origin: str = ""
+
+
+def code_of(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
 
 
 @lru_cache(maxsize=256)
@@ -114,23 +117,20 @@ def symbol_name(statement: cst.CSTNode) -> str | None:
     """Returns the name that the statement defines; None unless it defines exactly one."""
     if isinstance(statement, Definition):
         return statement.name.value
-    if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
-        small = statement.body[0]
-        if isinstance(small, cst.AnnAssign):
-            target = small.target
-        elif isinstance(small, cst.Assign) and len(small.targets) == 1:
-            target = small.targets[0].target
-        else:
-            return None
-        return target.value if isinstance(target, cst.Name) else None
-    return None
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return None
+    small, target = statement.body[0], None
+    if isinstance(small, cst.AnnAssign):
+        target = small.target
+    elif isinstance(small, cst.Assign) and len(small.targets) == 1:
+        target = small.targets[0].target
+    return target.value if isinstance(target, cst.Name) else None
 
 
 @cache
 def bindings(statement: cst.CSTNode, module: str) -> dict[str, Binding]:
     """Returns every name that a statement binds in its module's or class's body."""
-    name = symbol_name(statement)
-    if name is not None:
+    if name := symbol_name(statement):
         return {name: Binding("symbol")}
     if isinstance(statement, cst.SimpleStatementLine):
         kind = "import"
@@ -167,14 +167,12 @@ class _Collector(cst.CSTVisitor):
     visit_FunctionDef = visit_ClassDef = _definition
 
     def _target(self, node: cst.CSTNode) -> None:
-        for name in _target_names(node.target):
+        target = node.name if isinstance(node, cst.AsName) else node.target
+        for name in _target_names(target):
             self.found[name] = Binding("other")
 
     visit_AssignTarget = visit_AnnAssign = visit_AugAssign = visit_For = visit_NamedExpr = _target
-
-    def visit_AsName(self, node: cst.AsName) -> None:
-        for name in _target_names(node.name):
-            self.found[name] = Binding("other")
+    visit_AsName = _target
 
     def _skip_scope(self, node: cst.CSTNode) -> bool:
         return False
@@ -245,7 +243,7 @@ def bases(node: cst.ClassDef) -> list[str]:
     """Returns the bases and keywords of a class, each without spaces."""
     even = {"comma": cst.MaybeSentinel.DEFAULT, "whitespace_after_arg": cst.SimpleWhitespace("")}
     args = (arg.with_changes(**even) for arg in (*node.bases, *node.keywords))
-    return ["".join(_EMPTY_MODULE.code_for_node(arg).split()) for arg in args]
+    return ["".join(code_of(arg).split()) for arg in args]
 
 
 def bases_statement(node: cst.ClassDef) -> cst.CSTNode:
@@ -278,5 +276,4 @@ def fingerprint(node: cst.CSTNode | None) -> str | None:
     """Returns SHA-256 (hex) of a symbol with decorators, without indentation or comments above."""
     if node is None:
         return None
-    text = _EMPTY_MODULE.code_for_node(node.with_changes(leading_lines=()))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(code_of(node.with_changes(leading_lines=())).encode()).hexdigest()

@@ -4,19 +4,19 @@ import base64
 import csv
 import hashlib
 import io
-import os
 
 
 def record_entry(name: str, content: bytes | None) -> str:
     """Formats a row of RECORD; without hash and size if the content is None."""
-    if content is None:
-        fields = [name, "", ""]
-    else:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        fields = [name, f"sha256={digest}", str(len(content))]
     row = io.StringIO()
-    csv.writer(row, lineterminator="").writerow(fields)
+    rest = ["", ""] if content is None else [_record_hash(content), len(content)]
+    csv.writer(row, lineterminator="").writerow([name, *rest])
     return row.getvalue()
+
+
+def _record_hash(content: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+    return f"sha256={digest.rstrip(b'=').decode()}"
 
 
 def read(record: bytes) -> dict[str, tuple[str, str]]:
@@ -40,7 +40,4 @@ def with_entries(record: bytes, files: dict[str, bytes | None]) -> bytes:
 
 def has_other_hash(record: bytes, name: str, content: bytes) -> bool:
     """Whether RECORD lists the file with another hash."""
-    known = read(record).get(name, ("", ""))[0]
-    return (
-        bool(known) and known != read((record_entry(name, content) + os.linesep).encode())[name][0]
-    )
+    return read(record).get(name, ("", ""))[0] not in ("", _record_hash(content))

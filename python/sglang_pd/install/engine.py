@@ -12,14 +12,11 @@ from sglang_pd.errors import ExitCode, Refusal
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine.
+    """An engine, installed or a checkout."""
 
-    root: the folder `sglang/`. version: None if unknown. dist_record: its RECORD, if installed.
-    """
-
-    root: Path
-    version: str | None
-    dist_record: Path | None
+    root: Path  # the folder `sglang/`
+    version: str | None  # None if unknown
+    dist_record: Path | None  # its RECORD, if installed
 
     def prefix(self) -> str:
         """Returns the engine's folder relative to where its diff applies, with a final slash."""
@@ -34,7 +31,7 @@ def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
 
     release: overrides the engine's version. Raises Refusal NO_ENGINE.
     """
-    root = _at(path) if path else _importable()
+    root = _find_root(path)
     installed = _distribution(root)
     files = installed.files if installed else []
     dist_record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
@@ -46,28 +43,23 @@ def _is_engine(folder: Path) -> bool:
     return (folder / "__init__.py").is_file() and (folder / "srt").is_dir()
 
 
-def _at(path: Path) -> Path:
-    candidates = [path, path / "sglang", path / "python" / "sglang"]
-    for folder in candidates:
+def _find_root(path: Path | None) -> Path:
+    below = [path, path / "sglang", path / "python" / "sglang"] if path else []
+    for folder in below or _package_folders():
         if _is_engine(folder):
             return folder.resolve()
-    looked = ", ".join(map(str, candidates))
-    raise Refusal(
-        ExitCode.NO_ENGINE,
-        f"no SGLang at {path}: none of {looked} has `__init__.py` and `srt/`. Pass the `sglang/` "
-        "folder, the site-packages folder that contains it, or a checkout as --engine",
-    )
-
-
-def _importable() -> Path:
-    for folder in _package_folders():
-        if _is_engine(folder):
-            return folder.resolve()
-    raise Refusal(
-        ExitCode.NO_ENGINE,
-        f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
-        "the engine, or pass the engine's folder as --engine",
-    )
+    if path:
+        text = (
+            f"no SGLang at {path}: none of {', '.join(map(str, below))} has `__init__.py` and "
+            "`srt/`. Pass the `sglang/` folder, the site-packages folder that contains it, or a "
+            "checkout as --engine"
+        )
+    else:
+        text = (
+            f"no SGLang that {sys.executable} can import. Run sglang-pd with the Python that runs "
+            "the engine, or pass the engine's folder as --engine"
+        )
+    raise Refusal(ExitCode.NO_ENGINE, text)
 
 
 def _package_folders() -> Iterator[Path]:

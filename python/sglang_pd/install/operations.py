@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
 
@@ -18,18 +18,19 @@ from sglang_pd.patchset.patches import Patch, Release
 
 @dataclass(frozen=True)
 class Status:
-    """The state of an engine, of its patches and of its symbols.
+    """The state of an engine with a release's patch set, of its patches and of its symbols.
 
-    A state is `applied`, `absent`, `half-applied`, `drifted` or `outdated`. edited: files changed
-    by someone since `apply`. drifts: why `apply` would refuse. notes: what else a user should know.
+    A state is `applied`, `absent`, `half-applied`, `drifted` or `outdated`.
     """
 
+    engine: Engine
+    release: Release
     state: str
     patches: list[tuple[Patch, str]]
     symbols: dict[str, str]
-    edited: list[str]
-    drifts: list[Drift]
-    notes: list[str]
+    edited: list[str]  # files changed by someone since `apply`
+    drifts: list[Drift]  # why `apply` would refuse
+    notes: list[str]  # what else a user should know
 
 
 def apply(
@@ -97,7 +98,7 @@ def status(engine: Engine, release: Release) -> Status:
     ]
     notes = [*release_notes(engine, release), *_notes(engine, journal, state)]
     edited = [path for path, at in files.items() if at == "edited"]
-    return Status(state, patches, symbols, edited, drifts, notes)
+    return Status(engine, release, state, patches, symbols, edited, drifts, notes)
 
 
 def diff(engine: Engine, release: Release) -> Iterator[bytes]:
@@ -136,21 +137,26 @@ def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> li
     return [*edits, Edit(name, old, dist_record.with_entries(old, listed))]
 
 
+def changed_since_installation(engine: Engine, paths: Iterable[str]) -> list[str]:
+    """Returns those of the engine's files that RECORD lists with another hash."""
+    if engine.dist_record is None:
+        return []
+    rows, found = engine.dist_record.read_bytes(), []
+    for path in paths:
+        name, content = f"{engine.root.name}/{path}", read_file(engine.root / path)
+        if content is not None and dist_record.has_other_hash(rows, name, content):
+            found.append(path)
+    return found
+
+
 def _drift_refusal(engine: Engine, release: Release, drifts: list[Drift]) -> Refusal:
     """Returns EDITED if by RECORD a drifted file was changed since installation, else DRIFTED."""
-    rows = engine.dist_record.read_bytes() if engine.dist_record else b""
-    changed = set()
-    for path in {drift.path for drift in drifts}:
-        content = read_file(engine.root / path)
-        if content is not None and dist_record.has_other_hash(
-            rows, f"{engine.root.name}/{path}", content
-        ):
-            changed.add(path)
+    changed = changed_since_installation(engine, sorted({drift.path for drift in drifts}))
     lines = "\n".join(f"  {drift}" for drift in drifts)
     if changed:
         return Refusal(
             ExitCode.EDITED,
-            f"edited since the engine was installed: {', '.join(sorted(changed))} (in "
+            f"edited since the engine was installed: {', '.join(changed)} (in "
             f"{engine.root}):\n{lines}\n"
             "Nothing was written. Reinstall the engine, or undo these edits.",
         )

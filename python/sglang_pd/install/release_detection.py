@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sglang_pd.errors import ExitCode, Refusal
+from sglang_pd.errors import Refusal
 from sglang_pd.install.engine import Engine
 from sglang_pd.install.transaction import Journal, originals, read_journal
 from sglang_pd.patchset.edits import Drift, is_applied, plan
@@ -12,6 +12,7 @@ from sglang_pd.patchset.patches import (
     public_version,
     supported_releases,
     symbol_ids,
+    unsupported,
 )
 
 MAX_SHOWN = 10  # drifts that a refusal lists
@@ -64,16 +65,11 @@ def release_notes(engine: Engine, release: Release) -> list[str]:
 
 def _nearest_match(engine: Engine, journal: Journal | None) -> ReleaseMatch:
     """Returns the release with the smallest share of differing symbols, of several the newest."""
-    matches = [
-        _match(engine, journal, load_release(name)) for name in reversed(supported_releases())
-    ]
+    read, matches = originals(engine.root, journal), []
+    for release in map(load_release, reversed(supported_releases())):
+        is_patched = not journal and is_applied(release, read)
+        matches.append(ReleaseMatch(release, [] if is_patched else plan(release, read)[1]))
     return min(matches, key=lambda match: match.differing / match.symbols)
-
-
-def _match(engine: Engine, journal: Journal | None, release: Release) -> ReleaseMatch:
-    read = originals(engine.root, journal)
-    drifts = [] if not journal and is_applied(release, read) else plan(release, read)[1]
-    return ReleaseMatch(release, drifts)
 
 
 def _unsupported_refusal(engine: Engine, nearest: ReleaseMatch) -> Refusal:
@@ -82,11 +78,9 @@ def _unsupported_refusal(engine: Engine, nearest: ReleaseMatch) -> Refusal:
     if len(nearest.drifts) > MAX_SHOWN:
         lines.append(f"  and {len(nearest.drifts) - MAX_SHOWN} more")
     shown = "\n".join(lines)
-    return Refusal(
-        ExitCode.UNSUPPORTED,
-        f"{engine.root}: {name} is not supported; this patch set supports "
-        f"{', '.join(supported_releases())}. "
-        f"The nearest is {nearest.release.name}: {nearest.differing} of {nearest.symbols} symbols "
-        f"that it patches differ:\n{shown}\n"
+    return unsupported(
+        f"{engine.root}: {name}",
+        f". The nearest is {nearest.release.name}: {nearest.differing} of {nearest.symbols} "
+        f"symbols that it patches differ:\n{shown}\n"
         "Nothing was written. Install a supported release, or a newer sglang-pd.",
     )

@@ -8,9 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_pd import __version__
-from sglang_pd.install.engine import Engine
 from sglang_pd.install.operations import Status
-from sglang_pd.patchset.patches import Patch, PatchRecord, Release
+from sglang_pd.patchset.patches import Patch, PatchRecord
 
 COLOURS = {
     "applied": "green",
@@ -21,18 +20,15 @@ COLOURS = {
     "carried": "blue",
     "missing": "yellow",
 }
-KINDS = {
-    "mission": "mission",
-    "layouts": "other layouts",
-    "hardening": "hardening",
-}
+KINDS = {"mission": "mission", "layouts": "other layouts", "hardening": "hardening"}
 
 
-def as_json(engine: Engine, release: Release, status: Status) -> dict:
+def as_json(status: Status) -> dict:
     """Returns the status, with the states of every patch and of its symbols."""
+    release = status.release
     return {
         "tool": __version__,
-        "engine": _engine(engine, release),
+        "engine": _engine(status),
         "state": status.state,
         "patches": [
             {**_patch(patch), "state": state, "symbols": _symbols(patch, status)}
@@ -47,17 +43,16 @@ def as_json(engine: Engine, release: Release, status: Status) -> dict:
     }
 
 
-def show(engine: Engine, release: Release, status: Status, console: Console) -> None:
+def show(status: Status, console: Console) -> None:
     """Prints a table in the records' order, then edited files, drifts and notes."""
-    console.print(_heading(engine, release).append(status.state, COLOURS[status.state]))
+    release = status.release
+    console.print(_heading(status).append(status.state, COLOURS[status.state]))
     states = {patch.id: Text(state, COLOURS[state]) for patch, state in status.patches}
     for patch in release.carried:
         states[patch.id] = Text(f"carried by SGLang {release.name}", COLOURS["carried"])
     for patch in release.missing:
         states[patch.id] = Text(f"{patch.need}, no edit yet", COLOURS["missing"])
-    table = Table(box=None, pad_edge=False)
-    for heading in ("patch", "state", "upstream", "title"):
-        table.add_column(heading)
+    table = Table("patch", "state", "upstream", "title", box=None, pad_edge=False)
     for kind, patches in groupby(release.all_patches, key=lambda patch: patch.kind):
         table.add_row(Text(f"{KINDS[kind]}:", "bold"))
         for patch in patches:
@@ -72,60 +67,57 @@ def show(engine: Engine, release: Release, status: Status, console: Console) -> 
         console.print(Text(note))
 
 
-def patch_state(record: PatchRecord, release: Release, status: Status) -> str:
+def patch_state(record: PatchRecord, status: Status) -> str:
     """Returns a patch's state: one of Status, `carried`, `missing` (needed, no edit), `unknown`."""
     states = {patch.id: state for patch, state in status.patches}
-    states |= {patch.id: "carried" for patch in release.carried}
-    states |= {patch.id: "missing" for patch in release.missing}
+    states |= {patch.id: "carried" for patch in status.release.carried}
+    states |= {patch.id: "missing" for patch in status.release.missing}
     return states.get(record.id, "unknown")
 
 
-def patch_as_json(record: PatchRecord, engine: Engine, release: Release, status: Status) -> dict:
+def patch_as_json(record: PatchRecord, status: Status) -> dict:
     """Returns the whole record, and its state and symbols in this engine."""
-    ours = [patch for patch, _ in status.patches if patch.id == record.id]
     return {
         **msgspec.to_builtins(record),
-        "engine": _engine(engine, release),
-        "state": patch_state(record, release, status),
-        "symbols": {at: state for patch in ours for at, state in _symbols(patch, status).items()},
+        "engine": _engine(status),
+        "state": patch_state(record, status),
+        "symbols": _record_symbols(record, status),
     }
 
 
-def show_patch(
-    record: PatchRecord, engine: Engine, release: Release, status: Status, console: Console
-) -> None:
+def show_patch(record: PatchRecord, status: Status, console: Console) -> None:
     """Prints the whole record: its purpose, this release's part of it, and the other releases'."""
-    state = patch_state(record, release, status)
-    console.print(_heading(engine, release).append(state, COLOURS.get(state, "")))
+    state, release = patch_state(record, status), status.release.name
+    console.print(_heading(status).append(state, COLOURS.get(state, "")))
     console.print(Text(f"{record.id} ({KINDS[record.kind]}): {record.title}", "bold"))
-    stand = record.at(release.name)
-    _print_field(console, "upstream", record.upstream)
-    _print_field(console, "symptom", record.symptom)
-    _print_field(console, "cause", record.cause)
-    _print_field(console, "drop when", record.drop_when)
-    needs = (stand.state if stand else "not examined", stand.what if stand else "")
-    _print_field(console, f"SGLang {release.name}", ": ".join(filter(None, needs)))
-    _print_field(console, "change", stand.change if stand else "")
-    _print_field(console, "names", "; ".join(stand.names) if stand else "")
-    others = (f"{name} {record.at(name).state}" for name in record.releases if name != release.name)
-    _print_field(console, "other releases", ", ".join(others))
-    for patch, _ in status.patches:
-        if patch.id == record.id:
-            for symbol, at in _symbols(patch, status).items():
-                console.print(Text("  ").append(f"{at:<12}", COLOURS[at]).append(f" {symbol}"))
+    here = record.at(release)
+    need = ": ".join(filter(None, (here.state, here.what))) if here else "not examined"
+    others = (f"{name} {record.at(name).state}" for name in record.releases if name != release)
+    fields = {
+        "upstream": record.upstream,
+        "symptom": record.symptom,
+        "cause": record.cause,
+        "drop when": record.drop_when,
+        f"SGLang {release}": need,
+        "change": here.change if here else "",
+        "names": "; ".join(here.names) if here else "",
+        "other releases": ", ".join(others),
+    }
+    for label, text in fields.items():
+        if text:
+            console.print(Text(f"{label}: ", "bold").append(text, "not bold"))
+    for symbol, at in _record_symbols(record, status).items():
+        console.print(Text("  ").append(f"{at:<12}", COLOURS[at]).append(f" {symbol}"))
 
 
-def _print_field(console: Console, label: str, text: str) -> None:
-    if text:
-        console.print(Text(f"{label}: ", "bold").append(text, "not bold"))
+def _heading(status: Status) -> Text:
+    version = status.engine.version or status.release.name
+    return Text(f"SGLang {version} at {status.engine.root}: ")
 
 
-def _heading(engine: Engine, release: Release) -> Text:
-    return Text(f"SGLang {engine.version or release.name} at {engine.root}: ")
-
-
-def _engine(engine: Engine, release: Release) -> dict:
-    return {"path": str(engine.root), "version": engine.version, "release": release.name}
+def _engine(status: Status) -> dict:
+    engine, release = status.engine, status.release.name
+    return {"path": str(engine.root), "version": engine.version, "release": release}
 
 
 def _patch(patch: Patch) -> dict:
@@ -135,3 +127,8 @@ def _patch(patch: Patch) -> dict:
 
 def _symbols(patch: Patch, status: Status) -> dict[str, str]:
     return {symbol: at for symbol, at in status.symbols.items() if patch.owns(symbol)}
+
+
+def _record_symbols(record: PatchRecord, status: Status) -> dict[str, str]:
+    ours = (patch for patch, _ in status.patches if patch.id == record.id)
+    return next((_symbols(patch, status) for patch in ours), {})

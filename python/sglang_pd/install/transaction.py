@@ -42,8 +42,8 @@ class Journal(msgspec.Struct, frozen=True):
     folders: list[str]
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def sha256(content: bytes | None) -> str | None:
+    return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 def read_file(path: Path) -> bytes | None:
@@ -89,8 +89,7 @@ def read_journal(root: Path) -> Journal | None:
 
 def file_state(root: Path, entry: JournalEntry) -> str:
     """Returns `old`, `new`, or `edited` if the file is neither."""
-    content = read_file(root / entry.path)
-    digest = None if content is None else sha256(content)
+    digest = sha256(read_file(root / entry.path))
     return "new" if digest == entry.new else "old" if digest == entry.old else "edited"
 
 
@@ -219,7 +218,7 @@ def check_undoable(root: Path, journal: Journal) -> None:
     for entry in journal.entries:
         saved = root / STATE_FOLDER / "old" / entry.staged
         is_needed = entry.old is not None and states[entry.path] == "new"
-        if is_needed and sha256(read_file(saved) or b"") != entry.old:
+        if is_needed and sha256(read_file(saved)) != entry.old:
             raise Refusal(
                 ExitCode.IO,
                 f"the original of {entry.path} is missing or damaged at {saved}; reinstall SGLang",
@@ -253,11 +252,7 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
             stat = like.stat()
             os.utime(scratch / "old" / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         _write(scratch / "new" / name, edit.new, like)
-        entries.append(
-            JournalEntry(
-                edit.path, name, None if edit.old is None else sha256(edit.old), sha256(edit.new)
-            )
-        )
+        entries.append(JournalEntry(edit.path, name, sha256(edit.old), sha256(edit.new)))
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
     text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
     _write(scratch / "journal.json", text, root / "__init__.py")

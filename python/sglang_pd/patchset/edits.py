@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import libcst as cst
 
-from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.grafting.symbols import GraftError, fingerprint, lookup, parse
-from sglang_pd.patchset.patches import Fingerprints, Release
+from sglang_pd.patchset.patches import Fingerprints, Release, outdated_fingerprints
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -59,13 +59,9 @@ def plan(release: Release, read: ReadFile) -> tuple[list[Edit], list[Drift]]:
             except GraftError as error:
                 drifts.append(Drift(path, "", str(error)))
                 continue
-            if set(before) != set(known):
-                differ = ", ".join(sorted(set(before) ^ set(known)))
-                raise Refusal(
-                    ExitCode.PATCH_SET,
-                    f"fingerprints of {path} do not match the patch set ({differ}): run `python -m "
-                    f"sglang_pd.patchset.fingerprints --release {release.name}` on an unmodified "
-                    "engine",
+            if differ := set(before) ^ set(known):
+                raise outdated_fingerprints(
+                    f"{path} do not match the patch set", differ, release.name
                 )
             edits.append(Edit(path, engine, new))
     edits.sort(key=lambda edit: edit.old is not None)
@@ -73,21 +69,18 @@ def plan(release: Release, read: ReadFile) -> tuple[list[Edit], list[Drift]]:
 
 
 def _find_drifts(path: str, known: dict[str, str | None], engine: bytes) -> list[Drift]:
+    where = f"the engine's {path}"
     try:
-        module = parse(engine, f"the engine's {path}")
+        parse(engine, where)
     except GraftError as error:
         return [Drift(path, "", str(error), len(known))]
     drifts = []
-    for symbol, want in known.items():
-        try:
-            got = fingerprint(lookup(module, symbol, f"the engine's {path}"))
-        except GraftError as error:
-            drifts.append(Drift(path, symbol, str(error)))
-            continue
-        if got != want:
-            drifts.append(
-                Drift(path, symbol, f"expected {_short(want)}, the engine has {_short(got)}")
-            )
+    for (symbol, want), got in zip(known.items(), _fingerprints(where, known, engine)):
+        if isinstance(got, GraftError):
+            drifts.append(Drift(path, symbol, str(got)))
+        elif got != want:
+            reason = f"expected {_short(want)}, the engine has {_short(got)}"
+            drifts.append(Drift(path, symbol, reason))
     return drifts
 
 
@@ -103,16 +96,11 @@ def repeated_symbols(ours: bytes, path: str, known: dict[str, str | None]) -> li
 
 def changed(tree: dict[str, bytes], fingerprints: Fingerprints) -> Fingerprints:
     """Returns the fingerprints of what the patch set adds or replaces."""
-    repeated = {
-        path: set(repeated_symbols(tree[path], path, known))
-        for path, known in fingerprints.items()
-        if known is not None
-    }
-    return {
-        path: known
-        and {symbol: want for symbol, want in known.items() if symbol not in repeated[path]}
-        for path, known in fingerprints.items()
-    }
+    found: Fingerprints = {}
+    for path, known in fingerprints.items():
+        repeated = () if known is None else repeated_symbols(tree[path], path, known)
+        found[path] = known and {one: want for one, want in known.items() if one not in repeated}
+    return found
 
 
 def symbol_states(release: Release, read: ReadFile) -> dict[str, str]:
@@ -121,17 +109,17 @@ def symbol_states(release: Release, read: ReadFile) -> dict[str, str]:
     for path, known in changed(release.tree, release.fingerprints).items():
         engine, ours = read(path), release.tree[path]
         if known is None:
-            states[path] = (
-                "absent" if engine is None else "applied" if engine == ours else "drifted"
-            )
+            states[path] = _state(engine, ours, None)
             continue
         here = _fingerprints(f"the engine's {path}", known, engine)
         our_digests = _fingerprints(f"our {path}", known, ours)
-        for symbol, got, own, want in zip(known, here, our_digests, known.values()):
-            states[f"{path}::{symbol}"] = (
-                "applied" if got == own else "absent" if got == want else "drifted"
-            )
+        for (symbol, original), got, own in zip(known.items(), here, our_digests):
+            states[f"{path}::{symbol}"] = _state(got, own, original)
     return states
+
+
+def _state(now: Any, ours: Any, original: Any) -> str:
+    return "applied" if now == ours else "absent" if now == original else "drifted"
 
 
 def is_applied(release: Release, read: ReadFile) -> bool:
@@ -139,19 +127,21 @@ def is_applied(release: Release, read: ReadFile) -> bool:
     return set(symbol_states(release, read).values()) == {"applied"}
 
 
-def _fingerprints(where: str, symbols: Iterable[str], text: bytes | None) -> list[str | None]:
-    """Returns the symbols' fingerprints in a file, or a word such as `unreadable` for each."""
+def _fingerprints(
+    where: str, symbols: Iterable[str], text: bytes | None
+) -> list[str | GraftError | None]:
+    """Returns the symbols' fingerprints in a file, or why there is none."""
     if text is None:
-        return ["no file" for _ in symbols]
+        return [GraftError(f"{where} is missing") for _ in symbols]
     try:
         module = parse(text, where)
-    except GraftError:
-        return ["unreadable" for _ in symbols]
+    except GraftError as error:
+        return [error for _ in symbols]
     return [_fingerprint(module, symbol, where) for symbol in symbols]
 
 
-def _fingerprint(module: cst.Module, symbol: str, where: str) -> str | None:
+def _fingerprint(module: cst.Module, symbol: str, where: str) -> str | GraftError | None:
     try:
         return fingerprint(lookup(module, symbol, where))
-    except GraftError:
-        return "ambiguous"
+    except GraftError as error:
+        return error

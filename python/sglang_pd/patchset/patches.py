@@ -25,24 +25,18 @@ RELEASES = TREES / "engines"
 # {path: {symbol: fingerprint, None for a new symbol}}, {path: None} for a new file
 Fingerprints = dict[str, dict[str, str | None] | None]
 State = Literal["needed", "in part", "carried"]
-# In reading order.
+# In reading order: the patch set's purpose, other mismatches of layouts, other defects.
 Kind = Literal["mission", "layouts", "hardening"]
 
 
 class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A patch's status in one engine release.
-
-    what: what remains of the defect, or what the release has itself.
-    change, symbols: our edit for that release, if there is one; the symbols are patterns (`*`
-    matches anything) of `path::Symbol`, or of a new file's path.
-    names: names that others may call and that are removed, moved or called differently.
-    """
+    """A patch's status in one engine release; `change` and `symbols` are our edit, if any."""
 
     state: State
-    what: str = ""
+    what: str = ""  # remains of the defect, or what the release has itself
     change: str = ""
-    symbols: list[str] = []
-    names: list[str] = []
+    symbols: list[str] = []  # patterns (`*` matches anything) of `path::Symbol`, or of new files
+    names: list[str] = []  # that others may call and that are removed, moved or called differently
 
     def __post_init__(self) -> None:
         if bool(self.change) != bool(self.symbols):
@@ -54,16 +48,12 @@ class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PatchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The record of one patch; a release that is not in `releases` was not examined.
-
-    kind: `mission` is the patch set's purpose, `layouts` other mismatches of prefill's and
-    decode's layouts, `hardening` other defects. order: the position within the kind.
-    """
+    """The record of one patch; a release that is not in `releases` was not examined."""
 
     id: str
     title: str
     kind: Kind
-    order: int
+    order: int  # within the kind
     upstream: str
     symptom: str
     cause: str
@@ -92,21 +82,16 @@ class Patch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Release:
-    """The patch set for one engine release.
-
-    tree: our files by path below `sglang/`. fingerprints: those that the engine must have.
-    all_patches: patches whose records mention the release, in the records' order, which the
-    properties below keep. preview: why not to rely on it yet; empty if the release is supported.
-    tested: by package, the versions that the tests have run with.
-    """
+    """The patch set for one engine release."""
 
     name: str
     folder: Path
-    tree: dict[str, bytes]
+    tree: dict[str, bytes]  # our files by path below `sglang/`
+    # Those whose records mention the release, in the records' order, which the properties keep.
     all_patches: list[Patch]
-    fingerprints: Fingerprints
-    preview: str
-    tested: dict[str, list[str]]
+    fingerprints: Fingerprints  # that the engine must have
+    preview: str  # why not to rely on it yet; empty if the release is supported
+    tested: dict[str, list[str]]  # by package, the versions that the tests have run with
 
     @property
     def patches(self) -> list[Patch]:
@@ -135,7 +120,7 @@ def symbol_ids(fingerprints: Fingerprints) -> list[str]:
 
 
 def supported_releases(releases: Path | None = None) -> list[str]:
-    """Returns the releases that have seams, oldest first, including previews."""
+    """Returns the releases for which there are edits, oldest first, including previews."""
     found = (folder.parent.name for folder in (releases or RELEASES).glob("*/release.toml"))
     return sorted(found, key=version_key)
 
@@ -172,38 +157,40 @@ def load_release(
     releases, trees = releases or RELEASES, trees or TREES
     name = public_version(name)
     if name not in supported_releases(releases):
-        raise Refusal(
-            ExitCode.UNSUPPORTED,
-            f"SGLang {name} is not supported; this patch set supports "
-            f"{', '.join(supported_releases(releases))}. Install one of these, or a newer "
-            "sglang-pd.",
-        )
+        advice = ". Install one of these, or a newer sglang-pd."
+        raise unsupported(f"SGLang {name}", advice, releases)
     folder = releases / name
     about = read_data(folder / "release.toml", _ReleaseManifest)
     tree = read_tree(trees / part for part in about.trees)
     fingerprints = (
         read_data(folder / "fingerprints.json", Fingerprints) if with_fingerprints else {}
     )
-    if with_fingerprints and set(fingerprints) != set(tree):
-        differ = ", ".join(sorted(set(fingerprints) ^ set(tree)))
-        raise Refusal(
-            ExitCode.PATCH_SET,
-            f"fingerprints of {name} do not match the patch set's files ({differ}): "
-            f"run `python -m sglang_pd.patchset.fingerprints --release {name}` on an unmodified "
-            "engine",
-        )
-    all_patches = _patches(name, read_records(releases))
+    differ = set(fingerprints) ^ set(tree)
+    if with_fingerprints and differ:
+        raise outdated_fingerprints(f"{name} do not match the patch set's files", differ, name)
+    all_patches = [
+        Patch(one.id, one.title, one.kind, one.upstream, at.state, at.what, at.symbols)
+        for one in read_records(releases)
+        if (at := one.at(name))
+    ]
     return Release(name, folder, tree, all_patches, fingerprints, about.preview, about.tested)
 
 
-def _patches(release: str, records: list[PatchRecord]) -> list[Patch]:
-    """Returns the patches whose records mention a release."""
-    stands = [(record, record.at(release)) for record in records]
-    return [
-        Patch(one.id, one.title, one.kind, one.upstream, stand.state, stand.what, stand.symbols)
-        for one, stand in stands
-        if stand
-    ]
+def unsupported(what: str, advice: str, releases: Path | None = None) -> Refusal:
+    """Returns the refusal of a release or an engine, `what`, with a list of those supported."""
+    known = ", ".join(supported_releases(releases))
+    return Refusal(
+        ExitCode.UNSUPPORTED, f"{what} is not supported; this patch set supports {known}{advice}"
+    )
+
+
+def outdated_fingerprints(what: str, differ: Iterable[str], release: str) -> Refusal:
+    """Returns the refusal of a patch set whose fingerprints do not match it. differ: the names."""
+    return Refusal(
+        ExitCode.PATCH_SET,
+        f"fingerprints of {what} ({', '.join(sorted(differ))}): run `python -m "
+        f"sglang_pd.dev.fingerprints --release {release}` on an unmodified engine",
+    )
 
 
 class _ReleaseManifest(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,5 +10,4 @@ verdict         whether the pair works, stock and patched
 summary         all results, as figures
 show            output as tables and as JSON
 picture         a drawing, each server as a `grid`
-request         the options of the command line
 """

@@ -1,63 +1,20 @@
 """Conditions on a pair that decide whether a stock engine can serve it."""
 
-from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.hybrids import FULL
 from sglang_pd.plan.pair import ServerPair
 
 
-def is_gqa(pair: ServerPair) -> bool:
-    return not pair.model.is_mla
-
-
-def tp_differs(pair: ServerPair) -> bool:
-    return pair.tp[0] != pair.tp[1]
-
-
-def tp_conflicts(pair: ServerPair) -> bool:
-    return kv_layout.tp_size_conflict(*pair.tp) is not None
-
-
-def pp_differs(pair: ServerPair) -> bool:
-    return pair.pp[0] != pair.pp[1]
-
-
-def pp_conflicts(pair: ServerPair) -> bool:
-    return pair.decode.pp not in (1, pair.prefill.pp)
-
-
-def stages_differ(pair: ServerPair) -> bool:
-    """Whether both sides have equally many stages, but with different layers."""
-    return not pp_differs(pair) and pair.stages[0] != pair.stages[1]
-
-
-def page_differs(pair: ServerPair) -> bool:
-    return pair.prefill.page != pair.decode.page
-
-
 def replicates_on_decode(pair: ServerPair) -> bool:
-    return is_gqa(pair) and pair.tp[1] > max(pair.tp[0], pair.model.attention.total)
+    return not pair.model.is_mla and pair.tp[1] > max(pair.tp[0], pair.model.attention.total)
 
 
 def replicates_on_prefill(pair: ServerPair) -> bool:
-    return is_gqa(pair) and pair.tp[0] > max(pair.tp[1], pair.model.attention.total)
-
-
-def replicates_on_both(pair: ServerPair) -> bool:
-    """Whether both sides have more ranks than KV heads, and decode more ranks than prefill."""
-    return replicates_on_decode(pair) and pair.tp[0] > pair.model.attention.total
+    return not pair.model.is_mla and pair.tp[0] > max(pair.tp[1], pair.model.attention.total)
 
 
 def v_width_differs(pair: ServerPair) -> bool:
     """Whether a V head is wider or narrower than a K head."""
-    return is_gqa(pair) and pair.model.attention.k != pair.model.attention.v
-
-
-def keeps_windows(pair: ServerPair) -> bool:
-    return pair.model.window > 0
-
-
-def recurrent(pair: ServerPair) -> bool:
-    return pair.model.recurrent is not None
+    return not pair.model.is_mla and pair.model.attention.k != pair.model.attention.v
 
 
 def sends_index_keys(pair: ServerPair) -> bool:
@@ -71,7 +28,7 @@ def drafts_on(pair: ServerPair, prefill: bool, decode: bool) -> bool:
 
 def unequal_drafts(pair: ServerPair) -> bool:
     """Whether drafts differ in length, for models that keep more than one buffer per layer."""
-    several = is_gqa(pair) or pair.backend == "ascend"
+    several = not pair.model.is_mla or pair.backend == "ascend"
     return several and drafts_on(pair, True, True) and pair.prefill.draft != pair.decode.draft
 
 
@@ -80,7 +37,7 @@ def misplaces_v(pair: ServerPair) -> bool:
 
     NIXL's plans in 0.5.23 do not guess: they refuse what they cannot pair by position.
     """
-    if not is_gqa(pair) or (pair.backend, pair.release) == ("nixl", "0.5.23"):
+    if pair.model.is_mla or (pair.backend, pair.release) == ("nixl", "0.5.23"):
         return False
     for at, stage in enumerate(pair.stages[0]):
         is_last = at == pair.prefill.pp - 1

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.hybrids import FULL, RECURRENT, WINDOW
 from sglang_pd.plan.links import Link, RankId
 from sglang_pd.plan.show import format_spans
@@ -40,26 +39,14 @@ class ServerGrid:
         self.pair, self.name, self.axes = summary.pair, name, axes
         self.links, self.pieces, self.is_upright = summary.links, pieces, is_upright
         self.sizes = self.pair.sides[name]
-        self.stages = self.pair.stages[name == "decode"]
+        self.stages = self.pair.stages_of(name)
         self.layers = self.pair.model.layers
         self.width = FILL_FACTOR * pieces
-        self.columns = [
-            Column(tp, self._column_position(group, tp), self._heads_of_rank(tp))
-            for group in range(self.sizes.dp)
-            for tp in range(self.sizes.attention_tp)
-        ]
-
-    def _column_position(self, group: int, tp: int) -> float:
-        return (group * self.sizes.attention_tp + tp) * self.pieces + group * GROUP_GAP
-
-    def _heads_of_rank(self, tp: int) -> range:
-        """Returns a rank's heads; empty if the heads cannot be divided among the ranks."""
-        total = self.pair.model.kv_heads
-        try:
-            heads = kv_layout.heads_of_rank(tp, self.sizes.attention_tp, total) if total else None
-        except kv_layout.LayoutError:
-            heads = None
-        return range(0) if heads is None else range(heads.start, heads.stop)
+        self.columns = []
+        for number in range(self.sizes.dp * self.sizes.attention_tp):
+            group, tp = divmod(number, self.sizes.attention_tp)
+            heads = self.pair.heads_of_rank(tp, self.sizes.attention_tp)
+            self.columns.append(Column(tp, number * pieces + group * GROUP_GAP, heads))
 
     def draw(self, rows: int, inches: tuple[float, float]) -> None:
         """Draws the server. rows: layers, with the draft's. inches: the axes' width and height."""
@@ -120,17 +107,9 @@ class ServerGrid:
 
     def _draw_label(self, x: float, y: float, rank: RankId) -> None:
         around = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none", "alpha": 0.85}
-        self.axes.text(
-            x,
-            y,
-            f"P{rank.tp}.{rank.pp}",
-            ha="center",
-            va="center",
-            fontsize=FONT,
-            rotation=90 if self.is_upright else 0,
-            bbox=around,
-            zorder=5,
-        )
+        style = {"ha": "center", "va": "center", "fontsize": FONT, "bbox": around, "zorder": 5}
+        rotation = 90 if self.is_upright else 0
+        self.axes.text(x, y, f"P{rank.tp}.{rank.pp}", rotation=rotation, **style)
 
     def _label_rows(self, rows: int, height: float) -> None:
         labels = min(MAX_ROW_LABELS, height / 0.16)
@@ -176,11 +155,10 @@ class ServerGrid:
                 self._draw_box(at, layer, part, 1, face, hatch=hatch, clip_on=False)
         if self.axes.figure.legends:
             return
-        used = [kind for kind in KIND_STYLES if any(kind in one for one in self.pair.model.kinds)]
-        boxes = [
-            _rectangle(0, 0, 1, 1, KIND_STYLES[one][1], hatch=KIND_STYLES[one][2]) for one in used
-        ]
-        names = [KIND_STYLES[one][0] for one in used]
+        kinds = set().union(*self.pair.model.kinds)
+        styles = [style for kind, style in KIND_STYLES.items() if kind in kinds]
+        boxes = [_rectangle(0, 0, 1, 1, face, hatch=hatch) for _, face, hatch in styles]
+        names = [name for name, _, _ in styles]
         self.axes.figure.legend(boxes, names, loc="upper right", fontsize=FONT, frameon=False)
 
     def _draw_box(self, x: float, y: float, width: float, height: float, face: Any, **more) -> None:

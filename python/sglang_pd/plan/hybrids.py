@@ -56,24 +56,17 @@ UNSUPPORTED_KEYS = {
 class RecurrentState:
     """State of one layer and request: the window of its convolutions, and the state proper.
 
-    Attributes:
-        channels: Channels of x; with those of B and C they form the window's channels.
-        groups: Number of groups, each with `state` channels in B and in C.
-        heads, width, state: Shape of the state proper.
-        window: Length of the window in tokens.
-        itemsize: Bytes per element of the state proper; an element of the window has 2.
-        has_named_channels: Whether the engine knows which channels are x, B and C, as for linear
-            attention.
+    The state proper has the shape (heads, width, state).
     """
 
-    channels: int
-    groups: int
+    channels: int  # of x; with those of B and C they form the window's channels
+    groups: int  # each with `state` channels in B and in C
     heads: int
     width: int
     state: int
-    window: int
-    itemsize: int
-    has_named_channels: bool
+    window: int  # in tokens
+    itemsize: int  # bytes per element of the state proper; an element of the window has 2
+    has_named_channels: bool  # whether the engine knows x from B and C, as for linear attention
 
     def slot(self, tp: int) -> tuple[int, int]:
         """Returns a rank's bytes of the window and of the state proper.
@@ -88,8 +81,7 @@ class RecurrentState:
 def layer_kinds(config: Mapping[str, Any], architecture: str, layers: int) -> list[set[str]]:
     """Returns what each layer keeps: FULL, WINDOW, RECURRENT, FULL and RECURRENT, or nothing.
 
-    Raises:
-        Refusal: NO_MODEL, for a model or a kind of layer that is not supported here.
+    Raises Refusal NO_MODEL for a model or a kind of layer that is not supported here.
     """
     for name, what in UNSUPPORTED_KEYS.items():
         if config.get(name):
@@ -124,8 +116,7 @@ def _layer_names(config: Mapping[str, Any], architecture: str, layers: int) -> l
 def recurrent_state(config: Mapping[str, Any]) -> RecurrentState:
     """Returns the state of a model's recurrent layers, of linear attention or of Mamba 2.
 
-    Raises:
-        Refusal: NO_MODEL, if the configuration lacks a size.
+    Raises Refusal NO_MODEL if the configuration lacks a size.
     """
     itemsize = {"bfloat16": 2, "float16": 2}.get(config.get("mamba_ssm_dtype"), 4)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_pd.plan import conditions as when
+from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.pair import ServerPair
 
 RIGHT, WRONG, HANGS, CRASHES = "right", "wrong", "hangs", "crashes"
@@ -34,20 +35,14 @@ def all_backends(outcome: str) -> Outcomes:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """What a stock engine does with pairs to which the failure `applies`, and why.
+    """What a stock engine does with pairs to which the failure `applies`, and why."""
 
-    Attributes:
-        record: The patch record; empty if no patch concerns the failure.
-        v0_5_9, v0_5_23: Outcomes by backend in that release; empty if it does not fail.
-        event: The event that the failure needs; empty if none.
-    """
-
-    record: str
+    record: str  # the patch record; empty if no patch concerns the failure
     reason: str
     applies: Callable[[ServerPair], bool]
-    v0_5_9: Outcomes = field(default_factory=dict)
+    v0_5_9: Outcomes = field(default_factory=dict)  # in that release; empty if it does not fail
     v0_5_23: Outcomes = field(default_factory=dict)
-    event: str = ""
+    event: str = ""  # that the failure needs
 
     def outcome(self, pair: ServerPair) -> str:
         """Returns the outcome for the pair's release and backend; empty if they do not fail."""
@@ -57,10 +52,8 @@ class KnownFailure:
 
 def first_match(pair: ServerPair, event: str = "") -> KnownFailure | None:
     """Returns the first failure that applies to this pair, on an event or, by default, on none."""
-    known = (
-        failure for failure in KNOWN_FAILURES if failure.event == event and failure.outcome(pair)
-    )
-    return next((failure for failure in known if failure.applies(pair)), None)
+    known = (one for one in KNOWN_FAILURES if one.event == event and one.outcome(pair))
+    return next((one for one in known if one.applies(pair)), None)
 
 
 KNOWN_FAILURES = [
@@ -73,35 +66,35 @@ KNOWN_FAILURES = [
     KnownFailure(
         "refuse-unfit-peers",
         "the decode server crashes if the page sizes differ",
-        when.page_differs,
+        lambda pair: pair.prefill.page != pair.decode.page,
         v0_5_9=all_backends(CRASHES),
         v0_5_23=all_backends(CRASHES),
     ),
     KnownFailure(
         "refuse-unfit-peers",
         "the decode server crashes if its PP size is neither 1 nor prefill's",
-        when.pp_conflicts,
+        lambda pair: pair.decode.pp not in (1, pair.prefill.pp),
         v0_5_9=all_backends(CRASHES),
         v0_5_23=all_backends(CRASHES),
     ),
     KnownFailure(
         "refuse-unfit-peers",
         "neither TP size divides the other: some rank never receives a request",
-        when.tp_conflicts,
+        lambda pair: kv_layout.tp_size_conflict(*pair.tp) is not None,
         v0_5_9=all_backends(HANGS),
         v0_5_23=all_backends(HANGS),
     ),
     KnownFailure(
         "recurrent-state",
         "recurrent state between different PP sizes was not tested; use sglang-pd verify",
-        lambda pair: when.recurrent(pair) and when.pp_differs(pair),
+        lambda pair: pair.model.recurrent is not None and pair.pp_differs,
         v0_5_9=all_backends(UNKNOWN),
         v0_5_23=all_backends(UNKNOWN),
     ),
     KnownFailure(
         "recurrent-state",
         "recurrent state is not sent between different TP sizes, or is split in the wrong places",
-        lambda pair: when.recurrent(pair) and when.tp_differs(pair),
+        lambda pair: pair.model.recurrent is not None and pair.tp_differs,
         v0_5_9=by_backend(CRASHES, WRONG),
     ),
     KnownFailure(
@@ -113,19 +106,19 @@ KNOWN_FAILURES = [
     KnownFailure(
         "kv-layout",
         "windows are not sent between TP sizes: prefill's scheduler or transfer thread crashes",
-        lambda pair: when.keeps_windows(pair) and when.tp_differs(pair),
+        lambda pair: pair.model.window > 0 and pair.tp_differs,
         v0_5_9=by_backend(CRASHES, HANGS),
     ),
     KnownFailure(
         "window-stages",
         "two stages send the layer between them, but one of them has not computed it",
-        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        lambda pair: pair.model.window > 0 and pair.pp_differs,
         v0_5_9=all_backends(WRONG),
     ),
     KnownFailure(
         "kv-layout",
         "layers of a stage are paired by position, but windows are layers of another kind",
-        lambda pair: when.keeps_windows(pair) and when.pp_differs(pair),
+        lambda pair: pair.model.window > 0 and pair.pp_differs,
         v0_5_23=by_backend("", WRONG),
     ),
     KnownFailure(
@@ -151,7 +144,7 @@ KNOWN_FAILURES = [
     KnownFailure(
         "nixl-senders",
         "prefill's TP ranks share one sender number, and decode waits for more",
-        lambda pair: when.is_gqa(pair) and pair.tp[0] > pair.tp[1],
+        lambda pair: not pair.model.is_mla and pair.tp[0] > pair.tp[1],
         v0_5_9=by_backend(HANGS),
     ),
     KnownFailure(
@@ -181,31 +174,31 @@ KNOWN_FAILURES = [
     KnownFailure(
         "npu-mla-pp",
         "a stage's n-th buffer is written to decode's n-th, which belongs to another layer",
-        lambda pair: when.pp_differs(pair) and not when.is_gqa(pair),
+        lambda pair: pair.pp_differs and pair.model.is_mla,
         v0_5_9=by_backend(ascend=WRONG),
     ),
     KnownFailure(
         "mha-pp",
         "GQA with prefill stages: the thread that reads registrations crashes",
-        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and not when.tp_differs(pair),
+        lambda pair: pair.pp_differs and not pair.model.is_mla and not pair.tp_differs,
         v0_5_23=by_backend(HANGS),
     ),
     KnownFailure(
         "mha-pp",
         "GQA with prefill stages: layers are paired by position where heads are split",
-        lambda pair: when.pp_differs(pair) and when.is_gqa(pair) and when.tp_differs(pair),
+        lambda pair: pair.pp_differs and not pair.model.is_mla and pair.tp_differs,
         v0_5_23=by_backend(WRONG),
     ),
     KnownFailure(
         "nixl-heads",
         "prefill has more ranks than KV heads, and decode more than prefill",
-        when.replicates_on_both,
+        lambda pair: when.replicates_on_decode(pair) and pair.tp[0] > pair.model.attention.total,
         v0_5_23=by_backend(HANGS),
     ),
     KnownFailure(
         "kv-layout",
         "between different TP sizes V is sent with K's length, but the lengths differ",
-        lambda pair: when.v_width_differs(pair) and when.tp_differs(pair),
+        lambda pair: when.v_width_differs(pair) and pair.tp_differs,
         v0_5_9=by_backend("", WRONG),
         v0_5_23=by_backend(HANGS, WRONG),
     ),
@@ -219,7 +212,7 @@ KNOWN_FAILURES = [
     KnownFailure(
         "kv-layout",
         "both sides have the same number of stages, but with different layers",
-        when.stages_differ,
+        lambda pair: not pair.pp_differs and pair.stages[0] != pair.stages[1],
         v0_5_9=all_backends(WRONG),
         v0_5_23=all_backends(WRONG),
     ),

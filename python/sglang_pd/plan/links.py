@@ -35,23 +35,16 @@ class SentPart:
 
 @dataclass(frozen=True)
 class Link:
-    """What a request of `TOKENS` tokens takes from a prefill rank to a decode rank.
-
-    Attributes:
-        sends_status: Whether prefill notifies decode when it is done; if False, prefill receives
-            the request, but decode does not wait for the rank.
-        parts: What is sent; empty if another rank sends the same.
-        bytes: Bytes of KV and state.
-        min_copies, most: Number of copies if all pages are contiguous, and if no two are.
-    """
+    """What a request of `TOKENS` tokens takes from a prefill rank to a decode rank."""
 
     prefill: RankId
     decode: RankId
+    # Whether prefill notifies decode when it is done; else decode does not wait for this rank.
     sends_status: bool
-    parts: tuple[SentPart, ...]
-    bytes: int
-    min_copies: int
-    most: int
+    parts: tuple[SentPart, ...]  # empty if another rank sends the same
+    bytes: int  # of KV and state
+    min_copies: int  # if all pages are contiguous
+    max_copies: int  # if no two pages are
 
     @property
     def messages(self) -> int:
@@ -59,37 +52,23 @@ class Link:
         return 1 + self.sends_status
 
 
-class LayoutCache(dict):
-    """Layouts by (side, RankId), each made on first access."""
-
-    def __init__(self, pair: ServerPair):
-        self.pair = pair
-
-    def __missing__(self, key: tuple[str, RankId]):
-        self[key] = self.pair.layout(key[0], *key[1])
-        return self[key]
-
-
 def refusal_reasons(pair: ServerPair) -> list[str]:
     """Returns every reason why the patched engine refuses this pair; empty if it serves it."""
-    layouts, first = LayoutCache(pair), RankId(0, 0)
     try:
-        sides = layouts["prefill", first], layouts["decode", first]
-        reasons = kv_layout.incompatibilities(*sides)
+        reasons = kv_layout.incompatibilities(*(pair.layout(side, 0, 0) for side in pair.sides))
         if not reasons:
-            list(_links(pair, layouts))
+            links(pair)
     except kv_layout.LayoutError as error:
         reasons = [str(error)]
     return reasons
 
 
 def links(pair: ServerPair) -> list[Link]:
-    """Returns all links of a pair, ordered by decode rank.
-
-    Raises:
-        LayoutError: The two servers do not fit together.
-    """
-    return list(_links(pair, LayoutCache(pair)))
+    """Returns all links of a pair, by decode rank. Raises LayoutError if the servers do not fit."""
+    return [
+        _link(pair, prefill, decode) if sends else Link(prefill, decode, False, (), 0, 0, 0)
+        for prefill, decode, sends in connections(pair)
+    ]
 
 
 def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
@@ -103,33 +82,24 @@ def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
             yield RankId(tp, pp), decode, not pair.model.is_mla or tp == served_by[0]
 
 
-def _links(pair: ServerPair, layouts: LayoutCache) -> Iterator[Link]:
-    for prefill, decode, sends in connections(pair):
-        if sends:
-            yield _link(
-                pair, prefill, decode, *(layouts["prefill", prefill], layouts["decode", decode])
-            )
-        else:
-            yield Link(prefill, decode, False, (), 0, 0, 0)
-
-
-def _link(pair: ServerPair, prefill: RankId, decode: RankId, own, peer) -> Link:
+def _link(pair: ServerPair, prefill: RankId, decode: RankId) -> Link:
+    own, peer = pair.layout("prefill", *prefill), pair.layout("decode", *decode)
     sides = [kv_layout.Pointers([0] * len(one.kv), [0] * len(one.state)) for one in (own, peer)]
     plan = kv_layout.plan_for_peer(own, sides[0], peer, sides[1])
-    parts, size, min_copies, most = [], 0, 0, 0
+    parts, size, min_copies, max_copies = [], 0, 0, 0
     for part, mine, theirs in ((plan.kv, own.kv, peer.kv), (plan.state, own.state, peer.state)):
         pages = _pages(pair, part is plan.state)
         contiguous, scattered = np.arange(pages), np.arange(pages) * 2
         min_copies += len(part.copies(contiguous, contiguous))
-        most += len(part.copies(scattered, scattered))
+        max_copies += len(part.copies(scattered, scattered))
         for one in kv_layout.match_buffers(own, peer, mine, theirs):
             buffer = mine[one.src]
             size += pages * one.row_bytes * (1 if one.whole else own.page_size)
-            parts.append(SentPart(*buffer.key, _heads(one, buffer, theirs[one.dst], own.page_size)))
-    return Link(prefill, decode, True, tuple(parts), size, min_copies, most)
+            parts.append(SentPart(*buffer.key, _heads(one, buffer, own.page_size)))
+    return Link(prefill, decode, True, tuple(parts), size, min_copies, max_copies)
 
 
-def _heads(pair, ours, theirs, page_size: int) -> tuple[int, int] | None:
+def _heads(pair, ours, page_size: int) -> tuple[int, int] | None:
     """Returns the heads that a pair of buffers carries, derived from the copied bytes."""
     if ours.heads is None:
         return None

@@ -40,24 +40,14 @@ class MLADims:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model keeps, layer by layer.
-
-    Attributes:
-        name: For display.
-        dtype: The dtype of KV, by torch's name.
-        kinds: For each layer, any of FULL, WINDOW and RECURRENT.
-        attention: What layers with full attention keep.
-        window_heads: KV heads of layers with a window in a separate pool; None without them.
-        window: Tokens in a window; 0 without one.
-        recurrent: State of recurrent layers; None without them.
-    """
+    """What a model keeps, layer by layer."""
 
     name: str
-    dtype: str
-    kinds: tuple[frozenset[str], ...]
-    attention: KVHeads | MLADims
-    window_heads: KVHeads | None = None
-    window: int = 0
+    dtype: str  # of KV, by torch's name
+    kinds: tuple[frozenset[str], ...]  # for each layer, any of FULL, WINDOW and RECURRENT
+    attention: KVHeads | MLADims  # of layers with full attention
+    window_heads: KVHeads | None = None  # of layers with a window in a separate pool
+    window: int = 0  # tokens; 0 without such layers
     recurrent: RecurrentState | None = None
 
     @property
@@ -103,8 +93,7 @@ class Model:
 def read_model(path: Path, release: str) -> Model:
     """Reads a model from a config.json, or from its folder, as an engine release treats it.
 
-    Raises:
-        Refusal: NO_MODEL, if there is none, or its pools are not supported here.
+    Raises Refusal NO_MODEL if there is none, or its pools are not supported here.
     """
     file = path / "config.json" if path.is_dir() else path
     try:

@@ -46,6 +46,14 @@ class ServerPair:
         return self.prefill.pp, self.decode.pp
 
     @property
+    def tp_differs(self) -> bool:
+        return self.tp[0] != self.tp[1]
+
+    @property
+    def pp_differs(self) -> bool:
+        return self.pp[0] != self.pp[1]
+
+    @property
     def sides(self) -> dict[str, ServerSizes]:
         return {"prefill": self.prefill, "decode": self.decode}
 
@@ -59,29 +67,27 @@ class ServerPair:
         """Prefill's and decode's layers per stage. Raises ValueError as `ServerSizes.stages`."""
         return tuple(side.stages(self.model.layers) for side in self.sides.values())
 
+    def stages_of(self, side: str) -> list[range]:
+        return self.stages[side == "decode"]
+
     @property
     def splits_recurrent_state(self) -> bool:
         """Whether recurrent state is sent between different TP or PP sizes."""
-        return self.model.recurrent is not None and (
-            self.tp[0] != self.tp[1] or self.pp[0] != self.pp[1]
-        )
+        return self.model.recurrent is not None and (self.tp_differs or self.pp_differs)
 
     def layout(self, side: str, tp: int, stage: int) -> "kv_layout.RankLayout":
         """Returns what the rank with this attention TP rank and stage holds.
 
-        Raises:
-            LayoutError: The KV heads cannot be divided among the ranks.
+        Raises LayoutError if the KV heads cannot be divided among the ranks.
         """
         sizes = self.sides[side]
-        layers = self.stages[side == "decode"][stage]
+        layers = self.stages_of(side)[stage]
         drafts = range(sizes.draft if stage == sizes.pp - 1 else 0)
         rank = (tp, sizes.attention_tp)
-        full = self.model.layers_of_kind(FULL, layers)
-        kv = [(False, one, full) for one in self._attention()]
-        kv += [(True, one, drafts) for one in self._attention()]
+        models = ((False, self.model.layers_of_kind(FULL, layers)), (True, drafts))
+        kv = [(is_draft, one, held) for is_draft, held in models for one in self._attention()]
         state = [(False, one, self.model.layers_of_kind(WINDOW, layers)) for one in self._window()]
-        state += [(False, one, full) for one in self._index_state()]
-        state += [(True, one, drafts) for one in self._index_state()]
+        state += [(is_draft, one, held) for is_draft, held in models for one in self._index_state()]
         buffers = self._buffers(state, sizes, rank)
         if self.model.recurrent and (self.sends_state_by_plan or not self.splits_recurrent_state):
             buffers += self._recurrent(self.model.layers_of_kind(RECURRENT, layers), sizes)
@@ -98,11 +104,20 @@ class ServerPair:
             state=buffers,
         )
 
+    def heads_of_rank(self, tp: int, size: int) -> range:
+        """Returns a TP rank's KV heads; empty with MLA, or if they cannot be divided so."""
+        total = self.model.kv_heads
+        try:
+            heads = kv_layout.heads_of_rank(tp, size, total) if total else None
+        except kv_layout.LayoutError:
+            heads = None
+        return range(0) if heads is None else range(heads.start, heads.stop)
+
     def slot_bytes(self, side: str, stage: int) -> int:
         """Returns the bytes of a request's recurrent state on a rank of this stage."""
         if self.model.recurrent is None:
             return 0
-        layers = self.model.layers_of_kind(RECURRENT, self.stages[side == "decode"][stage])
+        layers = self.model.layers_of_kind(RECURRENT, self.stages_of(side)[stage])
         return sum(self.model.recurrent.slot(self.sides[side].attention_tp)) * len(layers)
 
     def _buffers(self, parts: list, sizes: ServerSizes, rank: tuple[int, int]) -> tuple:
@@ -149,8 +164,7 @@ def make_pair(
 ) -> ServerPair:
     """Returns a pair; a page size of 0 becomes the engine's default.
 
-    Raises:
-        ValueError: The stages do not fit the model, or no pool has the layout of `fia`.
+    Raises ValueError if the stages do not fit the model, or no pool has the layout of `fia`.
     """
     if fia and (backend != "ascend" or model.is_mla):
         raise ValueError("--fia is a layout of GQA pools on NPUs: use it with --backend ascend")

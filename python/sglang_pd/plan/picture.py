@@ -9,6 +9,7 @@ The labels suffice; colours (for TP ranks) and hatches (for stages) only help.
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.plan.grid import ServerGrid
-from sglang_pd.plan.links import RankId
 from sglang_pd.plan.show import title, totals
 from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
@@ -71,23 +71,17 @@ class Panel:
     def __init__(self, summary: Summary):
         self.summary, self.pair = summary, summary.pair
         sides = self.pair.sides.values()
-        self.total = self.pair.model.layers
-        self.rows = self.total + max(side.draft for side in sides)
+        self.rows = self.pair.model.layers + max(side.draft for side in sides)
         self.inner = min(MAX_HEIGHT, max(3.0, self.rows * LAYER_HEIGHT))
         shortest = min(len(stage) for side in self.pair.stages for stage in side)
         is_low = shortest / self.rows * self.inner < 0.5
-        self.pieces = {"prefill": 1, "decode": self._piece_count()}
+        # In how many pieces a rank's heads arrive, at most.
+        senders = {(one.decode, one.prefill.tp) for one in summary.links if one.parts}
+        decode_pieces = max(Counter(decode for decode, _ in senders).values(), default=1)
+        self.pieces = {"prefill": 1, "decode": decode_pieces}
         many = max(self.pieces[name] * side.tp for name, side in self.pair.sides.items()) > 8
         self.is_upright = many and not is_low
         self.piece = NARROW if self.is_upright else WIDE
-
-    def _piece_count(self) -> int:
-        """Returns the largest number of pieces in which a decode rank's heads arrive."""
-        pieces: dict[RankId, set] = {}
-        for link in self.summary.links:
-            if link.parts:
-                pieces.setdefault(link.decode, set()).add(link.prefill.tp)
-        return max(map(len, pieces.values()), default=1)
 
     def side_width(self, name: str) -> float:
         side = self.pair.sides[name]
@@ -108,7 +102,7 @@ class Panel:
             _verdict("stock", self.summary.stock),
             _verdict("patched", self.summary.patched),
         ]
-        return [part for line in lines for part in _wrapped(line, width)]
+        return _wrapped(lines, width)
 
     def foot(self, width: float) -> list[str]:
         """Returns the lines below the picture."""
@@ -116,7 +110,7 @@ class Panel:
         if any(not link.parts for link in self.summary.links):
             known += " Dashed: receives the request, but another rank sends."
         lines = [known, *totals(self.summary), *self.summary.notes]
-        return [part for line in lines for part in _wrapped(line, width)]
+        return _wrapped(lines, width)
 
     def height(self, width: float) -> float:
         lines = len(self.head(width)) + len(self.foot(width))
@@ -157,5 +151,5 @@ def _compact(svg: str) -> str:
     return re.sub(r">\n\s*(?=<(?:/g|text|path|use)\b)", ">", svg)
 
 
-def _wrapped(line: str, width: float) -> list[str]:
-    return textwrap.wrap(line, int(width * 13.5))
+def _wrapped(lines: list[str], width: float) -> list[str]:
+    return [part for line in lines for part in textwrap.wrap(line, int(width * 13.5))]

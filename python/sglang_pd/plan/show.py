@@ -1,19 +1,22 @@
 """Shows a summary of a pair, as tables or as JSON."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from sglang_pd.plan.known_failures import LOGPROBS, RETRACTS, RIGHT, UNKNOWN
-from sglang_pd.plan.links import TOKENS, Link, SentPart
+from sglang_pd.plan.links import TOKENS, Link
 from sglang_pd.plan.pair import ServerPair
 from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
 
+CONTENT = attrgetter("component", "draft", "heads")  # of a SentPart, without its layer
 # Events whose effect depends on the pair; a stray message harms any pair.
 EVENT_TEXTS = {LOGPROBS: "with logprobs", RETRACTS: "if decode retracts"}
 
@@ -37,13 +40,12 @@ def as_json(summary: Summary) -> dict:
 
 def _side(summary: Summary, side: str) -> dict:
     sizes = summary.pair.sides[side]
-    stages = summary.pair.stages[side == "decode"]
     token, request = summary.rank_bytes(side)
     return {
         **msgspec.to_builtins(sizes),
         "attention_tp": sizes.attention_tp,
-        "ranks": sizes.tp * sizes.pp,
-        "stages": [[stage.start, stage.stop] for stage in stages],
+        "ranks": sizes.ranks,
+        "stages": [[one.start, one.stop] for one in summary.pair.stages_of(side)],
         "bytes_a_token": token,
         "bytes_a_request": request,
     }
@@ -54,20 +56,14 @@ def _link(link: Link) -> dict:
         "prefill": link.prefill._asdict(),
         "decode": link.decode._asdict(),
         "sends": [
-            {"component": component, "draft": draft, "heads": heads, "layers": layers}
-            for (component, draft, heads), layers in _runs(link.parts)
+            {"component": name, "draft": is_draft, "heads": heads, "layers": [p.layer for p in run]}
+            for (name, is_draft, heads), run in groupby(link.parts, CONTENT)
         ],
         "bytes": link.bytes,
         "copies_at_least": link.min_copies,
-        "copies_at_most": link.most,
+        "copies_at_most": link.max_copies,
         "messages": link.messages,
     }
-
-
-def _runs(parts: Iterable[SentPart]) -> list[tuple[tuple, list[int]]]:
-    """Groups adjacent parts as ((component, is draft, heads), layers)."""
-    alike = groupby(parts, key=lambda one: (one.component, one.draft, one.heads))
-    return [(key, [one.layer for one in some]) for key, some in alike]
 
 
 def show(summary: Summary, console: Console) -> None:
@@ -93,8 +89,7 @@ def compare(first: Summary, second: Summary, console: Console) -> None:
     model = first.pair.model
     _print(console, f"{model.name}: {model.title}")
     table = _table("", *(title(one.pair) for one in (first, second)))
-    for rows in zip(_figures(first), _figures(second), strict=True):
-        (name, ours), (_, theirs) = rows
+    for (name, ours), (_, theirs) in zip(_figures(first), _figures(second), strict=True):
         table.add_row(name, ours, theirs)
     console.print()
     console.print(table, soft_wrap=False)
@@ -128,21 +123,21 @@ def _print(console: Console, text: str) -> None:
 
 
 def _table(*headings: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        justify = "right" if heading in right else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
+    columns = (
+        Column(heading, justify="right" if heading in right else "left", overflow="fold")
+        for heading in headings
+    )
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _verdicts(summary: Summary) -> Table:
     table = _table("engine", "verdict", "why")
-    for name in ("stock", "patched"):
-        verdict: Verdict = getattr(summary, name)
-        table.add_row(name, _outcome(verdict), _reasons(verdict))
-        for event, called in EVENT_TEXTS.items():
-            if verdict_on_event := verdict.on.get(event):
-                table.add_row(f"  {called}", _outcome(verdict_on_event), _reasons(verdict_on_event))
+    for name, verdict in (("stock", summary.stock), ("patched", summary.patched)):
+        events = {f"  {text}": verdict.on.get(event) for event, text in EVENT_TEXTS.items()}
+        for label, one in {name: verdict, **events}.items():
+            if one:
+                record = f" ({one.record})" if one.record else ""
+                table.add_row(label, _outcome(one), Text("; ".join(one.reasons) + record))
     return table
 
 
@@ -151,33 +146,26 @@ def _outcome(verdict: Verdict) -> Text:
     return Text(verdict.outcome, colours.get(verdict.outcome, "red"))
 
 
-def _reasons(verdict: Verdict) -> Text:
-    record = f" ({verdict.record})" if verdict.record else ""
-    return Text("; ".join(verdict.reasons) + record)
-
-
 def _servers(summary: Summary) -> Table:
     right = ("ranks", "groups", "bytes per token")
     table = _table("server", "ranks", "groups", "each", "layers", "heads", *right[2:], right=right)
     for name, sizes in summary.pair.sides.items():
-        stages = summary.pair.stages[name == "decode"]
         each = f"TP {sizes.attention_tp} PP {sizes.pp}"
-        layers = "+".join(str(len(stage)) for stage in stages)
+        layers = "+".join(str(len(stage)) for stage in summary.pair.stages_of(name))
         heads = _heads_of_rank(summary.pair, sizes.attention_tp)
         token, request = summary.rank_bytes(name)
         held = f"{token:,}" + (f" and {size(request)} per request" if request else "")
-        ranks = (str(sizes.tp * sizes.pp), str(sizes.dp))
-        table.add_row(name, *ranks, each, layers, heads, held)
+        table.add_row(name, str(sizes.ranks), str(sizes.dp), each, layers, heads, held)
     return table
 
 
 def _heads_of_rank(pair: ServerPair, tp: int) -> str:
-    total = pair.model.kv_heads
+    total, held = pair.model.kv_heads, pair.heads_of_rank(0, tp)
     if total is None:
         return "latent"
-    if total % tp and tp % total:
+    if not held:
         return f"{total}, not divisible"
-    return f"{max(1, total // tp)} of {total}" + (", replicated" if tp > total else "")
+    return f"{len(held)} of {total}" + (", replicated" if tp > total else "")
 
 
 def _links(summary: Summary) -> Table:
@@ -186,7 +174,7 @@ def _links(summary: Summary) -> Table:
     for link in summary.links:
         ranks = (str(link.prefill), str(link.decode))
         if link.parts:
-            figures = (f"{link.bytes / 2**20:,.1f}", f"{link.most:,}")
+            figures = (f"{link.bytes / 2**20:,.1f}", f"{link.max_copies:,}")
             table.add_row(*ranks, layers_of(link), heads_of(link), *figures)
         else:
             table.add_row(*ranks, "none: another rank sends them")
@@ -233,24 +221,22 @@ def format_spans(numbers: list[int]) -> str:
 
 def _figures(summary: Summary) -> list[tuple[str, Text | str]]:
     some, sides = summary.totals, summary.pair.sides
-    links = summary.links
-    by_rank = {"prefill": {}, "decode": {}}
-    for link in links:
-        for side, busy in by_rank.items():
-            rank = getattr(link, side)
-            busy[rank] = busy.get(rank, 0) + link.bytes
+    by_rank = {side: Counter() for side in sides}
+    for link in summary.links:
+        for side, sent in by_rank.items():
+            sent[getattr(link, side)] += link.bytes
     held = {side: summary.rank_bytes(side) for side in sides}
     return [
         ("stock", _outcome(summary.stock)),
         ("patched", _outcome(summary.patched)),
-        *((f"{side} ranks", f"{sizes.tp * sizes.pp}") for side, sizes in sides.items()),
+        *((f"{side} ranks", f"{sizes.ranks}") for side, sizes in sides.items()),
         *((f"KV bytes per token, {side} rank", f"{token:,}") for side, (token, _) in held.items()),
         *((f"state per request, {side} rank", size(slot)) for side, (_, slot) in held.items()),
         (f"pairs of ranks, {TOKENS} tokens", f"{some['links']:,}"),
         ("bytes", size(some["bytes"])),
         *(
-            (f"most bytes of one {side} rank", size(max(busy.values(), default=0)))
-            for side, busy in by_rank.items()
+            (f"most bytes of one {side} rank", size(max(sent.values(), default=0)))
+            for side, sent in by_rank.items()
         ),
         ("copies, contiguous pages", f"{some['copies_at_least']:,}"),
         ("copies, scattered pages", f"{some['copies_at_most']:,}"),

@@ -8,23 +8,18 @@ PARTITION_VARIABLE = "SGLANG_PP_LAYER_PARTITION"
 
 @dataclass(frozen=True)
 class ServerSizes:
-    """The sizes of one server.
+    """The sizes of one server."""
 
-    Attributes:
-        tp: Ranks per stage.
-        pp: Pipeline stages.
-        dp: Groups of a stage's ranks, each with its own attention and requests.
-        layers: Number of layers of each stage; empty if the engine distributes them.
-        draft: Layers of the draft model, which the last stage holds.
-        page: Tokens per page; 0 for the engine's default.
-    """
+    tp: int = 1  # ranks per stage
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # groups of a stage's ranks, each with its own attention and requests
+    layers: tuple[int, ...] = ()  # number of layers of each stage; empty: the engine's choice
+    draft: int = 0  # layers of the draft model, which the last stage holds
+    page: int = 0  # tokens per page; 0 for the engine's default
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    layers: tuple[int, ...] = ()
-    draft: int = 0
-    page: int = 0
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
 
     @property
     def attention_tp(self) -> int:
@@ -34,8 +29,7 @@ class ServerSizes:
     def stages(self, total: int) -> list[range]:
         """Splits `total` layers into stages; the last stages take the remainder.
 
-        Raises:
-            ValueError: `layers` does not match `pp` or `total`, or a stage has no layer.
+        Raises ValueError if `layers` does not match `pp` or `total`, or a stage has no layer.
         """
         counts = self.layers
         if not counts:
@@ -61,10 +55,8 @@ class ServerSizes:
 def parse_sizes(text: str, draft: int = 0, page: int = 0) -> ServerSizes:
     """Parses text such as `tp=4,pp=2,layers=30+31`; `draft` and `page` are its defaults.
 
-    `SGLANG_PP_LAYER_PARTITION` is the default of `layers`.
-
-    Raises:
-        ValueError: The text is invalid, or no server starts with its sizes.
+    `SGLANG_PP_LAYER_PARTITION` is the default of `layers`. Raises ValueError if the text is
+    invalid, or no server starts with its sizes.
     """
     given: dict = {"draft": draft, "page": page}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from sglang_pd.patchset.patches import public_version, supported_releases, unsupported
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.links import TOKENS, Link, links
-from sglang_pd.plan.pair import ServerPair
+from sglang_pd.plan.model import read_model
+from sglang_pd.plan.pair import ServerPair, make_pair
+from sglang_pd.plan.sizes import parse_sizes
 from sglang_pd.plan.verdict import Verdict, patched, stock
 
 
@@ -56,7 +60,7 @@ class Summary:
             "links": sum(1 for link in self.links if link.parts),
             "bytes": sum(link.bytes for link in self.links),
             "copies_at_least": sum(link.min_copies for link in self.links),
-            "copies_at_most": sum(link.most for link in self.links),
+            "copies_at_most": sum(link.max_copies for link in self.links),
             "messages": sum(link.messages for link in self.links),
         }
 
@@ -71,3 +75,27 @@ class Summary:
         if any(side.dp > 1 for side in self.pair.sides.values()):
             notes.append("A request goes from one group of prefill to one group of decode.")
         return notes
+
+
+def summarize(
+    path: Path,
+    pairs: list[tuple[str, str]],
+    backend: str,
+    release: str,
+    page: int,
+    draft: int,
+    fia: bool,
+) -> list[Summary]:
+    """Summarizes pairs of sizes (prefill's, decode's) for the model whose config.json is at `path`.
+
+    `sglang-pd plan --help` describes the other options. Raises Refusal UNSUPPORTED for an unknown
+    release, else as `read_model`; ValueError if no server starts with the sizes.
+    """
+    engine, found = public_version(release), []
+    if engine not in supported_releases():
+        raise unsupported(f"SGLang {release}", ": pass one of these as --release")
+    model = read_model(path, engine)
+    for both in pairs:
+        sides = [parse_sizes(text, draft, page) for text in both]
+        found.append(Summary(make_pair(model, *sides, backend, engine, fia)))
+    return found

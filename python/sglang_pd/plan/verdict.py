@@ -22,19 +22,12 @@ EVENTS = (LOGPROBS, RETRACTS, STRAY)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an engine does with a pair.
+    """What an engine does with a pair."""
 
-    Attributes:
-        outcome: One of the outcomes in `known_failures`.
-        reasons: Why the outcome is not `right`.
-        record: The patch record with the details; empty if there is none.
-        on: The verdict if one of `EVENTS` happens, for events with a known failure.
-    """
-
-    outcome: str = RIGHT
-    reasons: tuple[str, ...] = ()
-    record: str = ""
-    on: dict[str, "Verdict"] = field(default_factory=dict)
+    outcome: str = RIGHT  # one of the outcomes in `known_failures`
+    reasons: tuple[str, ...] = ()  # why it is not `right`
+    record: str = ""  # the patch record with the details, if there is one
+    on: dict[str, "Verdict"] = field(default_factory=dict)  # by event, if one of `EVENTS` happens
 
     def when(self, *events: str) -> str:
         """Returns the outcome if these events happen."""
@@ -81,8 +74,6 @@ def startup_errors(pair: ServerPair) -> list[str]:
 
 
 def _verdict(pair: ServerPair, failure: KnownFailure | None) -> Verdict:
-    return (
-        Verdict()
-        if failure is None
-        else Verdict(failure.outcome(pair), (failure.reason,), failure.record)
-    )
+    if failure is None:
+        return Verdict()
+    return Verdict(failure.outcome(pair), (failure.reason,), failure.record)

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import httpx
+import msgspec
 
 from sglang_pd.verify.prompts import PromptGroup, prompt_groups, prompt_lengths
 from sglang_pd.verify.servers import (
@@ -14,12 +14,11 @@ from sglang_pd.verify.servers import (
     PairStats,
     PrefillServer,
     RankReport,
-    answer,
-    generate_body,
 )
 
 REPORT_TIMEOUT_S = 15  # for decode ranks to report what they compared
 LOGPROB_TOLERANCE = 0.1
+NO_REPORT = RankReport("", "", 0, 0, {}, [], [], 0.0)
 
 
 @dataclass
@@ -44,32 +43,22 @@ class DraftStats:
 class Verdict:
     """The results of a check.
 
-    Attributes:
-        requests: Number of requests sent, two for each prompt.
-        lengths: Lengths of single prompts, in tokens.
-        failures: Requests without an answer.
-        unequal: Prompts whose two answers differ.
-        compared: Number of requests whose KV the first rank of each decode server compared.
-        pairs: Statistics by (prefill server, prefill rank, decode rank).
-        mismatches: Descriptions of what differed.
-        seconds: Duration of each transfer, from the request to prefill until all had arrived.
-        comparing: Total seconds that the decode ranks took to compare.
-        from_reference: Prompts whose answer differs from the reference's; None without one.
-        drafted, reference_drafted: The draft models' statistics for the same prompts, in the fleet
-            and in the reference. Prompts sent at once are left out: their cuts into chunks depend
-            on chance, and at a chunk's end a draft model receives the target's own next token.
+    The draft models' statistics are of the same prompts in the fleet and in the reference. Prompts
+    sent at once are left out: their cuts into chunks depend on chance, and at a chunk's end a draft
+    model receives the target's own next token.
     """
 
-    requests: int = 0
-    lengths: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    unequal: list[str] = field(default_factory=list)
-    compared: int = 0
+    requests: int = 0  # two for each prompt
+    lengths: list[int] = field(default_factory=list)  # of single prompts, in tokens
+    failures: list[str] = field(default_factory=list)  # requests without an answer
+    unequal: list[str] = field(default_factory=list)  # prompts whose two answers differ
+    compared: int = 0  # requests whose KV the first rank of each decode server compared
+    # By (prefill server, prefill rank, decode rank).
     pairs: dict[tuple[str, str, str], PairStats] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    comparing: float = 0.0
-    from_reference: list[str] | None = None
+    seconds: list[float] = field(default_factory=list)  # from each request until all had arrived
+    comparing: float = 0.0  # seconds that all decode ranks took to compare
+    from_reference: list[str] | None = None  # differing answers; None without a reference
     drafted: DraftStats = field(default_factory=DraftStats)
     reference_drafted: DraftStats = field(default_factory=DraftStats)
 
@@ -94,15 +83,9 @@ async def check(
 ) -> Verdict:
     """Sends every prompt twice, and collects what the decode ranks report.
 
-    Args:
-        lengths: Lengths of single prompts, in tokens.
-        requests: Number of prompts sent at once, at the end.
-        new_tokens: Tokens to decode for each request.
-        reference: URL of a server to compare answers with; empty for none.
-        on_progress: Receives each prompt group's name and size.
-
-    Raises:
-        Refusal: The servers do not verify or do not answer.
+    lengths: of single prompts, in tokens. requests: number of prompts sent at once, at the end.
+    reference: URL of a server to compare answers with, if any. on_progress: receives each prompt
+    group's name and size. Raises Refusal if the servers do not verify or do not answer.
     """
     prefills = await fleet.prefill_servers()
     page_size = max(one.page_size for one in prefills)
@@ -115,12 +98,12 @@ async def check(
         verdict.from_reference = []
     for group in prompt_groups(tried, page_size, requests):
         on_progress(group.name, len(group.prompts))
-        first, second = [await _send_group(group, fleet.generate, new_tokens) for _ in range(2)]
+        first, second = [await _send_group(group, fleet, new_tokens) for _ in range(2)]
         _record_answers(verdict, group, first, second)
         if reference:
-            await _compare_with_reference(
-                verdict, group, first, fleet.client, reference, new_tokens
-            )
+            alone = FleetClient(fleet.client, reference)
+            expected = await _send_group(group, alone, new_tokens)
+            _compare_with_reference(verdict, group, first, expected)
         elif not group.at_once:
             for one in first:
                 verdict.drafted.add(one)
@@ -128,13 +111,11 @@ async def check(
     return verdict
 
 
-async def _send_group(
-    group: PromptGroup, generate: Callable[[tuple, int], Awaitable[Answer]], new_tokens: int
-) -> list[Answer]:
-    asking = [generate(prompt, new_tokens) for prompt in group.prompts]
+async def _send_group(group: PromptGroup, fleet: FleetClient, new_tokens: int) -> list[Answer]:
+    answers = [fleet.generate(prompt, new_tokens) for prompt in group.prompts]
     if group.at_once:
-        return await asyncio.gather(*asking)
-    return [await one for one in asking]
+        return await asyncio.gather(*answers)
+    return [await one for one in answers]
 
 
 def _record_answers(
@@ -149,18 +130,9 @@ def _record_answers(
             verdict.unequal.append(f"{what}: {answers[0].ids} and {answers[1].ids}")
 
 
-async def _compare_with_reference(
-    verdict: Verdict,
-    group: PromptGroup,
-    answers: list[Answer],
-    client: httpx.AsyncClient,
-    reference: str,
-    new_tokens: int,
+def _compare_with_reference(
+    verdict: Verdict, group: PromptGroup, answers: list[Answer], expected: list[Answer]
 ) -> None:
-    async def generate(prompt, new_tokens):
-        return await answer(client, reference, generate_body(prompt, new_tokens))
-
-    expected = await _send_group(group, generate, new_tokens)
     for prompt, got, want in zip(group.prompts, answers, expected, strict=True):
         what = f"{len(prompt)} tokens, {group.name}"
         if want.failure:
@@ -199,7 +171,7 @@ async def _collect_reports(
     while True:
         after = await _rank_reports(fleet, prefills)
         verdict.compared = sum(
-            rank.requests - _report_before(before, key).requests
+            rank.requests - before.get(key, NO_REPORT).requests
             for key, rank in after.items()
             if "TP 0/" in rank.decode and "PP 0/" in rank.decode
         )
@@ -207,22 +179,16 @@ async def _collect_reports(
             break
         await asyncio.sleep(0.5)
     for key, rank in after.items():
-        old = _report_before(before, key)
-        new = rank.requests - old.requests
-        verdict.mismatches += rank.said[
-            len(rank.said) - min(rank.failed - old.failed, len(rank.said)) :
-        ]
-        verdict.seconds += rank.seconds[max(0, len(rank.seconds) - new) :] if new else []
+        old = before.get(key, NO_REPORT)
+        verdict.mismatches += _last(rank.said, rank.failed - old.failed)
+        verdict.seconds += _last(rank.seconds, rank.requests - old.requests)
         verdict.comparing += rank.comparing - old.comparing
         for prefill, count in rank.pairs.items():
             was = old.pairs.get(prefill, PairStats())
-            verdict.pairs[key[0], prefill, f"{rank.decode} at {rank.at}"] = PairStats(
-                count.requests - was.requests,
-                count.parts - was.parts,
-                count.bytes - was.bytes,
-                count.mismatches - was.mismatches,
-            )
+            counts = zip(msgspec.structs.astuple(count), msgspec.structs.astuple(was))
+            added = PairStats(*(now - then for now, then in counts))
+            verdict.pairs[key[0], prefill, f"{rank.decode} at {rank.at}"] = added
 
 
-def _report_before(before: dict, key: tuple[str, str]) -> RankReport:
-    return before.get(key) or RankReport("", "", 0, 0, {}, [], [], 0.0)
+def _last(values: list, count: int) -> list:
+    return values[max(0, len(values) - count) :]

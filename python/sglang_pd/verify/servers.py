@@ -17,17 +17,12 @@ ANSWER_TOKENS = 64  # tokens of a context reserved for the answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids and their logprobs, or why there are none; `seconds` until it arrived.
-
-    `rounds` is how often the server reports that it verified a draft model's tokens; 0 without
-    a draft model.
-    """
+    """Token ids and their logprobs, or why there are none."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     failure: str = ""
-    seconds: float = 0.0
-    rounds: int = 0
+    rounds: int = 0  # how often the server reports that it verified a draft model's tokens
 
 
 class PairStats(msgspec.Struct):
@@ -61,47 +56,29 @@ class VerifyReports(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PrefillServer:
-    """A prefill server, as it describes itself.
-
-    Attributes:
-        host, bootstrap_port: Address of its bootstrap server.
-        page_size: Tokens per page.
-        chunk: Tokens that it computes at a time; None for whole prompts.
-        longest: Tokens of the longest prompt that is sure to fit.
-    """
+    """A prefill server, as it describes itself; sizes are in tokens."""
 
     url: str
-    host: str
+    host: str  # of its bootstrap server, too
     bootstrap_port: int
     page_size: int
-    chunk: int | None
-    longest: int
-
-    @property
-    def reports_url(self) -> str:
-        """URL at which decode ranks report what they have compared."""
-        return f"http://{self.host}:{self.bootstrap_port}/verify"
+    chunk: int | None  # that it computes at a time; None for whole prompts
+    longest: int  # prompt that is sure to fit
 
 
 class FleetClient:
-    """Sends requests to a router, or to one prefill and one decode server.
-
-    Args:
-        client: The HTTP client; its timeout is how long an answer may take.
-        router, prefill, decode: URLs: the router's, or the other two.
-    """
+    """Sends requests to a router or another single server, or to a prefill and a decode server."""
 
     def __init__(self, client: httpx.AsyncClient, router: str = "", prefill="", decode=""):
-        self.client, self.router, self.decode = client, router, decode
-        self.prefill = prefill
+        """router, prefill, decode: URLs. The client's timeout is how long an answer may take."""
+        self.client, self.router, self.prefill, self.decode = client, router, prefill, decode
         self.prefills: list[PrefillServer] = []
         self.room_numbers = random.Random(time.time_ns())
 
     async def prefill_servers(self) -> list[PrefillServer]:
         """Requests from all prefill servers what a check needs.
 
-        Raises:
-            Refusal: A server does not answer, or is not a prefill server.
+        Raises Refusal if one does not answer, or is not a prefill server.
         """
         urls = [self.prefill]
         if self.router:
@@ -118,8 +95,8 @@ class FleetClient:
 
     async def _query_prefill(self, url: str) -> PrefillServer:
         about = await self._get_json(f"{url}/server_info", f"{url}/get_server_info")
-        if about.get("disaggregation_mode") != "prefill":
-            mode = about.get("disaggregation_mode")
+        mode = about.get("disaggregation_mode")
+        if mode != "prefill":
             raise Refusal(
                 ExitCode.NOT_VERIFYING, f"{url} is not a prefill server: its mode is {mode!r}"
             )
@@ -138,10 +115,9 @@ class FleetClient:
     async def reports(self, prefill: PrefillServer) -> VerifyReports:
         """Returns what decode ranks have compared of this server's KV.
 
-        Raises:
-            Refusal: The server does not verify, or its bootstrap server does not answer.
+        Raises Refusal if the server does not verify, or its bootstrap server does not answer.
         """
-        url = prefill.reports_url
+        url = f"http://{prefill.host}:{prefill.bootstrap_port}/verify"
         try:
             response = await self.client.get(url)
         except httpx.HTTPError as error:
@@ -159,18 +135,36 @@ class FleetClient:
 
     async def generate(self, prompt: tuple[int, ...], new_tokens: int) -> Answer:
         """Decodes greedily, through the router, or both servers once `prefill_servers` has run."""
-        body = generate_body(prompt, new_tokens)
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
         if self.router:
-            return await answer(self.client, self.router, body)
+            return await self._answer(self.router, body)
         (prefill,) = self.prefills
         body |= {
             "bootstrap_host": prefill.host,
             "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": self.room_numbers.getrandbits(62),
         }
-        both = (answer(self.client, url, body) for url in (prefill.url, self.decode))
+        both = (self._answer(url, body) for url in (prefill.url, self.decode))
         first, last = await asyncio.gather(*both)
         return last if last.failure or not first.failure else first
+
+    async def _answer(self, url: str, body: dict) -> Answer:
+        """Sends a request and returns the server's answer; a failure is an answer, too."""
+        try:
+            response = await self.client.post(f"{url}/generate", json=body)
+        except httpx.HTTPError as error:
+            return Answer(failure=repr(error))
+        if response.status_code != 200:
+            return Answer(failure=f"HTTP {response.status_code}: {response.text[:2000]}")
+        about = response.json()["meta_info"]
+        rows, rounds = about["output_token_logprobs"], about.get("spec_verify_ct") or 0
+        ids, logprobs = (tuple(row[at] for row in rows) for at in (1, 0))
+        return Answer(ids, logprobs, rounds=rounds)
 
     async def _get_json(self, *urls: str) -> dict:
         """Returns the answer of the first URL that has one. Raises Refusal without any."""
@@ -189,31 +183,3 @@ def _host(url: str) -> str:
     """Returns a URL's host, in brackets if it is an IPv6 address."""
     host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host
-
-
-def generate_body(prompt: tuple[int, ...], new_tokens: int) -> dict:
-    """Returns the body of an SGLang `/generate` request that decodes greedily."""
-    return {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
-
-
-async def answer(client: httpx.AsyncClient, url: str, body: dict) -> Answer:
-    """Sends a request and returns the server's answer; a failure is an answer, too."""
-    begun = time.monotonic()
-    try:
-        response = await client.post(f"{url}/generate", json=body)
-    except httpx.HTTPError as error:
-        return Answer(failure=repr(error), seconds=time.monotonic() - begun)
-    seconds = time.monotonic() - begun
-    if response.status_code != 200:
-        return Answer(
-            failure=f"HTTP {response.status_code}: {response.text[:2000]}", seconds=seconds
-        )
-    about = response.json()["meta_info"]
-    rows, rounds = about["output_token_logprobs"], about.get("spec_verify_ct") or 0
-    ids, logprobs = (tuple(row[at] for row in rows) for at in (1, 0))
-    return Answer(ids, logprobs, "", seconds, rounds)

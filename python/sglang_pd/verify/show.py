@@ -4,7 +4,7 @@ import statistics
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from sglang_pd.verify.check import Verdict
@@ -42,11 +42,9 @@ def as_json(verdict: Verdict) -> dict:
 
 def show(verdict: Verdict, console: Console) -> None:
     """Prints a table of the pairs of ranks, and the problems below it."""
-    table = Table(title="KV that decode ranks compared with prefill's digests")
-    for heading in ("prefill rank", "decode rank"):
-        table.add_column(heading)
-    for heading in ("requests", "buffers", "MiB", "mismatches"):
-        table.add_column(heading, justify="right")
+    figures = ("requests", "buffers", "MiB", "mismatches")
+    columns = ("prefill rank", "decode rank", *(Column(one, justify="right") for one in figures))
+    table = Table(*columns, title="KV that decode ranks compared with prefill's digests")
     for (_, prefill, decode), count in sorted(verdict.pairs.items()):
         wrong = Text(str(count.mismatches), style="red" if count.mismatches else "green")
         size = f"{count.bytes / 2**20:.1f}"
@@ -56,14 +54,12 @@ def show(verdict: Verdict, console: Console) -> None:
     _print_list(console, "Requests without an answer", verdict.failures)
     _print_list(console, "Prompts whose two answers differ", verdict.unequal)
     _print_list(console, "Answers that differ from the reference's", verdict.from_reference or [])
-    spread = _duration_stats(verdict.seconds)
-    if spread:
+    if spread := _duration_stats(verdict.seconds):
         console.print(
             f"transfers: median {spread['median'] * 1000:.0f} ms, longest "
             f"{spread['longest'] * 1000:.0f} ms; comparing took {verdict.comparing:.2f} s in total"
         )
-    drafts = _drafts(verdict)
-    if drafts:
+    if drafts := _drafts(verdict):
         console.print(drafts)
     console.print(_summary_line(verdict))
 
@@ -71,12 +67,10 @@ def show(verdict: Verdict, console: Console) -> None:
 def _drafts(verdict: Verdict) -> Text | None:
     """Compares how well draft models predict in fleet and reference; None without a draft model."""
     here, there = verdict.drafted.tokens_per_round, verdict.reference_drafted.tokens_per_round
+    if here is None and there is None:
+        return None
     if here is None:
-        return (
-            None
-            if there is None
-            else Text("drafts: the reference has a draft model, the fleet does not")
-        )
+        return Text("drafts: the reference has a draft model, the fleet does not")
     line = f"drafts: {here:.2f} tokens per verify step"
     if there is None:
         return Text(f"{line}; 1 means no accepted draft")
@@ -95,9 +89,8 @@ def _summary_line(verdict: Verdict) -> Text:
 
 
 def _print_list(console: Console, title: str, lines: list[str]) -> None:
-    if not lines:
-        return
-    console.print(Text(f"{title} ({len(lines)}):", style="red"))
+    if lines:
+        console.print(Text(f"{title} ({len(lines)}):", style="red"))
     for line in lines[:MAX_SHOWN]:
         console.print(Text(f"  {line}"))
     if len(lines) > MAX_SHOWN:
@@ -105,6 +98,4 @@ def _print_list(console: Console, title: str, lines: list[str]) -> None:
 
 
 def _duration_stats(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    return {"median": statistics.median(seconds), "longest": max(seconds)}
+    return {"median": statistics.median(seconds), "longest": max(seconds)} if seconds else {}

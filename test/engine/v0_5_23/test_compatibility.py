@@ -1,19 +1,13 @@
 """Decode: requests to an incompatible prefill server fail with the reason, on both sides."""
 
-import http.server
-import json
-import threading
 import time
-from types import SimpleNamespace
-from urllib.parse import parse_qs, urlsplit
 
 import fake_managers
 import pytest
 import zmq
-from fake_managers import BACKENDS, DECODE, RECEIVERS
+from fake_managers import RECEIVERS, decode_rank, process_messages
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import AbortNotification, KVTransferError
-from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.common.conn import AbortNotification, EngineCommonKVManager
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.pd import compatibility, prefill_servers
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
@@ -23,57 +17,9 @@ from pd_harness.ports import HOST, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
-COMPATIBLE = {
-    **{"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1},
-    **{
-        "page_size": fake_managers.PAGE,
-        "kv_cache_dtype": "bfloat16",
-        "follow_bootstrap_room": True,
-    },
-}
-SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
-RANK = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+ROOM = 7
+OTHER_PAGE_SIZE = {"page_size": 16}
 HANG_TIMEOUT_SECONDS = 20  # reached only by a hang
-
-
-class BootstrapServer(http.server.ThreadingHTTPServer):
-    """Returns `server` as the server's info, and for each rank the address that it reads at."""
-
-    def __init__(self, port: int):
-        super().__init__((HOST, port), BootstrapHandler)
-        self.address = f"{HOST}:{port}"
-        self.server: object = COMPATIBLE
-        self.queried_ranks: list[tuple[int, ...]] = []
-        self.rank_port, self.rank = 1, ...
-        self.thread = threading.Thread(target=self.serve_forever, args=[0.01])
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.thread.join()
-        self.server_close()
-
-    def count_server_queries(self) -> int:
-        return self.queried_ranks.count((-1,) * 4)
-
-
-class BootstrapHandler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        query = parse_qs(urlsplit(self.path).query)
-        rank = tuple(int(query[name][0]) for name in RANK)
-        self.server.queried_ranks.append(rank)
-        answer = {"rank_ip": HOST, "rank_port": self.server.rank_port, "rank": rank}
-        if self.server.rank is not ...:
-            answer = self.server.rank
-        body = json.dumps(self.server.server if rank == (-1,) * 4 else answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -82,26 +28,23 @@ def long_answer_wait(monkeypatch):
     monkeypatch.setattr(prefill_servers, "ANSWER_WAIT_SECONDS", 10.0)
 
 
-@pytest.fixture
-def bootstrap():
-    (port,) = free_ports(1)
-    server = BootstrapServer(port)
-    yield server
-    server.stop()
-
-
-def decode_rank(backend, kinds=fake_managers.PATCHED, layout=None, **more):
-    """A decode rank that only records the rooms that it would abort on prefill."""
-    decode = fake_managers.make_manager(
-        backend, layout or fake_managers.mla_layout(), DECODE, kinds=kinds, **more
-    )
+def record_aborted_rooms(decode):
+    """Makes a decode rank only record the rooms that it would abort on prefill."""
     decode.aborted_rooms = []
-    if kinds is fake_managers.PATCHED:
-        decode.abort_on_prefill = lambda address, room: decode.aborted_rooms.append((address, room))
+    decode.abort_on_prefill = lambda address, room: decode.aborted_rooms.append((address, room))
     return decode
 
 
-def receiver_of(decode, bootstrap, room: int = 7):
+@pytest.fixture
+def decode(decode):
+    return record_aborted_rooms(decode)
+
+
+def count_size_queries(bootstrap) -> int:
+    return bootstrap.queried_dp_ranks().count(-1)
+
+
+def receiver_of(decode, bootstrap, room: int = ROOM):
     """A request's receiver, opened as by the scheduler once the prefill server is known."""
     made = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, room)
     assert decode.try_ensure_parallel_info(bootstrap.address)
@@ -112,17 +55,16 @@ def receiver_of(decode, bootstrap, room: int = 7):
 
 def reason_of(receiver) -> str:
     """Finishes a failed request as the scheduler does; returns the failure reason."""
-    manager = receiver.kv_mgr
-    assert receiver.poll() == manager.request_status[receiver.bootstrap_room] == KVPoll.Failed
-    with pytest.raises(KVTransferError) as raised:
-        receiver.failure_exception()
-    assert receiver.bootstrap_room not in manager.request_status
-    return raised.value.failure_reason
+    statuses, room = receiver.kv_mgr.request_status, receiver.bootstrap_room
+    assert statuses[room] == KVPoll.Failed
+    reason = fake_managers.finish_failed(receiver)
+    assert room not in statuses
+    return reason
 
 
 TP2 = fake_managers.mha_layout(Heads(0, 1, 2), (0, 2))
 INCOMPATIBLE = {
-    "RuntimeError": ({"page_size": 16}, {}, "Page size mismatch: prefill server has page_size=16"),
+    "RuntimeError": (OTHER_PAGE_SIZE, {}, "Page size mismatch: prefill server has page_size=16"),
     "RuntimeError of a dtype": ({"kv_cache_dtype": "fp8"}, {}, "KV cache dtype mismatch"),
     "RuntimeError of DCP": ({"attn_cp_size": 2}, {"dcp_size": 2}, "prefill attention CP=1, got 2"),
     "AssertionError": ({"pp_size": 3}, {"pp_size": 2}, "Decode pp size (2) should be equal to"),
@@ -134,31 +76,28 @@ INCOMPATIBLE = {
 }
 
 
-@backends
-@pytest.mark.parametrize("case", INCOMPATIBLE)
-def test_incompatible_server_fails_its_requests_with_the_reason(case, backend, bootstrap):
-    says, has, why = INCOMPATIBLE[case]
-    bootstrap.server = {**COMPATIBLE, **says}
-    decode = decode_rank(backend, **has)
+@pytest.mark.parametrize("says, has, why", INCOMPATIBLE.values(), ids=INCOMPATIBLE)
+def test_incompatible_server_fails_its_requests_with_the_reason(says, has, why, backend, bootstrap):
+    bootstrap.sizes |= says
+    decode = record_aborted_rooms(decode_rank(backend, **has))
     for room in (7, 8):
         assert why in reason_of(receiver_of(decode, bootstrap, room))
     assert decode.aborted_rooms == [(bootstrap.address, 7), (bootstrap.address, 8)]
-    assert bootstrap.count_server_queries() == 1
+    assert count_size_queries(bootstrap) == 1
     assert not decode.failure_records
 
 
-@pytest.mark.parametrize("case", ["RuntimeError", "AssertionError", "AttributeError"])
-def test_stock_raises_for_an_incompatible_server(case, bootstrap):
-    says, has, _ = INCOMPATIBLE[case]
-    bootstrap.server = {**COMPATIBLE, **says}
-    error = {"RuntimeError": RuntimeError, "AssertionError": AssertionError}
-    with pytest.raises(error.get(case, AttributeError)):
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, AttributeError])
+def test_stock_raises_for_an_incompatible_server(error, bootstrap):
+    says, has, _ = INCOMPATIBLE[error.__name__]
+    bootstrap.sizes |= says
+    with pytest.raises(error):
         stock_prefill_info(bootstrap, **has)
 
 
 def test_stock_requests_no_rank_for_some_heads_of_tp_3_to_2(bootstrap):
     """Two decode ranks, three prefill ranks: neither decode rank requests the last one."""
-    bootstrap.server = {**COMPATIBLE, "attn_tp_size": 3}
+    bootstrap.sizes["attn_tp_size"] = 3
     queries = []
     for rank in range(2):
         layout = fake_managers.mha_layout(Heads(rank, rank + 1, 2), (rank, 2))
@@ -169,113 +108,89 @@ def test_stock_requests_no_rank_for_some_heads_of_tp_3_to_2(bootstrap):
 def stock_prefill_info(bootstrap, **has):
     """A stock decode rank's info about the server."""
     decode = decode_rank("nixl", **has)
-    engine = fake_managers.common.EngineCommonKVManager
 
     class Stock(fake_managers.nixl.NixlKVManager):
-        try_ensure_parallel_info = engine.try_ensure_parallel_info
-        _resolve_rank_mapping = engine._resolve_rank_mapping
+        try_ensure_parallel_info = EngineCommonKVManager.try_ensure_parallel_info
+        _resolve_rank_mapping = EngineCommonKVManager._resolve_rank_mapping
 
     decode.__class__ = Stock
     assert decode.try_ensure_parallel_info(bootstrap.address)
     return decode.prefill_info_table[bootstrap.address]
 
 
-@backends
-def test_compatible_server_is_served(backend, bootstrap):
-    decode = decode_rank(backend)
-    for room in (7, 8):
-        assert receiver_of(decode, bootstrap, room).poll() == KVPoll.WaitingForInput
-    assert bootstrap.count_server_queries() == 1
-    assert not decode.aborted_rooms
-
-
-@backends
-def test_incompatible_server_is_queried_again_after_a_while(backend, bootstrap, monkeypatch):
+def test_incompatible_server_is_queried_again_after_a_while(decode, bootstrap, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(compatibility.time, "monotonic", lambda: now[0])
-    bootstrap.server = {**COMPATIBLE, "page_size": 16}
-    decode = decode_rank(backend)
+    compatible = bootstrap.sizes
+    bootstrap.sizes = {**compatible, **OTHER_PAGE_SIZE}
     reason_of(receiver_of(decode, bootstrap))
-    bootstrap.server = COMPATIBLE
+    bootstrap.sizes = compatible
     now[0] += prefill_servers.INCOMPATIBLE_SECONDS - 1
     reason_of(receiver_of(decode, bootstrap))
-    assert bootstrap.count_server_queries() == 1
+    assert count_size_queries(bootstrap) == 1
     now[0] += 2
     # The first request after that time still gets the old answer.
     assert "Page size" in reason_of(receiver_of(decode, bootstrap))
     assert receiver_of(decode, bootstrap).poll() == KVPoll.WaitingForInput
-    assert bootstrap.count_server_queries() == 2
+    assert count_size_queries(bootstrap) == 2
 
 
-@backends
-def test_server_that_is_still_incompatible_stays_refused(backend, bootstrap, monkeypatch):
+def test_server_that_is_still_incompatible_stays_refused(decode, bootstrap, monkeypatch):
     monkeypatch.setattr(prefill_servers, "INCOMPATIBLE_SECONDS", -1)
-    bootstrap.server = {**COMPATIBLE, "page_size": 16}
-    decode = decode_rank(backend)
+    bootstrap.sizes |= OTHER_PAGE_SIZE
     for times in range(1, 4):
         assert "Page size" in reason_of(receiver_of(decode, bootstrap, times))
-        assert bootstrap.count_server_queries() == times
+        assert count_size_queries(bootstrap) == times
 
 
-@backends
-def test_server_that_restarts_as_compatible_is_served_at_once(backend, bootstrap):
+def test_server_that_restarts_as_compatible_is_served_at_once(decode, bootstrap):
     """Heartbeats have detected that the incompatible server stopped."""
-    bootstrap.server = {**COMPATIBLE, "page_size": 16}
-    decode = decode_rank(backend)
+    compatible = bootstrap.sizes
+    bootstrap.sizes = {**compatible, **OTHER_PAGE_SIZE}
     reason_of(receiver_of(decode, bootstrap))
     decode.prefill_info_table.pop(bootstrap.address)
-    bootstrap.server = COMPATIBLE
+    bootstrap.sizes = compatible
     assert receiver_of(decode, bootstrap).poll() == KVPoll.WaitingForInput
     assert decode.incompatibility(bootstrap.address) is None
 
 
-@backends
-@pytest.mark.parametrize("until", [-1, 1000])
+@pytest.mark.parametrize("seconds", [-1, 1000])
 def test_server_lost_between_lookup_and_init_keeps_its_reason(
-    backend, bootstrap, until, monkeypatch
+    seconds, backend, decode, bootstrap, monkeypatch
 ):
     """Its heartbeats failed after the scheduler had looked it up."""
-    monkeypatch.setattr(prefill_servers, "INCOMPATIBLE_SECONDS", until)
-    bootstrap.server = {**COMPATIBLE, "page_size": 16}
-    decode = decode_rank(backend)
-    receiver = RECEIVERS[backend](decode, bootstrap.address, 7)
+    monkeypatch.setattr(prefill_servers, "INCOMPATIBLE_SECONDS", seconds)
+    bootstrap.sizes |= OTHER_PAGE_SIZE
+    receiver = RECEIVERS[backend](decode, bootstrap.address, ROOM)
     decode.try_ensure_parallel_info(bootstrap.address)
     decode.prefill_info_table.pop(bootstrap.address)
     receiver.init(0)
     assert "Page size" in reason_of(receiver)
 
 
-@backends
-@pytest.mark.parametrize(
-    "answer", [None, [], "x", {}, {**COMPATIBLE, "attn_tp_size": "x"}], ids=repr
-)
-def test_invalid_server_info_leaves_the_server_unknown(backend, bootstrap, answer):
-    """A server that is not up yet is unknown, too."""
-    bootstrap.server = answer
-    decode = decode_rank(backend)
-    assert not decode.try_ensure_parallel_info(bootstrap.address)
-    assert not decode.incompatible and not decode.prefill_info_table
-
-
-@backends
-def test_request_that_failed_before_keeps_its_reason(backend, bootstrap):
-    bootstrap.server = {**COMPATIBLE, "page_size": 16}
-    decode = decode_rank(backend)
-    receiver = RECEIVERS[backend](decode, bootstrap.address, 7)
+def test_request_that_failed_before_keeps_its_reason(backend, decode, bootstrap):
+    bootstrap.sizes |= OTHER_PAGE_SIZE
+    receiver = RECEIVERS[backend](decode, bootstrap.address, ROOM)
     decode.try_ensure_parallel_info(bootstrap.address)
-    decode.record_failure(7, "given up")
+    decode.record_failure(ROOM, "given up")
     receiver.conclude_state = KVPoll.Failed
-    decode.update_status(7, KVPoll.Failed)
+    decode.update_status(ROOM, KVPoll.Failed)
     receiver.init(0)
     assert reason_of(receiver) == "given up"
     assert not decode.aborted_rooms
 
 
-@backends
-def test_digests_are_dropped_with_their_room(backend, bootstrap):
-    decode = decode_rank(backend)
+@pytest.mark.parametrize("answer", [None, [], "", {}, {"attn_tp_size": "x"}], ids=repr)
+def test_invalid_server_info_leaves_the_server_unknown(answer, decode, bootstrap):
+    """A server that is not up yet is unknown, too."""
+    bootstrap.sizes = answer and {**bootstrap.sizes, **answer}
+    assert not decode.try_ensure_parallel_info(bootstrap.address)
+    assert not decode.incompatible and not decode.prefill_info_table
+
+
+def test_digests_are_dropped_with_their_room(decode, bootstrap):
     receiver = receiver_of(decode, bootstrap)
-    decode.arrived_digests[7] = {0: b"digests"}
+    decode.arrived_digests[ROOM] = {0: b"digests"}
     receiver.clear()
     assert not decode.arrived_digests
 
@@ -284,45 +199,35 @@ def test_digests_are_dropped_with_their_room(backend, bootstrap):
 
 
 @pytest.fixture
-def bootstrap_with_ranks(bootstrap):
-    """A bootstrap server whose ranks read messages and do nothing."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
-        bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
-        yield bootstrap
+def rank_socket(bootstrap, listen):
+    """The socket of the only prefill rank."""
+    sock, bootstrap.rank_port = listen()
+    return sock
 
 
-def scheduled_receiver(decode, bootstrap, room: int = 7):
+def scheduled_receiver(decode, bootstrap, room: int = ROOM):
     """A request's receiver, opened as by decode's scheduler, down to each prefill rank."""
     receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, room)
     if decode.try_ensure_parallel_info(bootstrap.address):
-        req = SimpleNamespace(
-            bootstrap_host=HOST,
-            bootstrap_port=int(bootstrap.address.split(":")[1]),
-            bootstrap_room=room,
-            disagg_prefill_dp_rank=None,
-        )
-        queue = object.__new__(DecodePreallocQueue)
-        queue.kv_manager = decode
-        receiver.init(queue._resolve_prefill_dp_rank(req))
+        receiver.init(fake_managers.resolve_dp_rank(decode, bootstrap.address, room))
     else:
         receiver.abort()
     return receiver
 
 
-@backends
-def test_compatible_server_is_queried_for_its_rank(backend, bootstrap_with_ranks):
-    decode = decode_rank(backend)
-    assert scheduled_receiver(decode, bootstrap_with_ranks).poll() == KVPoll.WaitingForInput
-    assert bootstrap_with_ranks.queried_ranks == [(-1,) * 4, (0,) * 4]
+def test_compatible_server_is_queried_once_and_served(decode, bootstrap, rank_socket):
+    for room in (7, 8):
+        assert scheduled_receiver(decode, bootstrap, room).poll() == KVPoll.WaitingForInput
+    assert bootstrap.queried_ranks == [(-1,) * 4, (0,) * 4]
+    assert not decode.aborted_rooms
 
 
-@backends
 @pytest.mark.parametrize("size", [0, -1])
-@pytest.mark.parametrize("name", SIZES)
-def test_parallel_size_below_1_fails_the_requests(name, size, backend, bootstrap_with_ranks):
+@pytest.mark.parametrize("name", ["dp_size", "attn_cp_size", "attn_tp_size", "pp_size"])
+def test_parallel_size_below_1_fails_the_requests(name, size, decode, bootstrap, rank_socket):
     """Otherwise the scheduler would crash, or the request would wait for no rank at all."""
-    bootstrap_with_ranks.server = {**COMPATIBLE, name: size}
-    assert reason_of(scheduled_receiver(decode_rank(backend), bootstrap_with_ranks))
+    bootstrap.sizes[name] = size
+    assert reason_of(scheduled_receiver(decode, bootstrap))
 
 
 INVALID_RANKS = [
@@ -331,11 +236,10 @@ INVALID_RANKS = [
 ]
 
 
-@backends
 @pytest.mark.parametrize("answer", INVALID_RANKS, ids=repr)
-def test_invalid_rank_address_fails_the_requests(answer, backend, bootstrap_with_ranks):
-    bootstrap_with_ranks.rank = answer
-    assert reason_of(scheduled_receiver(decode_rank(backend), bootstrap_with_ranks))
+def test_invalid_rank_address_fails_the_requests(answer, decode, bootstrap, rank_socket):
+    bootstrap.rank = answer
+    assert reason_of(scheduled_receiver(decode, bootstrap))
 
 
 # Notifications to prefill
@@ -346,66 +250,72 @@ def recording_notifier(monkeypatch, fails=(), after=(0,)):
     monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", after)
     notified = []
 
-    def tell(rank: dict, room: int) -> None:
+    def notify(rank: dict, room: int) -> None:
         if room in fails:
             raise OSError("no route")
         notified.append((tuple(rank["rank"]), room))
 
-    return AbortNotifier(tell), notified
+    return AbortNotifier(notify), notified
+
+
+def wait_for(condition) -> bool:
+    return wait_until(condition, HANG_TIMEOUT_SECONDS, 0.01)
 
 
 def test_each_prefill_rank_is_notified_once(bootstrap, monkeypatch):
-    bootstrap.server = {**COMPATIBLE, "attn_tp_size": 3, "pp_size": 2, "dp_size": 2}
-    thread, notified = recording_notifier(monkeypatch)
+    bootstrap.sizes |= {"attn_tp_size": 3, "pp_size": 2, "dp_size": 2}
+    notifier, notified = recording_notifier(monkeypatch)
     for room in (7, 8):
-        thread.add(bootstrap.address, room)
+        notifier.add(bootstrap.address, room)
     ranks = [(dp, 0, tp, pp) for dp in range(2) for tp in range(3) for pp in range(2)]
     expected = [(rank, room) for room in (7, 8) for rank in ranks]
-    assert wait_until(lambda: len(notified) >= len(expected), HANG_TIMEOUT_SECONDS, 0.01)
+    assert wait_for(lambda: len(notified) >= len(expected))
     time.sleep(0.1)  # no further notification comes
     assert notified == expected
 
 
 def test_prefill_is_notified_again(bootstrap, monkeypatch):
     """A request may reach prefill after the first notification, and would wait forever."""
-    thread, notified = recording_notifier(monkeypatch, after=(0, 0.3, 0.6))
-    thread.add(bootstrap.address, 7)
-    assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
-    thread.add(bootstrap.address, 8)
-    assert wait_until(lambda: len(notified) == 6, HANG_TIMEOUT_SECONDS, 0.01)
+    began = time.monotonic()
+    notifier, notified = recording_notifier(monkeypatch, after=(0, 0.3, 0.6))
+    notifier.add(bootstrap.address, 7)
+    assert wait_for(lambda: notified)
+    notifier.add(bootstrap.address, 8)
+    assert wait_for(lambda: len(notified) == 6)
+    assert time.monotonic() - began >= 0.6
     assert sorted(room for _, room in notified) == [7, 7, 7, 8, 8, 8]
     assert [room for _, room in notified[:2]] == [7, 8]
-    assert wait_until(lambda: not any(thread.rooms), HANG_TIMEOUT_SECONDS, 0.01)
+    assert wait_for(lambda: not any(notifier.rooms))
 
 
-@backends
-def test_late_prefill_request_is_aborted(backend, bootstrap, monkeypatch):
+def test_late_prefill_request_is_aborted(backend, prefill, bootstrap, rank_socket, monkeypatch):
     monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", (0, 0.2, 3))
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
-    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
-        sock.setsockopt(zmq.RCVTIMEO, HANG_TIMEOUT_SECONDS * 1000)
-        bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
-        decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
-        decode.abort_on_prefill(bootstrap.address, 7)
-        fake_managers.process_messages(prefill, sock.recv_multipart())
-        assert not prefill.request_status
-        sender = fake_managers.SENDERS[backend](prefill, bootstrap.address, 7)
-        fake_managers.process_messages(prefill, sock.recv_multipart())
-        assert sender.poll() == KVPoll.Failed
-        decode.request_status[7] = KVPoll.Bootstrapping  # another request of the room
-        sock.setsockopt(zmq.RCVTIMEO, 4000)
-        with pytest.raises(zmq.Again):
-            sock.recv_multipart()
+    decode = decode_rank(backend)
+    decode.abort_on_prefill(bootstrap.address, ROOM)
+    frames = rank_socket.recv_multipart()
+    assert AbortNotification.from_zmq(frames) == AbortNotification(ROOM, *fake_managers.ENDPOINT)
+    process_messages(prefill, frames)
+    assert not prefill.request_status
+    sender = fake_managers.SENDERS[backend](prefill, bootstrap.address, ROOM)
+    process_messages(prefill, rank_socket.recv_multipart())
+    assert sender.poll() == KVPoll.Failed
+    decode.request_status[ROOM] = KVPoll.Bootstrapping  # another request of the room
+    rank_socket.setsockopt(zmq.RCVTIMEO, 4000)
+    with pytest.raises(zmq.Again):
+        rank_socket.recv_multipart()
 
 
-def test_lost_server_does_not_stop_notifications_to_others(bootstrap, monkeypatch, caplog):
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost server", "lost rank"])
+def test_failed_notification_does_not_stop_others(is_lost, bootstrap, monkeypatch, caplog):
     (port,) = free_ports(1)
-    thread, notified = recording_notifier(monkeypatch)
-    thread.add(f"{HOST}:{port}", 6)
-    thread.add(bootstrap.address, 7)
-    assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
+    address = f"{HOST}:{port}" if is_lost else bootstrap.address
+    notifier, notified = recording_notifier(monkeypatch, fails=[6])
+    notifier.add(address, 6)
+    notifier.add(bootstrap.address, 7)
+    assert wait_for(lambda: notified)
     assert notified == [((0, 0, 0, 0), 7)]
-    assert f"Could not notify prefill {HOST}:{port} that room 6 failed" in caplog.text
+    assert f"Could not notify prefill {address} that room 6 failed" in caplog.text
+    assert is_lost or "room 6 failed: no route" in caplog.text
 
 
 def test_server_that_does_not_answer_is_queried_at_intervals(bootstrap, monkeypatch):
@@ -418,68 +328,33 @@ def test_server_that_does_not_answer_is_queried_at_intervals(bootstrap, monkeypa
 
     with monkeypatch.context() as stopped:
         stopped.setattr(compatibility, "_query_all_ranks", timed_out)
-        thread, notified = recording_notifier(monkeypatch)
+        notifier, notified = recording_notifier(monkeypatch)
         for room in range(5):
-            thread.add(bootstrap.address, room)
-        assert wait_until(lambda: queries and not any(thread.rooms), HANG_TIMEOUT_SECONDS, 0.01)
+            notifier.add(bootstrap.address, room)
+        assert wait_for(lambda: queries and not any(notifier.rooms))
         time.sleep(0.1)  # until the last room is handled
     assert queries == [bootstrap.address] and not notified
     monkeypatch.setattr(compatibility.time, "monotonic", lambda now=time.monotonic: now() + 11)
-    thread.add(bootstrap.address, 7)
-    assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
-
-
-def test_failed_notification_does_not_stop_the_thread(bootstrap, monkeypatch, caplog):
-    thread, notified = recording_notifier(monkeypatch, fails=[6])
-    thread.add(bootstrap.address, 6)
-    thread.add(bootstrap.address, 7)
-    assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
-    assert notified == [((0, 0, 0, 0), 7)]
-    assert "room 6 failed: no route" in caplog.text
-
-
-def test_notification_is_delayed(bootstrap, monkeypatch):
-    thread, notified = recording_notifier(monkeypatch, after=(0.3,))
-    began = time.monotonic()
-    thread.add(bootstrap.address, 7)
-    assert wait_until(lambda: notified, HANG_TIMEOUT_SECONDS, 0.01)
-    assert time.monotonic() - began >= 0.3
+    notifier.add(bootstrap.address, 7)
+    assert wait_for(lambda: notified)
 
 
 def test_pending_notifications_are_bounded(bootstrap, monkeypatch):
     """The oldest are dropped; their prefill requests time out."""
     monkeypatch.setattr(compatibility, "MAX_PENDING_NOTICES", 3)
-    thread, notified = recording_notifier(monkeypatch)
-    monkeypatch.setattr(thread.thread, "is_alive", lambda: True)
+    notifier, notified = recording_notifier(monkeypatch)
+    monkeypatch.setattr(notifier.thread, "is_alive", lambda: True)
     for room in range(6):
-        thread.add(bootstrap.address, room)
-    thread.thread.start()
-    assert wait_until(lambda: len(notified) == 3, HANG_TIMEOUT_SECONDS, 0.01)
+        notifier.add(bootstrap.address, room)
+    notifier.thread.start()
+    assert wait_for(lambda: len(notified) == 3)
     assert [room for _, room in notified] == [3, 4, 5]
-    thread.add(bootstrap.address, 9)
-    assert wait_until(lambda: len(notified) == 4, HANG_TIMEOUT_SECONDS, 0.01)
+    notifier.add(bootstrap.address, 9)
+    assert wait_for(lambda: len(notified) == 4)
 
 
-@backends
-def test_abort_message_reaches_prefill(backend, bootstrap, monkeypatch):
-    """The prefill rank's thread reads the message as an abort."""
-    monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", (0,))
-    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
-        sock.setsockopt(zmq.RCVTIMEO, HANG_TIMEOUT_SECONDS * 1000)
-        bootstrap.rank_port = sock.bind_to_random_port(f"tcp://{HOST}")
-        decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
-        decode.abort_on_prefill(bootstrap.address, 7)
-        frames = sock.recv_multipart()
-    assert AbortNotification.from_zmq(frames) == AbortNotification(7, *fake_managers.ENDPOINT)
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
-    prefill.request_status[7] = KVPoll.Bootstrapping
-    fake_managers.process_messages(prefill, frames)
-    assert prefill.request_status[7] == KVPoll.Failed
-
-
-@backends
 @pytest.mark.parametrize("place", [{"attn_tp_rank": 1}, {"pp_rank": 1}], ids=str)
-def test_only_the_first_decode_rank_notifies_prefill(backend, place):
-    decode = fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE, **place)
-    decode.abort_on_prefill("127.0.0.1:1", 7)
+def test_only_the_first_decode_rank_notifies_prefill(place, backend):
+    decode = decode_rank(backend, **place)
+    decode.abort_on_prefill("127.0.0.1:1", ROOM)
     assert not hasattr(decode, "abort_notifier")

@@ -11,11 +11,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 pytestmark = pytest.mark.engine
 
-V_WIDTHS = [
-    3,
-    4,
-    16,
-]  # 4 is half of K's: the engine's view of V fits, but its rows are not tokens
+# 4 is half of K's: the engine's view of V fits, but its rows are not tokens.
+V_WIDTHS = [3, 4, 16]
 
 
 def slots_of(pages: list[int], size: int = 16) -> list[int]:
@@ -51,17 +48,12 @@ def test_copy_is_loaded_only_into_an_equal_number_of_slots(slots):
 @pytest.mark.parametrize("kept", [5, 2])
 def test_shrunk_window_is_loaded(width, kept):
     """The SWA pool truncates the copy of its window to the slots that the window has now."""
+    heads = {"head_num": engine_calls.HEADS, "head_dim": engine_calls.WIDTH, "v_head_dim": width}
+    layers = {"swa_attention_layer_ids": [1, 2], "full_attention_layer_ids": [0]}
     pool = SWAKVPool(
-        size=32,
-        size_swa=16,
-        page_size=4,
-        dtype=torch.float32,
-        head_num=engine_calls.HEADS,
-        head_dim=engine_calls.WIDTH,
-        v_head_dim=width,
-        swa_attention_layer_ids=[1, 2],
-        full_attention_layer_ids=[0],
-        device="cpu",
+        **{"size": 32, "size_swa": 16, "page_size": 4, "dtype": torch.float32, "device": "cpu"},
+        **heads,
+        **layers,
         token_to_kv_pool_class=NPUMHATokenToKVPool,
     )
     window = pool.swa_kv_pool

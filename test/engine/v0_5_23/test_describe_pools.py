@@ -79,43 +79,36 @@ def hybrid(**more):
     )
 
 
-NPU_MLA = {"kind": NPUMLATokenToKVPool}
+NPU_MLA, KEYS = {"kind": NPUMLATokenToKVPool}, {"index_head_dim": 128}
+MLA_HYBRID = {"use_mla": True, **LATENTS}
+KV, HYBRID_KV = {"k": [4, 5], "v": [4, 5]}, {"k": [3, 7], "v": [3, 7]}
 # Pools of a stage, and the layers of each of their components, by their number in the model.
 POOLS = {
-    "mha": (lambda: mha(4), {"k": [4, 5], "v": [4, 5]}),
-    "mha, narrow v": (lambda: mha(4, v_head_dim=4), {"k": [4, 5], "v": [4, 5]}),
-    "mha on npu": (lambda: mha(4, kind=NPUMHATokenToKVPool), {"k": [4, 5], "v": [4, 5]}),
+    "mha": (lambda: mha(4), KV),
+    "mha, narrow v": (lambda: mha(4, v_head_dim=4), KV),
+    "mha on npu": (lambda: mha(4, kind=NPUMHATokenToKVPool), KV),
     "mla": (lambda: mla(4), {"kv": [4, 5]}),
     "dsa": (lambda: dsa(4), {"kv": [4, 5]}),
-    "dsa, index keys of some layers": (
-        lambda: dsa(4, skip_topk_layers=[False, True]),
-        {"kv": [4, 5]},
-    ),
-    "mla on npu": (lambda: mla(4, **NPU_MLA), {"k": [4, 5], "v": [4, 5]}),
-    "index keys": (
-        lambda: mla(4, **NPU_MLA, index_head_dim=128),
-        {"k": [4, 5], "v": [4, 5], "index_k": [4, 5]},
-    ),
+    "dsa, keys of some layers": (lambda: dsa(4, skip_topk_layers=[False, True]), {"kv": [4, 5]}),
+    "mla on npu": (lambda: mla(4, **NPU_MLA), KV),
+    "index keys": (lambda: mla(4, **NPU_MLA, **KEYS), {**KV, "index_k": [4, 5]}),
     "index keys of some layers": (
-        lambda: mla(4, 4, **NPU_MLA, index_head_dim=128, indexer_layer_ids=[4, 6]),
+        lambda: mla(4, 4, **NPU_MLA, **KEYS, indexer_layer_ids=[4, 6]),
         {"k": [4, 5, 6, 7], "v": [4, 5, 6, 7], "index_k": [4, 6]},
     ),
-    "index keys of no layer": (
-        lambda: mla(4, 2, **NPU_MLA, index_head_dim=128, indexer_layer_ids=[]),
-        {"k": [4, 5], "v": [4, 5]},
-    ),
+    "index keys of no layer": (lambda: mla(4, **NPU_MLA, **KEYS, indexer_layer_ids=[]), KV),
     "packed fp8": (
         lambda: mla(4, 3, **NPU_MLA, **RECORD, indexer_layer_ids=[5]),
         {"k": [4, 5, 6], "index_k": [5], "index_k_scale": [5]},
     ),
-    "fp8": (lambda: mla(4, **NPU_MLA, dtype=torch.float8_e4m3fn), {"k": [4, 5], "v": [4, 5]}),
+    "fp8": (lambda: mla(4, **NPU_MLA, dtype=torch.float8_e4m3fn), KV),
     "window": (window, {"k": [5, 8], "v": [5, 8]}),
     "window on npu": (lambda: window(NPUMHATokenToKVPool), {"k": [5, 8], "v": [5, 8]}),
-    "hybrid": (hybrid, {"k": [3, 7], "v": [3, 7]}),
-    "hybrid of mla": (lambda: hybrid(use_mla=True, **LATENTS), {"kv": [3, 7]}),
+    "hybrid": (hybrid, HYBRID_KV),
+    "hybrid of mla": (lambda: hybrid(**MLA_HYBRID), {"kv": [3, 7]}),
     "hybrid of mla on npu": (
-        lambda: hybrid(use_mla=True, **LATENTS, full_kv_pool_class=NPUMLATokenToKVPool),
-        {"k": [3, 7], "v": [3, 7]},
+        lambda: hybrid(**MLA_HYBRID, full_kv_pool_class=NPUMLATokenToKVPool),
+        HYBRID_KV,
     ),
 }
 
@@ -126,13 +119,21 @@ def reader(pool, component: str):
     return getattr(pool, f"get_{names.get(component, component)}_buffer")
 
 
-def described(target, draft=None):
-    """The description and the address of each registered buffer."""
-    infos = [get_kv_transfer_buf_infos(pool) for pool in (target, draft) if pool is not None]
+def described(target, draft=None, is_state: bool = False) -> list[tuple]:
+    """The description and the address of each registered buffer of KV, or of state."""
+    pools = [pool for pool in (target, draft) if pool is not None]
+    infos = [
+        pool.get_state_buf_infos() if is_state else get_kv_transfer_buf_infos(pool)
+        for pool in pools
+    ]
     pointers, lengths, items = (sum(parts, []) for parts in zip(*infos))
-    buffers = kv_layout.describe_pools(target, draft, items, lengths, False, (0, 1), 2, 2)
+    buffers = kv_layout.describe_pools(target, draft, items, lengths, is_state, (0, 1), 2, 2)
     assert len(buffers) == len(pointers)
     return list(zip(buffers, pointers))
+
+
+def names(found: list[tuple]) -> list[tuple[str, int]]:
+    return [(buffer.component, buffer.layer) for buffer, _ in found]
 
 
 def assert_attention_reads(buffer, pointer: int, pool) -> None:
@@ -146,40 +147,32 @@ def assert_attention_reads(buffer, pointer: int, pool) -> None:
 def test_every_buffer_is_what_attention_reads(name):
     pool, holds = POOLS[name][0](), POOLS[name][1]
     found = described(pool)
-    assert [(b.component, b.layer) for b, _ in found] == [
-        (component, layer) for component, layers in holds.items() for layer in layers
-    ]
+    assert names(found) == [(name, layer) for name, layers in holds.items() for layer in layers]
     for buffer, pointer in found:
         assert_attention_reads(buffer, pointer, pool)
 
 
-@pytest.mark.parametrize("name", ["mha", "mla on npu", "index keys of some layers"])
+DRAFTS = {
+    "mha": lambda: mha(0, 1),
+    "mla on npu": lambda: mla(0, 1, **NPU_MLA),
+    "index keys of some layers": lambda: mla(0, 1, **NPU_MLA, index_head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
 def test_draft_buffers_follow_the_target(name):
-    target = POOLS[name][0]()
-    draft = {
-        "mha": lambda: mha(0, 1),
-        "mla on npu": lambda: mla(0, 1, **NPU_MLA),
-        "index keys of some layers": lambda: mla(0, 1, **NPU_MLA, index_head_dim=128),
-    }[name]()
+    target, draft = POOLS[name][0](), DRAFTS[name]()
     found = described(target, draft)
     assert [buffer.draft for buffer, _ in found] == sorted(buffer.draft for buffer, _ in found)
     for buffer, pointer in found:
         assert_attention_reads(buffer, pointer, draft if buffer.draft else target)
 
 
-def states(pool, draft=None):
-    infos = [one.get_state_buf_infos() for one in (pool, draft) if one is not None]
-    pointers, lengths, items = (sum(parts, []) for parts in zip(*infos))
-    return kv_layout.describe_pools(pool, draft, items, lengths, True, (0, 1), 2, 2), pointers
-
-
 def test_windows_are_described_as_state():
     pool = window()
-    buffers, pointers = states(pool)
-    assert [(b.component, b.layer) for b in buffers] == [
-        (component, layer) for component in ("swa_k", "swa_v") for layer in (6, 7, 9)
-    ]
-    for buffer, pointer in zip(buffers, pointers):
+    found = described(pool, is_state=True)
+    assert names(found) == [(name, layer) for name in ("swa_k", "swa_v") for layer in (6, 7, 9)]
+    for buffer, pointer in found:
         read = reader(pool, buffer.component.removeprefix("swa_"))(buffer.layer)
         assert read.data_ptr() == pointer
 
@@ -187,33 +180,24 @@ def test_windows_are_described_as_state():
 def test_windows_of_mla_latents_are_described_as_state():
     sizes = {**TOKENS, **LATENTS}
     sizes.pop("dtype")
-    pool = window(
-        MLATokenToKVPool,
-        full_kv_pool_kwargs=sizes,
-        swa_kv_pool_kwargs=sizes,
-    )
-    assert [(b.component, b.layer) for b in states(pool)[0]] == [("swa_kv", n) for n in (6, 7, 9)]
-    assert [(b.component, b.layer) for b, _ in described(pool)] == [("kv", 5), ("kv", 8)]
+    pool = window(MLATokenToKVPool, full_kv_pool_kwargs=sizes, swa_kv_pool_kwargs=sizes)
+    assert names(described(pool, is_state=True)) == [("swa_kv", n) for n in (6, 7, 9)]
+    assert names(described(pool)) == [("kv", 5), ("kv", 8)]
 
 
 def test_recurrent_state_has_model_layer_numbers():
-    buffers, _ = states(hybrid())
-    assert [(b.component, b.layer) for b in buffers] == [
-        ("mamba_0", 4),
-        ("mamba_0", 6),
-        ("mamba_1", 4),
-    ]
+    found = described(hybrid(), is_state=True)
+    assert names(found) == [("mamba_0", 4), ("mamba_0", 6), ("mamba_1", 4)]
 
 
 def test_index_keys_of_target_and_draft_are_state():
     """A layer that reuses its neighbour's top-k has an empty entry."""
-    buffers, pointers = states(dsa(4, skip_topk_layers=[False, True]), dsa(0, 1))
-    assert [(b.draft, b.layer, bool(b.pages)) for b in buffers] == [
+    found = described(dsa(4, skip_topk_layers=[False, True]), dsa(0, 1), is_state=True)
+    assert [(buffer.draft, buffer.layer, bool(buffer.pages)) for buffer, _ in found] == [
         (False, 4, True),
         (False, 5, False),
         (True, 0, True),
     ]
-    assert len(pointers) == 3
 
 
 class UnknownMHAPool(MHATokenToKVPool):
@@ -269,8 +253,7 @@ def count_registered_buffers(pool) -> int:
 def test_unsupported_pool_is_refused(name):
     pool = UNKNOWN[name]()
     for target, draft in ((pool, None), (mha(), pool)):
-        lengths = [8] * sum(
-            count_registered_buffers(one) for one in (target, draft) if one is not None
-        )
+        pools = [one for one in (target, draft) if one is not None]
+        lengths = [8] * sum(map(count_registered_buffers, pools))
         with pytest.raises(kv_layout.LayoutError, match="the patch set does not support this pool"):
             kv_layout.describe_pools(target, draft, lengths, lengths, False, (0, 1), 2, 2)

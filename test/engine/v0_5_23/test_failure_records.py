@@ -1,16 +1,15 @@
 """A failure reason is kept only while its room is open: the next request may reuse the room."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import fake_managers
 import pytest
-from fake_managers import BACKENDS, DECODE, RECEIVERS, SENDERS
+from fake_managers import RECEIVERS, SENDERS, finish_failed, send_metadata, sent_statuses
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import ABORT_TAG, KVTransferError
+from sglang.srt.disaggregation.common.conn import ABORT_TAG
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
 ROOM, REASON, ADDRESS = 7, "no such page", "127.0.0.1:8998"
 ABORTED = "Aborted by AbortReq."
 MAX_WAIT_SECONDS = 0.5
@@ -21,20 +20,19 @@ class RacingDict(dict):
 
     def __init__(self, rooms: dict, scheduler, meanwhile):
         super().__init__(rooms)
-        self.began = []
-        self.begin = lambda: self.began.append(scheduler.submit(meanwhile))
+        self.begin = lambda: scheduler.submit(meanwhile)
 
     def __contains__(self, room) -> bool:
         is_open = super().__contains__(room)
-        if not self.began:
-            self.begin()
-            wait(self.began, MAX_WAIT_SECONDS)  # `meanwhile` may wait for this thread
+        if self.begin is not None:
+            begin, self.begin = self.begin, None
+            self.begun = begin()
+            wait([self.begun], MAX_WAIT_SECONDS)  # `meanwhile` may wait for this thread
         return is_open
 
     def reason(self) -> str:
         """The failure reason that `meanwhile` returned."""
-        (begun,) = self.began
-        return begun.result()
+        return self.begun.result()
 
 
 @pytest.fixture
@@ -44,23 +42,17 @@ def scheduler():
         yield one
 
 
-def receiver_of(decode):
-    """The receiver of a request that decode opens."""
-    return RECEIVERS[fake_managers.backend_of(decode)](decode, ADDRESS, ROOM)
+@pytest.fixture
+def sender(backend, prefill, decode):
+    """The sender of a request whose room a decode rank has requested."""
+    made = SENDERS[backend](prefill, ADDRESS, ROOM)
+    send_metadata(prefill, decode, ROOM)
+    return made
 
 
-def decode_rank(backend):
-    return fake_managers.make_manager(backend, fake_managers.mla_layout(), DECODE)
-
-
-def prefill_rank(backend):
-    """A prefill rank with a request whose room a decode rank has requested; also its sender."""
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
-    sender = SENDERS[backend](prefill, ADDRESS, ROOM)
-    fake_managers.process_messages(
-        prefill, fake_managers.metadata_message(decode_rank(backend), ROOM, range(4))
-    )
-    return prefill, sender
+@pytest.fixture
+def receiver(backend, decode):
+    return RECEIVERS[backend](decode, ADDRESS, ROOM)
 
 
 def report_failure(decode, rank: int = 0) -> None:
@@ -69,35 +61,28 @@ def report_failure(decode, rank: int = 0) -> None:
     )
 
 
-def reason_of(ended) -> str:
-    """Finishes a failed request as the scheduler does; returns the failure reason."""
-    assert ended.poll() == KVPoll.Failed
-    with pytest.raises(KVTransferError) as raised:
-        ended.failure_exception()
-    return raised.value.failure_reason
-
-
 def has_no_room_entries(manager) -> bool:
     return not manager.request_status and not manager.failure_records
 
 
-@backends
-def test_second_prefill_failure_racing_with_the_scheduler(backend, scheduler):
+@contextlib.contextmanager
+def racing(manager, scheduler, meanwhile):
+    """Runs `meanwhile` in the scheduler during the block, after which no room is left."""
+    rooms = manager.request_status = RacingDict(manager.request_status, scheduler, meanwhile)
+    yield rooms
+    rooms.reason()
+    assert has_no_room_entries(manager)
+
+
+def test_second_prefill_failure_racing_with_the_scheduler(decode, receiver, scheduler):
     """The scheduler finishes the request while the second prefill rank's failure is read."""
-    decode = decode_rank(backend)
-    receiver = receiver_of(decode)
     report_failure(decode, 0)
-    rooms = RacingDict(decode.request_status, scheduler, lambda: reason_of(receiver))
-    decode.request_status = rooms
-    report_failure(decode, 1)
+    with racing(decode, scheduler, lambda: finish_failed(receiver)) as rooms:
+        report_failure(decode, 1)
     assert rooms.reason() == REASON
-    assert has_no_room_entries(decode)
 
 
-@backends
-def test_failure_after_success_is_not_recorded(backend):
-    decode = decode_rank(backend)
-    receiver = receiver_of(decode)
+def test_failure_after_success_is_not_recorded(decode, receiver):
     decode.update_status(ROOM, KVPoll.Success)
     receiver.conclude_state = KVPoll.Success
     report_failure(decode)
@@ -105,78 +90,56 @@ def test_failure_after_success_is_not_recorded(backend):
     assert has_no_room_entries(decode)
 
 
-@backends
-def test_aborted_request_that_is_never_polled_leaves_no_record(backend):
+def test_aborted_request_that_is_never_polled_leaves_no_record(decode, receiver):
     """When stages agree on rooms, the scheduler clears a request without reading its reason."""
-    decode = decode_rank(backend)
-    receiver = receiver_of(decode)
     receiver.abort()
     receiver.clear()
     assert has_no_room_entries(decode)
 
 
-@backends
-def test_late_clear_does_not_affect_the_next_request_of_the_room(backend):
+def test_late_clear_does_not_affect_the_next_request_of_the_room(backend, decode, receiver):
     """The engine clears a failed request once more when it frees its pages."""
-    decode = decode_rank(backend)
-    receiver = receiver_of(decode)
     receiver.abort()
-    assert reason_of(receiver) == ABORTED
-    following = receiver_of(decode)
+    assert finish_failed(receiver) == ABORTED
+    following = RECEIVERS[backend](decode, ADDRESS, ROOM)
     receiver.clear()
     assert following.poll() == KVPoll.Bootstrapping
     report_failure(decode)
     receiver.clear()
-    assert reason_of(following) == REASON
+    assert finish_failed(following) == REASON
     assert has_no_room_entries(decode)
 
 
-@backends
-def test_failure_racing_with_a_dropped_room(backend, scheduler):
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
+def test_failure_racing_with_a_dropped_room(prefill, scheduler):
     prefill.request_status[ROOM] = KVPoll.Bootstrapping  # a room without a request
-    rooms = RacingDict(prefill.request_status, scheduler, lambda: prefill._drop_room(ROOM))
-    prefill.request_status = rooms
-    prefill.record_failure(ROOM, REASON)
-    rooms.reason()
-    assert has_no_room_entries(prefill)
+    with racing(prefill, scheduler, lambda: prefill._drop_room(ROOM)):
+        prefill.record_failure(ROOM, REASON)
 
 
-@backends
-def test_decode_abort_racing_with_prefill_failure(backend, scheduler):
-    prefill, sender = prefill_rank(backend)
+def test_decode_abort_racing_with_prefill_failure(prefill, sender, scheduler):
     prefill.update_status(ROOM, KVPoll.Failed)
     prefill.record_failure(ROOM, REASON)
-    rooms = RacingDict(prefill.request_status, scheduler, lambda: reason_of(sender))
-    prefill.request_status = rooms
-    prefill._handle_abort_notification([ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+    with racing(prefill, scheduler, lambda: finish_failed(sender)) as rooms:
+        prefill._handle_abort_notification([ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
     assert rooms.reason() == REASON
-    assert has_no_room_entries(prefill)
 
 
-@backends
-def test_worker_failure_racing_with_scheduler_abort(backend, scheduler):
-    prefill, sender = prefill_rank(backend)
-
+def test_worker_failure_racing_with_scheduler_abort(prefill, sender, scheduler):
     def abort() -> str:
         sender.abort()
-        return reason_of(sender)
+        return finish_failed(sender)
 
-    rooms = RacingDict(prefill.request_status, scheduler, abort)
-    prefill.request_status = rooms
-    prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=REASON)
+    with racing(prefill, scheduler, abort) as rooms:
+        prefill.conclude_failure(bootstrap_room=ROOM, failure_reason=REASON)
     assert rooms.reason() == ABORTED
-    assert has_no_room_entries(prefill)
 
 
-@backends
-def test_abort_after_success_does_not_notify_decode(backend):
+def test_abort_after_success_does_not_notify_decode(prefill, sender):
     """Decode may have another client, whose request would be reported as failed."""
-    prefill, sender = prefill_rank(backend)
     prefill.conclude_transfer(bootstrap_room=ROOM, status=KVPoll.Success)
-    assert fake_managers.sent_statuses(prefill) == [(ROOM, KVPoll.Success, None)]
+    assert sent_statuses(prefill) == [(ROOM, KVPoll.Success, None)]
     prefill.notified.clear()
     sender.abort()
     assert prefill.notified == []
-    assert reason_of(sender) == ABORTED
+    assert finish_failed(sender) == ABORTED
     assert has_no_room_entries(prefill)

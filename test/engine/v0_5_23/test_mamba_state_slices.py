@@ -26,10 +26,6 @@ TP_SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (2, 2)]
 FLOAT32 = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
 
 
-def cut(channels, size: int) -> list:
-    return np.split(np.asarray(channels), size)
-
-
 @dataclass
 class Mamba2:
     """x of 8 heads by 4 channels; B and C of `groups` groups by 3."""
@@ -57,21 +53,29 @@ class Mamba2:
         return held
 
 
-@dataclass
-class ShortConvolution:
+class DividedModel:
+    """A model whose TP ranks divide each part of its channels."""
+
+    parts: tuple[range, ...]
+
+    def channels(self, rank: int, tp: int) -> list[int]:
+        return np.concatenate([np.split(np.array(part), tp)[rank] for part in self.parts]).tolist()
+
+
+class ShortConvolution(DividedModel):
     """A short convolution, without B, C and state."""
+
+    parts = (range(32),)
 
     def shape(self, tp: int) -> Mamba2StateShape:
         sizes = {"intermediate_size": 32, "n_groups": 1, "num_heads": tp, "head_dim": 32}
         return Mamba2StateShape.create(tp_world_size=tp, state_size=0, conv_kernel=4, **sizes)
 
-    def channels(self, rank: int, tp: int) -> list[int]:
-        return cut(range(32), tp)[rank].tolist()
 
-
-@dataclass
-class GigaChat:
+class GigaChat(DividedModel):
     """q and k of 4 heads by 3 channels, v of 8 by 2."""
+
+    parts = (range(12), range(100, 112), range(200, 216))
 
     def shape(self, tp: int) -> Mamba2StateShape:
         config = GigaChat35Config(
@@ -83,14 +87,11 @@ class GigaChat:
         with get_parallel().override(attn_tp_size=tp):
             return config.mamba2_cache_params.shape
 
-    def channels(self, rank: int, tp: int) -> list[int]:
-        parts = (range(12), range(100, 112), range(200, 216))
-        return [channel for part in parts for channel in cut(part, tp)[rank].tolist()]
 
-
-@dataclass
-class JetNemotron:
+class JetNemotron(DividedModel):
     """q and k of 8 heads by 3 channels, without a window; v of 8 by 2."""
+
+    parts = (range(24), range(100, 124), range(200, 216))
 
     def shape(self, tp: int) -> Mamba2StateShape:
         block = {"num_heads": 8, "head_dim": 3, "expand_v": 2 / 3, "conv_size": 4}
@@ -100,10 +101,6 @@ class JetNemotron:
         config.efficient_attention_config, config.layer_types = {"jet": block}, ["jet"]
         with get_parallel().override(attn_tp_size=tp):
             return config.mamba2_cache_params.shape
-
-    def channels(self, rank: int, tp: int) -> list[int]:
-        parts = (range(24), range(100, 124), range(200, 216))
-        return [channel for part in parts for channel in cut(part, tp)[rank].tolist()]
 
 
 MODELS = {

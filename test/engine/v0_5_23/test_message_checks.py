@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import fake_managers
 import pytest
-from fake_managers import BACKENDS, DECODE, ENGINES, PATCHED, PEER, PREFILL
+from fake_managers import BACKENDS, ENGINES, PEER, metadata_message, process_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -19,13 +19,11 @@ from sglang.srt.disaggregation.pd.verify_exchange import DIGESTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
 ROOM = 7
 MODELS = {
     "latents": fake_managers.mla_layout((64 * 132, 0, 64 * 132, 0)),
     "heads": fake_managers.mha_layout(Heads(0, 2, 2), (0, 1), 256),
 }
-GUARD = {"mooncake": [], "nixl": [fake_managers.nixl.GUARD]}
 NUMBERS = [b"-1", b"0", b"x", b"", b"\xff", b"1e3", b"9" * 30]
 FOREIGN_MESSAGES = [
     [b"hello"],
@@ -37,44 +35,62 @@ FOREIGN_MESSAGES = [
 ]
 
 
-def prefill_rank(backend, kinds=PATCHED, model="latents", **more):
+def prefill_rank(backend, model="latents", **more):
     """A prefill rank with staging buffers that waits for room 7."""
     staging = {"enable_staging": True, "_staging_ctx": PrefillStagingContext()}
-    prefill = fake_managers.make_manager(backend, MODELS[model], kinds=kinds, **{**staging, **more})
+    prefill = fake_managers.prefill_rank(backend, MODELS[model], **{**staging, **more})
     prefill.request_status[ROOM] = KVPoll.Bootstrapping
     return prefill
 
 
-def decode_rank(backend, kinds=PATCHED, **more):
+def wait_for_room(decode, room: int) -> None:
+    """Makes a decode rank wait for a room from one prefill rank."""
+    decode.request_status[room] = KVPoll.WaitingForInput
+    decode.prefill_response_tracker[room] = set()
+    decode.required_prefill_response_num_table[room] = 1
+
+
+def decode_rank(backend, **more):
     """A decode rank with staging buffers that waits for room 7."""
     handler = SimpleNamespace(_room_to_decode_req={}, handle_chunk_arrived=lambda *_: None)
     handler.is_staging_room = lambda room: False
     staging = {"enable_staging": True, "_staging_handler": handler}
-    decode = fake_managers.make_manager(
-        backend, MODELS["latents"], DECODE, kinds=kinds, **{**staging, **more}
-    )
-    decode.request_status[ROOM] = KVPoll.WaitingForInput
-    decode.prefill_response_tracker[ROOM] = set()
-    decode.required_prefill_response_num_table[ROOM] = 1
+    decode = fake_managers.decode_rank(backend, MODELS["latents"], **{**staging, **more})
+    wait_for_room(decode, ROOM)
     return decode
+
+
+@pytest.fixture
+def prefill(backend):
+    return prefill_rank(backend)
+
+
+@pytest.fixture
+def decode(backend):
+    return decode_rank(backend)
+
+
+def request(backend, model="latents", room=ROOM, **more) -> list[bytes]:
+    """The metadata message with which a decode rank requests a room."""
+    return metadata_message(fake_managers.decode_rank(backend, MODELS[model]), room, **more)
 
 
 def messages_to_prefill(backend, model="latents") -> tuple[list[bytes], list[bytes]]:
     """A registration, and the metadata message that requests room 7."""
-    decode = fake_managers.make_manager(backend, MODELS[model], DECODE)
-    ask = fake_managers.metadata_message(decode, ROOM, range(4), state_indices=[[1, 2]])
+    decode = fake_managers.decode_rank(backend, MODELS[model])
+    ask = request(backend, model, state_indices=[[1, 2]])
     return fake_managers.registration_message(decode), ask
 
 
-def is_waiting_for_input(prefill) -> bool:
-    return prefill.request_status[ROOM] == KVPoll.WaitingForInput
+def is_waiting_for_input(prefill, room: int = ROOM) -> bool:
+    return prefill.request_status[room] == KVPoll.WaitingForInput
 
 
 def accepted(manager, message: list[bytes]) -> list[bytes] | None:
     """The message as the engine's thread gets it; None if it is dropped."""
-    role = "prefill" if manager.disaggregation_mode == PREFILL else "decode"
+    is_prefill = manager.disaggregation_mode == fake_managers.PREFILL
+    check = manager._check_prefill_message if is_prefill else manager._check_decode_message
     recv = fake_managers.FakeSocket([list(message), [b"END"]]).recv_multipart
-    check = getattr(manager, f"_check_{role}_message")
     got = drop_invalid(recv, lambda frames: frames != [b"END"] and check(frames))()
     return None if got == [b"END"] else got
 
@@ -82,9 +98,7 @@ def accepted(manager, message: list[bytes]) -> list[bytes] | None:
 # To prefill
 
 
-@backends
-def test_valid_messages_to_prefill_are_accepted(backend):
-    prefill = prefill_rank(backend)
+def test_valid_messages_to_prefill_are_accepted(backend, prefill):
     registration, ask = messages_to_prefill(backend)
     staging = [
         [b"WATERMARK", b"1", b"64", PEER[backend].encode()],
@@ -96,53 +110,41 @@ def test_valid_messages_to_prefill_are_accepted(backend):
     aborts = [[b"ABORT", b"7"], [b"ABORT", b"7", b"127.0.0.1", b"5555", b"1"]]
     for message in (registration, registration[:-1], ask, *staging, *aborts):
         assert accepted(prefill, message) == message
-    fake_managers.process_messages(prefill, registration, ask, *staging[:3])
+    process_messages(prefill, registration, ask, *staging[:3])
     assert is_waiting_for_input(prefill)
     assert fake_managers.registered_peer(prefill).plan is not None
     assert prefill._staging_ctx.remote_watermarks
     assert prefill.transfer_infos[ROOM][PEER[backend]].staging.offsets == [-1, -1, -1, 0]
 
 
-@backends
 @pytest.mark.parametrize("message", FOREIGN_MESSAGES, ids=repr)
-def test_foreign_messages_to_prefill_are_dropped(backend, message):
-    prefill = prefill_rank(backend)
+def test_foreign_messages_to_prefill_are_dropped(message, backend, prefill):
     assert accepted(prefill, message) is None
-    fake_managers.process_messages(prefill, message, *messages_to_prefill(backend))
+    process_messages(prefill, message, *messages_to_prefill(backend))
     assert is_waiting_for_input(prefill)
     assert list(prefill.transfer_infos) == [ROOM]
 
 
-@backends
-@pytest.mark.parametrize("message", FOREIGN_MESSAGES[:2], ids=repr)
-def test_stock_thread_crashes_on_a_foreign_message(backend, message):
-    with pytest.raises((IndexError, AssertionError)):
-        fake_managers.process_messages(prefill_rank(backend, ENGINES), message)
-
-
-@backends
 @pytest.mark.parametrize("model", MODELS)
-def test_truncated_registrations_are_dropped(backend, model):
+def test_truncated_registrations_are_dropped(model, backend):
     """With too few frames they are invalid; with more, they are those of an older release."""
     registration, ask = messages_to_prefill(backend, model)
     least = {"mooncake": 10, "nixl": 13}[backend]
     for count in range(1, len(registration)):
-        prefill = prefill_rank(backend, model=model)
+        prefill = prefill_rank(backend, model)
         is_read = accepted(prefill, registration[:count]) is not None
         assert is_read == (count >= least)
-        fake_managers.process_messages(prefill, registration[:count], ask)
+        process_messages(prefill, registration[:count], ask)
         assert is_waiting_for_input(prefill)
         assert list(prefill.decode_kv_args_table) == [PEER[backend]] * is_read
 
 
-@backends
 def test_truncated_metadata_messages_are_dropped(backend):
     registration, ask = messages_to_prefill(backend)
-    least = {"mooncake": 8, "nixl": 8}[backend]
     for count in range(1, len(ask)):
         prefill = prefill_rank(backend)
-        assert (accepted(prefill, ask[:count]) is not None) == (count >= least)
-        fake_managers.process_messages(prefill, ask[:count], registration, ask)
+        assert (accepted(prefill, ask[:count]) is not None) == (count >= 8)
+        process_messages(prefill, ask[:count], registration, ask)
         assert is_waiting_for_input(prefill)
 
 
@@ -177,24 +179,21 @@ def garbled(draw, message: list[bytes]) -> list[bytes]:
     return message
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_garbled_messages_do_not_stop_the_prefill_thread(backend, model, data):
     """A garbled message may pass as another decode rank's; the next valid one is always read."""
-    prefill = prefill_rank(backend, model=model)
+    prefill = prefill_rank(backend, model)
     good = messages_to_prefill(backend, model)
     bad = [data.draw(garbled(message)) for message in good]
     other = 8  # a room that garbled messages are unlikely to name
-    fake_managers.process_messages(prefill, *bad)
+    process_messages(prefill, *bad)
     prefill.request_status[other] = KVPoll.Bootstrapping
     prefill.transfer_infos.pop(other, None)
-    decode = fake_managers.make_manager(backend, MODELS[model], DECODE)
-    fake_managers.process_messages(
-        prefill, good[0], fake_managers.metadata_message(decode, other, range(4))
-    )
-    assert prefill.request_status[other] == KVPoll.WaitingForInput
+    process_messages(prefill, good[0], request(backend, model, other))
+    assert is_waiting_for_input(prefill, other)
     assert PEER[backend] in prefill.decode_kv_args_table
 
 
@@ -205,62 +204,43 @@ REQUEST = {
 }
 
 
-@backends
 @pytest.mark.parametrize("frame", ["room", "slot", "ranks"])
 @pytest.mark.parametrize("number", [b"-1", b"-7", b"x", b"", b"\xff"])
-def test_metadata_messages_with_invalid_numbers_are_dropped(backend, frame, number):
-    prefill = prefill_rank(backend)
+def test_metadata_messages_with_invalid_numbers_are_dropped(frame, number, backend, prefill):
     _, ask = messages_to_prefill(backend)
     bad = list(ask)
     bad[REQUEST[backend][frame]] = number
     assert accepted(prefill, bad) is None
-    fake_managers.process_messages(prefill, bad, ask)
+    process_messages(prefill, bad, ask)
     assert is_waiting_for_input(prefill)
     assert list(prefill.transfer_infos) == [ROOM]
 
 
-@backends
 @pytest.mark.parametrize("pages, state", [([0, -1], [[1]]), ([0, 1], [[2], [-3]])])
-def test_metadata_messages_with_negative_pages_are_dropped(backend, pages, state):
-    prefill = prefill_rank(backend)
-    decode = fake_managers.make_manager(backend, MODELS["latents"], DECODE)
-    bad = fake_managers.metadata_message(decode, ROOM, pages, state_indices=state)
+def test_metadata_messages_with_negative_pages_are_dropped(pages, state, backend, prefill):
+    bad = request(backend, pages=pages, state_indices=state)
     assert accepted(prefill, bad) is None
-    fake_managers.process_messages(prefill, bad)
+    process_messages(prefill, bad)
     assert not prefill.transfer_infos
 
 
-@backends
-def test_metadata_message_of_a_dummy_rank_is_accepted(backend):
-    """The message has neither pages nor a slot."""
-    decode = fake_managers.make_manager(backend, MODELS["latents"], DECODE)
-    message = decode.build_receiver_metadata_message(
-        bootstrap_room=ROOM,
-        required_dst_info_num=1,
-        kv_indices=fake_managers.np.array([], fake_managers.np.int32),
-        aux_index=0,
-        state_indices=None,
-        decode_prefix_len=0,
-        is_dummy=True,
-    )
-    prefill = prefill_rank(backend)
-    fake_managers.process_messages(prefill, message)
-    assert is_waiting_for_input(prefill)
-    assert prefill.transfer_infos[ROOM][PEER[backend]].is_dummy
+INVALID_NAMES = {
+    "mooncake": [b"", b"host", b"host:", b":1", b"host:-1", b"host:x", b"host: 1", b"h\xc3\xb6st:1"]
+    + [b"host:1_", b"host:\xd9\xa1", b"x" * 300 + b":1"],
+    "nixl": [b"", b"\xff", b"x" * 300],
+}
+NAME_FRAMES = {"mooncake": 3, "nixl": 4}
 
 
 @pytest.mark.parametrize(
-    "session",
-    [b"", b"host", b"host:", b":1", b"host:-1", b"host:x", b"host: 1", b"h\xc3\xb6st:1"]
-    + [b"host:1_", b"host:\xd9\xa1", b"x" * 300 + b":1"],
+    "backend, name", [(backend, name) for backend in BACKENDS for name in INVALID_NAMES[backend]]
 )
-def test_invalid_mooncake_session_ids_are_dropped(session):
-    """The scheduler chooses the queue of the room's chunks by the id's port."""
-    prefill = prefill_rank("mooncake")
-    for message in messages_to_prefill("mooncake"):
-        bad = [*message[:3], session, *message[4:]]
+def test_messages_with_invalid_rank_names_are_dropped(backend, name, prefill):
+    """Over Mooncake, the scheduler chooses the queue of the room's chunks by the name's port."""
+    for bad in messages_to_prefill(backend):
+        bad[NAME_FRAMES[backend]] = name
         assert accepted(prefill, bad) is None
-        fake_managers.process_messages(prefill, bad)
+        process_messages(prefill, bad)
     assert not prefill.transfer_infos and not prefill.decode_kv_args_table
 
 
@@ -270,18 +250,9 @@ def test_invalid_mooncake_session_ids_are_dropped(session):
 def test_valid_mooncake_session_ids_are_accepted(session):
     prefill = prefill_rank("mooncake")
     _, ask = messages_to_prefill("mooncake")
-    fake_managers.process_messages(prefill, [*ask[:3], session, *ask[4:]])
+    ask[NAME_FRAMES["mooncake"]] = session
+    process_messages(prefill, ask)
     assert list(prefill.transfer_infos[ROOM]) == [session.decode()]
-
-
-@pytest.mark.parametrize("name", [b"", b"\xff", b"x" * 300])
-def test_invalid_nixl_agent_names_are_dropped(name):
-    prefill = prefill_rank("nixl")
-    for message in messages_to_prefill("nixl"):
-        bad = [*message[:4], name, *message[5:]]
-        assert accepted(prefill, bad) is None
-        fake_managers.process_messages(prefill, bad)
-    assert not prefill.transfer_infos and not prefill.decode_kv_args_table
 
 
 STAGING_TO_PREFILL = [
@@ -299,31 +270,26 @@ STAGING_TO_PREFILL = [
 ]
 
 
-@backends
 @pytest.mark.parametrize("message", STAGING_TO_PREFILL, ids=repr)
-def test_invalid_staging_messages_to_prefill_are_dropped(backend, message):
-    prefill = prefill_rank(backend)
-    registration, ask = messages_to_prefill(backend)
+def test_invalid_staging_messages_to_prefill_are_dropped(message, backend, prefill):
     assert accepted(prefill, message) is None
-    fake_managers.process_messages(prefill, registration, ask, message, message)
+    process_messages(prefill, *messages_to_prefill(backend), message, message)
     assert prefill.transfer_infos[ROOM][PEER[backend]].staging is None
     assert not prefill._staging_ctx.remote_watermarks
 
 
-@backends
-@pytest.mark.parametrize("message", STAGING_TO_PREFILL[:5], ids=repr)
-def test_stock_prefill_thread_crashes_on_an_invalid_staging_message(backend, message):
-    with pytest.raises((IndexError, ValueError)):
-        fake_managers.process_messages(prefill_rank(backend, ENGINES), message)
+@pytest.mark.parametrize("message", [*FOREIGN_MESSAGES[:2], *STAGING_TO_PREFILL[:5]], ids=repr)
+def test_stock_prefill_thread_crashes_on_an_invalid_message(message, backend):
+    with pytest.raises((IndexError, ValueError, AssertionError)):
+        process_messages(prefill_rank(backend, kinds=ENGINES), message)
 
 
-@backends
 @pytest.mark.parametrize("word", [b"WATERMARK", b"STAGING_RSP"])
-def test_staging_messages_without_staging_are_dropped(backend, word):
+def test_staging_messages_without_staging_are_dropped(word, backend):
     """They crash stock Mooncake's thread."""
     prefill = prefill_rank(backend, enable_staging=False, _staging_ctx=None)
-    good = messages_to_prefill(backend)
-    fake_managers.process_messages(prefill, [word, b"7", b"1", b"0", b"0", b"0", b"peer"], *good)
+    message = [word, b"7", b"1", b"0", b"0", b"0", b"peer"]
+    process_messages(prefill, message, *messages_to_prefill(backend))
     assert is_waiting_for_input(prefill)
 
 
@@ -332,7 +298,7 @@ def test_staging_messages_without_staging_are_dropped(backend, word):
 
 def status(backend, room: int = ROOM, state: int = KVPoll.Success) -> list[bytes]:
     """Prefill's message with the final status of a room."""
-    prefill = fake_managers.make_manager(backend, MODELS["latents"])
+    prefill = fake_managers.prefill_rank(backend, MODELS["latents"])
     prefill.send_kv_status_message(
         targets=[fake_managers.ENDPOINT], bootstrap_room=room, status=state, failure_reason="why"
     )
@@ -340,8 +306,8 @@ def status(backend, room: int = ROOM, state: int = KVPoll.Success) -> list[bytes
     return message
 
 
-def is_done(decode) -> bool:
-    return decode.request_status[ROOM] == KVPoll.Success
+def is_done(decode, room: int = ROOM) -> bool:
+    return decode.request_status[room] == KVPoll.Success
 
 
 def aux_message(number=2, slot=3, data=b"a" * 64, announced=None, room=b"7") -> list[bytes]:
@@ -351,9 +317,7 @@ def aux_message(number=2, slot=3, data=b"a" * 64, announced=None, room=b"7") -> 
     return [header, room, b"%d" % number, b"%d" % slot, announced, data]
 
 
-@backends
-def test_valid_messages_to_decode_are_accepted(backend):
-    decode = decode_rank(backend)
+def test_valid_messages_to_decode_are_accepted(backend, decode):
     messages = [
         status(backend),
         status(backend, 8, KVPoll.Failed),
@@ -364,15 +328,13 @@ def test_valid_messages_to_decode_are_accepted(backend):
     ]
     for message in messages:
         assert accepted(decode, message) == message
-    fake_managers.process_messages(decode, *messages)
+    process_messages(decode, *messages)
     assert is_done(decode)
 
 
-@backends
 @pytest.mark.parametrize("message", FOREIGN_MESSAGES, ids=repr)
-def test_foreign_messages_do_not_stop_the_decode_thread(backend, message):
-    decode = decode_rank(backend)
-    fake_managers.process_messages(decode, message, status(backend))
+def test_foreign_messages_do_not_stop_the_decode_thread(message, backend, decode):
+    process_messages(decode, message, status(backend))
     assert is_done(decode)
 
 
@@ -386,39 +348,40 @@ STAGING_TO_DECODE = [
     [b"STAGING_REQ", b"7", b"1", b"1", b"\xff"],
     [b"STAGING_REQ", b"7", b"1", b"1", b"10.0.0.1:1", b"x"],
 ]
+INVALID_DIGESTS = [
+    [DIGESTS],
+    [DIGESTS, b"7"],
+    [DIGESTS, b"7", b"x", b""],
+    [DIGESTS, b"\xff", b"0", b""],
+    [DIGESTS, b"7", b"0"],
+]
 
 
-@backends
-@pytest.mark.parametrize("message", STAGING_TO_DECODE, ids=repr)
-def test_invalid_staging_messages_to_decode_are_dropped(backend, message):
-    decode = decode_rank(backend)
+@pytest.mark.parametrize("message", [*STAGING_TO_DECODE, *INVALID_DIGESTS], ids=repr)
+def test_invalid_messages_to_decode_are_dropped(message, backend, decode):
     assert accepted(decode, message) is None
-    fake_managers.process_messages(decode, message, status(backend))
+    process_messages(decode, message, status(backend))
     assert is_done(decode)
+    assert not decode.arrived_digests
 
 
-@backends
 @pytest.mark.parametrize("message", STAGING_TO_DECODE[:3], ids=repr)
-def test_stock_decode_thread_crashes_on_an_invalid_staging_message(backend, message):
+def test_stock_decode_thread_crashes_on_an_invalid_staging_message(message, backend):
     with pytest.raises((IndexError, ValueError)):
-        fake_managers.process_messages(decode_rank(backend, ENGINES), message)
+        process_messages(decode_rank(backend, kinds=ENGINES), message)
 
 
-@backends
 def test_staging_message_before_decode_has_staging_is_dropped(backend):
     """Decode's thread reads before its scheduler has made the staging buffers."""
     message = [b"STAGING_REQ", b"7", b"1", b"1", b"10.0.0.1:1"]
-    fake_managers.process_messages(
-        decode := decode_rank(backend, _staging_handler=None), message, status(backend)
-    )
+    decode = decode_rank(backend, _staging_handler=None)
+    process_messages(decode, message, status(backend))
     assert is_done(decode)
     with pytest.raises(AssertionError):
-        fake_managers.process_messages(
-            decode_rank(backend, ENGINES, _staging_handler=None), message
-        )
+        process_messages(decode_rank(backend, kinds=ENGINES, _staging_handler=None), message)
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_garbled_messages_do_not_stop_the_decode_thread(backend, data):
@@ -433,12 +396,20 @@ def test_garbled_messages_do_not_stop_the_decode_thread(backend, data):
     ]
     if backend == "mooncake":
         good.append(aux_message())
-    fake_managers.process_messages(decode, *[data.draw(garbled(message)) for message in good])
-    decode.request_status[9] = KVPoll.WaitingForInput
-    decode.prefill_response_tracker[9] = set()
-    decode.required_prefill_response_num_table[9] = 1
-    fake_managers.process_messages(decode, status(backend, 9))
-    assert decode.request_status[9] == KVPoll.Success
+    process_messages(decode, *[data.draw(garbled(message)) for message in good])
+    wait_for_room(decode, 9)
+    process_messages(decode, status(backend, 9))
+    assert is_done(decode, 9)
+
+
+def test_digests_are_kept_of_open_rooms_only(backend, decode):
+    messages = [[DIGESTS, b"7", b"0", b"first"], [DIGESTS, b"7", b"1", b"second"]]
+    closed = [DIGESTS, b"99", b"0", b"late"]
+    for message in (*messages, closed):
+        assert accepted(decode, message) is None
+    process_messages(decode, *messages, closed, status(backend))
+    assert decode.arrived_digests == {ROOM: {0: b"first", 1: b"second"}}
+    assert is_done(decode)
 
 
 # Metadata rows over TCP
@@ -451,7 +422,7 @@ def aux_bytes(decode) -> bytes:
 def test_aux_message_is_written_to_its_slot():
     decode = decode_rank("mooncake")
     assert accepted(decode, aux_message()) == aux_message()
-    fake_managers.process_messages(decode, aux_message())
+    process_messages(decode, aux_message())
     assert decode.kv_args.aux_rows[2][3].tobytes() == b"a" * 64
     assert aux_bytes(decode).count(b"a") == 64
 
@@ -459,11 +430,8 @@ def test_aux_message_is_written_to_its_slot():
 ROWS = [
     *(aux_message(number=number) for number in (-1, len(fake_managers.ROWS), 99)),
     *(aux_message(slot=slot) for slot in (-1, fake_managers.SLOTS, 1 << 40)),
-    aux_message(data=b"a" * 63),
-    aux_message(data=b"a" * 65),
-    aux_message(data=b""),
-    aux_message(announced=65),
-    aux_message(announced=0),
+    *(aux_message(data=b"a" * length) for length in (63, 65, 0)),
+    *(aux_message(announced=length) for length in (65, 0)),
     aux_message()[:5],
     [*aux_message(), b"more"],
     [*aux_message()[:4], b"", b"a" * 64],
@@ -478,65 +446,39 @@ def test_out_of_bounds_aux_messages_are_dropped(message):
     """The published 0.5.23 writes them wherever their numbers point."""
     decode = decode_rank("mooncake")
     assert accepted(decode, message) is None
-    fake_managers.process_messages(decode, message, status("mooncake"))
+    process_messages(decode, message, status("mooncake"))
     assert is_done(decode)
     assert not any(aux_bytes(decode))
-
-
-# Digests
-
-
-@backends
-def test_digests_are_kept_of_open_rooms_only(backend):
-    decode = decode_rank(backend)
-    messages = [[DIGESTS, b"7", b"0", b"first"], [DIGESTS, b"7", b"1", b"second"]]
-    closed = [DIGESTS, b"99", b"0", b"late"]
-    for message in (*messages, closed):
-        assert accepted(decode, message) is None
-    fake_managers.process_messages(decode, *messages, closed, status(backend))
-    assert decode.arrived_digests == {ROOM: {0: b"first", 1: b"second"}}
-    assert is_done(decode)
-
-
-INVALID_DIGESTS = ([], [b"7"], [b"7", b"x", b""], [b"\xff", b"0", b""], [b"7", b"0"])
-
-
-@backends
-@pytest.mark.parametrize("message", [[DIGESTS, *rest] for rest in INVALID_DIGESTS], ids=repr)
-def test_malformed_digests_are_dropped(backend, message):
-    decode = decode_rank(backend)
-    assert accepted(decode, message) is None
-    fake_managers.process_messages(decode, message, status(backend))
-    assert is_done(decode)
-    assert not decode.arrived_digests
 
 
 # The reader itself
 
 
+def receive(messages: list, check):
+    """A function that returns the next of the messages that `check` lets through."""
+    return drop_invalid(iter(messages).__next__, check)
+
+
 def test_recv_timeout_returns_none():
     """With role switching, the reader must notice that its server stops."""
-    given_ = iter([None, [b"bad"], None, [b"good"]])
 
     def check(frames):
         if frames == [b"bad"]:
             raise ValueError("bad")
 
-    recv = drop_invalid(lambda: next(given_), check)
+    recv = receive([None, [b"bad"], None, [b"good"]], check)
     assert [recv() for _ in range(3)] == [None, None, [b"good"]]
 
 
 def test_message_with_too_many_frames_is_dropped():
     most, more = [b"x"] * MAX_FRAMES, [b"x"] * (MAX_FRAMES + 1)
-    given_ = iter([more, most])
-    assert drop_invalid(lambda: next(given_), lambda frames: False)() == most
+    assert receive([more, most], lambda frames: False)() == most
 
 
 def test_log_of_an_invalid_message_is_short(caplog):
     def check(frames):
         raise ValueError(b"x" * 10_000)
 
-    given_ = iter([[b"x" * 10_000], None])
-    assert drop_invalid(lambda: next(given_), check)() is None
+    assert receive([[b"x" * 10_000], None], check)() is None
     assert len(caplog.records) == 1
     assert len(caplog.records[0].getMessage()) < 500

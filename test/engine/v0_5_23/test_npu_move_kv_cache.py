@@ -1,6 +1,7 @@
 """NPU pools: moving tokens to other slots, and reading a buffer that only CUDA's pools have."""
 
 import inspect
+from functools import partial
 
 import engine_calls
 import pytest
@@ -12,14 +13,10 @@ from pd_harness.parallel_context import single_rank_context
 
 pytestmark = pytest.mark.engine
 
-SOME_KEYS = {"layers": 3, "indexer_layer_ids": [4]}
 POOLS = {
-    "mha": (engine_calls.mha_pool, False, {}),
-    "mha_fia": (engine_calls.mha_pool, True, {}),
-    "mha_narrow_v": (engine_calls.mha_pool, False, {"v_head_dim": 5}),
-    "mla": (engine_calls.mla_pool, False, {}),
-    "mla_index_keys": (engine_calls.mla_pool, True, {}),
-    "mla_some_index_keys": (engine_calls.mla_pool, True, SOME_KEYS),
+    **engine_calls.POOLS,
+    "mha_narrow_v": partial(engine_calls.mha_pool, False, v_head_dim=5),
+    "mla_some_index_keys": partial(engine_calls.mla_pool, True, layers=3, indexer_layer_ids=[4]),
 }
 # With a slot that is both read and written (17), and a page's last slot (31).
 SOURCE, TARGET = [17, 18, 31, 40], [16, 17, 50, 33]
@@ -29,8 +26,7 @@ SOURCE, TARGET = [17, 18, 31, 40], [16, 17, 50, 33]
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_tokens_are_moved_between_slots(kind, page_size, native):
-    make, option, more = POOLS[kind]
-    pool = make(option, page_size, 3, size=64, **more)
+    pool = POOLS[kind](page_size, 3, size=64)
     pool.use_native_move_kv_cache = native
     fill(pool)
     before = snapshot(pool)

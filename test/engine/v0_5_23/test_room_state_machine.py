@@ -15,13 +15,14 @@ ends is notified once; nothing else is sent. The machine keeps to two rules abou
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from unittest import mock
 import fake_managers
 import numpy as np
 import pytest
-from fake_managers import BACKENDS, DECODE, RECEIVERS, SENDERS
+from fake_managers import EndOfMessages, backend_of, process_messages, queued_chunks
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -61,54 +62,7 @@ ROOMS = (1, 2)
 UNUSED_ROOM = 9
 PAGES = 4  # of a request; a chunk other than the last has two
 PATIENCE = 10.0  # seconds until the thread that reads messages counts as hung
-
-
-# Our own names, all of them
-
-
-def make_rank(backend: str, *role: Any) -> Any:
-    return fake_managers.make_manager(backend, fake_managers.mla_layout(), *role)
-
-
-process = fake_managers.process_messages
-registration = fake_managers.registration_message
-EndOfMessages = fake_managers.EndOfMessages
-queued_chunks, backend_of = fake_managers.queued_chunks, fake_managers.backend_of
 REFUSED = "too long"
-# Whether what ends a room waits until the room's message is stored, and the scheduler does not.
-CAN_PAUSE = True
-
-
-def sent_messages(prefill: Any) -> list[tuple[str, list[bytes]]]:
-    """Returns the endpoint and the frames of what was sent to decode; the caller empties it."""
-    return prefill.notified
-
-
-def refuse(prefill: Any, room: int) -> None:
-    """Fails a request that gets no sender, as the scheduler does for one that is too long."""
-    prefill.refuse(room, REFUSED)
-
-
-def remembered_rooms(prefill: Any) -> set[int]:
-    """Returns the rooms whose failure prefill remembers, up to a maximum."""
-    return set(prefill.failures.failed_rooms)
-
-
-def rooms_without_request(prefill: Any) -> set[int]:
-    """Returns the rooms that decode aborted before their request has come, up to a maximum."""
-    return set(prefill.failures.rooms_without_sender)
-
-
-def emptied_tables(prefill: Any) -> dict[str, Collection]:
-    """Returns our tables on prefill that have no entries once all requests are over."""
-    names = ("senders", "collected_rooms", "postponed")
-    return {name: getattr(prefill.failures, name) for name in names}
-
-
-def emptied_decode_tables(decode: Any) -> dict[str, Collection]:
-    """Returns our tables on decode that have no entries once all requests are over."""
-    return {name: getattr(decode, name) for name in ("requested_ranks", "arrived_digests")}
-
 
 # The engine's names and texts
 
@@ -117,18 +71,18 @@ ENDED = (KVPoll.Success, KVPoll.Failed)
 ABORTED = "Aborted by AbortReq."
 # What prefill records as the reason when decode aborts; None if it records nothing.
 DECODE_ABORT = {"nixl": "Aborted by decode-side abort notification.", "mooncake": None}
-# Ways in which a write fails, see `failing_write`.
-FAILURES = {
-    "nixl": ("not started", "error", "unreadable"),
-    "mooncake": ("status", "exception"),
-}
 WORKER_ARGUMENTS = {"nixl": (), "mooncake": (SimpleNamespace(_max_workers=1),)}
+
+# Tables that have no entries once all requests are over.
+FAILURE_TABLES = ("senders", "collected_rooms", "postponed")
 DECODE_TABLES = (
     "request_status",
     "failure_records",
     "prefill_response_tracker",
     "required_prefill_response_num_table",
     "_deferred_abort_ack_tracker",
+    "requested_ranks",
+    "arrived_digests",
 )
 
 
@@ -164,7 +118,6 @@ class Reader:
         prefill.req_to_decode_prefix_len = WatchedTable(self._reached, "", "stored")
         self.is_paused = False
         self._point: str | None = None
-        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._has_stopped, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -175,11 +128,10 @@ class Reader:
             Exception: Whatever would crash the thread.
         """
         if point is None:
-            process(self.prefill, frames)
+            process_messages(self.prefill, frames)
             return False
-        self._point = point
-        self._thread = threading.Thread(target=self._run, args=(frames,), daemon=True)
-        self._thread.start()
+        self._point, self._error = point, None
+        threading.Thread(target=self._run, args=(frames,), daemon=True).start()
         return self._wait()
 
     def resume(self) -> None:
@@ -190,24 +142,20 @@ class Reader:
 
     def _run(self, frames: list[bytes]) -> None:
         try:
-            process(self.prefill, frames)
+            process_messages(self.prefill, frames)
         except BaseException as error:
             self._error = error
+        self._point = None
         self._has_stopped.release()
 
     def _wait(self) -> bool:
         assert self._has_stopped.acquire(timeout=PATIENCE), "the thread that reads messages hangs"
-        if self.is_paused:
-            return True
-        self._thread.join()
-        self._point, self._thread = None, None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return False
+        if self._error is not None:
+            raise self._error
+        return self.is_paused
 
     def _reached(self, point: str) -> None:
-        if point == self._point and threading.current_thread() is self._thread:
+        if point == self._point:  # nobody else runs until the thread has stopped
             self._point, self.is_paused = None, True
             self._has_stopped.release()
             self._may_go_on.acquire()
@@ -226,44 +174,66 @@ class OneChunk:
         return self.chunk
 
 
-class Fault:
-    has_occurred = False
+class WriteFailure(NamedTuple):
+    """A way in which a write fails.
+
+    Attributes:
+        method: The transfer library's method that fails.
+        result: What it returns; None if it raises an exception.
+        reason: Part of the reason of the failure; None for the exception's text.
+    """
+
+    method: str
+    result: Any = None
+    reason: str | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the write may still be running, as NIXL does not report its state."""
+        return self.method == "check_xfer_state" and self.result is None
+
+
+FAILURES = {
+    "nixl": (
+        WriteFailure("transfer"),
+        WriteFailure("check_xfer_state", "ERR", "encountered ERR"),
+        WriteFailure("check_xfer_state", None, "left a handle running"),
+    ),
+    "mooncake": (
+        WriteFailure("batch_transfer_sync", -1, "Failed to send"),
+        WriteFailure("batch_transfer_sync"),
+    ),
+}
 
 
 @contextlib.contextmanager
-def failing_write(prefill: Any, failure: str | None, at: int, text: str) -> Iterator[Fault]:
-    """Lets writes fail within the block; yields whether one has failed.
+def failing_write(
+    prefill: Any, failure: WriteFailure | None, at: int, text: str
+) -> Iterator[list[WriteFailure]]:
+    """Lets writes fail within the block; yields a list of those that have failed.
 
     Args:
-        failure: `not started`, `exception` and `status`: the write with number `at` raises an
-            exception with this text, or reports an error. `error`: NIXL reports errors for all
-            writes. `unreadable`: NIXL reports no states. None: all succeed.
+        failure: None if all succeed.
+        at: Number of the write that fails; the states of all writes are reported as failed.
+        text: The exception's text.
     """
-    fault = Fault()
+    failed = []
     if failure is None:
-        yield fault
+        yield failed
         return
-    states = failure in ("error", "unreadable")
     library = prefill.agent if backend_of(prefill) == "nixl" else prefill.engine
-    name = "transfer"
-    if states:
-        name = "check_xfer_state"
-    elif failure in FAILURES["mooncake"]:
-        name = "batch_transfer_sync"
-    call, number = getattr(library, name), itertools.count()
+    call, number = getattr(library, failure.method), itertools.count()
 
     def fail(*given):
-        if not states and next(number) != at:
+        if failure.method != "check_xfer_state" and next(number) != at:
             return call(*given)
-        fault.has_occurred = True
-        if failure == "error":
-            return "ERR"
-        if failure == "status":
-            return -1
-        raise OSError(text)
+        failed.append(failure)
+        if failure.result is None:
+            raise OSError(text)
+        return failure.result
 
-    with mock.patch.object(library, name, fail):
-        yield fault
+    with mock.patch.object(library, failure.method, fail):
+        yield failed
 
 
 # What is expected
@@ -357,12 +327,8 @@ class PrefillRoom:
 
     def is_used(self) -> bool:
         """Returns whether prefill may have entries for the room."""
-        return (
-            self.request is not None
-            or self.has_abort
-            or self.storing is not None
-            or any(one.is_waiting for one in self.decode_rooms)
-        )
+        is_waited_for = any(one.is_waiting for one in self.decode_rooms)
+        return bool(self.request or self.has_abort or self.storing or is_waited_for)
 
     def may_open(self) -> bool:
         if self.is_ending or self.chunks:
@@ -389,25 +355,11 @@ class DecodeRank:
 
     def __init__(self, backend: str, number: int, count: int):
         """Makes rank `number` of `count`, each of which requests all of the rooms' pages."""
-        decode = self.manager = make_rank(backend, DECODE)
-        decode.rank_port += number
-        if backend == "nixl":
-            decode.agent.name += str(number)
-        else:
-            decode.engine.session += str(number)
-        sizes = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
-        decode.prefill_info_table[ADDRESS] = common.PrefillServerInfo(
-            **sizes,
-            page_size=None,
-            kv_cache_dtype=None,
-            follow_bootstrap_room=True,
-            target_tp_rank=0,
-            target_tp_ranks=[0],
-            target_cp_ranks=[0],
-            target_pp_ranks=[0],
-            required_dst_info_num=count,
-            required_prefill_response_num=1,
-        )
+        decode = self.manager = fake_managers.decode_rank(backend, number=number)
+        info = decode.prefill_info_table[ADDRESS] = decode.placeholder_prefill_info()
+        info.target_tp_rank, info.required_prefill_response_num = 0, 1
+        info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
+        info.required_dst_info_num = count
         rank = {"rank_ip": "127.0.0.1", "rank_port": 7999, "pp_rank": 0, "is_dummy": False}
         decode.connection_pool[f"{ADDRESS}_0_0_0"] = [rank]
         self.backend, self.port = backend, str(decode.rank_port)
@@ -438,13 +390,6 @@ class DecodeRoom:
         self.rank.outbox.append((self, frames))
         self.in_flight += 1
 
-    def lose_last_message(self) -> list[bytes]:
-        """Drops the message that was sent last; returns its frames."""
-        sender, frames = self.rank.outbox.pop()
-        assert sender is self
-        self.in_flight -= 1
-        return frames
-
     def has_request(self) -> bool:
         return self.receiver is not None
 
@@ -457,12 +402,11 @@ class DecodeRoom:
     def may_request(self) -> bool:
         if self.receiver is not None or self.in_flight or self.room.chunks:
             return False
-        is_stored = self.is_waiting or self.room.storing is self
-        return not is_stored and not self.is_informed
+        return not (self.is_waiting or self.is_informed or self.room.storing is self)
 
     def open(self) -> None:
         """Makes the receiver of a new request, which knows its prefill rank at once."""
-        make = RECEIVERS[self.rank.backend]
+        make = fake_managers.RECEIVERS[self.rank.backend]
         self.receiver = make(self.rank.manager, ADDRESS, self.room.number)
         self.receiver._connect_to_bootstrap_server = lambda rank: (self, contextlib.nullcontext())
         self.receiver.init(0)
@@ -471,7 +415,9 @@ class DecodeRoom:
     def abort(self, copies: int = 1) -> None:
         """Aborts the request, as for its client; its ABORT is sent `copies` times."""
         self.receiver.abort()
-        frames = self.lose_last_message()
+        sender, frames = self.rank.outbox.pop()
+        assert sender is self
+        self.in_flight -= 1
         for _ in range(copies):
             self.send_multipart(list(frames))
         self.answer = Notification(KVPoll.Failed, ABORTED)
@@ -499,7 +445,7 @@ def check_reason(side: Any, reason: str | None) -> None:
     """
     try:
         side.failure_exception()
-    except common.KVTransferError as error:
+    except common.KVTransferError as error:  # kept no longer than here: its traceback keeps `side`
         text, is_unknown = error.failure_reason, error.is_from_another_rank
     else:
         raise AssertionError("no failure was raised")
@@ -512,65 +458,53 @@ def check_reason(side: Any, reason: str | None) -> None:
 rooms, decode_rooms, finished = map(Bundle, ("rooms", "decode_rooms", "finished"))
 
 
-def room_rule(condition: Callable[[PrefillRoom], bool], **options: Any) -> Callable:
-    """Returns a decorator for rules about a room on prefill that meets the condition."""
-
-    def is_possible(machine: "Rooms") -> bool:
-        return any(map(condition, machine.all_rooms))
-
-    made = rule(room=rooms.filter(condition), **options)
-    return lambda method: precondition(is_possible)(made(method))
-
-
-def decode_room_rule(
-    condition: Callable[[DecodeRoom], bool], needs_reader: bool = False, **options: Any
+def rule_about(
+    name: str, bundle: Bundle, condition: Callable, needs_reader: bool = False, **options: Any
 ) -> Callable:
-    """Returns a decorator for rules about a room on decode that meets the condition.
+    """Returns a decorator for rules about a room that meets the condition.
 
     Args:
+        name: `room` for one on prefill, `decode_room` for one on decode.
+        bundle: All of these rooms.
         needs_reader: Whether prefill's thread that reads messages must not be paused.
     """
 
     def is_possible(machine: "Rooms") -> bool:
         if needs_reader and machine.reader.is_paused:
             return False
-        return any(condition(one) for room in machine.all_rooms for one in room.decode_rooms)
+        return any(map(condition, getattr(machine, f"all_{name}s")))
 
-    made = rule(decode_room=decode_rooms.filter(condition), **options)
+    made = rule(**{name: bundle.filter(condition)}, **options)
     return lambda method: precondition(is_possible)(made(method))
 
 
-def has_chunks(machine: "Rooms") -> bool:
-    return bool(machine.chunks)
-
-
-def is_reader_paused(machine: "Rooms") -> bool:
-    return machine.reader.is_paused
+room_rule = functools.partial(rule_about, "room", rooms)
+decode_room_rule = functools.partial(rule_about, "decode_room", decode_rooms)
 
 
 class Rooms(RuleBasedStateMachine):
     """One prefill rank and one or two decode ranks, which share a few rooms.
 
     Attributes:
-        chunks: Queued chunks in order: the room's number, and whether the chunk is the last one.
+        chunks: Queued chunks in order: the room, and whether the chunk is the last one.
         due: Notifications of decode ranks that are not checked yet.
         requests: All requests on prefill.
+        faults: Texts of failures, each of them another one.
     """
 
     backend = ""
 
     def __init__(self):
         super().__init__()
-        self.prefill = make_rank(self.backend)
-        if self.backend == "nixl":
-            self.prefill.agent.check_xfer_state = lambda handle: "DONE"
+        self.prefill = fake_managers.prefill_rank(self.backend)
         self.reader = Reader(self.prefill)
         self.all_rooms = [PrefillRoom(number) for number in ROOMS]
+        self.all_decode_rooms: list[DecodeRoom] = []
         self.ranks: list[DecodeRank] = []
-        self.chunks: deque[tuple[int, bool]] = deque()
+        self.chunks: deque[tuple[PrefillRoom, bool]] = deque()
         self.due: dict[DecodeRoom, Notification] = {}
         self.requests: list[Request] = []
-        self.fault_count = 0
+        self.faults = map("fault {}".format, itertools.count(1))
         self.error_before = sys.exc_info()[1]
 
     @initialize(target=rooms)
@@ -587,10 +521,12 @@ class Rooms(RuleBasedStateMachine):
         self.ranks = [DecodeRank(self.backend, number, count) for number in range(count)]
         for manager in (self.prefill, *(rank.manager for rank in self.ranks)):
             manager.enable_deferred_decode_kv_release = is_deferred
-        process(self.prefill, *(registration(rank.manager) for rank in self.ranks))
+        for rank in self.ranks:
+            fake_managers.register(self.prefill, rank.manager)
         for room in self.all_rooms:
             room.decode_rooms = [DecodeRoom(rank, room) for rank in self.ranks]
-        return multiple(*(one for room in self.all_rooms for one in room.decode_rooms))
+            self.all_decode_rooms += room.decode_rooms
+        return multiple(*self.all_decode_rooms)
 
     # Prefill's scheduler
 
@@ -601,8 +537,8 @@ class Rooms(RuleBasedStateMachine):
         room.request = Request(room, KVPoll.Failed if room.has_abort else None)
         room.has_abort = False
         self.requests.append(room.request)
-        room.request.sender = SENDERS[self.backend](self.prefill, ADDRESS, room.number)
-        self.check_notifications()
+        make = fake_managers.SENDERS[self.backend]
+        room.request.sender = make(self.prefill, ADDRESS, room.number)
 
     @room_rule(PrefillRoom.may_open)
     def request_is_refused(self, room):
@@ -610,9 +546,8 @@ class Rooms(RuleBasedStateMachine):
         self.notice_left_rooms()
         room.request = Request(room, KVPoll.Failed)
         room.reason = REFUSED
-        refuse(self.prefill, room.number)
+        self.prefill.refuse(room.number, REFUSED)
         self.end_when_stored(room)
-        self.check_notifications()
 
     @room_rule(PrefillRoom.is_live)
     def scheduler_polls(self, room):
@@ -621,25 +556,21 @@ class Rooms(RuleBasedStateMachine):
             assert status not in ENDED
         else:
             assert status == room.request.status
-        self.check_notifications()
 
     @room_rule(PrefillRoom.may_time_out)
     def request_times_out(self, room):
         room.reason, room.request.status = f"Request {room.number} timed out", KVPoll.Failed
         self.expect(room, KVPoll.Failed, room.reason, self.is_release_safe(room))
-        self.prefill.bootstrap_timeout, patience = -1, self.prefill.bootstrap_timeout
-        assert room.request.sender.poll() == KVPoll.Failed
-        self.prefill.bootstrap_timeout = patience
-        self.check_notifications()
+        with mock.patch.object(self.prefill, "bootstrap_timeout", -1):
+            assert room.request.sender.poll() == KVPoll.Failed
 
     @room_rule(PrefillRoom.is_open)
     def request_fails_in_another_thread(self, room):
         """A decode rank falls silent, or pages of a chunk do not arrive."""
-        text = self.next_fault()
+        text = next(self.faults)
         room.reason, room.request.status = text, KVPoll.Failed
         self.expect(room, KVPoll.Failed, text)
         self.prefill.conclude_failure(bootstrap_room=room.number, failure_reason=text)
-        self.check_notifications()
 
     @room_rule(PrefillRoom.is_live, target=finished)
     def scheduler_takes_the_reason(self, room):
@@ -658,7 +589,6 @@ class Rooms(RuleBasedStateMachine):
     def sender_is_dropped(self, room):
         """The scheduler drops a request that it has not cleared."""
         self.collect(room.request)
-        self.check_notifications()
 
     @rule(request=finished, call=st.sampled_from(("poll", "clear", "abort", "reason")))
     def scheduler_calls_a_cleared_sender(self, request, call):
@@ -669,12 +599,10 @@ class Rooms(RuleBasedStateMachine):
             getattr(request.sender, call)()
         elif request.status == KVPoll.Failed:
             check_reason(request.sender, request.reason)
-        self.check_notifications()
 
     @rule(request=consumes(finished))
     def cleared_sender_is_dropped(self, request):
         self.collect(request)
-        self.check_notifications()
 
     # Chunks
 
@@ -688,11 +616,10 @@ class Rooms(RuleBasedStateMachine):
         before = queued_chunks(self.prefill)
         request.sender.send(np.arange(start, request.sent, dtype=np.int32))
         for _ in range(queued_chunks(self.prefill) - before):
-            self.chunks.append((room.number, request.sent == PAGES))
+            self.chunks.append((room, request.sent == PAGES))
             room.chunks += 1
-        self.check_notifications()
 
-    @precondition(has_chunks)
+    @precondition(lambda machine: bool(machine.chunks))
     @rule(
         target=finished,
         failure=st.integers(0, 3),
@@ -708,9 +635,7 @@ class Rooms(RuleBasedStateMachine):
             meanwhile: What the scheduler does, before or after the room's status is set.
         """
         failures = (None, *FAILURES[self.backend])
-        failure = failures[failure % len(failures)]
-        request = self.run_worker(failure, at, meanwhile, is_before)
-        self.check_notifications()
+        request = self.run_worker(failures[failure % len(failures)], at, meanwhile, is_before)
         return self.kept(request)
 
     # Decode
@@ -746,15 +671,13 @@ class Rooms(RuleBasedStateMachine):
         self.let_messages_arrive(decode_room, arrives)
 
     @decode_room_rule(
-        DecodeRoom.has_messages,
-        needs_reader=True,
-        point=st.sampled_from((None, *Reader.POINTS) if CAN_PAUSE else (None,)),
+        DecodeRoom.has_messages, needs_reader=True, point=st.sampled_from((None, *Reader.POINTS))
     )
     def message_arrives(self, decode_room, point):
         """The rank's oldest message arrives; the thread that reads it may pause at `point`."""
         self.arrive(decode_room.rank, point)
 
-    @precondition(is_reader_paused)
+    @precondition(lambda machine: machine.reader.is_paused)
     @rule()
     def message_is_stored(self):
         (room,) = (one for one in self.all_rooms if one.storing is not None)
@@ -764,7 +687,6 @@ class Rooms(RuleBasedStateMachine):
         self.reader.resume()
         if room.is_ending:
             self.end(room)
-        self.check_notifications()
 
     # What these steps lead to
 
@@ -772,7 +694,6 @@ class Rooms(RuleBasedStateMachine):
         """Lets the rank's messages arrive, unless the thread that reads them is paused."""
         while arrives and decode_room.rank.outbox and not self.reader.is_paused:
             self.arrive(decode_room.rank)
-        self.check_notifications()
 
     def arrive(self, rank: DecodeRank, point: str | None = None) -> None:
         decode_room, frames = rank.outbox.popleft()
@@ -817,7 +738,6 @@ class Rooms(RuleBasedStateMachine):
         """Ends a room's request by `act`; returns what its rule adds to `finished`."""
         request = room.request
         act(room)
-        self.check_notifications()
         return self.kept(request)
 
     def take_reason(self, room: PrefillRoom) -> None:
@@ -826,9 +746,9 @@ class Rooms(RuleBasedStateMachine):
         self.note_cleared(room)
 
     def clear(self, room: PrefillRoom) -> None:
-        request = room.request
-        assert request.sender.poll() == KVPoll.Success
-        request.sender.clear()
+        sender = room.request.sender
+        assert sender.poll() == KVPoll.Success
+        sender.clear()
         self.note_cleared(room)
 
     def abort(self, room: PrefillRoom) -> None:
@@ -853,11 +773,6 @@ class Rooms(RuleBasedStateMachine):
         """Returns what a rule adds to `finished`: a request that is over and has its sender."""
         is_kept = request is not None and request.is_over and request.sender is not None
         return multiple(request) if is_kept else multiple()
-
-    def next_fault(self) -> str:
-        """Returns the text of a failure, another one each time."""
-        self.fault_count += 1
-        return f"fault {self.fault_count}"
 
     def notice_left_rooms(self) -> None:
         """Ends the rooms whose senders were dropped: prefill notices them before anything else."""
@@ -884,36 +799,35 @@ class Rooms(RuleBasedStateMachine):
 
     def is_release_safe(self, room: PrefillRoom) -> bool:
         """Returns whether decode may be notified of a failure that the scheduler sees."""
-        return (
-            self.prefill.enable_deferred_decode_kv_release
-            and room.number not in self.prefill._deferred_ack_poisoned_rooms
-        )
+        prefill = self.prefill
+        is_poisoned = room.number in prefill._deferred_ack_poisoned_rooms
+        return prefill.enable_deferred_decode_kv_release and not is_poisoned
 
     def expect(
-        self, room: PrefillRoom, status: int, reason: str | None, is_told: bool | None = True
+        self, room: PrefillRoom, status: int, reason: str | None, is_notified: bool | None = True
     ) -> None:
         """Expects notifications for all who wait for a room, who then count as informed.
 
         Args:
-            is_told: False if they are not notified after all, None if either is right.
+            is_notified: False if they are not notified after all, None if either is right.
         """
         for decode_room in room.decode_rooms:
             if decode_room.is_waiting:
                 decode_room.is_waiting, decode_room.is_informed = False, True
-                if is_told is not False:
-                    self.due[decode_room] = Notification(status, reason, is_told is True)
+                if is_notified is not False:
+                    self.due[decode_room] = Notification(status, reason, is_notified is True)
 
+    @invariant()
     def check_notifications(self) -> None:
         """Checks what prefill has sent since the last call, and delivers it to decode."""
-        sent = sent_messages(self.prefill)
         by_port = {rank.port: rank for rank in self.ranks}
-        for endpoint, frames in sent:
+        for endpoint, frames in self.prefill.notified:
             rank = by_port[endpoint.rsplit(":", 1)[1]]
             if frames[0] != common.ABORT_ACK_TAG:
                 number, status, _, reason = self.prefill.parse_kv_status_message(frames)
                 self.check_notification(rank, number, status, reason)
-            process(rank.manager, frames)
-        sent.clear()
+            process_messages(rank.manager, frames)
+        self.prefill.notified.clear()
         missing = [one for one, expected in self.due.items() if expected.is_certain]
         self.due.clear()
         assert not missing, [
@@ -924,8 +838,9 @@ class Rooms(RuleBasedStateMachine):
     def check_notification(
         self, rank: DecodeRank, number: int, status: int, reason: str | None
     ) -> None:
-        room = next(one for one in self.all_rooms if one.number == number)
-        decode_room = next(one for one in room.decode_rooms if one.rank is rank)
+        (decode_room,) = (
+            one for one in self.all_decode_rooms if one.rank is rank and one.room.number == number
+        )
         expected = self.due.pop(decode_room, None)
         assert expected is not None, (
             f"decode rank {rank.port} is notified of status {status} of room {number} ({reason}): "
@@ -940,28 +855,26 @@ class Rooms(RuleBasedStateMachine):
 
     def run_worker(
         self,
-        failure: str | None = None,
+        failure: WriteFailure | None = None,
         at: int = 0,
         meanwhile: str | None = None,
         is_before: bool = False,
     ) -> Request | None:
         """Lets a worker send the oldest chunk; returns its request if that was open."""
-        number, is_last = self.chunks.popleft()
-        room = next(one for one in self.all_rooms if one.number == number)
+        room, is_last = self.chunks.popleft()
         room.chunks -= 1
         request = room.request
         if request is not None and request.status is not None:
             request = None
-        update, concluded = self.prefill.update_status, []
-        text = self.next_fault()
-        part = {"error": "encountered ERR", "unreadable": "left a handle running"}
-        part = {**part, "status": "Failed to send"}.get(failure, text)
+        update, concluded, text = self.prefill.update_status, [], next(self.faults)
+        reason = (failure and failure.reason) or text
+        is_unknown = failure is not None and failure.is_unknown
 
         def update_once_interrupted(bootstrap_room, status):
             if status not in ENDED or concluded:
                 return update(bootstrap_room, status)
             concluded.append(status)
-            self.note_concluded(room, status, part, failure == "unreadable", meanwhile)
+            self.note_concluded(room, status, reason, is_unknown, meanwhile)
             if is_before:
                 self.interrupt(room, meanwhile)
             update(bootstrap_room, status)
@@ -971,39 +884,34 @@ class Rooms(RuleBasedStateMachine):
         (queue,) = set(self.prefill.transfer_queues)
         one = OneChunk(queue)
         with (
-            failing_write(self.prefill, failure, at, text) as fault,
+            failing_write(self.prefill, failure, at, text) as failed,
             mock.patch.object(self.prefill, "update_status", update_once_interrupted),
             contextlib.suppress(EndOfMessages),
         ):
             self.prefill.transfer_worker(one, *WORKER_ARGUMENTS[self.backend])
         if self.backend == "mooncake":
             self.prefill.failed_sessions.clear()  # else its next writes fail for some time
-        assert one.chunk.room == number
+        assert one.chunk.room == room.number
         is_sent = request is not None
-        assert bool(concluded) == (is_sent and (is_last or fault.has_occurred))
-        assert not concluded or (concluded[0] == KVPoll.Failed) == fault.has_occurred
+        assert bool(concluded) == (is_sent and (is_last or bool(failed)))
+        assert not concluded or (concluded[0] == KVPoll.Failed) == bool(failed)
         return request
 
     def note_concluded(
-        self,
-        room: PrefillRoom,
-        status: int,
-        part: str,
-        is_unknown: bool,
-        meanwhile: str | None,
+        self, room: PrefillRoom, status: int, reason: str, is_unknown: bool, meanwhile: str | None
     ) -> None:
         """Notes that a worker is about to set a room's final status.
 
         Args:
-            part: Part of the reason, if the room fails.
+            reason: Part of the reason, if the room fails.
             is_unknown: Whether writes may still be running: decode is notified only if the
                 scheduler sees the failure before prefill knows that.
         """
         room.request.status = status
         if status == KVPoll.Failed:
-            room.reason = room.reason or part
+            room.reason = room.reason or reason
         if not is_unknown:
-            self.expect(room, status, part if status == KVPoll.Failed else None)
+            self.expect(room, status, reason if status == KVPoll.Failed else None)
         else:
             self.expect(room, status, None, None if meanwhile else False)
 
@@ -1055,18 +963,15 @@ class Rooms(RuleBasedStateMachine):
         """Ends all requests, and delivers all messages."""
         if self.reader.is_paused:
             self.message_is_stored()
+            self.check_notifications()
         self.deliver_all()
         while self.chunks:
             self.run_worker()
             self.check_notifications()
         for room in self.all_rooms:
             if room.is_live():
-                if room.request.status is None:
-                    self.abort(room)
-                elif room.request.status == KVPoll.Success:
-                    self.clear(room)
-                else:
-                    self.take_reason(room)
+                ends = {None: self.abort, KVPoll.Success: self.clear}
+                ends.get(room.request.status, self.take_reason)(room)
                 self.check_notifications()
         for request in self.requests:
             request.sender = None
@@ -1074,7 +979,7 @@ class Rooms(RuleBasedStateMachine):
         self.notice_left_rooms()
         self.reader.read([common.ABORT_TAG, b"%d" % UNUSED_ROOM])
         self.check_notifications()
-        for decode_room in (one for room in self.all_rooms for one in room.decode_rooms):
+        for decode_room in self.all_decode_rooms:
             if decode_room.is_answered():
                 decode_room.finish()
             elif decode_room.has_request():
@@ -1093,14 +998,14 @@ class Rooms(RuleBasedStateMachine):
 
     def check_tables(self) -> None:
         """Checks that what is kept of rooms without a request is bounded, and nothing else is."""
-        prefill = self.prefill
+        prefill, failures = self.prefill, self.prefill.failures
         aborted = {room.number for room in self.all_rooms if room.has_abort}
-        assert rooms_without_request(prefill) == aborted
-        for name in ("request_status", "transfer_infos", "req_to_decode_prefix_len"):
+        assert set(failures.rooms_without_sender) == aborted
+        tables = ("request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records")
+        for name in tables:
             assert set(getattr(prefill, name)) <= aborted, name
-        assert set(prefill.failure_records) <= aborted
         failed = {room.number for room in self.all_rooms if room.remembered is not None}
-        assert remembered_rooms(prefill) == failed
+        assert set(failures.failed_rooms) == failed
         # Without deferred release, NIXL's worker leaves a count of 0 if its room is cleared
         # before it has counted its chunk as sent.
         is_deferred = prefill.enable_deferred_decode_kv_release
@@ -1108,12 +1013,11 @@ class Rooms(RuleBasedStateMachine):
         counted = {room for room, count in counts if count or is_deferred}
         assert counted <= prefill._deferred_ack_poisoned_rooms
         assert not prefill._deferred_ack_targets and not queued_chunks(prefill)
-        for name, table in emptied_tables(prefill).items():
-            assert not table, name
+        for name in FAILURE_TABLES:
+            assert not getattr(failures, name), name
         for decode in (rank.manager for rank in self.ranks):
-            tables = {name: getattr(decode, name) for name in DECODE_TABLES}
-            for name, table in {**tables, **emptied_decode_tables(decode)}.items():
-                assert not table, name
+            for name in DECODE_TABLES:
+                assert not getattr(decode, name), name
             assert not any(decode.addr_to_rooms_tracker.values())
 
 
@@ -1127,10 +1031,9 @@ def frozen_heap():
 
 
 @pytest.mark.usefixtures("frozen_heap")
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "examples", [EXAMPLES, pytest.param(NIGHTLY_EXAMPLES, marks=pytest.mark.nightly)]
 )
-def test_rooms_survive_events_in_any_order(backend, examples):
+def test_rooms_survive_events_in_any_order(examples, backend):
     machine = type("Rooms", (Rooms,), {"backend": backend})
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=examples))

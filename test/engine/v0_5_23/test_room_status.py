@@ -2,17 +2,13 @@
 
 import threading
 
-import fake_managers
 import pytest
-from fake_managers import BACKENDS
+from fake_managers import decode_rank, prefill_rank
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 
-from pd_harness.polling import wait_until
-
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
 ROOM, ADDRESS = 7, "127.0.0.1:8998"
 PAUSE_SECONDS = 0.3  # of the first thread, at most
 
@@ -47,61 +43,42 @@ class DroppingDict(dict):
         return is_known
 
 
-def race(backend: str, before: dict, first: KVPoll, second: KVPoll, update=None) -> KVPoll:
+def race(prefill, before: dict, first: KVPoll, second: KVPoll, update) -> KVPoll:
     """The status after two threads update it, the second during the first one's update."""
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
     states = prefill.request_status = PausingDict(before)
-    update = update or type(prefill).update_status
     threads = [threading.Thread(target=update, args=(prefill, ROOM, to)) for to in (first, second)]
     threads[0].start()
     assert states.has_read.wait(10)
     threads[1].start()
     for thread in threads:
         thread.join(10)
-    assert wait_until(lambda: not any(thread.is_alive() for thread in threads), 1)
+        assert not thread.is_alive()
     return dict.get(states, ROOM)
 
 
+OPEN = {ROOM: KVPoll.Bootstrapping}
 CASES = {
-    "both threads open the room": (
-        {},
-        KVPoll.Bootstrapping,
-        KVPoll.WaitingForInput,
-        KVPoll.WaitingForInput,
-    ),
-    "metadata arrives, room fails": (
-        {ROOM: KVPoll.Bootstrapping},
-        KVPoll.WaitingForInput,
-        KVPoll.Failed,
-        KVPoll.Failed,
-    ),
-    "metadata arrives, room succeeds": (
-        {ROOM: KVPoll.Bootstrapping},
-        KVPoll.WaitingForInput,
-        KVPoll.Success,
-        KVPoll.Success,
-    ),
+    "both threads open the room": ({}, KVPoll.Bootstrapping, KVPoll.WaitingForInput),
+    "metadata arrives, room fails": (OPEN, KVPoll.WaitingForInput, KVPoll.Failed),
+    "metadata arrives, room succeeds": (OPEN, KVPoll.WaitingForInput, KVPoll.Success),
 }
-cases = pytest.mark.parametrize("before, first, second, last", CASES.values(), ids=CASES)
-
-
-@backends
-@cases
-def test_concurrent_updates_keep_the_later_status(backend, before, first, second, last):
-    assert race(backend, before, first, second) == last
+cases = pytest.mark.parametrize("before, first, second", CASES.values(), ids=CASES)
 
 
 @cases
-def test_stock_loses_a_concurrent_update(before, first, second, last):
+def test_concurrent_updates_keep_the_later_status(before, first, second, prefill):
+    assert race(prefill, before, first, second, type(prefill).update_status) == second
+
+
+@cases
+def test_stock_loses_a_concurrent_update(before, first, second):
     stock = common.EngineCommonKVManager.update_status
-    assert race("nixl", before, first, second, stock) == first != last
+    assert race(prefill_rank("nixl"), before, first, second, stock) == first
 
 
 def test_room_dropped_during_a_node_failure_does_not_raise():
     """Decode's thread that watches prefill servers checks rooms that may just have ended."""
-    decode = fake_managers.make_manager(
-        "mooncake", fake_managers.mla_layout(), fake_managers.DECODE
-    )
+    decode = decode_rank("mooncake")
     decode.request_status = DroppingDict({ROOM: KVPoll.WaitingForInput})
     decode.addr_to_rooms_tracker[ADDRESS].add(ROOM)
     decode.heartbeat_failures = {}
@@ -111,9 +88,7 @@ def test_room_dropped_during_a_node_failure_does_not_raise():
     assert not dict(decode.request_status)
 
 
-@backends
-def test_failed_is_final_and_a_cleared_room_stays_cleared(backend):
-    prefill = fake_managers.make_manager(backend, fake_managers.mla_layout())
+def test_failed_is_final_and_a_cleared_room_stays_cleared(prefill):
     for state in (KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Success):
         prefill.update_status(ROOM, state)
     assert prefill.request_status == {ROOM: KVPoll.Failed}

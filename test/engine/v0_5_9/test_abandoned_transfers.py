@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     LayoutError,
@@ -17,9 +16,9 @@ from sglang.srt.disaggregation.kv_layout import (
     parse_notification,
 )
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
-from sglang.srt.disaggregation.pd import nixl_transfers, peer_sockets
+from sglang.srt.disaggregation.pd import nixl_transfers
 from sglang.srt.disaggregation.pd.nixl_transfers import Transfer
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 
 from pd_harness.polling import own_time, wait_until
 from pd_harness.ports import free_ports
@@ -35,6 +34,7 @@ class FakeNixlAgent:
 
     def __init__(self):
         self.states, self.released, self.keeps = {}, [], set()
+        self.added, self.removed = [], []
 
     def check_xfer_state(self, handle) -> str:
         state = self.states.get(handle, "PROC")
@@ -47,6 +47,12 @@ class FakeNixlAgent:
             raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
         self.released.append(handle)
 
+    def add_remote_agent(self, metadata: bytes) -> None:
+        self.added.append(metadata)
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.removed.append(name)
+
 
 class FakeTransferInfo(SimpleNamespace):
     is_notified = is_delayed = False
@@ -56,26 +62,22 @@ class FakeTransferInfo(SimpleNamespace):
 
 
 @pytest.fixture
-def manager():
+def manager(make_prefill):
     """A prefill rank's manager with a room that two decode ranks have requested."""
-    manager = NixlKVManager.__new__(NixlKVManager)
-    manager.__dict__.update(
-        agent=FakeNixlAgent(),
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        request_status={ROOM: KVPoll.WaitingForInput},
-        transfer_infos={ROOM: {STOPPED: FakeTransferInfo(), LIVE: FakeTransferInfo()}},
-        decode_kv_args_table={},
-        bootstrap_timeout=100,
-        **{"attn_tp_rank": 0, "pp_rank": 0, "pp_size": 1},
-    )
-    manager.notified = []
+    manager = make_prefill(NixlKVManager, agent=FakeNixlAgent(), notified=[])
+    manager.request_status[ROOM] = KVPoll.WaitingForInput
+    manager.transfer_infos[ROOM] = {STOPPED: FakeTransferInfo(), LIVE: FakeTransferInfo()}
     manager._notify = lambda peer, notification: manager.notified.append(peer)
     return manager
 
 
+def make_sender(manager) -> NixlKVSender:
+    return NixlKVSender(manager, "", ROOM, [0], 0)
+
+
 def sender_with_running_writes(manager) -> NixlKVSender:
     """A sender with a running write to each decode rank."""
-    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    sender = make_sender(manager)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     sender.has_sent = True
     sender.xfer_handles = [Transfer(ROOM, peer, f"to {peer}") for peer in (STOPPED, LIVE)]
@@ -91,6 +93,10 @@ def failure_of(sender) -> str:
 
 
 def test_request_does_not_wait_for_silent_rank(manager):
+    """Prefill notifies the rank when its writes have settled.
+
+    The rank may come back, and would reuse its pages while they are written to.
+    """
     sender = sender_with_running_writes(manager)
     assert sender.poll() == KVPoll.Transferring
     manager.agent.states[f"to {LIVE}"] = "DONE"
@@ -98,14 +104,6 @@ def test_request_does_not_wait_for_silent_rank(manager):
     manager.silent_peers = dict(SILENT)
     assert failure_of(sender) == f"Prefill's write to decode failed: {SILENT[STOPPED]}"
     assert manager.notified == [LIVE]
-
-
-def test_silent_rank_is_notified_when_its_writes_have_settled(manager):
-    """The rank may come back, and would reuse its pages while they are written to."""
-    sender = sender_with_running_writes(manager)
-    manager.agent.states[f"to {LIVE}"] = "DONE"
-    manager.silent_peers = dict(SILENT)
-    failure_of(sender)
     for _ in range(2):
         manager.check_peers()
         assert manager.notified == [LIVE] and len(manager.abandoned_transfers) == 1
@@ -153,34 +151,36 @@ def test_request_waits_for_its_other_ranks_if_one_is_silent(manager):
     failure_of(sender)
 
 
-def test_unreadable_write_is_finished_if_nixl_releases_it(manager):
-    write = Transfer(ROOM, LIVE, "it")
+@pytest.fixture
+def unreadable(manager) -> Transfer:
+    """A write whose state NIXL cannot read."""
     manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
-    assert manager.has_finished(write)
-    assert write.outcome == "NIXL_ERR_BACKEND" and manager.agent.released == ["it"]
+    return Transfer(ROOM, LIVE, "it")
 
 
-def test_unreadable_write_that_nixl_keeps_finishes_after_a_timeout(manager, monkeypatch):
-    write = Transfer(ROOM, LIVE, "it")
-    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+def test_unreadable_write_is_finished_if_nixl_releases_it(manager, unreadable):
+    assert manager.has_finished(unreadable)
+    assert unreadable.outcome == "NIXL_ERR_BACKEND" and manager.agent.released == ["it"]
+
+
+def test_unreadable_write_that_nixl_keeps_finishes_after_a_timeout(
+    manager, unreadable, monkeypatch
+):
     manager.agent.keeps.add("it")
-    assert not manager.has_finished(write)
+    assert not manager.has_finished(unreadable)
     monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
-    assert manager.has_finished(write) and write.outcome == "NIXL_ERR_BACKEND"
+    assert manager.has_finished(unreadable) and unreadable.outcome == "NIXL_ERR_BACKEND"
 
 
-def test_write_that_is_readable_again_keeps_its_outcome(manager):
-    write = Transfer(ROOM, LIVE, "it")
-    manager.agent.states["it"] = RuntimeError("NIXL_ERR_BACKEND")
+def test_write_that_is_readable_again_keeps_its_outcome(manager, unreadable):
     manager.agent.keeps.add("it")
-    assert not manager.has_finished(write)
+    assert not manager.has_finished(unreadable)
     manager.agent.states["it"] = "DONE"
-    assert manager.has_finished(write) and write.outcome == ""
+    assert manager.has_finished(unreadable) and unreadable.outcome == ""
 
 
 def test_open_room_of_silent_rank_fails(manager):
-    manager.senders.clear()
-    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    sender = make_sender(manager)
     manager.fail_room_of_silent_peer(ROOM, SILENT[STOPPED])
     assert failure_of(sender) == SILENT[STOPPED]
     assert sorted(manager.notified) == [LIVE, STOPPED]
@@ -197,7 +197,7 @@ def test_refused_request_fails_for_waiting_and_later_decode_ranks(manager):
 
 
 def test_refusal_does_not_affect_an_open_request_of_that_room(manager):
-    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    sender = make_sender(manager)
     manager.refuse(ROOM, "too long")
     assert not manager.notified and sender.poll() != KVPoll.Failed
 
@@ -211,35 +211,31 @@ class FakeRegistration(SimpleNamespace):
 
 def test_rank_with_a_running_write_is_not_released(manager):
     sender = sender_with_running_writes(manager)
-    manager.agent.peers = {STOPPED, LIVE}
-    manager.agent.remove_remote_agent = manager.agent.peers.remove
     info = manager.decode_kv_args_table[STOPPED] = FakeRegistration(name=STOPPED)
     assert not manager.release_peer(STOPPED)
-    assert info.is_connected and manager.agent.peers == {STOPPED, LIVE} and sender.xfer_handles
+    assert info.is_connected and not manager.agent.removed and sender.xfer_handles
     manager.agent.states[f"to {STOPPED}"] = "ERR"
     manager.unreachable_peers.add(STOPPED)
     assert manager.release_peer(STOPPED)
-    assert manager.agent.peers == {LIVE} and not manager.unreachable_peers
+    assert manager.agent.removed == [STOPPED] and not manager.unreachable_peers
     assert (info.plan, info.is_connected, info.can_retry) == (None, False, True)
 
 
 def test_released_rank_is_registered_again_by_its_metadata(manager):
     """The rank was cut off for long, but its process runs on, so it does not register again."""
-    manager.agent.remove_remote_agent = lambda name: None
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)
     done, manager.note_peer_alive = [], lambda name, info: done.append(("note_peer_alive", name))
     manager._register_decode = lambda info: done.append(("registered", info.name))
-    asks = SimpleNamespace(name=LIVE, room=9, required_dst_info_num=1, dst_aux_index=0)
-    asks.dst_kv_indices = asks.dst_state_indices = np.arange(2)
-    manager._registration_of(asks)
+    request = SimpleNamespace(name=LIVE, room=9, required_dst_info_num=1, dst_aux_index=0)
+    request.dst_kv_indices = request.dst_state_indices = np.arange(2)
+    manager._registration_of(request)
     assert done == [("note_peer_alive", LIVE)]
     manager.release_peer(LIVE)
-    manager._registration_of(asks)
+    manager._registration_of(request)
     assert done[1:] == [("note_peer_alive", LIVE), ("registered", LIVE)] and info.retry_at > 0
 
 
 def test_refused_rank_is_not_registered_again(manager):
-    manager.agent.remove_remote_agent = lambda name: None
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(
         name=LIVE, refusal="page sizes differ"
     )
@@ -248,84 +244,79 @@ def test_refused_rank_is_not_registered_again(manager):
 
 @pytest.mark.parametrize("refusal", ["", "other page sizes"])
 def test_registering_decode_rank_is_connected_once(manager, refusal):
-    added, asked = [], []
-    manager.agent.add_remote_agent = added.append
+    asked = []
     manager.connect_early = lambda *peer: asked.append(peer)
     info = FakeTransferInfo(
         agent_name=LIVE, agent_metadata=b"its", dst_aux_ptrs=[1, 2], refusal=refusal
     )
     for _ in range(2):
         manager._add_remote_peer(info)
-    assert added == [b"its"] and asked == ([] if refusal else [(LIVE, [1, 2])])
+    assert manager.agent.added == [b"its"]
+    assert asked == ([] if refusal else [(LIVE, [1, 2])])
+
+
+def register_live_rank(manager, port: int) -> None:
+    """Registers the live decode rank, which reads messages at this port."""
+    info = FakeTransferInfo(endpoint="127.0.0.1", dst_port=port, agent_metadata=b"its")
+    manager.decode_kv_args_table = {LIVE: info}
 
 
 def test_no_reconnect_while_an_early_connection_is_pending(manager):
     """NIXL would drop memory that it is reading."""
-    dropped = []
-    manager.agent.remove_remote_agent = dropped.append
-    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(endpoint="127.0.0.1", dst_port=1)}
+    register_live_rank(manager, 1)  # nothing listens there
     manager.connecting.add(LIVE)
-    assert not manager._reconnect(LIVE) and not dropped
+    assert not manager._reconnect(LIVE) and not manager.agent.removed
     manager.connecting.clear()
-    assert not manager._reconnect(LIVE) and dropped == [LIVE]  # nothing listens there
+    assert not manager._reconnect(LIVE) and manager.agent.removed == [LIVE]
 
 
 @pytest.fixture
-def connected(manager):
+def connected(manager, listen):
     """The socket on which the live rank reads messages, and a connected one to it."""
-    manager.agent.remove_remote_agent = lambda name: None
-    manager.added, manager.agent.add_remote_agent = [], lambda data: manager.added.append(data)
-    reader = zmq.Context.instance().socket(zmq.PULL)
-    reader.setsockopt(zmq.LINGER, 0)
-    port = reader.bind_to_random_port("tcp://127.0.0.1")
-    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
-    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(**place)}
-    peer = peer_sockets.PeerSocket.to("127.0.0.1", port)
+    reader, port = listen()
+    register_live_rank(manager, port)
+    peer = PeerSocket.to("127.0.0.1", port)
     peer.open()
     assert wait_until(lambda: peer.silent_for() == 0, 5)
-    yield SimpleNamespace(peer=peer, reader=reader)
-    reader.close()
+    return reader, peer
 
 
 def test_live_decode_rank_is_reconnected(manager, connected):
     for _ in range(2):
         assert manager._reconnect(LIVE) and not manager.unreachable_peers
-    assert manager.added == [b"its", b"its"]
+    assert manager.agent.added == [b"its", b"its"]
 
 
 def test_just_lost_rank_is_reconnected_once(manager, connected):
     """Only the network may have failed, as the rank has requested a room."""
-    connected.reader.close()
-    assert wait_until(connected.peer.lost_for, 5)
+    reader, peer = connected
+    reader.close(linger=0)
+    assert wait_until(peer.lost_for, 5)
     assert manager._reconnect(LIVE)
     assert not manager._reconnect(LIVE)
     manager.handle_peer_recovered(LIVE)
     assert manager._reconnect(LIVE)
-    assert len(manager.added) == 2
+    assert len(manager.agent.added) == 2
 
 
 def test_rank_that_crashed_after_registering_is_reconnected_once(manager):
     """The rank was never connected, and each of its rooms would cost a socket of UCX."""
-    manager.agent.remove_remote_agent = lambda name: None
-    added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
     (port,) = free_ports(1)
-    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
-    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(**place)}
-    peer_sockets.PeerSocket.to("127.0.0.1", port).open()
+    register_live_rank(manager, port)
+    PeerSocket.to("127.0.0.1", port).open()
     for _ in range(3):
         manager._reconnect(LIVE)
-    assert added == [b"its"] and manager.unreachable_peers == {LIVE}
+    assert manager.agent.added == [b"its"] and manager.unreachable_peers == {LIVE}
 
 
 def test_reconnect_does_not_block_the_scheduler(manager):
     """The rank listens but accepts no connection: its host is overloaded, or packets are lost."""
-    manager.agent.remove_remote_agent = lambda name: None
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
         _, port = listener.getsockname()
         with pytest.raises(TimeoutError):
             for _ in range(10):
                 waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
-        manager.decode_kv_args_table = {LIVE: FakeTransferInfo(endpoint="127.0.0.1", dst_port=port)}
+        register_live_rank(manager, port)
         started_at = own_time()
         assert not manager._reconnect(LIVE)
         assert own_time() - started_at < 0.1
@@ -336,7 +327,7 @@ def test_duplicate_room_does_not_end_a_request_with_a_running_write(manager):
     """Decode would free pages that are being written to."""
     first = sender_with_running_writes(manager)
     manager.agent.states[f"to {LIVE}"] = "DONE"
-    second = NixlKVSender(manager, "", ROOM, [0], 0)
+    second = make_sender(manager)
     failure_of(second)
     assert manager.notified == [LIVE] and first.poll() == KVPoll.Transferring
     manager.check_peers()
@@ -375,7 +366,6 @@ def test_unreachable_rank_is_notified_later(manager):
 
 @pytest.mark.parametrize("what", ["dropped", "sends metadata"])
 def test_rank_is_not_notified_of_an_old_room(manager, what):
-    manager.agent.remove_remote_agent = lambda name: None
     manager.pending_notices = [
         (ROOM, LIVE, FakeTransferInfo(), "it failed"),
         (8, STOPPED, FakeTransferInfo(), "it failed"),
@@ -419,7 +409,7 @@ def sender_with_rejected_write(manager, error: Exception | None) -> NixlKVSender
             raise error
         return "ERR"
 
-    sender = NixlKVSender(manager, "", ROOM, [0], 0)
+    sender = make_sender(manager)
     manager.update_status(ROOM, KVPoll.WaitingForInput)
     manager.agent.initialize_xfer = lambda *_: "it"
     manager.agent.transfer = transfer
@@ -440,11 +430,8 @@ def test_rejected_write_may_be_partly_posted(manager, monkeypatch, error):
         manager.check_peers()
     monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
     manager.check_peers()
-    assert (
-        manager.notified == [STOPPED, LIVE]
-        and not manager.abandoned_transfers
-        and not manager.transfers
-    )
+    assert manager.notified == [STOPPED, LIVE]
+    assert not manager.abandoned_transfers and not manager.transfers
 
 
 def test_rejected_write_over_a_lost_connection_has_settled(manager):

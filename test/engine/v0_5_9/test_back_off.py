@@ -12,33 +12,17 @@ import pytest
 from serving_checks import record
 from sglang.srt.disaggregation.ascend import conn as ascend
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.kv_layout import (
-    Buffer,
-    Pointers,
-    RankLayout,
-    encode_layout,
-    plan_for_peer,
-)
+from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout, encode_layout
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.pd import back_off
-from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.engine
 
 DEAD, LIVE = "10.0.0.1:4000", "10.0.0.2:8000"  # both in one queue of four
-LAYOUT = RankLayout(
-    tp_rank=0,
-    tp_size=1,
-    pp_rank=0,
-    pp_size=1,
-    page_size=1,
-    dtype="float16",
-    memory="DRAM",
-    total_layers=1,
-    kv=(Buffer("kv", False, 0, 64, None, 8),),
-)
+BUFFER = Buffer("kv", False, 0, 64, None, 8)
+LAYOUT = RankLayout(0, 1, 0, 1, 1, "float16", "DRAM", 1, (BUFFER,))
 
 
 class FailingEngine:
@@ -57,39 +41,33 @@ class FailingEngine:
 
 
 @pytest.fixture
-def manager():
-    """A prefill rank's manager, with one queue and its worker."""
-    manager = mooncake.MooncakeKVManager.__new__(mooncake.MooncakeKVManager)
-    manager.__dict__.update(
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        request_status={},
-        transfer_infos={},
+def manager(make_prefill):
+    """A prefill rank's manager, with one queue and its worker; `notices` are sent to decode.
+
+    Each notice has the time, the room, its status, and the reason.
+    """
+    manager = make_prefill(
+        mooncake.MooncakeKVManager,
         back_off=back_off.PeerBackoff(),
         enable_custom_mem_pool=False,
-        attn_tp_rank=0,
-        pp_size=1,
-        pp_rank=0,
-        bootstrap_timeout=100,
-        failure_lock=threading.Lock(),
         kv_args=SimpleNamespace(
-            aux_data_ptrs=[], aux_item_lens=[], state_type="none", layout=LAYOUT
+            kv_data_ptrs=[1 << 20],
+            state_data_ptrs=[],
+            aux_data_ptrs=[],
+            aux_item_lens=[],
+            state_type="none",
+            layout=LAYOUT,
         ),
-        _send_status=lambda *_: None,
+        engine=FailingEngine(0.0),
+        notices=[],
+    )
+    manager._send_status = lambda req, status, reason: manager.notices.append(
+        (time.monotonic(), req.room, status, reason)
     )
     manager.transfer_queues = [mooncake.FastQueue()]
     manager.watch_peer = manager.note_peer_alive = lambda *peer: None  # no sockets
-    pointers = Pointers([1 << 20])
-    manager.decode_kv_args_table = {
-        session: SimpleNamespace(
-            dst_kv_ptrs=[1 << 20],
-            dst_aux_ptrs=[],
-            layout_frame=encode_layout(LAYOUT),
-            plan=plan_for_peer(LAYOUT, pointers, LAYOUT, pointers),
-            can_retry=False,
-            refusal="",
-        )
-        for session in (DEAD, LIVE)
-    }
+    for session in (DEAD, LIVE):
+        manager._handle_bootstrap_message(registration(session))
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         queue = manager.transfer_queues[0]
         threading.Thread(
@@ -125,9 +103,15 @@ def open_room(manager, room: int, session: str, ranks: int = 1) -> None:
 
 def seconds_until_finished(manager, room: int, since: float, patience: float) -> float:
     while manager.check_status(room) not in (KVPoll.Success, KVPoll.Failed):
-        assert time.monotonic() - since < patience, "it waits for the dead one for ever"
+        assert time.monotonic() - since < patience, "the room waits for the dead decode rank"
         time.sleep(0.001)
     return time.monotonic() - since
+
+
+def status_after(manager, room: int, session: str, patience: float = 5) -> KVPoll:
+    """The status with which a room ends that sends one chunk to this decode rank."""
+    seconds_until_finished(manager, room, send(manager, room, session), patience)
+    return manager.check_status(room)
 
 
 @pytest.mark.parametrize(
@@ -162,27 +146,24 @@ def test_dead_decode_rank_does_not_delay_a_live_one(manager, monkeypatch, timeou
 def test_single_attempt_in_flight(manager, monkeypatch):
     """During one attempt others are refused at once."""
     monkeypatch.setattr(back_off, "BACK_OFF_SECONDS", 0.2)
-    manager.engine = FailingEngine(0.0)
     for room in (1, 2):
-        seconds_until_finished(manager, room, send(manager, room, DEAD), 5)
+        assert status_after(manager, room, DEAD) == KVPoll.Failed
     with pytest.raises(RuntimeError, match="retrying in"), manager.back_off.attempt(DEAD):
-        pytest.fail("it is left alone")
+        pytest.fail("an attempt during the pause")
     assert wait_until(lambda: manager.back_off.retry_in(DEAD) <= 0, 5)
     attempt = manager.back_off.attempt
     with attempt(DEAD), pytest.raises(RuntimeError, match="after the attempt in"), attempt(DEAD):
-        pytest.fail("two at a time")
+        pytest.fail("two attempts at a time")
     assert not manager.back_off.is_backing_off(DEAD)  # it succeeded
 
 
 def test_re_registration_resets_back_off(manager):
-    manager.engine = FailingEngine(0.0)
     for room in (1, 2):
-        seconds_until_finished(manager, room, send(manager, room, DEAD), 5)
+        assert status_after(manager, room, DEAD) == KVPoll.Failed
     assert manager.back_off.is_backing_off(DEAD)
     manager.back_off.reset(DEAD)
     manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
-    seconds_until_finished(manager, 3, send(manager, 3, DEAD), 5)
-    assert manager.check_status(3) == KVPoll.Success
+    assert status_after(manager, 3, DEAD) == KVPoll.Success
 
 
 def registration(session: str) -> list[bytes]:
@@ -194,41 +175,32 @@ def registration(session: str) -> list[bytes]:
 @pytest.mark.parametrize("session", ["10.0.0.1:17217_10565", "[::1]:4000"])
 def test_session_ids_of_each_transfer_library(manager, session):
     """MemFabric 1.0.5 to 1.1.2 appends the process id to the port."""
-    manager.engine = SimpleNamespace(batch_transfer_sync=lambda *_: 0)
-    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
     manager._handle_bootstrap_message(registration(session))
     assert manager.decode_kv_args_table[session].plan is not None
-    seconds_until_finished(manager, 3, send(manager, 3, session), 5)
-    assert manager.check_status(3) == KVPoll.Success
+    assert status_after(manager, 3, session) == KVPoll.Success
 
 
 def test_session_id_with_port_0_is_refused_at_once(manager):
     """MemFabric has no port yet when 0.5.9 reads it: all ranks of a host get one session id."""
-    notices = []
-    manager._send_status = lambda req, status, reason: notices.append((req.room, status, reason))
-    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = [1 << 20], []
     manager._handle_bootstrap_message(registration("10.0.0.1:0"))
     manager.update_status(5, KVPoll.Bootstrapping)
     open_room(manager, 5, "10.0.0.1:0", ranks=2)
-    (room, status, reason) = wait_until(lambda: notices, 5)[0]
+    _, room, status, reason = wait_until(lambda: manager.notices, 5)[0]
     assert (room, status) == (5, KVPoll.Failed)
     assert "decode's session id is 10.0.0.1:0, which has no port" in reason
 
 
 def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
     """Decode would free its pages. Prefill fails the request and serves others at once."""
-    notices, manager.unsettled_seconds = {}, 1.0
-    manager._send_status = lambda req, *said: notices.update({req.room: (time.monotonic(), *said)})
-    manager.engine = FailingEngine(0.0)
-    begun = send(manager, 1, DEAD)
-    seconds_until_finished(manager, 1, begun, 0.5)
-    assert manager.check_status(1) == KVPoll.Failed
+    manager.unsettled_seconds, begun = 1.0, time.monotonic()
+    assert status_after(manager, 1, DEAD, 0.5) == KVPoll.Failed
     assert "the transfer engine returned -1" in manager.close_failed_room(1)
-    seconds_until_finished(manager, 2, send(manager, 2, LIVE), 0.5)
-    assert wait_until(lambda: 2 in notices, 5) and 1 not in notices
-    at, status, reason = wait_until(lambda: notices.get(1), 5)
+    assert status_after(manager, 2, LIVE, 0.5) == KVPoll.Success
+    assert wait_until(lambda: manager.notices, 5) and manager.notices[0][1] == 2
+    assert wait_until(lambda: len(manager.notices) == 2, 5)
+    at, room, status, reason = manager.notices[1]
     assert at - begun >= 1.0
-    assert status == KVPoll.Failed and "the transfer engine returned -1" in reason
+    assert (room, status) == (1, KVPoll.Failed) and "the transfer engine returned -1" in reason
 
 
 @pytest.mark.parametrize("takes_messages", [True, False])
@@ -262,7 +234,7 @@ def test_failed_write_settles_after_30_seconds(kind):
 
 def test_abort_during_the_last_write_fails_the_request(manager):
     """Prefill frees the pages while they are read, so decode must not use what arrives."""
-    begun, notices, go_on = threading.Event(), [], threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
     def write(*_) -> int:
         begun.set()
@@ -270,7 +242,6 @@ def test_abort_during_the_last_write_fails_the_request(manager):
         return 0
 
     manager.engine = SimpleNamespace(batch_transfer_sync=write)
-    manager._send_status = lambda req, status, reason: notices.append((req.room, status, reason))
     sender = mooncake.MooncakeKVSender(manager, "10.0.0.3:1", 70, [0], 0)
     open_room(manager, 70, LIVE)
     sender.init(1, 0)
@@ -281,4 +252,5 @@ def test_abort_during_the_last_write_fails_the_request(manager):
     with pytest.raises(mooncake.KVTransferError):
         sender.failure_exception()
     go_on.set()
-    assert wait_until(lambda: notices, 10) == [(70, KVPoll.Failed, "Aborted by AbortReq.")]
+    ((_, *notice),) = wait_until(lambda: manager.notices, 10)
+    assert notice == [70, KVPoll.Failed, "Aborted by AbortReq."]

@@ -8,6 +8,7 @@ import engine_calls
 import pytest
 import torch
 from cpu_copy_checks import as_tokens, assert_moved, fill, round_trip, snapshot
+from engine_calls import POOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.hardware_backend.npu import cpu_copy
@@ -15,22 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.engine
 
-POOLS = {
-    "mha": lambda page_size, start: engine_calls.mha_pool(False, page_size, start),
-    "mha_fia": lambda page_size, start: engine_calls.mha_pool(True, page_size, start),
-    "mla": lambda page_size, start: engine_calls.mla_pool(False, page_size, start),
-    "mla_index_keys": lambda page_size, start: engine_calls.mla_pool(True, page_size, start),
-}
-
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_arguments_of_later_releases_are_ignored(kind):
-    round_trip(POOLS[kind](4, 0), [5, 6], [9, 8], torch.tensor([1]), req_pool_idx=3)
+    round_trip(POOLS[kind](4), [5, 6], [9, 8], torch.tensor([1]), req_pool_idx=3)
 
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_copy_of_no_slots(kind):
-    pool = POOLS[kind](4, 0)
+    pool = POOLS[kind](4)
     assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == []
     round_trip(pool, [], [])
 
@@ -39,12 +33,11 @@ def test_round_trip_with_narrower_v():
     """Pools of later releases have a narrower V, which no longer shares a tensor with K."""
     for listed in (False, True):
         pool = engine_calls.mha_pool(False, 4)
-        pool.k_buffer, narrow = pool.k_buffer.clone(), pool.v_buffer[..., :3].contiguous()
-        pool.v_buffer = narrow
+        pool.k_buffer, pool.v_buffer = pool.k_buffer.clone(), pool.v_buffer[..., :3].contiguous()
         del pool.kv_buffer
         if listed:
             pool.k_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in pool.k_buffer]
-            pool.v_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in narrow]
+            pool.v_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in pool.v_buffer]
         round_trip(pool, [5, 4, 9], [7, 6, 1])
 
 
@@ -104,16 +97,10 @@ def row_elements(pool) -> int:
 @pytest.mark.parametrize("chunk", [2, 8192])
 def test_indexed_elements_stay_below_the_npu_limit(kind, layers_at_once, chunk, monkeypatch):
     """An index operator of 32 bits reaches `layers_at_once` of the five layers at a time."""
-    makers = {
-        "mha": lambda: engine_calls.mha_pool(False, 4, 3, layers=5),
-        "mha_fia": lambda: engine_calls.mha_pool(True, 4, 3, layers=5),
-        "mla": lambda: engine_calls.mla_pool(False, 4, 3, layers=5),
-        "mla_index_keys": lambda: engine_calls.mla_pool(True, 4, 3, layers=5),
-    }
-    pool = makers[kind]()
+    pool = POOLS[kind](4, start_layer=3, layers=5)
     pool.cpu_offloading_chunk_size = chunk
     limit = int(layers_at_once * row_elements(pool))
-    monkeypatch.setattr(cpu_copy, "MAX_INDEXED", limit, raising=False)
+    monkeypatch.setattr(cpu_copy, "MAX_INDEXED", limit)
     with TorchOpRecorder() as watched:
         copied = pool.get_cpu_copy(torch.tensor([18, 19, 4, 0]))  # the last slot included
         pool.load_cpu_copy(copied, torch.tensor([3, 19, 1, 17]))
@@ -124,7 +111,7 @@ def test_indexed_elements_stay_below_the_npu_limit(kind, layers_at_once, chunk, 
 @pytest.mark.parametrize("kind", POOLS)
 def test_memory_of_a_dropped_copy_is_reused(kind):
     """Also if the request is part of a cycle, or an error interrupted the copy."""
-    pool = POOLS[kind](4, 0)
+    pool = POOLS[kind](4)
     pool.cpu_offloading_chunk_size = 3
     fill(pool)
     slots = torch.arange(4, 15)
@@ -156,19 +143,19 @@ def test_memory_of_a_dropped_copy_is_reused(kind):
 @given(data=st.data())
 def test_retracted_requests_do_not_share_memory(kind, data):
     """Requests are retracted, loaded and aborted in any order; each gets its own data back."""
-    pool = POOLS[kind](1, 0)
+    pool = POOLS[kind](1)
     pool.cpu_offloading_chunk_size = data.draw(st.integers(1, 4))
-    away, number = [], itertools.count(1)
+    retracted, number = [], itertools.count(1)
     for _ in range(data.draw(st.integers(1, 12))):
-        if not away or data.draw(st.booleans(), label="retract"):
+        if not retracted or data.draw(st.booleans(), label="retract"):
             tokens = data.draw(st.integers(1, pool.size))
             for layers in as_tokens(pool).values():
                 for layer in layers:
                     layer.fill_(next(number))
             before = snapshot(pool)
-            away.append((pool.get_cpu_copy(torch.arange(tokens)), before, tokens))
+            retracted.append((pool.get_cpu_copy(torch.arange(tokens)), before, tokens))
             continue
-        copied, before, tokens = away.pop(data.draw(st.integers(0, len(away) - 1)))
+        copied, before, tokens = retracted.pop(data.draw(st.integers(0, len(retracted) - 1)))
         if data.draw(st.booleans(), label="load"):
             pool.load_cpu_copy(copied, torch.arange(tokens))
             for name, layers in as_tokens(pool).items():

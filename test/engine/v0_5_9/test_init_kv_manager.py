@@ -73,21 +73,23 @@ def init_kv_args(request, monkeypatch):
     return kv_args
 
 
-def nsa_pool(layers, start_layer=0):
-    return NSATokenToKVPool(
+def mla_pool(kind=MLATokenToKVPool, layers=1, **more):
+    return kind(
         size=128,
         page_size=64,
-        kv_lora_rank=16,
         dtype=torch.float32,
+        kv_lora_rank=16,
         qk_rope_head_dim=4,
         layer_num=layers,
         device="cpu",
-        index_head_dim=128,
         enable_memory_saver=False,
-        kv_cache_dim=20,
-        start_layer=start_layer,
-        end_layer=start_layer + layers - 1,
+        **more,
     )
+
+
+def nsa_pool(layers, start_layer=0):
+    place = {"start_layer": start_layer, "end_layer": start_layer + layers - 1}
+    return mla_pool(NSATokenToKVPool, layers, index_head_dim=128, kv_cache_dim=20, **place)
 
 
 def buffer_keys(buffers):
@@ -156,17 +158,7 @@ def test_swa_pool_marks_the_next_stages_layer_as_unused(init_kv_args):
 
 
 def test_draft_without_separate_state(init_kv_args):
-    draft = MLATokenToKVPool(
-        size=128,
-        page_size=64,
-        dtype=torch.float32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    args = init_kv_args(nsa_pool(2), draft)
+    args = init_kv_args(nsa_pool(2), mla_pool())
     assert buffer_keys(args.layout.state) == [("index_k", False, 0), ("index_k", False, 1)]
 
 
@@ -178,21 +170,8 @@ class UnknownPool(MLATokenToKVPool):
         return [*ptrs, 1 << 40, 2 << 40], [*lens, 640, 320], [*items, 64, 32]
 
 
-def unknown_pool(layers=2) -> UnknownPool:
-    return UnknownPool(
-        size=128,
-        page_size=64,
-        dtype=torch.float32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
 def test_unknown_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
-    layout = init_kv_args(unknown_pool()).layout
+    layout = init_kv_args(mla_pool(UnknownPool, 2)).layout
     assert buffer_keys(layout.kv) == [("opaque", False, n) for n in range(4)]
     assert [buffer.page_bytes for buffer in layout.kv[2:]] == [64, 32]
     assert [buffer.pages for buffer in layout.kv[2:]] == [10, 10]
@@ -200,7 +179,7 @@ def test_unknown_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
 
 
 def test_uninspectable_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
-    pool = unknown_pool()
+    pool = mla_pool(UnknownPool, 2)
     pool.start_layer = None
     assert len(init_kv_args(pool).layout.kv) == 4
     assert "TypeError" in caplog.text
@@ -214,4 +193,4 @@ def test_wrong_variable_stops_the_server(init_kv_args, variable, monkeypatch):
     """Threads read it later, whose failure would go unnoticed."""
     monkeypatch.setenv(variable, "soon")
     with pytest.raises(ValueError, match=f"{variable} is 'soon'"):
-        init_kv_args(unknown_pool())
+        init_kv_args(mla_pool())

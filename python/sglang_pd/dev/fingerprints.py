@@ -1,17 +1,17 @@
-"""`python -m sglang_pd.patchset.fingerprints`: for developers, makes a release's fingerprints."""
+"""Makes a release's fingerprints, and checks its patch records."""
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.grafting.symbols import Definition, GraftError, lookup, parse
-from sglang_pd.install import dist_record
 from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.install.operations import changed_since_installation
 from sglang_pd.install.transaction import STATE_FOLDER, read_file
 from sglang_pd.patchset.edits import changed, repeated_symbols
 from sglang_pd.patchset.patches import Fingerprints, Patch, Release, load_release, symbol_ids
@@ -51,15 +51,13 @@ def record_problems(patches: list[Patch], symbols: list[str]) -> list[str]:
     found = [
         f"{s} is not in any patch record" for s in symbols if not any(p.owns(s) for p in patches)
     ]
-    for patch in patches:
-        for pattern in patch.symbols:
-            if not any(Patch.owns(_with_pattern(patch, pattern), s) for s in symbols):
-                found.append(f"patch {patch.id} names {pattern}, which the tree lacks")
+    found += [
+        f"patch {patch.id} names {pattern}, which the tree lacks"
+        for patch in patches
+        for pattern in patch.symbols
+        if not any(fnmatchcase(symbol, pattern) for symbol in symbols)
+    ]
     return found
-
-
-def _with_pattern(patch: Patch, pattern: str) -> Patch:
-    return msgspec.structs.replace(patch, symbols=[pattern])
 
 
 def check_unmodified(engine: Engine, paths: list[str]) -> None:
@@ -69,15 +67,8 @@ def check_unmodified(engine: Engine, paths: list[str]) -> None:
             ExitCode.EDITED,
             f"the patch set is applied to {engine.root}; make fingerprints on an unmodified engine",
         )
-    if engine.dist_record is None:
-        return
-    rows = engine.dist_record.read_bytes()
-    for path in paths:
-        text = read_file(engine.root / path)
-        if text is not None and dist_record.has_other_hash(
-            rows, f"{engine.root.name}/{path}", text
-        ):
-            raise Refusal(ExitCode.EDITED, f"{engine.root / path} was edited since installation")
+    for path in changed_since_installation(engine, paths):
+        raise Refusal(ExitCode.EDITED, f"{engine.root / path} was edited since installation")
 
 
 def main(

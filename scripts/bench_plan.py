@@ -1,18 +1,16 @@
-"""Stock's transfer planning against ours, in one process with the stock engine: `scripts/bench.sh`.
+"""Stock's transfer planning against ours, in one process with the stock engine.
 
-Both sides get the same transfer by the engine's own call, on managers without a network. A fake
-transport accepts what a real one accepts: three lists (MemFabric, Mooncake), two arrays `[n, 3]`
-(NIXL) or numbers of prepared blocks (NIXL in later releases, see `bench_0_5_23`). "Ours" is the
-patched engine, imported after the stock one. The bench checks that both copy the same bytes before
-it times anything.
+Run by `scripts/bench.sh plan`. Both sides get the same transfer by the engine's own call, on
+managers without a network. A fake transport accepts what a real one accepts: three lists
+(MemFabric, Mooncake), two arrays `[n, 3]` (NIXL) or numbers of prepared blocks (NIXL in later
+releases, see `bench_0_5_23`). "Ours" is the patched engine, imported after the stock one. The bench
+checks that both copy the same bytes before it times anything.
 """
 
 import dataclasses
 import gc
-import importlib.util
+import importlib
 import itertools
-import json
-import statistics
 import sys
 import time
 import tracemalloc
@@ -26,9 +24,11 @@ import bench_0_5_23
 import bench_windows
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
+from bench_common import PLAN, JsonFile, console, finish, medians, show
 
+from pd_harness.releases import release
+
+LATER = release() != "0.5.9"  # then the engine's managers are those of `bench_0_5_23`
 PATCHED = Path(sys.prefix).parent / "patched"
 ENGINE = "sglang.srt.disaggregation"
 BACKENDS = {"ascend": "AscendKVManager", "mooncake": "MooncakeKVManager", "nixl": "NixlKVManager"}
@@ -100,7 +100,7 @@ class FakeTransport:
 
 @dataclasses.dataclass(frozen=True)
 class TransferCase:
-    """A pool, a backend, and both sides' manager classes; `later` is for releases since 0.5.20."""
+    """A pool, a backend, and both sides' manager classes; `later` is for releases after 0.5.9."""
 
     name: str
     stock: type
@@ -206,12 +206,12 @@ def pointers(layout, side: int) -> list[int]:
 
 
 def manager_classes() -> dict[str, dict[str, type]]:
-    """Each backend's KV manager, stock and ours; this process has the stock engine.
+    """Each backend's KV manager, stock and ours; this process imports the stock engine.
 
     Raises:
         FileNotFoundError: The patched engine does not exist.
     """
-    if bench_0_5_23.is_since_0_5_20():
+    if LATER:
         bench_0_5_23.publish_defaults()
     found = {name: {"stock": manager(name)} for name in BACKENDS}
     patched = next(PATCHED.glob("lib/python*/site-packages/sglang/srt/disaggregation"), None)
@@ -232,9 +232,9 @@ def manager(backend: str) -> type:
 
 def transfer_cases() -> list[TransferCase]:
     """All cases of this release."""
-    found, later = manager_classes(), bench_0_5_23.is_since_0_5_20()
+    found = manager_classes()
     ascend, mooncake, nixl = (
-        {**found[name], "lists": name != "nixl", "later": later} for name in BACKENDS
+        {**found[name], "lists": name != "nixl", "later": LATER} for name in BACKENDS
     )
     plain, indexed, mla_kv = (
         between_equal_ranks(mla(widths)) for widths in (NPU_MLA, NPU_INDEXED_MLA, MLA)
@@ -242,7 +242,7 @@ def transfer_cases() -> list[TransferCase]:
     gathered = {"own": gqa(1, 2), "peer": gqa(0, 1), "sliced": True}
     spread = {"own": gqa(0, 1), "peer": gqa(1, 2), "sliced": True}
     state = [window_case(page_size, **nixl) for page_size in bench_windows.PAGE_SIZES]
-    if later:
+    if LATER:
         return [
             TransferCase("MLA k v index_k, Ascend", **ascend, **indexed),
             TransferCase("MLA, Mooncake", **mooncake, **mla_kv),
@@ -268,39 +268,28 @@ def between_equal_ranks(pool) -> dict:
     return {"own": pool, "peer": pool, "sliced": False}
 
 
-def rank(tp: tuple[int, int], layers: int, buffers: list):
-    layout = sys.modules[f"{ENGINE}.kv_layout"]
-    return layout.RankLayout(*tp, 0, 1, PAGE_SIZE, "bfloat16", "VRAM", layers, tuple(buffers))
+def rank(tp: tuple[int, int], layers: int, widths: dict[str, int], heads=None):
+    """A TP rank's layout; ``widths`` are elements of a token in each component of a layer."""
+    kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
+    kv = tuple(
+        kv_layout.Buffer(component, False, layer, PAGE_SIZE * width * ELEMENT, heads)
+        for component, width in widths.items()
+        for layer in range(layers)
+    )
+    return kv_layout.RankLayout(*tp, 0, 1, PAGE_SIZE, "bfloat16", "VRAM", layers, kv)
 
 
 def mla(widths: dict[str, int]):
     """Layout of DeepSeek V3's 61 layers, or V3.2's with index keys."""
-    layout = sys.modules[f"{ENGINE}.kv_layout"]
-    return rank(
-        (0, 1),
-        61,
-        [
-            layout.Buffer(component, False, layer, PAGE_SIZE * width * ELEMENT)
-            for component, width in widths.items()
-            for layer in range(61)
-        ],
-    )
+    return rank((0, 1), 61, widths)
 
 
 def gqa(tp_rank: int, tp_size: int):
     """A TP rank's layout of 64 layers with 8 KV heads of 128 elements."""
-    layout = sys.modules[f"{ENGINE}.kv_layout"]
     held = 8 // tp_size
-    heads = layout.Heads(tp_rank * held, tp_rank * held + held, 8)
-    return rank(
-        (tp_rank, tp_size),
-        64,
-        [
-            layout.Buffer(component, False, layer, PAGE_SIZE * held * 128 * ELEMENT, heads)
-            for component in "kv"
-            for layer in range(64)
-        ],
-    )
+    first = tp_rank * held
+    heads = sys.modules[f"{ENGINE}.kv_layout"].Heads(first, first + held, 8)
+    return rank((tp_rank, tp_size), 64, dict.fromkeys("kv", held * 128), heads)
 
 
 def make_pages(count: int, fragments: str, seed: int) -> np.ndarray:
@@ -352,21 +341,6 @@ def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
     return sum(part.shape[1] for part in kept[kind.ours])
 
 
-def seconds(sides: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median processor time of each side in seconds, measured in turns.
-
-    Processor time is less noisy than wall time, and here neither side computes in more than one
-    thread at a time.
-    """
-    times = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            start = time.process_time()
-            side()
-            times[name].append(time.process_time() - start)
-    return {name: statistics.median(of_side) for name, of_side in times.items()}
-
-
 def peak_mb(side: Callable) -> float:
     """Peak memory of one call, in 10^6 bytes, including NumPy's."""
     tracemalloc.start()
@@ -388,9 +362,10 @@ def measure(kind: TransferCase, count: int, fragments: str) -> dict:
         plan = kind.plan().kv
         calls["arrays"] = lambda src, dst: plan.copies(src, dst).arrays()
     sides = {name: lambda call=call: call(src, dst) for name, call in calls.items()}
-    once = sum(seconds(sides, 3).values())  # also warms up
+    # Processor time is less noisy than wall time; neither side has two threads that compute.
+    once = sum(medians(sides, 3, time.process_time).values())  # also warms up
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(ROW_SECONDS / once)))
-    times = seconds(sides, repeats)
+    times = medians(sides, repeats, time.process_time)
     return {
         "kind": kind.name,
         "pages": count,
@@ -418,53 +393,18 @@ def regressions(rows: list[dict]) -> list[str]:
     return found
 
 
-def table(rows: list[dict]) -> Table:
-    shown = Table(title="Planning one transfer: medians, stock and patched in turns")
-    for heading in ("kind", "pages", "fragmented"):
-        shown.add_column(heading)
-    for heading in ("copies", "stock ms", "patched ms", "faster", "arrays ms", "faster", "peak MB"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        ms, faster, peak = row["ms"], row["faster"], row["peak_mb"]
-        arrays = (f"{ms['arrays']:.3f}", f"{faster['arrays']:.1f}") if "arrays" in ms else ("", "")
-        shown.add_row(
-            row["kind"],
-            f"{row['pages']:,}",
-            row["fragmented"],
-            f"{row['copies']:,}",
-            f"{ms['stock']:.3f}",
-            f"{ms['ours']:.3f}",
-            f"{faster['ours']:.2f}",
-            *arrays,
-            f"{peak['stock']:.1f} > {peak['ours']:.1f}",
-        )
-    return shown
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def main() -> None:
-    """Compare the patch set with the stock engine."""
-
-
-@app.command()
-def plan(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE.")
-    ] = None,
+def main(
+    json_file: JsonFile = None,
     only_check: Annotated[
         bool, typer.Option("--check", help="Only compare what both engines copy, at small sizes.")
     ] = False,
 ) -> None:
     """Time both sides; status 1 if ours is a tenth slower anywhere or misses a target."""
-    console = Console() if sys.stdout.isatty() else Console(width=160)
     every = transfer_cases()
     if only_check:
         for kind, count, fragments in itertools.product(every, CHECKED_PAGES, FRAGMENTS):
             check(kind, *(make_pages(count, fragments, seed) for seed in (1, 2)))
-        console.print(f"{len(every)} kinds of transfer: stock and patched copy the same bytes")
+        console().print(f"{len(every)} kinds of transfer: stock and patched copy the same bytes")
         return
     gc.disable()  # it would slow stock most, since it scans stock's tuples
     rows = []
@@ -474,15 +414,9 @@ def plan(
             row = measure(*case)
         rows.append(row)
         gc.collect()
-    missed = regressions(rows)
-    console.print(table(rows))
-    for line in missed:
-        console.print(line, style="red", highlight=False, soft_wrap=True)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"rows": rows, "missed": missed}, indent=1))
-    raise typer.Exit(1 if missed else 0)
+    show("Planning one transfer: medians, stock and patched in turns", PLAN, rows)
+    finish({"rows": rows, "missed": regressions(rows)}, json_file)
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)
