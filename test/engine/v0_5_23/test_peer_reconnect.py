@@ -19,6 +19,14 @@ NAME = PEER["nixl"]
 PAGES = np.array([4, 5], np.int32), np.array([8, 9], np.int32)
 
 
+@pytest.fixture(autouse=True)
+def is_listening(monkeypatch):
+    """Whether the peer's process accepts connections."""
+    answer = {"now": True}
+    monkeypatch.setattr(peer_sockets.PeerSocket, "is_listening", lambda self: answer["now"])
+    return answer
+
+
 def prefill_with_peer(own, peer, kinds=PATCHED):
     prefill = fake_managers.make_manager("nixl", own, kinds=kinds)
     fake_managers.process_messages(
@@ -75,6 +83,32 @@ def test_chunk_raises_after_a_failed_reload():
     prefill.agent.is_failing = False
     lose_and_reload_peer(prefill)
     assert send(prefill) == ALL
+
+
+@pytest.mark.parametrize("nixl_knows_it", [True, False])
+def test_peer_whose_process_is_gone_is_not_added(is_listening, nixl_knows_it):
+    """UCX may abort prefill if the peer refuses the connection; stock adds it at once."""
+    prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout())
+    added, add = [], prefill.agent.add_remote_agent
+    prefill.agent.add_remote_agent = lambda metadata: (added.append(metadata), add(metadata))[1]
+    is_listening["now"] = False
+    if nixl_knows_it:
+        prefill.connection.lost.add(NAME)
+        prefill._reload_invalidated_peers({NAME: None})
+    else:
+        lose_and_reload_peer(prefill)
+    assert not added
+    is_listening["now"] = True
+    prefill._reload_invalidated_peers({NAME: None})
+    assert len(added) == 1 and prefill.agent.peers == {NAME}
+    assert send(prefill) == ALL
+
+
+def test_stock_adds_a_peer_whose_process_is_gone(is_listening):
+    is_listening["now"] = False
+    prefill = prefill_with_peer(fake_managers.mla_layout(), fake_managers.mla_layout(), ENGINES)
+    lose_and_reload_peer(prefill)
+    assert prefill.agent.peers == {NAME}
 
 
 def test_stock_sends_to_an_unknown_peer_after_a_failed_reload():

@@ -293,10 +293,9 @@ def test_live_decode_rank_is_reconnected(manager, connected):
     assert manager.added == [b"its", b"its"]
 
 
-def test_just_lost_rank_is_reconnected_once(manager, connected):
+def test_just_lost_rank_is_reconnected_once(manager, connected, monkeypatch):
     """Only the network may have failed, as the rank has requested a room."""
-    connected.reader.close()
-    assert wait_until(connected.peer.lost_for, 5)
+    monkeypatch.setattr(peer_sockets.PeerSocket, "lost_for", lambda self: 0.1)
     assert manager._reconnect(LIVE)
     assert not manager._reconnect(LIVE)
     manager.handle_peer_recovered(LIVE)
@@ -304,17 +303,18 @@ def test_just_lost_rank_is_reconnected_once(manager, connected):
     assert len(manager.added) == 2
 
 
-def test_rank_that_crashed_after_registering_is_reconnected_once(manager):
-    """The rank was never connected, and each of its rooms would cost a socket of UCX."""
-    manager.agent.remove_remote_agent = lambda name: None
-    added, manager.agent.add_remote_agent = [], lambda data: added.append(data)
-    (port,) = free_ports(1)
-    place = {"endpoint": "127.0.0.1", "dst_port": port, "agent_metadata": b"its"}
-    manager.decode_kv_args_table = {LIVE: FakeTransferInfo(**place)}
-    peer_sockets.PeerSocket.to("127.0.0.1", port).open()
+@pytest.mark.parametrize("was_connected", [True, False])
+def test_rank_whose_process_is_gone_is_not_reconnected(manager, connected, was_connected):
+    """UCX keeps a socket for each refused connection, and may abort this process."""
+    if was_connected:
+        connected.reader.close()
+        assert wait_until(lambda: not connected.peer.is_listening(), 5)
+    else:
+        manager.decode_kv_args_table[LIVE].dst_port = free_ports(1)[0]
+        peer_sockets.PeerSocket.to("127.0.0.1", manager.decode_kv_args_table[LIVE].dst_port).open()
     for _ in range(3):
-        manager._reconnect(LIVE)
-    assert added == [b"its"] and manager.unreachable_peers == {LIVE}
+        assert not manager._reconnect(LIVE)
+    assert not manager.added and manager.unreachable_peers == {LIVE}
 
 
 def test_reconnect_does_not_block_the_scheduler(manager):
