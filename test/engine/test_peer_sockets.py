@@ -3,17 +3,19 @@
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import zmq
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket, open_sockets
 
-from pd_harness.polling import wait_until
+from pd_harness.polling import is_in_time, wait_until
 from pd_harness.ports import free_ports
 
 pytestmark = pytest.mark.engine
@@ -172,3 +174,23 @@ def test_suspension_of_this_process_does_not_count_as_silence(listen, monkeypatc
     assert wait_until(lambda: seen, PATIENCE)
     assert seen[0] < 1, seen
     assert wait_until(lambda: seen[-1] > 1.5, PATIENCE)  # the peer is silent all the same
+
+
+def test_listening_is_known_at_once(make_peer):
+    """Without a connection of our own, and no thread has to notice that the peer is gone."""
+    sock, endpoint = make_peer()
+    assert PeerSocket(endpoint).is_listening()
+    sock.close(linger=0)
+    assert wait_until(lambda: not PeerSocket(endpoint).is_listening(), PATIENCE)
+    assert not open_sockets()
+
+
+def test_listening_check_does_not_wait_for_an_unresponsive_host():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        _, port = full.getsockname()
+        with pytest.raises(TimeoutError):
+            for _ in range(10):
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        started_at = time.monotonic()
+        assert not PeerSocket.to("127.0.0.1", port).is_listening()
+        assert is_in_time(time.monotonic() - started_at, 0.05)

@@ -43,6 +43,14 @@ def backend() -> str:
     return "nixl"
 
 
+@pytest.fixture(autouse=True)
+def is_listening(monkeypatch):
+    """Whether the peer's process accepts connections."""
+    answer = {"now": True}
+    monkeypatch.setattr(peer_sockets.PeerSocket, "is_listening", lambda self: answer["now"])
+    return answer
+
+
 def prefill_with_peer(own=None, peer=None, **more):
     """A prefill rank that has read the registration of a decode rank."""
     prefill = fake_managers.prefill_rank("nixl", own, **more)
@@ -100,6 +108,31 @@ def test_chunk_raises_after_a_failed_reload(connected):
     connected.agent.is_failing = False
     lose_and_reload_peer(connected)
     assert send(connected) == ALL
+
+
+@pytest.mark.parametrize("nixl_knows_it", [True, False])
+def test_peer_whose_process_is_gone_is_not_added(connected, is_listening, nixl_knows_it):
+    """UCX may abort prefill if the peer refuses the connection; stock adds it at once."""
+    added, add = [], connected.agent.add_remote_agent
+    connected.agent.add_remote_agent = lambda metadata: (added.append(metadata), add(metadata))[1]
+    is_listening["now"] = False
+    if nixl_knows_it:
+        connected.connection.lost.add(NAME)
+        reload_peer(connected)
+    else:
+        lose_and_reload_peer(connected)
+    assert not added
+    is_listening["now"] = True
+    reload_peer(connected)
+    assert len(added) == 1 and connected.agent.peers == {NAME}
+    assert send(connected) == ALL
+
+
+def test_stock_adds_a_peer_whose_process_is_gone(is_listening):
+    is_listening["now"] = False
+    prefill = prefill_with_peer(kinds=fake_managers.ENGINES)
+    lose_and_reload_peer(prefill)
+    assert prefill.agent.peers == {NAME}
 
 
 def test_stock_sends_to_an_unknown_peer_after_a_failed_reload():

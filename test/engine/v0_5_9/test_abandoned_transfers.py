@@ -287,11 +287,9 @@ def test_live_decode_rank_is_reconnected(manager, connected):
     assert manager.agent.added == [b"its", b"its"]
 
 
-def test_just_lost_rank_is_reconnected_once(manager, connected):
+def test_just_lost_rank_is_reconnected_once(manager, connected, monkeypatch):
     """Only the network may have failed, as the rank has requested a room."""
-    reader, peer = connected
-    reader.close(linger=0)
-    assert wait_until(peer.lost_for, 5)
+    monkeypatch.setattr(PeerSocket, "lost_for", lambda self: 0.1)
     assert manager._reconnect(LIVE)
     assert not manager._reconnect(LIVE)
     manager.handle_peer_recovered(LIVE)
@@ -299,14 +297,20 @@ def test_just_lost_rank_is_reconnected_once(manager, connected):
     assert len(manager.agent.added) == 2
 
 
-def test_rank_that_crashed_after_registering_is_reconnected_once(manager):
-    """The rank was never connected, and each of its rooms would cost a socket of UCX."""
-    (port,) = free_ports(1)
-    register_live_rank(manager, port)
-    PeerSocket.to("127.0.0.1", port).open()
+@pytest.mark.parametrize("was_connected", [True, False])
+def test_rank_whose_process_is_gone_is_not_reconnected(manager, connected, was_connected):
+    """UCX keeps a socket for each refused connection, and may abort this process."""
+    if was_connected:
+        reader, peer = connected
+        reader.close(linger=0)
+        assert wait_until(lambda: not peer.is_listening(), 5)
+    else:
+        (port,) = free_ports(1)
+        register_live_rank(manager, port)
+        PeerSocket.to("127.0.0.1", port).open()
     for _ in range(3):
-        manager._reconnect(LIVE)
-    assert manager.agent.added == [b"its"] and manager.unreachable_peers == {LIVE}
+        assert not manager._reconnect(LIVE)
+    assert not manager.agent.added and manager.unreachable_peers == {LIVE}
 
 
 def test_reconnect_does_not_block_the_scheduler(manager):

@@ -3,6 +3,7 @@
 send_multipart        one socket per endpoint, which connects and reconnects by itself
 heartbeats            ZeroMQ pings each peer; one that does not answer has lost its connection
 silent_for            seconds since there was a connection
+is_listening          whether a process accepts connections at the endpoint
 call_periodically     calls methods that check peers, every half second
 ConnectionSnapshot    which prefill ranks are lost or silent, as decode sees it
 """
@@ -13,6 +14,7 @@ import functools
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -44,6 +46,8 @@ POLL_INTERVAL_SECONDS = 0.5
 SUSPENDED_SECONDS = 3.0
 # A connection that has been lost this long will not come back at once by itself.
 LOST_SECONDS = 1.0
+# Time limit of `is_listening`, which schedulers call: many round trips within a data centre.
+LISTENING_SECONDS = 0.03
 
 
 class _OpenSocket:
@@ -222,6 +226,19 @@ class PeerSocket:
                 if not known.was_connected:
                     return 0.0
         return self.silent_for()
+
+    def is_listening(self) -> bool:
+        """Returns whether a process accepts connections there; waits `LISTENING_SECONDS` at most.
+
+        Unlike `silent_for`, it needs no other thread to notice that a process is gone. A process
+        that is stopped accepts them.
+        """
+        host, _, port = self.endpoint.removeprefix("tcp://").rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), LISTENING_SECONDS):
+                return True
+        except OSError:
+            return False
 
     def note_alive(self) -> None:
         """Restarts the peer's silence, because the peer has answered in another way."""

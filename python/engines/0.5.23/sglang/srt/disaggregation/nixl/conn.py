@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_rank_name,
     check_staging_message,
 )
+from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
@@ -452,7 +453,13 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
         Extends the engine's: also peers that NIXL still knows but has no connection to. It removes
         no others from NIXL, and none within a second of the last time, when the engine adds none.
+        Adds only peers whose processes listen: UCX may abort this one if they refuse a connection.
         """
+        room_transfer_infos = {
+            peer: info
+            for peer, info in room_transfer_infos.items()
+            if self._is_listening(self.decode_kv_args_table.get(peer))
+        }
         for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
             last = self._peer_reload_times.get(peer)
             if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
@@ -460,3 +467,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
                 with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
         super()._reload_invalidated_peers(room_transfer_infos)
+
+    @staticmethod
+    def _is_listening(info: KVArgsRegisterInfo | None) -> bool:
+        return info is not None and PeerSocket.to(info.endpoint, info.dst_port).is_listening()

@@ -139,8 +139,9 @@ class NixlTransfers:
         """Makes a new connection, unless a write over the old one is under way; returns success.
 
         The scheduler calls this, so nothing here waits for the peer. UCX keeps a socket for each
-        refused connection: a peer that has been disconnected briefly gets one attempt, a peer
-        disconnected for longer gets none, until it requests another room.
+        refused connection, and sometimes aborts this process: only a peer whose process listens
+        gets an attempt, one attempt if it has been disconnected briefly, and none if it has been
+        disconnected for longer, until it requests another room.
         """
         if peer in self.unreachable_peers or peer in self.connecting:
             return False
@@ -154,9 +155,11 @@ class NixlTransfers:
             messages = PeerSocket.to(info.endpoint, info.dst_port)
             # `lost_for` is up to date; `silent_for` also counts a rank that was never connected.
             seconds = max(messages.lost_for(), messages.silent_for())
+            place = f"{info.endpoint}:{info.dst_port}"
             if seconds > LOST_SECONDS:
-                place = f"{info.endpoint}:{info.dst_port}"
                 raise ConnectionError(f"no connection for messages to {place} for {seconds:.1f} s")
+            if not messages.is_listening():
+                raise ConnectionError(f"no process listens at {place}")
             if seconds:
                 self.unreachable_peers.add(peer)
             self.agent.add_remote_agent(info.agent_metadata)
