@@ -209,5 +209,5 @@ def test_every_known_failure_refers_to_a_needed_patch():
     for limit in KNOWN_FAILURES:
         for release, outcomes in zip(RELEASES, (limit.v0_5_9, limit.v0_5_23)):
             if limit.record and any(outcomes.values()):
-                stand = records[limit.record].at(release)
-                assert stand.state != "carried", (limit.record, limit.why, release)
+                status = records[limit.record].at(release)
+                assert status.state != "carried", (limit.record, limit.reason, release)

@@ -168,6 +168,6 @@ def _incompatible_sizes(prefill: Server, decode: Server) -> Iterator[tuple[str, 
     if kv_layout.tp_size_conflict(prefill.attn_tp, decode.attn_tp):
         what = f"attention TP: {prefill.attn_tp} and {decode.attn_tp}"
         yield what, "the larger must be a multiple of the smaller"
-    if decode.pp_size not in (1, prefill.pp_size):
+    if kv_layout.pp_size_conflict(prefill.pp_size, decode.pp_size):
         what = f"PP: {prefill.pp_size} and {decode.pp_size}"
         yield what, f"start decode with --pp-size 1 or {prefill.pp_size}"

@@ -41,6 +41,16 @@ def tp_size_conflict(prefill_tp: int, decode_tp: int) -> Optional[str]:
     )
 
 
+def pp_size_conflict(prefill_pp: int, decode_pp: int) -> Optional[str]:
+    """Returns why these PP sizes cannot serve together; None if they can."""
+    if decode_pp in (1, prefill_pp):
+        return None
+    return (
+        f"decode PP size {decode_pp} is neither 1 nor prefill's PP size {prefill_pp}; "
+        "start decode with one of these"
+    )
+
+
 def prefill_ranks_of(decode_rank: int, prefill_tp: int, decode_tp: int) -> range:
     """Returns the prefill TP ranks to which the engine's receivers connect a decode TP rank."""
     if prefill_tp >= decode_tp:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from .heads import heads_to_send, tp_size_conflict
+from .heads import heads_to_send, pp_size_conflict, tp_size_conflict
 from .layout import (
     Buffer,
     Heads,
@@ -48,15 +48,11 @@ class BufferPair:
 
 def incompatibilities(src: RankLayout, dst: RankLayout) -> list[str]:
     """Returns every reason why prefill `src` must not send to decode `dst`; empty if it may."""
-    reasons = []
-    conflict = tp_size_conflict(src.tp_size, dst.tp_size)
-    if conflict:
-        reasons.append(conflict)
-    if dst.pp_size not in (1, src.pp_size):
-        reasons.append(
-            f"decode PP size {dst.pp_size} is neither 1 nor prefill's PP size {src.pp_size}; "
-            "start decode with one of these"
-        )
+    conflicts = (
+        tp_size_conflict(src.tp_size, dst.tp_size),
+        pp_size_conflict(src.pp_size, dst.pp_size),
+    )
+    reasons = [conflict for conflict in conflicts if conflict]
     if is_recurrent(src) and src.pp_size != dst.pp_size:
         # Every stage allocates all recurrent layers and computes only its own.
         reasons.append(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import prefill_ranks_of, tp_size_conflict
+from sglang.srt.disaggregation.kv_layout import pp_size_conflict, prefill_ranks_of, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers, start_thread
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
@@ -162,12 +162,8 @@ class Receiver:
                 f"prefill page size {prefill.page_size} and decode page size "
                 f"{own.kv_args.page_size} differ; start both servers with the same --page-size"
             )
-        if own.pp_size not in (1, prefill.pp_size):
-            return (
-                f"decode PP size {own.pp_size} is neither 1 nor prefill's PP size "
-                f"{prefill.pp_size}; start decode with one of these"
-            )
-        return tp_size_conflict(prefill.attn_tp_size, own.attn_tp_size)
+        pp_conflict = pp_size_conflict(prefill.pp_size, own.pp_size)
+        return pp_conflict or tp_size_conflict(prefill.attn_tp_size, own.attn_tp_size)
 
     def _resolve_rank_mapping(self, prefill: PrefillServer) -> None:
         """Finds which prefill ranks serve this one, and how many answers each side awaits."""
