@@ -57,6 +57,23 @@ def test_timeout_proceeds_without_lock(name, holder):
         assert not held
 
 
+def test_slow_holder_is_waited_for_once(name, holder):
+    """Else a prompt that is sent in many chunks would wait as often."""
+    lock = FileLock(name, timeout_s=0.2)
+    with lock.acquired() as held:
+        assert not held
+    begun = time.monotonic()
+    for _ in range(10):
+        with lock.acquired() as held:
+            assert not held
+    assert time.monotonic() - begun < 0.2
+    holder.kill()
+    holder.wait()
+    with lock.acquired() as held:
+        assert held
+    assert lock.patience_s == 0.2
+
+
 def test_lock_is_released_when_process_exits_or_block_raises(name, holder):
     holder.kill()
     turn = FileLock(name, timeout_s=30)

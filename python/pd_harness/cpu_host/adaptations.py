@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from pd_harness.releases import release
 NPU_POOLS = "sglang.srt.hardware_backend.npu.memory_pool_npu"
 NIXL_BUILDS = ("nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api")
 MAX_TCP_COPIES = 512  # in one call to Mooncake's engine over TCP
+SPINNING_NICE = 5  # of a thread in such a call
 KEEP_ALIVE_S = 600
 PROGRESS_DELAY_US = 10_000
 
@@ -102,7 +104,8 @@ def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
 
     Its TCP transport fails with some 2,000 concurrent copies in a process, and a caller spins until
     its copies are done: with more callers than cores, neither they nor anything else finishes in
-    time. A server's processes share a folder for temporary files, and with it the lock.
+    time. A server's processes share a folder for temporary files, and with it the lock. Callers
+    yield to all other threads: one that writes to a stopped server spins for half a minute.
     """
     if not os.environ.get("MC_FORCE_TCP"):
         return
@@ -113,6 +116,7 @@ def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
     def transfer_serialized(self, session, src, dst, lengths, *more, **options) -> int:
         for start in range(0, len(src), MAX_TCP_COPIES):
             batch = [column[start : start + MAX_TCP_COPIES] for column in (src, dst, lengths)]
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPINNING_NICE)
             with file_lock.acquired():
                 status = write(self, session, *batch, *more, **options)
             if status != 0:
