@@ -176,12 +176,13 @@ def test_suspension_of_this_process_does_not_count_as_silence(listen, monkeypatc
     assert wait_until(lambda: seen[-1] > 1.5, PATIENCE)  # the peer is silent all the same
 
 
-def test_listening_is_known_at_once(make_peer):
+def test_listening_is_known_at_once(listen):
     """Without a connection of our own, and no thread has to notice that the peer is gone."""
-    sock, endpoint = make_peer()
-    assert PeerSocket(endpoint).is_listening()
+    sock, port = listen()
+    peer = PeerSocket.to("127.0.0.1", port)
+    assert peer.is_listening()
     sock.close(linger=0)
-    assert wait_until(lambda: not PeerSocket(endpoint).is_listening(), PATIENCE)
+    assert wait_until(lambda: not peer.is_listening(), PATIENCE)
     assert not open_sockets()
 
 

@@ -122,15 +122,15 @@ def test_decode_server_starts_while_all_workers_write(serve, fault):
     with serve(faulty_fleet(fault)) as servers:
         writing = [*start_decodes(servers, DECODE_SERVERS - 1), *servers.decode]
         assert_all_transfer(servers, writing)
-        fault.write_text("slow 100000\n")
+        fault.write_text("slow 500000\n")
         with ThreadPoolExecutor(1) as pool:
             busy = pool.submit(servers.requests_at_once, requests_to(writing))
             time.sleep(0.2)
             new = servers.start_another("decode")
             assert not busy.done()
+            fault.unlink()
             for outcome in busy.result():
                 assert outcome.state == "right", outcome
-        fault.unlink()
         assert_all_transfer(servers, new)
 
 

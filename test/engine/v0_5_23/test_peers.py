@@ -31,8 +31,7 @@ def prefill_with_peer(backend, own=None, peer=None, is_described=True, peer_has=
 
 def is_planned(prefill) -> bool:
     info = registered_peer(prefill)
-    assert not (info.plan and info.refusal)
-    return info.plan is not None
+    return info.plan is not None and not info.refusal
 
 
 def is_left_to_the_engine(prefill) -> bool:
