@@ -75,12 +75,12 @@ def forwarding(port: int) -> Iterator[TcpForwarder]:
             forwarder.shutdown()
 
 
-@pytest.mark.parametrize("engine", ["stock", "patched"])
+@pytest.mark.parametrize("engine", ["stock", pytest.param("patched", marks=pytest.mark.alone)])
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_requests_follow_a_replaced_prefill_server(backend, engine, reference):
     prompt = prompts()[2]
     expected = list(reference(SEVEN_LAYERS, NEW_TOKENS)[2].ids)
-    with two_prefill_servers(backend, engine, **ENGINE_TIMEOUTS) as servers:
+    with two_prefill_servers("replaced", backend, engine, **ENGINE_TIMEOUTS) as servers:
         first, second, decode = servers
         with forwarding(first.bootstrap_port) as forwarder, ThreadPoolExecutor(NEVER) as pool:
 

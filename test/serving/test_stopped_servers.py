@@ -50,10 +50,11 @@ def killed(server: Server):
     yield
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 @pytest.mark.parametrize("attack", [stopped, killed], ids=["stopped", "killed"])
 def test_stopped_prefill_server_does_not_delay_the_other(backend, attack):
-    with two_prefill_servers(backend, "patched") as servers:
+    with two_prefill_servers("stopped", backend, "patched") as servers:
         first, second, decode = servers
         with ThreadPoolExecutor(ROUNDS) as pool:
             served, _ = request_both(pool, servers)
@@ -80,7 +81,10 @@ def test_stopped_prefill_server_does_not_delay_the_other(backend, attack):
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_stock_decode_blocks_on_a_stopped_prefill_server(backend):
-    with two_prefill_servers(backend, "stock") as servers, ThreadPoolExecutor(ROUNDS) as pool:
+    with (
+        two_prefill_servers("stopped", backend, "stock") as servers,
+        ThreadPoolExecutor(ROUNDS) as pool,
+    ):
         first, _, decode = servers
         with stopped(first):
             dump_schedulers(decode)
@@ -114,6 +118,7 @@ def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], li
     return of_first, answered
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
 def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
     """The first decode server is stopped in mid-prompt twice, and is served again each time."""

@@ -19,7 +19,6 @@ from pd_harness.ports import free_ports
 
 MARKS = [
     pytest.mark.serving,
-    pytest.mark.alone,
     pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
@@ -37,13 +36,17 @@ HEARTBEATS = {
 
 @contextlib.contextmanager
 def two_prefill_servers(
-    backend: str, engine: str, **more: str
+    case: str, backend: str, engine: str, **more: str
 ) -> Iterator[tuple[Server, Server, Server]]:
     """Runs two prefill servers and a decode server; each pair has served a request.
 
-    A stopped prefill server is silent for decode after 5 s. `more` are variables of all three.
+    A stopped prefill server is silent for decode after 5 s.
+
+    Args:
+        case: The first word of the folder of logs, which no other test may use at the same time.
+        more: Variables of all three servers.
     """
-    logs = LOGS / f"stopped-{backend}-{engine}"
+    logs = LOGS / f"{case}-{backend}-{engine}"
     given = (Topology(backend), engine, model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {**SILENT, **more, **dump_environment(logs / "probe")}
     environment |= HEARTBEATS if engine == "stock" else {}
