@@ -7,6 +7,8 @@ of them it fails.
 
 import importlib.util
 import json
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,17 @@ def stock(tmp_path_factory):
         return json.loads(said.splitlines()[-1])
 
     return ask
+
+
+@pytest.fixture
+def unresponsive_port():
+    """A port that neither accepts nor refuses connections: as if packets were lost."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as waiting:
+        _, port = listener.getsockname()
+        with pytest.raises(TimeoutError):
+            for _ in range(10):
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        yield port
 
 
 @pytest.fixture

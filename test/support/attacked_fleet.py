@@ -23,7 +23,7 @@ LIVE_REQUESTS = 6  # requests of the other rank, one after the other, from the a
 LIVE_PAUSE = 1.5
 SILENT_SECONDS = 5
 NOTICED_SECONDS = SILENT_SECONDS + 6  # ZeroMQ notices within 5 s that a process is stopped
-SERVED_SECONDS = 4  # two Mooncake writes, each of which waits up to a second for the write lock
+SERVED_SECONDS = 4  # Mooncake's first write waits up to a second for the harness's write lock
 PAUSE_SECONDS = 1.0  # a scheduler that waits for a peer waits five seconds or more
 LONG_SECONDS = 60
 DECODE_SECONDS = 30  # for which decode waits for a request
@@ -38,7 +38,11 @@ TCP = {"UCX_TLS": "tcp"}  # over shared memory, writes to a stopped process succ
 
 
 def attacked_fleet(
-    backend: str, prefill_tp: int = 2, waiting_seconds: int = DECODE_SECONDS, **more: str
+    backend: str,
+    prefill_tp: int = 2,
+    waiting_seconds: int = DECODE_SECONDS,
+    open_requests: int = OPEN_REQUESTS,
+    **more: str,
 ) -> Fleet:
     """Returns a fleet whose decode waits so long for a request; `more` are its variables."""
     environment = {"SGLANG_PD_SILENT_SECONDS": str(SILENT_SECONDS), **more}
@@ -47,7 +51,7 @@ def attacked_fleet(
         prefill=Side(tp=prefill_tp, environment=environment),
         decode=Side(environment={**environment, **waiting}),
         backend=backend,
-        pages=OPEN_REQUESTS + LIVE_REQUESTS + 1,
+        pages=open_requests + LIVE_REQUESTS + 1,
         page_size=64,
         layers=4,
         v_width=4,  # as wide as K, or else stock sends wrong bytes
@@ -89,8 +93,9 @@ def slow(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cut_off(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
-    victim.call("attack", what="packets vanish")
+def under_attack(victim: Rank, what: str) -> Iterator[None]:
+    """Changes how the victim receives; see `rank_attacks`."""
+    victim.call("attack", what=what)
     try:
         yield
     finally:
@@ -98,16 +103,19 @@ def cut_off(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def cut_off(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
+    with under_attack(victim, "packets vanish"):
+        yield
+
+
+@contextlib.contextmanager
 def reads_nothing(attacked: AttackedFleet, victim: Rank) -> Iterator[None]:
     """The victim reads none of many queued messages, while ZeroMQ answers heartbeats."""
-    victim.call("attack", what="messages stay unread")
-    port = victim.call("health")["port"]
-    for rank in attacked.servers.prefill:
-        assert rank.call("flood", port=port)["sent"] > 1000
-    try:
+    with under_attack(victim, "messages stay unread"):
+        port = victim.call("health")["port"]
+        for rank in attacked.servers.prefill:
+            assert rank.call("flood", port=port)["sent"] > 1000
         yield
-    finally:
-        victim.call("attack", what="")
 
 
 @contextlib.contextmanager
@@ -130,10 +138,15 @@ ATTACKS: dict[str, Callable] = {
 
 
 class AttackedFleet:
-    """A fleet whose decode ranks are attacked one after the other, except for `other`."""
+    """A fleet whose decode ranks are attacked one after the other, except for `other`.
+
+    Attributes:
+        open_requests: How many requests of the attacked rank are open.
+    """
 
     def __init__(self, servers: Servers):
         self.servers = servers
+        self.open_requests = servers.fleet.pages - LIVE_REQUESTS - 1
         (self.other,) = servers.decode
         self.alive = {self.other}
         self.gone = 0  # lost ranks of earlier attacks that prefill still keeps
@@ -153,14 +166,14 @@ class AttackedFleet:
             ends = [one.result()["ends"][0]["state"] for one in sent]
         return answer["state"] == "right" and set(ends) == {"success"}
 
-    def is_served_again(self, victim: Rank) -> bool:
+    def is_served_again(self, victim: Rank, seconds: float) -> bool:
         """Like `is_served`, but accepts bytes of earlier requests that arrived late."""
         victim.call("rebaseline")
-        return self.is_served(victim, DECODE_SECONDS)
+        return self.is_served(victim, seconds)
 
     def open_rooms(self, victim: Rank) -> list:
-        """Opens `OPEN_REQUESTS` requests of the victim; returns `[room, pages]` of each."""
-        requests = self._new_requests(OPEN_REQUESTS, first_page=0)
+        """Opens `open_requests` requests of the victim; returns `[room, pages]` of each."""
+        requests = self._new_requests(self.open_requests, first_page=0)
         for room, pages in requests:
             victim.call("open_room", room=room, pages=pages)
         # An attacked rank may send no more messages, so prefill must have read them by then.
@@ -170,7 +183,7 @@ class AttackedFleet:
     def attack(
         self, attack: Callable, victim: Rank, seconds: float, live_ones: int = LIVE_REQUESTS
     ) -> dict:
-        """Attacks the victim while it has `OPEN_REQUESTS` open requests; returns measurements.
+        """Attacks the victim while it has `open_requests` open requests; returns measurements.
 
         Args:
             seconds: Limit for all of prefill's requests together, and for each live request.
@@ -188,13 +201,22 @@ class AttackedFleet:
         return {
             "rooms": [room for room, _ in opened],
             "served": served,
-            "ends": [end for answer in answers for end in answer.get("ends", ())[:OPEN_REQUESTS]],
+            "ends": [end for answer in answers for end in answer.get("ends", ())[: len(opened)]],
             "pause": max(answer.get("pause", 0) for answer in answers),
             "raised": [answer["reason"] for answer in answers if answer["state"] == "raised"],
         }
 
-    def survive(self, case: str, live_ones: int = LIVE_REQUESTS) -> dict:
-        """Returns an attack's measurements; asserts that a surviving victim is served again."""
+    def survive(
+        self,
+        case: str,
+        live_ones: int = LIVE_REQUESTS,
+        recovery: tuple[float, float] = (RECOVERY_SECONDS, DECODE_SECONDS),
+    ) -> dict:
+        """Returns an attack's measurements; asserts that a surviving victim is served again.
+
+        Args:
+            recovery: Seconds after which it is served at the latest, and limit of each request.
+        """
         victim = self.start_victim()
         found = self.attack(ATTACKS[case], victim, LONG_SECONDS, live_ones)
         assert_unharmed(case, found)
@@ -203,7 +225,8 @@ class AttackedFleet:
             limit = 2 * DECODE_SECONDS
             ends = victim.call("wait_for_rooms", rooms=found["rooms"], seconds=limit)["ends"]
             assert {end["state"] for end in ends} <= {"failed", "success"}, (case, ends)
-            assert wait_until(lambda: self.is_served_again(victim), RECOVERY_SECONDS, 0.5), case
+            latest, limit = recovery
+            assert wait_until(lambda: self.is_served_again(victim, limit), latest, 0.5), case
         return found
 
     def leftover_counts(self) -> dict[str, int]:
@@ -222,13 +245,14 @@ class AttackedFleet:
         self.gone += held["gone ranks"]
         return held
 
-    def _new_requests(self, count: int, first_page: int = OPEN_REQUESTS) -> list:
+    def _new_requests(self, count: int, first_page: int | None = None) -> list:
         """Returns `[room, pages]` of each new request, of one page each."""
+        first_page = self.open_requests if first_page is None else first_page
         return [[next(self.servers.rooms), [first_page + at]] for at in range(count)]
 
     def _all_asked(self) -> bool:
         return all(
-            rank.call("room_counts")["transfer_infos"] == OPEN_REQUESTS
+            rank.call("room_counts")["transfer_infos"] == self.open_requests
             for rank in self.servers.prefill
         )
 

@@ -4,7 +4,6 @@ import pytest
 from attacked_fleet import (
     NOTICED_SECONDS,
     ONE_QUEUE,
-    OPEN_REQUESTS,
     TCP,
     AttackedFleet,
     attacked_fleet,
@@ -19,6 +18,8 @@ from pd_harness.polling import is_in_time
 # A turn that waits for a peer takes seconds; next to Mooncake writes to a stopped process, a turn
 # may take 0.25 s.
 LONGEST_TURN = 0.5
+OPEN_REQUESTS = 60
+RECOVERY = (20, 5)  # seconds until the stopped rank is served again, and limit of each request
 FLEETS = [*BACKENDS, "ascend", "nixl_tcp"]
 # (fleet, seconds for which stock serves no request of another server). 0.5.9's scheduler writes
 # over NIXL itself and waits for no write.
@@ -29,7 +30,8 @@ def fleet_of(name: str, **more: str) -> Fleet:
     """Returns a fleet with one prefill rank, whose decode waits for longer than a test."""
     backend, _, is_tcp = name.partition("_")
     over_tcp = TCP if is_tcp else {}
-    return attacked_fleet(backend, prefill_tp=1, waiting_seconds=300, **over_tcp, **more)
+    sizes = {"prefill_tp": 1, "open_requests": OPEN_REQUESTS}
+    return attacked_fleet(backend, waiting_seconds=300, **sizes, **over_tcp, **more)
 
 
 @pytest.mark.nightly
@@ -45,7 +47,7 @@ def test_stock_delays_the_other_server(serve, name, limit):
 @pytest.mark.parametrize("name", FLEETS)
 def test_stopped_peer_does_not_delay_another(serve, name):
     with serve(fleet_of(name)) as servers:
-        found = AttackedFleet(servers).survive("stopped", live_ones=1)
+        found = AttackedFleet(servers).survive("stopped", 1, RECOVERY)
     failed = [end for end in found["ends"] if end["state"] == "failed"]
     if name == "nixl_tcp":  # over the other backends, writes to a stopped process succeed
         assert failed

@@ -114,9 +114,9 @@ def limit_mooncake_batches(mooncake_engine: ModuleType) -> None:
     file_lock = FileLock("mooncake")
 
     def transfer_serialized(self, session, src, dst, lengths, *more, **options) -> int:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPINNING_NICE)
         for start in range(0, len(src), MAX_TCP_COPIES):
             batch = [column[start : start + MAX_TCP_COPIES] for column in (src, dst, lengths)]
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPINNING_NICE)
             with file_lock.acquired():
                 status = write(self, session, *batch, *more, **options)
             if status != 0:

@@ -73,7 +73,7 @@ KNOWN_FAILURES = [
     KnownFailure(
         "refuse-unfit-peers",
         "the decode server crashes if its PP size is neither 1 nor prefill's",
-        lambda pair: pair.decode.pp not in (1, pair.prefill.pp),
+        lambda pair: kv_layout.pp_size_conflict(*pair.pp) is not None,
         v0_5_9=all_backends(CRASHES),
         v0_5_23=all_backends(CRASHES),
     ),

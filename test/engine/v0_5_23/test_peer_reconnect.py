@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.pd import message_checks, peer_silence, peer_sockets
 
 from pd_harness.polling import wait_until
+from pd_harness.ports import free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -41,6 +42,9 @@ ALL = writes()
 @pytest.fixture
 def backend() -> str:
     return "nixl"
+
+
+IS_LISTENING = peer_sockets.PeerSocket.is_listening
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +129,18 @@ def test_peer_whose_process_is_gone_is_not_added(connected, is_listening, nixl_k
     is_listening["now"] = True
     reload_peer(connected)
     assert len(added) == 1 and connected.agent.peers == {NAME}
+    assert send(connected) == ALL
+
+
+def test_peer_is_added_once_its_registered_port_listens(connected, listen, monkeypatch):
+    monkeypatch.setattr(peer_sockets.PeerSocket, "is_listening", IS_LISTENING)
+    info = registered_peer(connected)
+    (info.dst_port,) = free_ports(1)
+    lose_and_reload_peer(connected)
+    assert not connected.agent.peers
+    listen(info.dst_port)
+    reload_peer(connected)
+    assert connected.agent.peers == {NAME}
     assert send(connected) == ALL
 
 

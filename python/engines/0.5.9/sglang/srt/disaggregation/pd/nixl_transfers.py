@@ -139,9 +139,9 @@ class NixlTransfers:
         """Makes a new connection, unless a write over the old one is under way; returns success.
 
         The scheduler calls this, so nothing here waits for the peer. UCX keeps a socket for each
-        refused connection, and sometimes aborts this process: only a peer whose process listens
-        gets an attempt, one attempt if it has been disconnected briefly, and none if it has been
-        disconnected for longer, until it requests another room.
+        refused connection, and may abort this process: only a peer whose process listens gets an
+        attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
+        for longer gets none, until it requests another room.
         """
         if peer in self.unreachable_peers or peer in self.connecting:
             return False
