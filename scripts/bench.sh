@@ -36,7 +36,11 @@ set -- "${words[@]}"
 case ${1:-} in
     plan) python=("$root/scripts/cpu_host.sh" --engine stock python) ;;
     cpu-copy | verify | wire) python=("$root/scripts/cpu_host.sh" python) ;;
-    serve | scale | heads) python=(env "PYTHONPATH=$root/python" "$root/.pd-env/base/bin/python") ;;
+    serve | scale | heads)
+        # `packages` has what makes the models.
+        path="$root/python:$root/.pd-env/$SGLANG_PD_RELEASE/packages"
+        python=(env "PYTHONPATH=$path" "$root/.pd-env/base/bin/python")
+        ;;
     *)
         echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify, wire, heads or scale; see --help" >&2
         exit 2
