@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.kv_layout import AuxPlan, PeerPlan
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
-from sglang.srt.disaggregation.pd.peers import chunk_refusal
+from sglang.srt.disaggregation.pd.peers import chunk_refusal, is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_failures import (
     ABORTED,
@@ -89,7 +89,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
         """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
-            plan = None if info.is_dummy else self.plan_for(peer)
+            plan = None if is_dummy(info) else self.plan_for(peer)
             if plan is not None:
                 yield peer, info, plan
 
@@ -101,7 +101,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if silent:
             return silent
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
-            if info.is_dummy:
+            if is_dummy(info):
                 continue
             known = self.decode_kv_args_table.get(peer)
             why = chunk_refusal(room, peer, known, index_slice, len(info.dst_kv_indices))
@@ -154,7 +154,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
         rank, sent = self._prefill_unique_rank(), self.sent_pages.get(room)
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
             known = self.decode_kv_args_table.get(peer)
-            if info.is_dummy or known is None or not known.awaits_units:
+            if is_dummy(info) or known is None or not known.awaits_units:
                 continue
             has_parts = sent is not None and known.plan is not None and known.plan.has_parts
             units = sent.units if has_parts else []
