@@ -20,6 +20,7 @@ class FakeNixlAgent:
 
     def __init__(self):
         self.started, self.states, self.threads, self.registered = {}, {}, set(), []
+        self.reads = []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
         return {"num_threads": str(THREADS)}
@@ -38,6 +39,7 @@ class FakeNixlAgent:
         return peer
 
     def transfer(self, peer: str) -> str:
+        self.reads.append(peer)
         return "PROC"
 
     def check_xfer_state(self, peer: str) -> str:
@@ -57,8 +59,10 @@ class Manager(EarlyConnections):
 
 
 @pytest.fixture
-def manager() -> Manager:
-    return Manager()
+def manager(monkeypatch) -> Manager:
+    manager = Manager()
+    monkeypatch.setattr(early_connections, "PAUSE_SECONDS", 0.01)
+    return manager
 
 
 def is_logged(caplog, text: str) -> bool:
@@ -76,6 +80,27 @@ def test_each_nixl_thread_reads_one_byte_of_metadata(manager, caplog):
     ((byte, length, kind),) = manager.agent.registered
     assert ours == [[byte, 1, 0]] * len(theirs) and (length, kind) == (1, "DRAM")
     assert threading.get_ident() not in manager.agent.threads
+
+
+def test_each_rank_is_read_several_times(manager):
+    """Over TCP, NIXL's progress thread spins until UCX's last round trip."""
+    for peer in ("decode", "other"):
+        manager.connect_early(peer, AUX)
+    reads = 1 + early_connections.MORE_READS
+    assert wait_until(lambda: len(manager.agent.reads) == 2 * reads, 10)
+    assert wait_until(lambda: not manager.connecting, 10)
+    assert manager.agent.reads.count("decode") == reads > 1
+
+
+@pytest.mark.parametrize("how", ["raises", "ERR"])
+def test_failure_of_a_later_read_is_left_to_the_first_request(manager, caplog, how):
+    caplog.set_level("INFO")
+    manager.agent.states["lost"] = ["PROC", "DONE", how]
+    manager.connect_early("lost", AUX)
+    assert is_logged(caplog, "Connected to decode lost in ")
+    assert wait_until(lambda: not manager.connecting, 10)
+    assert manager.agent.reads == ["lost", "lost"] and not manager.failed
+    assert "could not connect" not in caplog.text
 
 
 def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
@@ -102,7 +127,7 @@ def test_failed_early_connection_is_left_to_the_first_request(manager, caplog, h
         manager.connect_early(peer, AUX)
     assert is_logged(caplog, "NIXL could not connect to decode lost; a request will try again: ")
     assert is_logged(caplog, "Connected to decode other in ")
-    assert manager.failed == ["lost"] and not manager.connecting
+    assert wait_until(lambda: not manager.connecting, 10) and manager.failed == ["lost"]
 
 
 def test_agent_lock_is_free_while_a_connection_is_pending(manager):

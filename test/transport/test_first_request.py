@@ -5,9 +5,10 @@ import signal
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 from fleet import Fleet, Side
-from transfer_checks import assert_connected_early, assert_right
+from transfer_checks import assert_connected_early, assert_eventually, assert_right
 
 from pd_harness.polling import is_in_time
 
@@ -23,6 +24,21 @@ LARGE = (list(range(1, 41)), list(range(2, 42)))
 def test_decode_ranks_are_connected_at_registration(serve):
     with serve(Fleet(Side(), Side(tp=2))) as servers:
         assert_connected_early(servers)
+
+
+def test_progress_threads_sleep_once_connected(serve):
+    """Over TCP they spin until UCX's last round trip; with one read, in one start of five."""
+    with serve(Fleet(Side(), Side(tp=4), nixl_threads=8)) as servers:
+        assert_connected_early(servers)
+        processes = [psutil.Process(rank.pid) for rank in (*servers.prefill, *servers.decode)]
+
+        def are_busy() -> list[bool]:
+            before = [sum(process.cpu_times()[:2]) for process in processes]
+            time.sleep(1)
+            after = [sum(process.cpu_times()[:2]) for process in processes]
+            return [end - start > 0.3 for start, end in zip(before, after, strict=True)]
+
+        assert_eventually(are_busy, [False] * len(processes))
 
 
 def seconds(servers, pages: tuple) -> float:

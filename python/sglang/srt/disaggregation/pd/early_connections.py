@@ -5,7 +5,8 @@ rank added      NIXL makes an endpoint for each of its threads and sends the fir
 later           a thread makes these round trips only while it has something to send
 
 So each thread is given something to send: it reads a byte of the rank's metadata, which the rank
-does not notice.
+does not notice. It does so several times: over TCP, NIXL's progress thread spins until UCX's last
+round trip, and takes a core from the scheduler.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, List, Set, Tuple
+from typing import Any, List, Optional, Set, Tuple
 
 import numpy as np
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -33,13 +34,20 @@ CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.01
 
 
+# Reads after the first one, and how long before each.
+MORE_READS = 4
+PAUSE_SECONDS = 0.2
+
+
 @dataclass
-class PendingRead:
-    """A read from a decode rank; `started_at` is on the monotonic clock."""
+class Connection:
+    """A connection that is being made to a decode rank; times are on the monotonic clock."""
 
     peer: str
     handle: Any
     started_at: float
+    reads: int = 0  # that are done
+    next_read_at: Optional[float] = None  # None during a read
 
 
 class EarlyConnections:
@@ -52,7 +60,7 @@ class EarlyConnections:
     agent_lock: Any = contextlib.nullcontext()
     to_connect: SimpleQueue[Tuple[str, int]] = PerInstance(SimpleQueue)
     connects = False
-    # Decode ranks with a pending read; NIXL must not remove one of them meanwhile.
+    # Decode ranks that are being read from; NIXL must not remove one of them meanwhile.
     connecting: Set[str] = PerInstance(set)
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
@@ -79,7 +87,7 @@ class EarlyConnections:
         """Called if NIXL could not connect to a decode rank, which it may have removed."""
 
     def _connect_ranks(self) -> None:
-        byte, readings = np.zeros(1, np.uint8), []
+        byte, connections = np.zeros(1, np.uint8), []
         try:
             with self.agent_lock:
                 self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
@@ -88,11 +96,11 @@ class EarlyConnections:
             return
         while True:
             with contextlib.suppress(Empty):
-                asked = self.to_connect.get(timeout=POLL_SECONDS if readings else None)
-                readings += self._begin(*asked, byte.ctypes.data)
-            readings = [one for one in readings if not self._is_over(one)]
+                asked = self.to_connect.get(timeout=POLL_SECONDS if connections else None)
+                connections += self._begin(*asked, byte.ctypes.data)
+            connections = [one for one in connections if not self._is_over(one)]
 
-    def _begin(self, peer: str, theirs: int, ours: int) -> List[PendingRead]:
+    def _begin(self, peer: str, theirs: int, ours: int) -> List[Connection]:
         """Begins to read; returns an empty list if that fails."""
         started_at = time.monotonic()
         try:
@@ -111,27 +119,39 @@ class EarlyConnections:
             self.connecting.discard(peer)
             self._note_failed(peer, str(error))
             return []
-        return [PendingRead(peer, handle, started_at)]
+        return [Connection(peer, handle, started_at)]
 
-    def _is_over(self, reading: PendingRead) -> bool:
-        seconds = time.monotonic() - reading.started_at
-        reason = "NIXL reported an error"
+    def _is_over(self, one: Connection) -> bool:
+        now, reason = time.monotonic(), "NIXL reported an error"
+        seconds = now - one.started_at
+        if one.next_read_at is not None and now < one.next_read_at:
+            return False
         with self.agent_lock:
             try:
-                state = self.agent.check_xfer_state(reading.handle)
+                state = self._advance(one)
             except Exception as error:
                 state, reason = "ERR", str(error)
-            if state not in ("DONE", "ERR") and seconds < CONNECT_SECONDS:
+            if state == "DONE":
+                one.reads += 1
+                one.next_read_at = now + PAUSE_SECONDS
+                if one.reads == 1:
+                    logger.info(f"Connected to decode {one.peer} in {seconds:.1f} s")
+            if state != "ERR" and seconds < CONNECT_SECONDS and one.reads <= MORE_READS:
                 return False
-            reading.handle = None  # freed, or cancelled
-            self.connecting.discard(reading.peer)
-        if state == "DONE":
-            logger.info(f"Connected to decode {reading.peer} in {seconds:.1f} s")
-        elif state == "ERR":
-            self._note_failed(reading.peer, reason)
-        else:
-            logger.warning(f"Decode {reading.peer} has not answered NIXL for {seconds:.0f} s")
+            one.handle = None  # freed, or cancelled
+            self.connecting.discard(one.peer)
+        if not one.reads and state == "ERR":
+            self._note_failed(one.peer, reason)
+        elif not one.reads:
+            logger.warning(f"Decode {one.peer} has not answered NIXL for {seconds:.0f} s")
         return True
+
+    def _advance(self, one: Connection) -> str:
+        """Returns the state of the current read, or begins the next one."""
+        if one.next_read_at is None:
+            return self.agent.check_xfer_state(one.handle)
+        one.next_read_at = None
+        return "ERR" if self.agent.transfer(one.handle) == "ERR" else "PROC"
 
     def _note_failed(self, peer: str, reason: str) -> None:
         logger.warning(
