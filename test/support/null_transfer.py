@@ -23,6 +23,9 @@ class NullAgent:
     def create_backend(self, *given) -> None:
         pass
 
+    def get_backend_params(self, backend: str) -> dict[str, str]:
+        return {"num_threads": "8"}
+
     def get_agent_metadata(self) -> bytes:
         return struct.pack(LENGTH, len(self.name)) + self.name.encode()
 
@@ -40,7 +43,10 @@ class NullAgent:
     def get_xfer_descs(self, *given):
         return given
 
-    register_memory = prep_xfer_dlist = make_prepped_xfer = initialize_xfer = get_xfer_descs
+    register_memory = prep_xfer_dlist = make_prepped_xfer = get_xfer_descs
+
+    def initialize_xfer(self, *given) -> str:
+        return "handle"  # keeps no lists
 
     def transfer(self, handle) -> str:
         return "DONE"

@@ -25,7 +25,7 @@ release = importlib.import_module("rank_0_5_23" if SINCE_0_5_20 else "rank_0_5_9
 POLL_SECONDS = 0.01
 OPEN = 2  # open requests per decode rank
 PAGE = [1]
-STALLED_SECONDS = 20.0
+STALLED_SECONDS = 120.0
 
 
 class ActivityCounter:

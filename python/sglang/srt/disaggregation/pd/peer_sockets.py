@@ -136,6 +136,12 @@ class _SocketPool:
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         threading.Thread(target=self._monitor, name="PeerSockets", daemon=True).start()
 
+    def _read_events(self) -> None:
+        """Reads the events of all sockets; most have none, and hundreds may be open."""
+        known = {one.monitor: one for one in self.open.values()}
+        for monitor, _ in zmq.zmq_poll([(monitor, zmq.POLLIN) for monitor in known], 0):
+            known[monitor].read_events()
+
     def _monitor(self) -> None:
         looked = time.monotonic()
         while not self.context.closed:
@@ -143,8 +149,8 @@ class _SocketPool:
             with self.lock:
                 before, looked = looked, time.monotonic()
                 stood_still = looked - before > SUSPENDED_SECONDS
+                self._read_events()
                 for endpoint, known in list(self.open.items()):
-                    known.read_events()
                     if stood_still and known.lost_at is not None:
                         known.lost_at = looked  # no connection was possible meanwhile
                     if known.is_gone():
