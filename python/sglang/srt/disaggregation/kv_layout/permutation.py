@@ -1,0 +1,130 @@
+"""Interleaves head slices that arrived as whole rows of several prefill ranks.
+
+A unit is a chunk of a request as prefill sends it: whole pages, N tokens. Decode's pages of it, end
+to end, are N rows. A prefill rank that holds fewer heads writes its own N rows into one part:
+
+    prefill TP 0: a0 a1 a2         decode: a0 a1 a2 b0 b1 b2   ->   a0 b0 a1 b1 a2 b2
+    prefill TP 1: b0 b1 b2                 part 0   part 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from .heads import heads_of_rank, parts_of
+from .layout import Buffer, LayoutError, RankLayout
+
+MAX_WORD = 16  # bytes that one instruction moves on accelerators
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Decode buffers whose rows arrive as the same parts.
+
+    Attributes:
+        buffers: Indices of the buffers.
+        ranks: Prefill TP ranks that write the parts, in the order of the parts.
+        widths: Bytes of a token in each part; their sum is the width of decode's row.
+        word: Bytes of the widest word that fits into all parts and addresses.
+    """
+
+    buffers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    widths: tuple[int, ...]
+    word: int
+
+    def apply(self, rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> None:
+        """Interleaves a unit in place, after all its parts have arrived.
+
+        This is the reference for other implementations. If all widths are equal, the parts are
+        `[parts, tokens, width]`, and become `[tokens, parts, width]`.
+
+        Args:
+            rows: One of the buffers, `[slots, bytes per row]`.
+            slots: The unit's slots in order, `[tokens]`, as `page_slots` returns them.
+        """
+        ends = np.cumsum(self.widths) * slots.size
+        parts = np.split(rows[slots].reshape(-1), ends[:-1])
+        interleaved = [part.reshape(slots.size, width) for part, width in zip(parts, self.widths)]
+        rows[slots] = np.concatenate(interleaved, axis=1)
+
+
+def make_permutations(
+    own: RankLayout,
+    buffers: tuple[Buffer, ...],
+    pointers: Sequence[int],
+    prefill_tp: int,
+    written: Optional[Container[tuple[str, bool, int]]] = None,
+) -> tuple[Permutation, ...]:
+    """Returns how decode rank `own` interleaves a unit; empty if no rows arrive as parts.
+
+    Args:
+        buffers, pointers: The rank's KV or its state.
+        prefill_tp: Prefill's attention TP size.
+        written: `key` of each buffer that a prefill stage writes; None for all buffers.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, buffer in enumerate(buffers):
+        if not (written is None or buffer.key in written):
+            continue
+        if unpacked_reason(buffer, own, prefill_tp) is None:
+            head = buffer.page_bytes // (own.page_size * buffer.heads.count)
+            parts = parts_of(buffer.heads, prefill_tp, (own.tp_rank, own.tp_size))
+            ranks, widths = zip(*((rank, heads.count * head) for rank, heads in parts))
+            alike.setdefault((ranks, widths), []).append(i)
+    return tuple(
+        Permutation(tuple(which), *parts, widest_word(*parts[1], *(pointers[i] for i in which)))
+        for parts, which in alike.items()
+        if len(parts[0]) > 1
+    )
+
+
+def unpacked_reason(
+    buffer: Buffer, decode: RankLayout, prefill_tp: int, tiled: bool = False
+) -> Optional[str]:
+    """Returns why head slices of a decode buffer are not sent as whole rows; None if they are.
+
+    Both servers apply this rule, to what both know, so decode interleaves exactly what prefill
+    writes as parts.
+
+    Args:
+        decode: The rank that holds the buffer.
+        prefill_tp: Prefill's attention TP size.
+        tiled: Whether a server stores pages as NZ tiles (`SGLANG_USE_FIA_NZ`).
+    """
+    heads = buffer.heads
+    if buffer.unused:
+        return "it is not sent"
+    if heads is None:
+        return "it is not split by KV heads, or its heads are unknown"
+    if tiled:
+        return "its pages are NZ tiles, in which a token has no row"
+    try:
+        parts = parts_of(heads, prefill_tp, (decode.tp_rank, decode.tp_size))
+        held = [heads_of_rank(rank, prefill_tp, heads.total) for rank, _ in parts]
+    except LayoutError as error:  # a draft that only decode has
+        return str(error)
+    if held == [heads]:
+        return "ranks of both servers hold the same KV heads"
+    sent = [part for _, part in parts]
+    if sum(part.count for part in sent) != heads.count or (len(sent) > 1 and sent != held):
+        ranks = ", ".join(str(rank) for rank, _ in parts) or "none"
+        return f"KV heads {heads} do not consist of whole rows of prefill TP ranks ({ranks})"
+    return None
+
+
+def page_slots(pages: npt.ArrayLike, page_size: int) -> npt.NDArray[np.int64]:
+    """Returns the token slots of these pages in order, `[pages * page_size]`."""
+    return (np.asarray(pages, np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+
+
+def widest_word(*numbers: int) -> int:
+    """Returns the largest power of two up to `MAX_WORD` that divides all of these byte counts."""
+    common = gcd(*numbers)
+    return min(MAX_WORD, common & -common)
