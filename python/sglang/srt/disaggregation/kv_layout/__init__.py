@@ -41,11 +41,20 @@ from .heads import (
     tp_size_conflict,
 )
 from .infer import StockRegistration, infer_layout, layout_from_counts
-from .layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout
+from .layout import OPAQUE, Buffer, Heads, LayoutError, RankLayout, is_split_by_heads
 from .match import BufferPair, draft_mismatch, incompatibilities, match_buffers
 from .packed import PackedPlan, PackingRound, make_packed_plan
 from .peer import PeerPlan, Pointers, pair_layers, plan_for_peer
-from .permutation import Permutation, make_permutations, page_slots, unpacked_reason
+from .permutation import (
+    Permutation,
+    Unit,
+    agreed_units,
+    decode_units,
+    encode_units,
+    make_permutations,
+    page_slots,
+    unpacked_reason,
+)
 from .plan import Copies, TransferPlan, make_plan
 from .pools import (
     describe_pools,

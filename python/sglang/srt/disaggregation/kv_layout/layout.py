@@ -83,6 +83,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             not use the buffer; empty from a peer that does not report them.
         aux_slots: Rows of each metadata buffer; 0 from a peer that does not report them.
         verifies: Whether this rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
+        interleaves: Whether this rank interleaves KV heads that several prefill ranks send as whole
+            rows (`permutation`).
     """
 
     tp_rank: int
@@ -98,6 +100,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     aux: tuple[int, ...] = ()
     aux_slots: int = 0
     verifies: bool = False
+    interleaves: bool = False
 
     @property
     def name(self) -> str:
@@ -112,6 +115,11 @@ OPAQUE = "opaque"
 def is_opaque(layout: RankLayout) -> bool:
     """Whether the contents are unknown; whole pages then go to the buffer of the same index."""
     return any(buffer.component == OPAQUE for buffer in layout.kv)
+
+
+def is_split_by_heads(layout: RankLayout) -> bool:
+    """Whether all of the target's KV is split by heads; False for MLA and for unknown pools."""
+    return all(buffer.heads is not None for buffer in layout.kv if not buffer.draft)
 
 
 def is_recurrent(layout: RankLayout) -> bool:

@@ -8,8 +8,9 @@ from typing import Optional, Union
 
 from .aux_buffers import AuxPlan, make_aux_plan
 from .infer import StockRegistration, infer_layout
-from .layout import Buffer, LayoutError, RankLayout
+from .layout import Buffer, LayoutError, RankLayout, is_split_by_heads
 from .match import incompatibilities, match_buffers, match_layers
+from .packed import PackedPlan, make_packed_plan
 from .plan import TransferPlan, make_plan
 
 
@@ -38,18 +39,25 @@ class PeerPlan:
     state: Optional[TransferPlan]
     aux: AuxPlan
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether decode must interleave what it receives, and so be notified of the units."""
+        return any(isinstance(one, PackedPlan) and one.has_parts for one in (self.kv, self.state))
+
 
 def plan_for_peer(
     own: RankLayout,
     own_pointers: Pointers,
     peer: Union[RankLayout, StockRegistration],
     peer_pointers: Pointers,
+    can_pack: bool = False,
 ) -> PeerPlan:
     """Returns the plans from prefill rank `own` to a decode rank.
 
     Args:
         peer: The decode rank's description; a stock rank, which has none, is a
             `StockRegistration`.
+        can_pack: Whether this rank has a packing buffer (`packed`).
 
     Raises:
         LayoutError: The two cannot work together; the text gives every reason.
@@ -62,6 +70,8 @@ def plan_for_peer(
     def plan(ours: tuple[Buffer, ...], src, theirs: tuple[Buffer, ...], dst) -> TransferPlan:
         _check_count(own, ours, src)
         _check_count(layout, theirs, dst)
+        if sends_whole_rows(own, layout, can_pack):
+            return make_packed_plan(own, layout, ours, src, theirs, dst)
         pairs = match_buffers(own, layout, ours, theirs)
         return make_plan(pairs, own.page_size, ours, src, theirs, dst)
 
@@ -70,6 +80,19 @@ def plan_for_peer(
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
     kv = plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv)
     return PeerPlan(layout, kv, state, make_aux_plan(own, layout))
+
+
+def sends_whole_rows(own: RankLayout, decode: RankLayout, can_pack: bool) -> bool:
+    """Whether prefill rank `own` sends head slices as whole rows to this decode rank.
+
+    With MLA only one TP rank of a stage sends, so that a draft's heads cannot come from several.
+
+    Args:
+        can_pack: Whether prefill has a packing buffer, which it needs if its TP size is smaller.
+    """
+    if own.tp_size == decode.tp_size or not is_split_by_heads(own):
+        return False
+    return can_pack if own.tp_size < decode.tp_size else decode.interleaves
 
 
 def pair_layers(

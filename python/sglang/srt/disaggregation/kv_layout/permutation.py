@@ -9,11 +9,12 @@ to end, are N rows. A prefill rank that holds fewer heads writes its own N rows 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Optional
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +22,11 @@ from .heads import heads_of_rank, parts_of
 from .layout import Buffer, LayoutError, RankLayout
 
 MAX_WORD = 16  # bytes that one instruction moves on accelerators
+
+# Which of a request's pages, `[first, end)`, prefill has sent as one chunk.
+Unit = tuple[int, int]
+
+_units_decoder = msgspec.msgpack.Decoder(list[Unit])
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,7 @@ def make_permutations(
     )
 
 
-def unpacked_reason(
-    buffer: Buffer, decode: RankLayout, prefill_tp: int, tiled: bool = False
-) -> Optional[str]:
+def unpacked_reason(buffer: Buffer, decode: RankLayout, prefill_tp: int) -> Optional[str]:
     """Returns why head slices of a decode buffer are not sent as whole rows; None if they are.
 
     Both servers apply this rule, to what both know, so decode interleaves exactly what prefill
@@ -96,15 +100,12 @@ def unpacked_reason(
     Args:
         decode: The rank that holds the buffer.
         prefill_tp: Prefill's attention TP size.
-        tiled: Whether a server stores pages as NZ tiles (`SGLANG_USE_FIA_NZ`).
     """
     heads = buffer.heads
     if buffer.unused:
         return "it is not sent"
     if heads is None:
         return "it is not split by KV heads, or its heads are unknown"
-    if tiled:
-        return "its pages are NZ tiles, in which a token has no row"
     try:
         parts = parts_of(heads, prefill_tp, (decode.tp_rank, decode.tp_size))
         held = [heads_of_rank(rank, prefill_tp, heads.total) for rank, _ in parts]
@@ -117,6 +118,50 @@ def unpacked_reason(
         ranks = ", ".join(str(rank) for rank, _ in parts) or "none"
         return f"KV heads {heads} do not consist of whole rows of prefill TP ranks ({ranks})"
     return None
+
+
+def encode_units(units: Iterable[Unit]) -> bytes:
+    return msgspec.msgpack.encode(list(units))
+
+
+def decode_units(message: bytes) -> list[Unit]:
+    """Returns the units in a message.
+
+    Raises:
+        LayoutError: It has none.
+    """
+    try:
+        return _units_decoder.decode(message)
+    except msgspec.MsgspecError as error:
+        raise LayoutError(f"chunks to interleave cannot be read: {error}") from error
+
+
+def agreed_units(by_sender: Collection[Collection[Unit]], senders: int, pages: int) -> list[Unit]:
+    """Returns the units of a room in the request's order; empty if no sender reports any.
+
+    Args:
+        by_sender: The units that each prefill rank reports.
+        senders: How many prefill ranks send.
+        pages: Pages that decode has set aside for the request.
+
+    Raises:
+        LayoutError: The senders differ, or their units overlap or leave these pages.
+    """
+    reported = [sorted(units) for units in by_sender if units]
+    if not reported:
+        return []
+    first, ends = reported[0], [0, *(end for _, end in reported[0])]
+    if len(reported) != senders or any(units != first for units in reported):
+        raise LayoutError(
+            f"{len(reported)} of {senders} prefill ranks report chunks to interleave, such as "
+            f"{first}; run the same patch set with the same SGLANG_PD_PACKED on all of them"
+        )
+    if ends[-1] > pages or any(not end <= start <= stop for end, (start, stop) in zip(ends, first)):
+        raise LayoutError(
+            f"prefill reports chunks {first}, which overlap or leave the {pages} pages that decode "
+            "has set aside"
+        )
+    return first
 
 
 def page_slots(pages: npt.ArrayLike, page_size: int) -> npt.NDArray[np.int64]:

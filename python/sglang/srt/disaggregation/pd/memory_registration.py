@@ -21,7 +21,7 @@ RegisterBatch = Callable[[List[int], List[int]], int]
 
 
 def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
-    """Returns the regions of KV and state, and those of aux.
+    """Returns the regions of KV, state and the packing buffer, and those of aux.
 
     A range of KV or state that the engine lists twice is returned once.
     """
@@ -30,6 +30,8 @@ def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
     state = (flatten(args.state_data_ptrs), flatten(args.state_data_lens))
     kv = _name_regions("KV", described[0], args.kv_data_ptrs, args.kv_data_lens)
     held = [*kv, *_name_regions("state", described[1], *state)]
+    if getattr(args, "packing", None) is not None:
+        held.append(args.packing.region)
     once = {region[1:]: region for region in reversed(held)}
     return list(reversed(once.values())), _name_regions(
         "aux", (), args.aux_data_ptrs, args.aux_data_lens

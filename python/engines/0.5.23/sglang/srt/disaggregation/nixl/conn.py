@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
+    PackedPlan,
     PeerPlan,
     PreparedPlan,
     TransferPlan,
@@ -32,6 +33,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_rank_name,
     check_staging_message,
 )
+from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -39,6 +41,7 @@ from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
+        _NixlPostError,
         _PEER_RELOAD_MIN_INTERVAL_S,
         ABORT_TAG,
         GUARD,
@@ -101,10 +104,14 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
-        """Registers the buffers. Extends the engine's: they may be in host memory."""
+        """Registers the buffers. Extends the engine's: also memory to pack in, and host memory."""
         if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
+        self.make_packing()
+        if self.packing is not None:
+            _, address, size = self.packing.region
+            self.agent.register_memory([(address, size, self.kv_args.gpu_id, "")], "VRAM")
 
     # Messages from peers
 
@@ -175,7 +182,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
             check_staging_message(frames, self._staging_handler)
-        return self.arrived_digests.store(frames, self.request_status)
+        return self.store_frames(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""
@@ -287,6 +294,8 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         if not (plan.src_pages or src_pages) or not (plan.dst_pages or dst_pages):
             return None
         try:
+            if isinstance(plan, PackedPlan):
+                return None  # it has few copies
             prepared = prepare(plan, src_pages, dst_pages)
         except LayoutError as error:
             logger.info(f"Decode {info.agent_name}: {error}; not using prepared descriptors")
@@ -348,6 +357,8 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
                 f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
             )
         known = self.prepared[peer, what]
+        if isinstance(getattr(plan, what), PackedPlan):
+            return self._post_unit(peer, plan, what, src_pages, dst_pages)
         if known is None:
             copies = getattr(plan, what).copies(src_pages, dst_pages)
             return self._post_copies(peer, plan, copies)
@@ -362,6 +373,33 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
+
+    def _post_unit(
+        self,
+        peer: str,
+        plan: PeerPlan,
+        what: Literal["kv", "state"],
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+    ) -> Any | None:
+        """Writes a chunk as whole rows. Returns NIXL's handle of the last transfer, None for none.
+
+        All but that of a chunk that needs no packing are complete.
+        """
+        packed: PackedPlan = getattr(plan, what)
+        last = None
+        for copies in copies_of_unit(self.packing, what, packed, src_pages, dst_pages):
+            handle = self._post_copies(peer, plan, copies)
+            if handle is None:
+                continue
+            last = handle
+            if packed.packs:  # its memory is packed again
+                settled, failed = self._await_handles([handle], failure_seen=False)
+                if not settled:
+                    raise _NixlPostError(f"a transfer to decode {peer} does not end")
+                if failed:
+                    raise RuntimeError(f"NIXL reported an error of a transfer to decode {peer}")
+        return last
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int

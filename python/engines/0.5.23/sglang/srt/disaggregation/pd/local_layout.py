@@ -17,7 +17,9 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
+from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_exchange import require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -65,12 +67,15 @@ def set_local_layout(
         ValueError: KV is to be compared, but cannot be; or a variable of the patch set is wrong.
     """
     read_silent_seconds()
-    kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
+    is_packed_mode()
+    kv_args.layout = kv_args.views = None
+    kv_args.memory = memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     why = _unsupported_features(kv_args)
     if not why:
         try:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
+            set_views(kv_args, pools)
         except (AttributeError, LayoutError) as error:
             why = str(error)
         except Exception:  # for future pools, which the engine will support

@@ -98,7 +98,9 @@ def _make_plan(
         page_bytes=info.dst_kv_item_len,
     )
     pointers = Pointers(args.kv_data_ptrs, args.state_data_ptrs[0] if own.state else None)
-    return plan_registered(name, own, pointers, layout, facts, Pointers(info.dst_kv_ptrs, state))
+    theirs = Pointers(info.dst_kv_ptrs, state)
+    can_pack = args.packing is not None
+    return plan_registered(name, own, pointers, layout, facts, theirs, can_pack)
 
 
 def _has_page_sizes_of(layout: RankLayout, info: PeerRegistration) -> bool:
