@@ -6,8 +6,8 @@
     {room}_digests_{sender}_{bytes}
 
 Stock peers write and read `kv` without pages, `state` and `aux` (they neither write nor read the
-sender of aux) and skip the others. A sender's number is unique over TP x PP on our prefill, but only
-the PP rank on a stock one, so arrivals are counted by the NIXL agent that sends them, which is
+sender of aux) and skip the others. A sender's number is unique over TP x PP on our prefill, but
+only the PP rank on a stock one, so arrivals are counted by the NIXL agent that sends them, which is
 unique on both.
 """
 

@@ -99,8 +99,10 @@ class PackingBuffers:
         plan: PackedPlan,
         src_pages: npt.ArrayLike,
         dst_pages: npt.ArrayLike,
-    ) -> Iterator[Copies]:
+    ) -> Iterator[tuple[Copies, bool]]:
         """Yields the copies of one unit: of whole rows, and then one packed round after another.
+
+        With each, whether they are the last.
 
         The caller must have sent a round before it asks for the next, which is packed meanwhile.
 
@@ -111,15 +113,15 @@ class PackingBuffers:
         Raises:
             LayoutError: As for `PackedPlan.rounds`.
         """
-        yield plan.copies(src_pages, dst_pages)
         halves, views = self._halves(), getattr(self.views, what)
         rounds = plan.rounds(src_pages, dst_pages, halves[0].numel())
+        yield plan.copies(src_pages, dst_pages), not rounds
         packing: Future[Copies] | None = None
         for one, half in zip([*rounds, None], itertools.cycle(halves)):
             packed = packing
             packing = one and self.executor.submit(self._pack, one, views, half)
             if packed is not None:
-                yield packed.result()
+                yield packed.result(), packing is None
 
     def _pack(self, one: PackingRound, views: list[torch.Tensor], half: torch.Tensor) -> Copies:
         with torch.inference_mode(), side_stream(half.device):
@@ -139,12 +141,12 @@ def copies_of_unit(
     plan: PackedPlan,
     src_pages: npt.ArrayLike,
     dst_pages: npt.ArrayLike,
-) -> Iterator[Copies]:
+) -> Iterator[tuple[Copies, bool]]:
     """Yields the copies of one unit: see `PackingBuffers.copies`, which a plan may not need."""
     if plan.packs:
         yield from packing.copies(what, plan, src_pages, dst_pages)
     else:
-        yield plan.copies(src_pages, dst_pages)
+        yield plan.copies(src_pages, dst_pages), True
 
 
 def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:

@@ -321,7 +321,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
         )
         if isinstance(plan, PackedPlan):
-            batches = copies_of_unit(self.packing, what, plan, src_pages, dst_pages)
+            unit = copies_of_unit(self.packing, what, plan, src_pages, dst_pages)
+            batches = (copies for copies, _ in unit)
         else:
             plan.validate_pages(src_pages, dst_pages)
             at_once = self.max_transfer_batch_indices

@@ -41,13 +41,13 @@ from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
-        _NixlPostError,
         _PEER_RELOAD_MIN_INTERVAL_S,
         ABORT_TAG,
         GUARD,
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
         TransferInfo,
+        _NixlPostError,
     )
 
 logger = logging.getLogger(__name__)
@@ -388,7 +388,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         """
         packed: PackedPlan = getattr(plan, what)
         last = None
-        for copies in copies_of_unit(self.packing, what, packed, src_pages, dst_pages):
+        for copies, _ in copies_of_unit(self.packing, what, packed, src_pages, dst_pages):
             handle = self._post_copies(peer, plan, copies)
             if handle is None:
                 continue

@@ -119,8 +119,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
         """Concludes a room.
 
         Extends the engine's: first sends which chunks decode must interleave, and digests to decode
-        ranks that compare, and notes which decode ranks are notified. The engine sets the room's status before it notifies them, and
-        the scheduler may be done with the room in between.
+        ranks that compare, and notes which decode ranks are notified. The engine sets the room's
+        status before it notifies them, and the scheduler may be done with the room in between.
 
         Args:
             targets: Decode ranks to notify; None for all that requested the room.
