@@ -83,8 +83,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             not use the buffer; empty from a peer that does not report them.
         aux_slots: Rows of each metadata buffer; 0 from a peer that does not report them.
         verifies: Whether this rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
-        interleaves: Whether this rank interleaves KV heads that several prefill ranks send as whole
-            rows (`permutation`).
+        whole_rows: Whether this rank sends head slices as whole rows, or interleaves those that
+            arrive (`packed`).
     """
 
     tp_rank: int
@@ -100,7 +100,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     aux: tuple[int, ...] = ()
     aux_slots: int = 0
     verifies: bool = False
-    interleaves: bool = False
+    whole_rows: bool = False
 
     @property
     def name(self) -> str:

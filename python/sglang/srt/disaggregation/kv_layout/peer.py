@@ -92,7 +92,9 @@ def sends_whole_rows(own: RankLayout, decode: RankLayout, can_pack: bool) -> boo
     """
     if own.tp_size == decode.tp_size or not is_split_by_heads(own):
         return False
-    return can_pack if own.tp_size < decode.tp_size else decode.interleaves
+    if own.tp_size < decode.tp_size:
+        return can_pack
+    return own.whole_rows and decode.whole_rows
 
 
 def pair_layers(

@@ -21,12 +21,10 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_layout import Permutation, Unit, make_permutations, page_slots
 from sglang.srt.disaggregation.pd.memory_registration import flatten
+from sglang.srt.disaggregation.pd.pool_views import WORDS
 from sglang.srt.disaggregation.pd.side_stream import side_stream
 
 logger = logging.getLogger(__name__)
-
-# By bytes, the widest type that all devices move.
-WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 # A permutation, the buffers that it is for, and pages of a unit.
 Step = Tuple[Permutation, Sequence[torch.Tensor], npt.NDArray[np.int64]]
@@ -71,7 +69,9 @@ class InterleavingJob:
                 interleave(rows, slots, one)
 
     def is_done(self) -> bool:
-        """Returns whether the pages may be read. Raises what stopped the thread."""
+        """Returns whether the pages may be read. Raises what stopped the thread, or RuntimeError."""
+        if self.is_cancelled:
+            raise RuntimeError("the request was aborted")
         if not self.result.done():
             return False
         self.result.result()

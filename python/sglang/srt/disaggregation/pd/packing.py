@@ -23,16 +23,10 @@ from sglang.srt.disaggregation.kv_layout import (
     Copies,
     PackedPlan,
     PackingRound,
-    is_split_by_heads,
 )
-from sglang.srt.disaggregation.pd.interleaving import WORDS
 from sglang.srt.disaggregation.pd.memory_registration import PAGE_BYTES, Region
-from sglang.srt.disaggregation.pd.packed_mode import (
-    MEMORY_VARIABLE,
-    is_packed_mode,
-    read_packing_bytes,
-)
-from sglang.srt.disaggregation.pd.pool_views import PoolViews
+from sglang.srt.disaggregation.pd.packed_mode import MEMORY_VARIABLE, read_packing_bytes
+from sglang.srt.disaggregation.pd.pool_views import WORDS, PoolViews
 from sglang.srt.disaggregation.pd.side_stream import side_stream
 
 logger = logging.getLogger(__name__)
@@ -75,7 +69,7 @@ class PackingBuffers:
         """Allocates the memory: 2 MiB pages, none of which holds anything else (MemFabric).
 
         Args:
-            workers: How many threads will call `rounds`.
+            workers: How many threads will call `copies`.
         """
         self.views, self.page_size = views, page_size
         size = max(nbytes // PAGE_BYTES, 1) * PAGE_BYTES
@@ -102,9 +96,7 @@ class PackingBuffers:
     ) -> Iterator[tuple[Copies, bool]]:
         """Yields the copies of one unit: of whole rows, and then one packed round after another.
 
-        With each, whether they are the last.
-
-        The caller must have sent a round before it asks for the next, which is packed meanwhile.
+        With each, whether they are the last. The caller must have sent a round before it asks for the next, which is packed meanwhile.
 
         Args:
             what: Of which buffers the plan is.
@@ -156,7 +148,7 @@ def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:
         ValueError: A variable of the patch set is wrong; the server must not start.
     """
     nbytes, views, layout = read_packing_bytes(), args.views, args.layout
-    if not is_packed_mode() or not nbytes or views is None or not is_split_by_heads(layout):
+    if not nbytes or layout is None or not layout.whole_rows:
         return None
     if all(buffer.heads.count == 1 for buffer in layout.kv if buffer.heads is not None):
         return None  # decode has whole rows

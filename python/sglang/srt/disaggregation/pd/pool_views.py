@@ -18,6 +18,8 @@ from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode
 logger = logging.getLogger(__name__)
 
 MAX_ATTRIBUTE_DEPTH = 4
+# By bytes of a word, the widest type that all devices move.
+WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,24 @@ def find_views(args: KVArgs, owners: Sequence[Any]) -> PoolViews:
     )
 
 
-def set_views(args: KVArgs, owners: Sequence[Any]) -> None:
-    """Sets `args.views`, and in its layout whether this rank interleaves what arrives as rows.
+def set_views(args: KVArgs, owners: Sequence[Any], is_able: bool = True) -> None:
+    """Sets `args.views`, and in its layout whether this rank sends and reads whole rows.
 
-    Without views, of pools that nobody knows, it sends and receives slices.
+    Without views, as of pools that nobody knows, it sends and receives slices.
+
+    Args:
+        is_able: False if the engine sends head slices its own way.
 
     Raises:
         ValueError: A variable of the patch set is wrong; the server must not start.
     """
+    wanted = is_packed_mode() and is_able and is_split_by_heads(args.layout)
     try:
         args.views = find_views(args, owners)
     except LayoutError as error:
         logger.info(f"KV heads are sent token by token between different TP sizes: {error}")
-        args.views = None
-    is_able = is_packed_mode() and args.views is not None and is_split_by_heads(args.layout)
-    args.layout = replace(args.layout, interleaves=is_able)
+        args.views, wanted = None, False
+    args.layout = replace(args.layout, whole_rows=wanted)
 
 
 def buffer_views(

@@ -17,12 +17,13 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
-from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode
+from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packing_bytes
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_exchange import require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def set_local_layout(
     """
     read_silent_seconds()
     is_packed_mode()
+    read_packing_bytes()
     kv_args.layout = kv_args.views = None
     kv_args.memory = memory_kind(token_to_kv_pool)
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
@@ -75,7 +77,7 @@ def set_local_layout(
     if not why:
         try:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
-            set_views(kv_args, pools)
+            set_views(kv_args, pools, is_able=not envs.SGLANG_DISAGG_STAGING_BUFFER.get())
         except (AttributeError, LayoutError) as error:
             why = str(error)
         except Exception:  # for future pools, which the engine will support
@@ -162,8 +164,6 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 
     In that case, the widths of a peer that does not send them could not be inferred.
     """
-    from sglang.srt.environ import envs
-
     moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
     widths: List[int] = args.aux_item_lens
     return () if moved or len(widths) <= HIDDEN_STATES else tuple(widths)

@@ -70,7 +70,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
         try:
             reason = self._refusal_reason(room, index_slice)
             if not reason:
-                if self.verifier is not None or self._sends_parts(room):
+                is_noted = self.verifier is not None or self._sends_parts(room)
+                if is_noted and room in self.transfer_infos:
                     sent = self.sent_pages.setdefault(room, SentPages())
                     sent.note(index_slice, kv_indices, options.get("state_indices"))
                 chunk = (room, kv_indices, index_slice, is_last_chunk)
