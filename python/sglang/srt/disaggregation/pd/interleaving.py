@@ -69,7 +69,7 @@ class InterleavingJob:
                 interleave(rows, slots, one)
 
     def is_done(self) -> bool:
-        """Returns whether the pages may be read. Raises what stopped the thread, or RuntimeError."""
+        """Returns whether the pages may be read. Raises what stopped the thread."""
         if self.is_cancelled:
             raise RuntimeError("the request was aborted")
         if not self.result.done():

@@ -96,7 +96,8 @@ class PackingBuffers:
     ) -> Iterator[tuple[Copies, bool]]:
         """Yields the copies of one unit: of whole rows, and then one packed round after another.
 
-        With each, whether they are the last. The caller must have sent a round before it asks for the next, which is packed meanwhile.
+        With each, whether they are the last. The caller must have sent a round before it asks for
+        the next, which is packed meanwhile.
 
         Args:
             what: Of which buffers the plan is.
