@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_release import NIGHTLY_IF_NOT_DEFAULT
 from server_pairs import LOGS, ask_router, assert_freed, restart
-from serving_checks import LOGPROB_TOLERANCE, outcome, record, server_load
+from serving_checks import LOGPROB_TOLERANCE, heads_moved_by, outcome, record, server_load
 from serving_scenarios import (
     FIVE_LAYERS,
     NEW_TOKENS,

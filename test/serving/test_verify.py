@@ -32,6 +32,7 @@ def running(
     environment = {"SGLANG_PD_VERIFY": "1", **environment}
     if sends == "stock":
         environment["SGLANG_PD_STOCK_TRANSFER"] = str(cluster.engine_folder("stock"))
+        environment["SGLANG_PD_PACKED"] = "0"  # stock sends slices
     label = f"verify-{scenario.name}-{test}"
     servers = make_pair(label, scenario.topology, scenario.model, environment=environment)
     with cluster.running(servers):

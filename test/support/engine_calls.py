@@ -20,6 +20,7 @@ from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
@@ -242,6 +243,7 @@ def registration(
         state_data_lens=by_kind([state_bytes]),
         layout=SimpleNamespace(kv=named, state=state),
     )
+    manager.disaggregation_mode = DisaggregationMode.DECODE  # which packs nothing
     refusing = RefusingEngine(refused, refused_together, keeps)
     manager.engine = object.__new__(AscendTransferEngine)
     manager.engine.engine = refusing

@@ -6,6 +6,7 @@ from itertools import product
 import msgspec
 import numpy as np
 import pytest
+from head_layouts import addresses, layout, rank_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_layout import (
@@ -14,7 +15,6 @@ from kv_layout import (
     Heads,
     LayoutError,
     Permutation,
-    RankLayout,
     StockRegistration,
     infer_layout,
     make_packed_plan,
@@ -247,26 +247,6 @@ def test_every_byte_arrives_for_any_stages_and_drafts(
     )
 
 
-def layout(tp, kv, page_size=16):
-    return RankLayout(*tp, 0, 1, page_size, "bfloat16", "VRAM", 4, tuple(kv))
-
-
-def addresses(buffers, first=1 << 40):
-    return [first + (i << 40) for i in range(len(buffers))]
-
-
-def rank_of(rank, size, total=8, page_size=16, layers=2, widths=(256, 256)):
-    """A rank with K and V of these bytes per head."""
-    held = total // size
-    heads = Heads(rank * held, (rank + 1) * held, total)
-    kv = [
-        Buffer(component, False, layer, page_size * held * width, heads, 1 << 14)
-        for component, width in zip("kv", widths)
-        for layer in range(layers)
-    ]
-    return layout((rank, size), kv, page_size)
-
-
 def plan_between(src, dst):
     return make_packed_plan(src, dst, src.kv, addresses(src.kv), dst.kv, addresses(dst.kv))
 
@@ -410,29 +390,28 @@ HEADS = Heads(0, 4, 8)  # of the first of two ranks
 
 
 @pytest.mark.parametrize(
-    "buffer, prefill_tp, tiled, reason",
+    "buffer, prefill_tp, reason",
     [
-        (Buffer("k", False, 0, 64, HEADS), 4, False, None),
-        (Buffer("k", False, 0, 64, HEADS), 1, False, None),
-        (Buffer("k", False, 0, 64, HEADS), 2, False, "hold the same KV heads"),
-        (Buffer("k", True, 0, 64, Heads(0, 1, 1)), 4, False, "hold the same KV heads"),
-        (Buffer("k", False, 0, 64, HEADS), 4, True, "NZ tiles"),
-        (Buffer("k", False, 0, 64, HEADS, unused=True), 4, False, "not sent"),
-        (Buffer("kv", False, 0, 64), 4, False, "not split by KV heads"),
-        (Buffer("mamba_0", False, 0, 64), 4, False, "not split by KV heads"),
-        (Buffer("undescribed", True, 0, 0), 4, False, "its heads are unknown"),
-        (Buffer(OPAQUE, False, 0, 64), 4, False, "its heads are unknown"),
-        (Buffer("k", False, 0, 64, Heads(2, 6, 8)), 4, False, r"ranks \(1\)"),
-        (Buffer("k", False, 0, 64, Heads(1, 4, 8)), 4, False, r"\[1,4\) of 8 do not consist"),
-        (Buffer("k", False, 0, 64, HEADS), 6, False, "cannot be split over"),
-        (Buffer("k", False, 0, 64, Heads(4, 8, 8)), 4, False, r"ranks \(none\)"),
+        (Buffer("k", False, 0, 64, HEADS), 4, None),
+        (Buffer("k", False, 0, 64, HEADS), 1, None),
+        (Buffer("k", False, 0, 64, HEADS), 2, "hold the same KV heads"),
+        (Buffer("k", True, 0, 64, Heads(0, 1, 1)), 4, "hold the same KV heads"),
+        (Buffer("k", False, 0, 64, HEADS, unused=True), 4, "not sent"),
+        (Buffer("kv", False, 0, 64), 4, "not split by KV heads"),
+        (Buffer("mamba_0", False, 0, 64), 4, "not split by KV heads"),
+        (Buffer("undescribed", True, 0, 0), 4, "its heads are unknown"),
+        (Buffer(OPAQUE, False, 0, 64), 4, "its heads are unknown"),
+        (Buffer("k", False, 0, 64, Heads(2, 6, 8)), 4, r"ranks \(1\)"),
+        (Buffer("k", False, 0, 64, Heads(1, 4, 8)), 4, r"\[1,4\) of 8 do not consist"),
+        (Buffer("k", False, 0, 64, HEADS), 6, "cannot be split over"),
+        (Buffer("k", False, 0, 64, Heads(4, 8, 8)), 4, r"ranks \(none\)"),
     ],
 )
-def test_reason_for_buffers_that_are_not_packed(buffer, prefill_tp, tiled, reason):
+def test_reason_for_buffers_that_are_not_packed(buffer, prefill_tp, reason):
     decode = layout((0, 2), [buffer])
-    found = unpacked_reason(buffer, decode, prefill_tp, tiled)
+    found = unpacked_reason(buffer, decode, prefill_tp)
     assert found is None if reason is None else re.search(reason, found)
-    if reason and not tiled:
+    if reason:
         assert not make_permutations(decode, decode.kv, [1 << 40], prefill_tp)
 
 

@@ -59,6 +59,7 @@ def decode(request):
         prefill_response_tracker=defaultdict(set),
         transfer_statuses=defaultdict(TransferStatus),
         requested_rooms=set(),
+        arrived_units=defaultdict(dict),
         failing_rooms=set(),
         agent=SimpleNamespace(name="decode", get_new_notifs=dict),
         engine=SimpleNamespace(get_session_id=lambda: "127.0.0.1:1"),

@@ -10,7 +10,8 @@ from .aux_buffers import AuxPlan, make_aux_plan
 from .infer import StockRegistration, infer_layout
 from .layout import Buffer, LayoutError, RankLayout, is_split_by_heads
 from .match import incompatibilities, match_buffers, match_layers
-from .packed import PackedPlan, make_packed_plan
+from .packed import make_packed_plan
+from .permutation import unpacked_reason
 from .plan import TransferPlan, make_plan
 
 
@@ -32,17 +33,15 @@ class PeerPlan:
     Attributes:
         layout: The decode rank's, as described or inferred.
         state: None if the transport sends state by other means.
+        has_parts: Whether decode must interleave what the ranks of this prefill server send, and so
+            be notified of the units by each, also by one that only has copies of others' heads.
     """
 
     layout: RankLayout
     kv: TransferPlan
     state: Optional[TransferPlan]
     aux: AuxPlan
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether decode must interleave what it receives, and so be notified of the units."""
-        return any(isinstance(one, PackedPlan) and one.has_parts for one in (self.kv, self.state))
+    has_parts: bool = False
 
 
 def plan_for_peer(
@@ -79,7 +78,15 @@ def plan_for_peer(
     if own_pointers.state is not None and peer_pointers.state is not None:
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
     kv = plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv)
-    return PeerPlan(layout, kv, state, make_aux_plan(own, layout))
+    has_parts = (
+        own.tp_size > layout.tp_size
+        and sends_whole_rows(own, layout, can_pack)
+        and any(
+            unpacked_reason(buffer, layout, own.tp_size) is None
+            for buffer in (*layout.kv, *(layout.state if state is not None else ()))
+        )
+    )
+    return PeerPlan(layout, kv, state, make_aux_plan(own, layout), has_parts)
 
 
 def sends_whole_rows(own: RankLayout, decode: RankLayout, can_pack: bool) -> bool:

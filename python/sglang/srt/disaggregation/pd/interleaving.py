@@ -109,7 +109,7 @@ class Interleaver:
             state_pages: Its pages of state, which are one unit; None if it has none.
         """
         kv, state = self._permutations(prefill_tp)
-        chunks = [np.asarray(pages[first:end], np.int64) for first, end in units]
+        chunks = [np.asarray(pages[first:end], np.int64) for first, end in units if first < end]
         steps = [(one, self._buffers(one, kv[1]), chunk) for chunk in chunks for one in kv[0]]
         if state_pages is not None and len(state_pages):
             chunk = np.asarray(state_pages, np.int64)
@@ -137,5 +137,6 @@ class Interleaver:
         return self.permutations[prefill_tp]
 
     def _run(self, job: InterleavingJob) -> None:
-        with torch.inference_mode(), side_stream(self.args.views.kv[0].device):
+        views = self.args.views  # a stage may have windows only
+        with torch.inference_mode(), side_stream((views.kv or views.state)[0].device):
             job.run()

@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
 import numpy.typing as npt
@@ -110,11 +110,15 @@ class PackingBuffers:
         rounds = plan.rounds(src_pages, dst_pages, halves[0].numel())
         yield plan.copies(src_pages, dst_pages), not rounds
         packing: Future[Copies] | None = None
-        for one, half in zip([*rounds, None], itertools.cycle(halves)):
-            packed = packing
-            packing = one and self.executor.submit(self._pack, one, views, half)
-            if packed is not None:
-                yield packed.result(), packing is None
+        try:
+            for one, half in zip([*rounds, None], itertools.cycle(halves)):
+                packed = packing
+                packing = one and self.executor.submit(self._pack, one, views, half)
+                if packed is not None:
+                    yield packed.result(), packing is None
+        finally:  # a caller that stops early packs another unit into these halves
+            if packing is not None and not packing.cancel():
+                wait([packing])
 
     def _pack(self, one: PackingRound, views: list[torch.Tensor], half: torch.Tensor) -> Copies:
         with torch.inference_mode(), side_stream(half.device):
@@ -151,7 +155,8 @@ def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:
     nbytes, views, layout = read_packing_bytes(), args.views, args.layout
     if not nbytes or layout is None or not layout.whole_rows:
         return None
-    if all(buffer.heads.count == 1 for buffer in layout.kv if buffer.heads is not None):
+    split = [one for one in (*layout.kv, *layout.state) if one.heads is not None]
+    if all(buffer.heads.count == 1 for buffer in split):
         return None  # decode has whole rows
     try:
         return PackingBuffers(views, layout.page_size, nbytes, workers)

@@ -18,7 +18,7 @@ _of_thread = _Streams()
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Runs this thread's work in a stream of its own; on exit, the work is done.
+    """Runs this thread's work in a stream of its own; on exit, after an error too, it is done.
 
     On a CPU there are no streams: the calling thread computes.
     """
@@ -29,6 +29,8 @@ def side_stream(device: torch.device) -> Iterator[None]:
     module.set_device(device)
     if _of_thread.stream is None:
         _of_thread.stream = module.Stream()
-    with module.stream(_of_thread.stream):
-        yield
-    _of_thread.stream.synchronize()
+    try:
+        with module.stream(_of_thread.stream):
+            yield
+    finally:  # the memory may be given to others
+        _of_thread.stream.synchronize()

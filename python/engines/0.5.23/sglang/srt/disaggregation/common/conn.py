@@ -13,6 +13,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout, is_extension_frame
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
+from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode
 from sglang.srt.disaggregation.pd.packing import PackingBuffers
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -268,5 +269,7 @@ class CommonKVBootstrapServer(VerifyRoutes, EngineCommonKVBootstrapServer):
         known = json.loads(response.text)
         # Not for the whole server: stock decode servers reject new fields in that answer.
         if "rank_port" in known:
-            known.update(reads_layouts=True, verifies=bool(verify_mode()))
+            known.update(
+                reads_layouts=True, verifies=bool(verify_mode()), names_units=is_packed_mode()
+            )
         return web.json_response(known)

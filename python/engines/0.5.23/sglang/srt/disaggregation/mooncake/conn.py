@@ -42,6 +42,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
 from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peers import (
     PeerRegistration,
+    awaits_units,
     check_state_pages,
     pair_state_pages,
     plan_or_refusal,
@@ -107,6 +108,11 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         self.make_packing()
         with raise_only_at_startup(self):
             self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
+
+    def _registerable_regions(self) -> list[tuple[int, int]]:
+        """Returns what a pause deregisters. Extends the engine's: also memory to pack in."""
+        regions = super()._registerable_regions()
+        return regions if self.packing is None else [*regions, self.packing.region[1:]]
 
     def start_prefill_thread(self):
         """Starts prefill's threads. Extends the engine's: soon retries a session that failed."""
@@ -190,6 +196,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
+            info.awaits_units = awaits_units(info.layout_frame, self.attn_tp_size)
             own = (self.kv_args, self.layout)
             info.plan, info.refusal = plan_or_refusal(mooncake_session_id, *own, info, tp)
             info.refusal = unreachable_reason(mooncake_session_id) or info.refusal
@@ -320,7 +327,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         in_threads = self.enable_custom_mem_pool and (
             self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
         )
-        if isinstance(plan, PackedPlan):
+        is_packed = isinstance(plan, PackedPlan)
+        if is_packed:
             unit = copies_of_unit(self.packing, what, plan, src_pages, dst_pages)
             batches = (copies for copies, _ in unit)
         else:
@@ -330,7 +338,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             parts = [slice(start, start + at_once) for start in range(0, len(src_pages), at_once)]
             batches = (plan.copies(src_pages[some], dst_pages[some]) for some in parts)
         for copies in batches:
-            sliced = plan.is_sliced
+            sliced = plan.is_sliced or is_packed
             status = write_copies(self.engine, session, copies, executor, sliced, in_threads)
             if status != 0:
                 return status

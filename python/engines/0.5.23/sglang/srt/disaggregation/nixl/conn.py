@@ -35,7 +35,12 @@ from sglang.srt.disaggregation.pd.message_checks import (
 )
 from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
+from sglang.srt.disaggregation.pd.peers import (
+    PeerRegistration,
+    awaits_units,
+    pair_state_pages,
+    plan_or_refusal,
+)
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
@@ -111,7 +116,9 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         self.make_packing()
         if self.packing is not None:
             _, address, size = self.packing.region
-            self.agent.register_memory([(address, size, self.kv_args.gpu_id, "")], "VRAM")
+            memory = [(address, size, self.kv_args.gpu_id, "")]
+            if not self.agent.register_memory(memory, "VRAM"):
+                raise RuntimeError(f"NIXL could not register a packing buffer of {size} bytes")
 
     # Messages from peers
 
@@ -196,6 +203,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
             info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
+            info.awaits_units = awaits_units(info.layout_frame, self.attn_tp_size)
             own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
             info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
             if not info.refusal:

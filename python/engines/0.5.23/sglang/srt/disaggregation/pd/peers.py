@@ -33,6 +33,22 @@ class PeerRegistration:
     # How it is served: by this plan, or not at all, for this reason; else by the engine's own code.
     plan: PeerPlan | None = None
     refusal: str = ""
+    # Whether it waits to be told which chunks it must interleave, if any.
+    awaits_units: bool = False
+
+
+def awaits_units(layout_frame: bytes, prefill_tp: int) -> bool:
+    """Whether a decode rank waits to be told which chunks it must interleave, if any.
+
+    Args:
+        layout_frame: The description of its buffers; empty if it sends none.
+        prefill_tp: Prefill's attention TP size.
+    """
+    try:
+        layout = decode_layout(layout_frame)
+    except LayoutError:  # its refusal says why
+        return False
+    return layout is not None and layout.whole_rows and layout.tp_size < prefill_tp
 
 
 def plan_or_refusal(

@@ -145,15 +145,20 @@ class PrefillManager(SilenceWatch, PeerQueues):
         return concluded
 
     def _send_units(self, room: int) -> None:
-        """Sends what an open room has sent as whole rows to each decode rank that interleaves."""
-        sent = self._open_room_pages(room)
-        if sent is None:
+        """Names what an open room has sent as whole rows to each decode rank that waits for it.
+
+        Also if that is nothing: decode must notice if the message is lost.
+        """
+        if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
             return
-        rank = self._prefill_unique_rank()
-        for _, info, plan in self._planned_peers(room):
-            if plan.has_parts:
-                frames = units_message(room, rank, self.layout.tp_size, sent.units)
-                self._send_to_decode(info, frames)
+        rank, sent = self._prefill_unique_rank(), self.sent_pages.get(room)
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            known = self.decode_kv_args_table.get(peer)
+            if info.is_dummy or known is None or not known.awaits_units:
+                continue
+            has_parts = sent is not None and known.plan is not None and known.plan.has_parts
+            units = sent.units if has_parts else []
+            self._send_to_decode(info, units_message(room, rank, self.attn_tp_size, units))
 
     def _send_digests(self, room: int) -> None:
         """Sends digests of what an open room has sent, to each decode rank that compares them."""

@@ -1,4 +1,4 @@
-"""Prefill tells decode which chunks it has sent as whole rows; decode interleaves these.
+"""Prefill names to decode which chunks it has sent as whole rows; decode interleaves these.
 
 prefill                                            decode
 all chunks written
@@ -25,6 +25,8 @@ from sglang.srt.disaggregation.pd.interleaving import InterleavingJob
 logger = logging.getLogger(__name__)
 
 UNITS = b"PD_UNITS"
+# Decode goes through all prefill ranks that serve it.
+MAX_TP_SIZE = 1 << 12
 
 
 def units_message(room: int, sender: int, tp_size: int, units: Iterable[Unit]) -> list[bytes]:
@@ -45,6 +47,8 @@ class UnitInbox(dict[int, dict[int, tuple[int, list[Unit]]]]):
             return False
         room, sender, tp_size = (int(frame) for frame in frames[1:4])
         units = decode_units(frames[4])
+        if not 0 < tp_size <= MAX_TP_SIZE:
+            raise ValueError(f"prefill TP size {tp_size}, expected 1 to {MAX_TP_SIZE}")
         if room in open_rooms:  # else the room is over
             self.setdefault(room, {})[sender] = (tp_size, units)
         return True
@@ -87,13 +91,30 @@ class InterleavingReceiver:
     def _start_interleaving(self, pages, state_pages) -> InterleavingJob | None:
         manager = self.kv_mgr
         arrived = manager.arrived_units.pop(self.bootstrap_room, {})
-        if not arrived:
-            return None
         senders = self.required_prefill_response_num
+        if self._expects_units() and len(arrived) != senders:
+            raise LayoutError(
+                f"{len(arrived)} of {senders} prefill ranks named the chunks to interleave: a "
+                "message was lost with a connection; send the request again"
+            )
         units = agreed_units([units for _, units in arrived.values()], senders, len(pages))
-        (tp_size,) = {tp_size for tp_size, _ in arrived.values()}
+        tp_sizes = {tp_size for tp_size, _ in arrived.values()}
+        if len(tp_sizes) > 1:
+            raise LayoutError(f"prefill ranks report different TP sizes: {sorted(tp_sizes)}")
+        if not units:
+            return None
         state = state_pages if manager.layout.state else None
-        return manager.interleaver.start(tp_size, units, pages, state)
+        return manager.interleaver.start(*tp_sizes, units, pages, state)
+
+    def _expects_units(self) -> bool:
+        """Whether each prefill rank names the chunks to interleave, even if there are none."""
+        layout, infos = self.kv_mgr.layout, getattr(self, "bootstrap_infos", None) or ()
+        senders = [info for info in infos if not info["is_dummy"]]
+        if layout is None or not layout.whole_rows or not senders:
+            return False
+        if not all(info.get("names_units") for info in senders):
+            return False
+        return self.prefill_info.attn_tp_size > layout.tp_size
 
     def abort(self):
         """Aborts the request. Extends the engine's: from then on, nothing writes to its pages."""

@@ -180,8 +180,9 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         dst_pages: npt.NDArray[np.int32],
         executor: ThreadPoolExecutor,
     ) -> int:
-        how = (executor, plan.is_sliced, self.enable_custom_mem_pool)
-        if not isinstance(plan, PackedPlan):
+        is_packed = isinstance(plan, PackedPlan)
+        how = (executor, plan.is_sliced or is_packed, self.enable_custom_mem_pool)
+        if not is_packed:
             return write_copies(self.engine, session, plan.copies(src_pages, dst_pages), *how)
         for copies, _ in copies_of_unit(self.kv_args.packing, what, plan, src_pages, dst_pages):
             status = write_copies(self.engine, session, copies, *how)
@@ -365,10 +366,11 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         known = self.decode_kv_args_table.get(req.mooncake_session_id)  # None if it was dropped
         if known is not None and known.reads_reasons:
             frames.append(reason.encode("utf-8", "backslashreplace"))
-        if req.digests is not None or req.units:
+        units = req.units if status == KVPoll.Success else []
+        if req.digests is not None or units:
             frames.append(req.digests or b"")
-        if req.units:
-            frames.append(encode_units(req.units))
+        if units:
+            frames.append(encode_units(units))
         address = format_tcp_address(req.endpoint, req.dst_port)
         try:
             self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)

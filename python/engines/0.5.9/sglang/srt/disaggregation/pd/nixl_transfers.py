@@ -145,7 +145,8 @@ class NixlTransfers:
         """
         if peer in self.unreachable_peers or peer in self.connecting:
             return False
-        of_peer = [write for write in self.transfers if write.peer == peer]
+        # A packed transfer has no handle: each of its rounds is a write of its own.
+        of_peer = [write for write in self.transfers if write.peer == peer and write.handle]
         if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
             return False
         info = self.decode_kv_args_table[peer]

@@ -97,6 +97,8 @@ class PackedSends:
         pages = (transfer.src_pages, transfer.dst_pages)
         packing = manager.kv_args.packing
         for copies, is_last in copies_of_unit(packing, transfer.what, plan, *pages):
+            if transfer.abandon_reason:  # the pages may be another request's
+                return transfer.abandon_reason
             if not len(copies):
                 if is_last:
                     manager._notify(peer, transfer.notification)
