@@ -364,10 +364,11 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def _send_status(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
         known = self.decode_kv_args_table.get(req.mooncake_session_id)  # None if it was dropped
-        if known is not None and known.reads_reasons:
-            frames.append(reason.encode("utf-8", "backslashreplace"))
         units = req.units if status == KVPoll.Success else []
-        if req.digests is not None or units:
+        has_more = req.digests is not None or bool(units)  # then the rank reads all frames
+        if has_more or (known is not None and known.reads_reasons):
+            frames.append(reason.encode("utf-8", "backslashreplace"))
+        if has_more:
             frames.append(req.digests or b"")
         if units:
             frames.append(encode_units(units))
