@@ -74,6 +74,7 @@ def make(make_prefill, monkeypatch):
             rank.args.packing.free = [half[:HALF_BYTES] for half in halves]
         for decode in decodes:
             register(manager, decode)
+        manager.ranks = (rank, *decodes)  # their memory is written to, whoever else keeps them
         return manager
 
     return make
