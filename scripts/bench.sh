@@ -5,7 +5,7 @@
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
-#        scripts/bench.sh wire [--json FILE] [--only WORD]
+#        scripts/bench.sh wire [--json FILE] [--only WORD] [--device cuda]
 #        scripts/bench.sh heads [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
 #
@@ -27,6 +27,7 @@
 #                 with the number of ranks than in stock
 #   --only WORD   only the fleets (wire: transports) with WORD in their name
 #   --json FILE   write the figures to FILE, for scripts/evidence.sh
+#   --device cuda the pools are on a GPU
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/release.sh"

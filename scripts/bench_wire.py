@@ -1,18 +1,20 @@
 """KV heads between TP sizes over NIXL: packed and sliced, beside one write of as many bytes.
 
 Run by `scripts/bench.sh wire`. A prefill rank and a decode rank are two processes of this machine,
-with NIXL's agents and pools in host memory, without an engine's server. Prefill writes 256 MiB of
-one chunk as the patch set plans it, and packs by the patch set's code. UCX chooses how: within a
-host by shared memory, or over TCP with `UCX_TLS=tcp`.
+with NIXL's agents and pools in host memory, or with `--device cuda` on one GPU, without an engine's
+server. Prefill writes 256 MiB of one chunk as the patch set plans it, and packs by the patch set's
+code. UCX chooses how: within a host by shared memory, within a GPU by the driver's copies, or over
+TCP with `UCX_TLS`.
 
     flat      the same number of bytes, contiguous on both sides
     sliced    half of each row, token by token
     packed    whole rows: TP 2 to 1 without decode's interleaving, TP 1 to 2 with prefill's packing
 
-What a core interleaves or packs in a second is measured apart, beside one memcpy.
+What a core or the GPU interleaves or packs in a second is measured apart, beside one memcpy.
 """
 
 import contextlib
+import enum
 import functools
 import itertools
 import multiprocessing
@@ -41,36 +43,44 @@ from sglang.srt.disaggregation import kv_layout
 from sglang.srt.disaggregation.pd.interleaving import interleave
 from sglang.srt.disaggregation.pd.packing import PackingBuffers, copies_of_unit, pack
 from sglang.srt.disaggregation.pd.pool_views import PoolViews
+from sglang.srt.disaggregation.pd.side_stream import side_stream
 
 LAYERS = 16
 BUFFERS = 2 * LAYERS
 SENT_BYTES = BUFFERS * CHUNK * HEADS // 2 * HEAD_BYTES
 POOL_TOKENS = 2 * CHUNK  # scattered pages have gaps
 PAGE_SIZES = (1, 16, 64, 128)
-TRANSPORTS = {"shared memory": None, "TCP": "tcp"}  # values of UCX_TLS
+# By device: values of UCX_TLS.
+TRANSPORTS = {
+    "cpu": {"shared memory": None, "TCP": "tcp"},
+    "cuda": {"one GPU": None, "GPU over TCP": "tcp,cuda_copy"},
+}
+MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}  # NIXL's segment kinds
 THREADS = 8  # of prefill's agent, as in the engine
 POLL_SECONDS = 0.0002
 REPEATS = 5
 # Slices may be as fast where each page is one token, and has no neighbours.
 MIN_SPEEDUP = 0.9
-MEMORY = "DRAM"
+
+
+Device = enum.StrEnum("Device", {name: name for name in TRANSPORTS})
 
 
 class End:
     """One rank: a pool, and an agent that has registered it. It lives in a process of its own."""
 
-    def __init__(self, tp_size: int, threads: int = 0):
+    def __init__(self, device: str, tp_size: int, threads: int = 0):
         from nixl._api import nixl_agent, nixl_agent_config
 
-        self.tp = (0, tp_size)
+        self.tp, self.memory = (0, tp_size), MEMORY[device]
         row = HEADS // tp_size * HEAD_BYTES
-        self.pool = torch.zeros(BUFFERS, POOL_TOKENS, row, dtype=torch.uint8)
+        self.pool = torch.zeros(BUFFERS, POOL_TOKENS, row, dtype=torch.uint8, device=device)
         config = nixl_agent_config(backends=["UCX"], num_threads=threads)
         self.agent = nixl_agent(str(uuid.uuid4()), config)
         self.register(self.pool)
 
     def register(self, memory: torch.Tensor) -> None:
-        self.agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], MEMORY)
+        self.agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], self.memory)
 
     @property
     def pointers(self) -> list[int]:
@@ -81,11 +91,12 @@ class End:
 
     def memcpy(self) -> None:
         """Copies as many bytes as a chunk has."""
-        self.copied.copy_(self.pool.view(-1)[:SENT_BYTES])
+        with side_stream(self.pool.device):
+            self.copied.copy_(self.pool.view(-1)[:SENT_BYTES])
 
     @functools.cached_property
     def copied(self) -> torch.Tensor:
-        return torch.zeros(SENT_BYTES, dtype=torch.uint8)
+        return torch.zeros(SENT_BYTES, dtype=torch.uint8, device=self.pool.device)
 
 
 class DecodeEnd(End):
@@ -99,21 +110,22 @@ class DecodeEnd(End):
     def interleave(self, page_size: int, pages: np.ndarray) -> None:
         """Interleaves a chunk in all buffers, as after the last part has arrived."""
         layout = self.layout(page_size)
-        slots = torch.from_numpy(kv_layout.page_slots(pages, page_size))
-        for one in kv_layout.make_permutations(layout, layout.kv, self.pointers, 2):
-            for number in one.buffers:
-                interleave(self.pool[number], slots, one)
+        slots = torch.from_numpy(kv_layout.page_slots(pages, page_size)).to(self.pool.device)
+        with side_stream(self.pool.device):
+            for one in kv_layout.make_permutations(layout, layout.kv, self.pointers, 2):
+                for number in one.buffers:
+                    interleave(self.pool[number], slots, one)
 
     def checksum(self, page_size: int, pages: np.ndarray) -> int:
         """A checksum of prefill's half of the chunk's rows, in the chunk's order."""
         slots = torch.from_numpy(kv_layout.page_slots(pages, page_size))
         width = HEADS // 2 * HEAD_BYTES
-        return zlib.crc32(self.pool[:, slots, :width].contiguous().numpy())
+        return zlib.crc32(self.pool.cpu()[:, slots, :width].contiguous().numpy())
 
 
 class PrefillEnd(End):
-    def __init__(self, tp_size: int):
-        super().__init__(tp_size, THREADS)
+    def __init__(self, device: str, tp_size: int):
+        super().__init__(device, tp_size, THREADS)
         self.pool.view(torch.int64).random_()
         self.packing = PackingBuffers(PoolViews([self.pool], []), 1, WORKER_BYTES, 1)
         self.register(self.packing.memory)
@@ -146,8 +158,9 @@ class PrefillEnd(End):
         """Packs a chunk, and sends nothing."""
         self._view_pages(page_size)
         half = self.packing.memory[: WORKER_BYTES // 2]
-        for one in self.plan(page_size, is_packed=True).rounds(src, dst, len(half)):
-            pack(one, self.packing.views.kv, page_size, half)
+        with side_stream(self.pool.device):
+            for one in self.plan(page_size, is_packed=True).rounds(src, dst, len(half)):
+                pack(one, self.packing.views.kv, page_size, half)
 
     def _view_pages(self, page_size: int) -> None:
         pages = [buffer.view(POOL_TOKENS // page_size, -1) for buffer in self.pool]
@@ -167,7 +180,7 @@ class PrefillEnd(End):
         Raises:
             RuntimeError: NIXL reports an error.
         """
-        sides = (self.agent.get_xfer_descs(one, MEMORY) for one in (src, dst))
+        sides = (self.agent.get_xfer_descs(one, self.memory) for one in (src, dst))
         handle = self.agent.initialize_xfer("WRITE", *sides, self.peer)
         state = self.agent.transfer(handle)
         while state == "PROC":
@@ -207,14 +220,17 @@ def serve(connection, kind: type, arguments: tuple) -> None:
 
 
 @contextlib.contextmanager
-def connected(direction: str, tls: str | None) -> Iterator[tuple[RemoteEnd, RemoteEnd]]:
+def connected(
+    device: str, direction: str, tls: str | None
+) -> Iterator[tuple[RemoteEnd, RemoteEnd]]:
     """Yields a prefill end and a decode end that are connected over this transport."""
     os.environ.pop("UCX_TLS", None)
     if tls is not None:
         os.environ["UCX_TLS"] = tls
     prefill_tp, decode_tp = DIRECTIONS[direction]
     with contextlib.ExitStack() as stack:
-        ends = (RemoteEnd(PrefillEnd, prefill_tp), RemoteEnd(DecodeEnd, decode_tp))
+        sizes = ((PrefillEnd, prefill_tp), (DecodeEnd, decode_tp))
+        ends = tuple(RemoteEnd(kind, device, size) for kind, size in sizes)
         for end in ends:
             stack.callback(end.stop)
         prefill, decode = ends
@@ -249,7 +265,7 @@ def check(prefill: RemoteEnd, decode: RemoteEnd, page_size: int, src, dst) -> di
 def measure(
     ends: tuple[RemoteEnd, RemoteEnd], direction: str, page_size: int, is_scattered: bool
 ) -> dict:
-    """One row: milliseconds of each way in turns, and a core's GB/s of the copy and of memcpy."""
+    """One row: milliseconds of each way in turns, and GB/s of the copy and of memcpy."""
     prefill, decode = ends
     src, dst = chunk_pages(page_size, is_scattered)
     copies = check(prefill, decode, page_size, src, dst)
@@ -298,13 +314,14 @@ def main(
     only: Annotated[
         str, typer.Option("--only", metavar="WORD", help="Only transports with WORD in their name.")
     ] = "",
+    device: Annotated[Device, typer.Option(help="Where the pools are.")] = Device.cpu,
 ) -> None:
     """Time all ways to send a chunk; status 1 if packed heads are slower than slices."""
     rows = []
-    for (transport, tls), direction in itertools.product(TRANSPORTS.items(), DIRECTIONS):
+    for (transport, tls), direction in itertools.product(TRANSPORTS[device].items(), DIRECTIONS):
         if only not in transport:
             continue
-        with connected(direction, tls) as ends:
+        with connected(device, direction, tls) as ends:
             for page_size, is_scattered in itertools.product(PAGE_SIZES, (False, True)):
                 row = measure(ends, direction, page_size, is_scattered)
                 rows.append({"transport": transport, **row})

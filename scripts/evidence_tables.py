@@ -159,6 +159,10 @@ another, in host memory, medians in turns. Flat: one write of as many bytes. TP 
 prefill's packing, in rounds of 8 MiB beside the wire; TP 2 to 1 does not include decode's
 interleaving, which a thread does afterwards. Copy: what one core interleaves or packs in a second,
 beside one memcpy."""
+    on_gpu = """\
+The same between two processes with their pools in the memory of one GPU (`scripts/bench.sh wire
+--device cuda`), an H200: UCX copies within it by the driver. Copy: what the GPU interleaves or
+packs in a second."""
     served = """\
 The same on servers over NIXL (`scripts/bench.sh heads`): prompts of 8,000 tokens, prefilled in
 chunks of 2,048, without a router; three pairs of patched servers in turns. Sliced:
@@ -168,6 +172,7 @@ decode's event loop."""
         *section(plan, PLAN_PACKED, bench_rows("plan", "packed")),
         *section(wire, WIRE, bench_rows("wire")),
         *misses("wire"),
+        *section(on_gpu, WIRE, bench_rows("wire-cuda")),
         *section(served, SERVED_HEADS, bench_rows("heads")),
         *misses("heads"),
     ]
