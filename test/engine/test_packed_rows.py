@@ -249,9 +249,14 @@ def test_rank_that_will_not_pack_sets_no_memory_aside(monkeypatch, case):
     assert make_packing_buffers(args, workers=4) is None
 
 
-def test_rank_without_memory_to_pack_sends_slices(monkeypatch, caplog):
-    monkeypatch.setenv(MEMORY, "1e9")  # a petabyte
-    assert make_packing_buffers(rank_args(0, 1), workers=4) is None
+@pytest.mark.parametrize(
+    "mib, workers",
+    [("1e9", 4), ("2", 1 << 16)],
+    ids=["petabyte", "less than a row for each worker"],
+)
+def test_rank_without_memory_to_pack_sends_slices(monkeypatch, caplog, mib, workers):
+    monkeypatch.setenv(MEMORY, mib)
+    assert make_packing_buffers(rank_args(0, 1), workers) is None
     (warning,) = (one.message for one in caplog.records if one.name == packing.__name__)
     assert MEMORY in warning and "token by token" in warning
 

@@ -158,11 +158,15 @@ def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:
     split = [one for one in (*layout.kv, *layout.state) if one.heads is not None]
     if all(buffer.heads.count == 1 for buffer in split):
         return None  # decode has whole rows
+    row = max(buffer.page_bytes for buffer in split) // layout.page_size
     try:
-        return PackingBuffers(views, layout.page_size, nbytes, workers)
-    except RuntimeError as error:  # out of memory
+        packing = PackingBuffers(views, layout.page_size, nbytes, workers)
+        if (half := packing.free[0].numel()) < row:
+            raise RuntimeError(f"each of {workers} workers has {half} bytes, a row {row}")
+    except RuntimeError as error:  # or out of memory
         logger.warning(
-            f"No memory to pack KV heads ({error}); they are sent token by token to decode servers "
-            f"of a larger TP size. {MEMORY_VARIABLE} sets the size"
+            f"Too little memory to pack KV heads ({error}); they are sent token by token to decode "
+            f"servers of a larger TP size. {MEMORY_VARIABLE} sets the size"
         )
         return None
+    return packing
