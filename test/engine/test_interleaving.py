@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from head_pools import contents, land_as_parts, rank_args
+from sglang.srt.disaggregation.kv_layout import permutation
 from sglang.srt.disaggregation.pd import interleaving
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
 
@@ -26,17 +27,26 @@ class Request:
         arrived, wanted: All bytes of the rank now, and once the rows are interleaved.
     """
 
-    def __init__(self, prefill_tp: int = 2, rank: int = 0, size: int = 1, interleaver=None):
+    def __init__(
+        self,
+        prefill_tp: int = 2,
+        rank: int = 0,
+        size: int = 1,
+        interleaver=None,
+        units=UNITS,
+        state_units=(STATE_PAGES,),
+    ):
         self.prefill_tp = prefill_tp
         self.interleaver = interleaver or Interleaver(rank_args(rank, size))
         self.args = self.interleaver.args
         self.wanted = contents(self.args)
         parts = prefill_tp // size
         for buffer in self.args.views.kv:
-            for first, end in UNITS:
+            for first, end in units:
                 land_as_parts(buffer, PAGES[first:end], parts)
         for buffer in self.args.views.state:
-            land_as_parts(buffer, STATE_PAGES, parts)
+            for pages in state_units:
+                land_as_parts(buffer, pages, parts)
         self.arrived = contents(self.args)
 
     def start(self, units=UNITS, pages=PAGES, state_pages=STATE_PAGES):
@@ -51,6 +61,15 @@ class Request:
 @pytest.fixture
 def arrived():
     return Request()
+
+
+def test_long_unit_is_interleaved_block_by_block(monkeypatch):
+    """Prefill cuts it at the same pages; a page has 4 tokens."""
+    monkeypatch.setattr(permutation, "BLOCK_TOKENS", 8)
+    request = Request(units=[(0, 2), (2, 4), (4, 5)], state_units=[[4, 1], [30]])
+    job = request.start(units=[(0, 5)])
+    assert wait_until(job.is_done, PATIENCE)
+    assert all(request.is_as(request.wanted))
 
 
 def assert_aborted(job) -> None:

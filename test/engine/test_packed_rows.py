@@ -21,13 +21,14 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd import packing
 from sglang.srt.disaggregation.pd.interleaving import interleave
-from sglang.srt.disaggregation.pd.memory_registration import PAGE_BYTES, memory_regions
+from sglang.srt.disaggregation.pd.memory_registration import PAGE_BYTES, packing_regions
 from sglang.srt.disaggregation.pd.packing import (
     PackingBuffers,
     copies_of_unit,
     make_packing_buffers,
     pack,
 )
+from sglang.srt.disaggregation.pd.pool_views import PoolViews
 
 from pd_harness.polling import wait_until
 
@@ -231,10 +232,19 @@ def test_rows_that_become_parts_need_no_packing():
 def test_rank_with_several_heads_sets_memory_aside(monkeypatch):
     monkeypatch.setenv(MEMORY, "5")
     args = rank_args(0, 2)
-    assert memory_regions(args)[0][-1][0] == "state swa_v, layer 1"
+    assert packing_regions(args) == []
     args.packing = make_packing_buffers(args, workers=2)
     assert args.packing.memory.numel() == 4 << 20
-    assert memory_regions(args)[0][-1] == args.packing.region
+    assert packing_regions(args) == [args.packing.region]
+
+
+def test_stage_with_windows_only_packs_and_interleaves(monkeypatch):
+    """Its layers have no full attention."""
+    monkeypatch.setenv(MEMORY, "2")
+    args = rank_args(0, 1)
+    args.views, args.layout = PoolViews([], args.views.state), replace(args.layout, kv=())
+    assert make_packing_buffers(args, workers=1).memory.numel() == 2 << 20
+    assert args.views.device.type == "cpu"
 
 
 @pytest.mark.parametrize("case", ["variable", "unknown pools", "slices", "one head"])

@@ -8,6 +8,7 @@ from engine_calls import by_kind
 from engine_release import SINCE_0_5_20
 from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import LayoutError
+from sglang.srt.disaggregation.pd import pool_views
 from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packing_bytes
 from sglang.srt.disaggregation.pd.pool_views import buffer_views, find_views, set_views
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -100,14 +101,15 @@ def test_state_without_description_is_not_viewed():
     ids=str,
 )
 def test_rank_announces_whole_rows_unless_it_may_not(monkeypatch, variables, is_able, whole_rows):
-    """Its buffers are viewed all the same."""
+    """Otherwise nobody searches its pools' tensors."""
     args = head_pools.rank_args(0, 1)
     args.layout, args.views = replace(args.layout, whole_rows=not whole_rows), None
     for variable in variables.items():
         monkeypatch.setenv(*variable)
     set_views(args, args.pools, is_able)
-    assert args.layout.whole_rows == whole_rows
-    assert len(args.views.kv) == len(args.views.state) == 4
+    assert args.layout.whole_rows == (args.views is not None) == whole_rows
+    if whole_rows:
+        assert len(args.views.kv) == len(args.views.state) == 4
 
 
 def test_rank_of_mla_does_not_announce_whole_rows():
@@ -115,7 +117,7 @@ def test_rank_of_mla_does_not_announce_whole_rows():
     opaque = tuple(replace(buffer, heads=None) for buffer in args.layout.kv)
     args.layout = replace(args.layout, kv=opaque)
     set_views(args, args.pools)
-    assert not args.layout.whole_rows and len(args.views.kv) == 4
+    assert not args.layout.whole_rows and args.views is None
 
 
 @pytest.mark.parametrize("what", ["kv", "state"])
@@ -132,6 +134,20 @@ def test_rank_whose_buffers_are_not_found_sends_slices(caplog, what):
     assert "token by token" in caplog.text and "no tensor of the pools contains" in caplog.text
     with pytest.raises(LayoutError, match="no tensor of the pools contains"):
         find_views(args, args.pools)
+
+
+def test_rank_whose_pools_cannot_be_searched_sends_slices(monkeypatch, caplog):
+    """Such as a proxy of a tensor that is gone: the engine would have started."""
+
+    def fail(*_):
+        raise ReferenceError("injected")
+
+    monkeypatch.setattr(pool_views, "find_views", fail)
+    args = head_pools.rank_args(0, 1)
+    set_views(args, args.pools)
+    assert args.views is None and not args.layout.whole_rows
+    (warning,) = (one for one in caplog.records if one.levelname == "WARNING")
+    assert "token by token" in warning.message and "injected" in warning.message
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])

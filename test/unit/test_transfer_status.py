@@ -167,7 +167,19 @@ def test_units_are_kept_for_each_sender():
         assert not status.is_done()
         status.add(who, notification)
     assert status.is_done()
-    assert status.units == [{(0, 3), (3, 5)}, {(0, 3), (3, 5)}, set()]
+    assert [sorted(units) for units in status.units] == [[(0, 3), (3, 5)], [(0, 3), (3, 5)], []]
     assert agreed_units(status.units[:2], 2, 5) == [(0, 3), (3, 5)]
     with pytest.raises(LayoutError, match="2 of 3 prefill ranks"):
         agreed_units(status.units, 3, 5)
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_sender_that_names_a_part_of_its_chunks_is_refused(named):
+    """All senders may have lost the same name; what it names would stay in parts."""
+    status = TransferStatus(senders=1)
+    units = [(0, 3), (3, 5)]
+    for chunk in (0, 1):
+        unit = units[chunk] if chunk == named else None
+        status.add("a", Notification(1, "kv", chunk, is_last=chunk == 1, unit=unit))
+    with pytest.raises(LayoutError, match=rf"of chunks \[0, 1\] .* only \[{named}\]"):
+        status.units  # noqa: B018

@@ -278,6 +278,25 @@ def test_memory_to_pack_in_is_made_once_and_registered(role, tp, packs, backend,
     assert manager.packing is packing
 
 
+@pytest.mark.parametrize("answer", ["none", "an error"])
+def test_rank_whose_memory_to_pack_in_nixl_refuses_sends_slices(monkeypatch, caplog, answer):
+    monkeypatch.setenv("SGLANG_PD_PACKING_MIB", "2")
+    manager = fake_managers.make_manager("nixl", gqa_layout((0, 1)), PREFILL)
+    fake_managers.give_memory(manager)
+
+    def register(regions, kind):
+        if any(size == 2 << 20 for _, size, *_ in regions):
+            if answer == "none":
+                return None
+            raise RuntimeError("no memory regions left")
+        return "descriptors"
+
+    manager.agent.register_memory = register
+    manager.register_buffer_to_engine()
+    assert manager.packing is None
+    assert "did not register the 2,097,152 bytes in which KV heads are packed" in caplog.text
+
+
 def test_mooncake_deregisters_memory_to_pack_in_for_a_pause():
     """Else it could not be registered again."""
     prefill, _ = packing_ranks("mooncake")

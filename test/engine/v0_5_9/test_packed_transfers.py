@@ -417,6 +417,18 @@ def test_packing_memory_is_registered_with_kv(make, model, backend):
     assert {one[2] for one in registered} == {"DRAM"}
 
 
+def test_rank_whose_packing_memory_nixl_refuses_sends_slices(make, model, caplog):
+    rank, decode = Rank(0, 1, model), Rank(1, 2)
+    manager = make("nixl", rank)
+    refused = rank.args.packing.memory.numel()
+    manager.agent.register_memory = lambda regions, kind: regions[0][1] != refused
+    manager.register_buffer_to_engine()
+    assert rank.args.packing is None
+    assert f"did not register the {refused:,} bytes in which KV heads are packed" in caplog.text
+    register(manager, decode)
+    assert plan_of(manager).is_sliced
+
+
 def test_decode_rank_sets_no_packing_memory_aside(decode):
     decode.make_packing(1)
     assert not hasattr(decode.kv_args, "packing")

@@ -53,6 +53,7 @@ from .permutation import (
     encode_units,
     make_permutations,
     page_slots,
+    split_unit,
     unpacked_reason,
 )
 from .plan import Copies, TransferPlan, make_plan

@@ -1,8 +1,8 @@
 """Sends head slices as whole rows, so that one copy carries many tokens.
 
-A unit is a chunk of a request as prefill sends it: whole pages, N tokens. If prefill ranks hold
-fewer heads than decode, their rows are sent unchanged, and decode interleaves them (`permutation`).
-A copy is as long as pages stay neighbours on both sides:
+A unit is a chunk of a request as prefill sends it: whole pages. If prefill ranks hold fewer heads
+than decode, their rows are sent unchanged, and decode interleaves them, a block of the unit at a
+time (`permutation`). A copy is as long as pages stay neighbours on both sides:
 
     prefill TP 1, pages 4 5 6                     b0 b1 | b2 b3 | b4 b5
     decode, pages 7 2 9        a0 a1 a2 a3 | a4 a5 b0 b1 | b2 b3 b4 b5    2 copies: b0 b1, b2 to b5
@@ -14,6 +14,7 @@ If prefill ranks hold more heads, each packs those that one decode rank holds, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Union
@@ -24,10 +25,10 @@ import numpy.typing as npt
 from .heads import heads_of_rank
 from .layout import Buffer, LayoutError, RankLayout
 from .match import match_buffers
-from .permutation import page_slots, unpacked_reason, widest_word
+from .permutation import page_slots, split_unit, unpacked_reason, widest_word
 from .plan import Copies, CopyGroup, GroupCopies, Ints, TransferPlan, make_plan
 
-# Where runs of neighbouring pages start: in the unit's bytes, and in the buffer. Each is `[runs]`.
+# Where runs of neighbouring pages start, in these pages' bytes and in the buffer: `[runs]` each.
 _Runs = tuple[Ints, Ints]
 
 
@@ -36,11 +37,13 @@ class PartGroup:
     """Buffer pairs whose rows on prefill become the same part of decode's bytes.
 
     Attributes:
+        page_size: Tokens of a page.
         src_page, dst_page: Bytes from one page to the next on either side.
         before: Bytes of a page on decode that belong to the parts before this one.
         src, dst: Addresses of page 0, `[pairs]`.
     """
 
+    page_size: int
     src_page: int
     dst_page: int
     before: int
@@ -50,9 +53,13 @@ class PartGroup:
     whole = True  # for `TransferPlan.is_sliced`: no copy is of a single token
 
     def copies(self, src_pages: Ints, dst_pages: Ints) -> GroupCopies:
+        blocks = zip(*(split_unit(pages, self.page_size) for pages in (src_pages, dst_pages)))
+        pieces = zip(*itertools.starmap(self._pieces_of_block, blocks))
+        return GroupCopies(self.src, self.dst, *map(np.concatenate, pieces))
+
+    def _pieces_of_block(self, src_pages: Ints, dst_pages: Ints) -> tuple[Ints, Ints, Ints]:
         src, dst = _runs(src_pages, self.src_page), _runs(dst_pages, self.dst_page)
-        start, size = dst_pages.size * self.before, src_pages.size * self.src_page
-        return GroupCopies(self.src, self.dst, *_pieces(src, dst, start, size))
+        return _pieces(src, dst, dst_pages.size * self.before, src_pages.size * self.src_page)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,8 @@ def make_packed_plan(
         return make_plan(some, src.page_size, src_buffers, src_pointers, dst_buffers, dst_pointers)
 
     every = plan(pairs)  # checks all rows, and knows the pages of both sides
-    part_groups = (PartGroup(*alike, *np.array(both).T) for alike, both in parts.items())
+    size = dst.page_size
+    part_groups = (PartGroup(size, *alike, *np.array(both).T) for alike, both in parts.items())
     return PackedPlan(
         (*plan(others).groups, *part_groups),
         every.src_pages,
@@ -224,7 +232,7 @@ def _runs(pages: Ints, page_bytes: int) -> _Runs:
 def _pieces(src: _Runs, dst: _Runs, start: int, size: int) -> tuple[Ints, Ints, Ints]:
     """Returns the longest copies within a run of both sides: two offsets and a length each.
 
-    The unit's bytes laid end to end, the source's first `size` go to the destination's from `start`
+    The pages' bytes laid end to end, the source's first `size` go to the destination's from `start`
     on.
     """
     edges = np.union1d(src[0], dst[0] - start)

@@ -1,7 +1,8 @@
 """Interleaves head slices that arrived as whole rows of several prefill ranks.
 
-A unit is a chunk of a request as prefill sends it: whole pages, N tokens. Decode's pages of it, end
-to end, are N rows. A prefill rank that holds fewer heads writes its own N rows into one part:
+A unit is a chunk of a request as prefill sends it, cut into blocks of whole pages, N tokens each.
+Decode's pages of a block, end to end, are N rows. A prefill rank that holds fewer heads writes its
+own N rows into one part:
 
     prefill TP 0: a0 a1 a2         decode: a0 a1 a2 b0 b1 b2   ->   a0 b0 a1 b1 a2 b2
     prefill TP 1: b0 b1 b2                 part 0   part 1
@@ -9,7 +10,7 @@ to end, are N rows. A prefill rank that holds fewer heads writes its own N rows 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Optional
@@ -22,6 +23,10 @@ from .heads import heads_of_rank, parts_of
 from .layout import Buffer, LayoutError, RankLayout
 
 MAX_WORD = 16  # bytes that one instruction moves on accelerators
+
+# Tokens of all blocks of a unit but its last one. A part of the protocol: both sides cut. It bounds
+# the memory in which decode interleaves.
+BLOCK_TOKENS = 8192
 
 # Which of a request's pages, `[first, end)`, prefill has sent as one chunk.
 Unit = tuple[int, int]
@@ -46,14 +51,14 @@ class Permutation:
     word: int
 
     def apply(self, rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> None:
-        """Interleaves a unit in place, after all its parts have arrived.
+        """Interleaves a block in place, after all its parts have arrived.
 
         This is the reference for other implementations. If all widths are equal, the parts are
         `[parts, tokens, width]`, and become `[tokens, parts, width]`.
 
         Args:
             rows: One of the buffers, `[slots, bytes per row]`.
-            slots: The unit's slots in order, `[tokens]`, as `page_slots` returns them.
+            slots: The block's slots in order, `[tokens]`, as `page_slots` returns them.
         """
         ends = np.cumsum(self.widths) * slots.size
         parts = np.split(rows[slots].reshape(-1), ends[:-1])
@@ -66,19 +71,15 @@ def make_permutations(
     buffers: tuple[Buffer, ...],
     pointers: Sequence[int],
     prefill_tp: int,
-    written: Optional[Container[tuple[str, bool, int]]] = None,
 ) -> tuple[Permutation, ...]:
     """Returns how decode rank `own` interleaves a unit; empty if no rows arrive as parts.
 
     Args:
         buffers, pointers: The rank's KV or its state.
         prefill_tp: Prefill's attention TP size.
-        written: `key` of each buffer that a prefill stage writes; None for all buffers.
     """
     alike: dict[tuple, list[int]] = {}
     for i, buffer in enumerate(buffers):
-        if not (written is None or buffer.key in written):
-            continue
         if unpacked_reason(buffer, own, prefill_tp) is None:
             head = buffer.page_bytes // (own.page_size * buffer.heads.count)
             parts = parts_of(buffer.heads, prefill_tp, (own.tp_rank, own.tp_size))
@@ -145,7 +146,8 @@ def agreed_units(by_sender: Collection[Collection[Unit]], senders: int, pages: i
         pages: Pages that decode has set aside for the request.
 
     Raises:
-        LayoutError: The senders differ, or their units overlap or leave these pages.
+        LayoutError: The senders differ; or their units are not the request's pages from the first
+            one on without a gap, or leave these pages.
     """
     reported = [sorted(units) for units in by_sender if units]
     if not reported:
@@ -156,12 +158,18 @@ def agreed_units(by_sender: Collection[Collection[Unit]], senders: int, pages: i
             f"{len(reported)} of {senders} prefill ranks report chunks to interleave, such as "
             f"{first}; run the same patch set with the same SGLANG_PD_PACKED on all of them"
         )
-    if ends[-1] > pages or any(not end <= start <= stop for end, (start, stop) in zip(ends, first)):
+    if ends[-1] > pages or any(not end == start <= stop for end, (start, stop) in zip(ends, first)):
         raise LayoutError(
-            f"prefill reports chunks {first}, which overlap or leave the {pages} pages that decode "
-            "has set aside"
+            f"prefill reports chunks {first}, which overlap, have gaps, or leave the {pages} pages "
+            "that decode has set aside"
         )
     return first
+
+
+def split_unit(pages: npt.NDArray[np.int64], page_size: int) -> list[npt.NDArray[np.int64]]:
+    """Returns the pages of each block of a unit, of which it has at least one, maybe empty."""
+    size = max(1, BLOCK_TOKENS // page_size)
+    return [pages[at : at + size] for at in range(0, len(pages), size)] or [pages]
 
 
 def page_slots(pages: npt.ArrayLike, page_size: int) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from .layout import LayoutError
 from .permutation import Unit
 
 
@@ -82,13 +83,13 @@ class _Arrived:
         missing: The kinds of notification besides `kv` that must still arrive.
         chunks: Numbers of the KV chunks that have arrived.
         expected: Number of KV chunks in all; None until the last one has arrived.
-        units: Those of the chunks that decode must interleave.
+        units: Those of the chunks that decode must interleave, by chunk.
     """
 
     missing: set[str]
     chunks: set[int] = field(default_factory=set)
     expected: int | None = None
-    units: set[Unit] = field(default_factory=set)
+    units: dict[int, Unit] = field(default_factory=dict)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class TransferStatus:
             case "kv":
                 arrived.chunks.add(notification.chunk)
                 if notification.unit is not None:
-                    arrived.units.add(notification.unit)
+                    arrived.units[notification.chunk] = notification.unit
                 if notification.is_last:
                     arrived.expected = notification.chunk + 1
             case kind:
@@ -136,9 +137,19 @@ class TransferStatus:
             self._complete.discard(sender)
 
     @property
-    def units(self) -> list[set[Unit]]:
-        """For each sender, which of the request's pages decode must interleave."""
-        return [arrived.units for arrived in self._arrived.values()]
+    def units(self) -> list[list[Unit]]:
+        """For each sender, which of the request's pages decode must interleave.
+
+        Raises:
+            LayoutError: A sender names the pages of only a part of its chunks.
+        """
+        for arrived in self._arrived.values():
+            if arrived.units and arrived.units.keys() != arrived.chunks:
+                raise LayoutError(
+                    f"of chunks {sorted(arrived.chunks)} a prefill rank names the pages of only "
+                    f"{sorted(arrived.units)}; send the request again"
+                )
+        return [list(arrived.units.values()) for arrived in self._arrived.values()]
 
     @property
     def is_failing(self) -> bool:

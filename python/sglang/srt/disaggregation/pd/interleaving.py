@@ -1,6 +1,6 @@
 """Decode: interleaves KV heads that arrived as whole rows, before a request is scheduled.
 
-    the last part has arrived    ->    a thread interleaves chunk after chunk, buffer after buffer
+    the last part has arrived    ->    a thread interleaves block after block, buffer after buffer
     the request is polled              done: it is scheduled; failed: it fails
     the request is aborted             the thread stops after the buffer that it is at
 
@@ -19,23 +19,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.kv_layout import Permutation, Unit, make_permutations, page_slots
+from sglang.srt.disaggregation.kv_layout import (
+    Permutation,
+    Unit,
+    make_permutations,
+    page_slots,
+    split_unit,
+)
 from sglang.srt.disaggregation.pd.memory_registration import flatten
 from sglang.srt.disaggregation.pd.pool_views import WORDS
 from sglang.srt.disaggregation.pd.side_stream import side_stream
 
 logger = logging.getLogger(__name__)
 
-# A permutation, the buffers that it is for, and pages of a unit.
+# A permutation, the buffers that it is for, and pages of a block of a unit.
 Step = Tuple[Permutation, Sequence[torch.Tensor], npt.NDArray[np.int64]]
 
 
 def interleave(rows: torch.Tensor, slots: torch.Tensor, one: Permutation) -> None:
-    """Interleaves a unit of one buffer in place; see `Permutation.apply`.
+    """Interleaves a block of one buffer in place; see `Permutation.apply`.
 
     Args:
         rows: The buffer, uint8, `[slots, bytes per row]`.
-        slots: The unit's slots in order, int64, `[tokens]`, on the buffer's device.
+        slots: The block's slots in order, int64, `[tokens]`, on the buffer's device.
     """
     words = rows.view(WORDS[one.word])
     size = words.element_size()
@@ -109,18 +115,19 @@ class Interleaver:
             state_pages: Its pages of state, which are one unit; None if it has none.
         """
         kv, state = self._permutations(prefill_tp)
-        chunks = [np.asarray(pages[first:end], np.int64) for first, end in units if first < end]
-        steps = [(one, self._buffers(one, kv[1]), chunk) for chunk in chunks for one in kv[0]]
-        if state_pages is not None and len(state_pages):
-            chunk = np.asarray(state_pages, np.int64)
-            steps += [(one, self._buffers(one, state[1]), chunk) for one in state[0]]
-        job = InterleavingJob(steps, self.args.layout.page_size)
+        page_size = self.args.layout.page_size
+        sent = [(kv, pages[first:end]) for first, end in units]
+        sent += [] if state_pages is None else [(state, state_pages)]
+        steps = [
+            (one, [views[i] for i in one.buffers], block)
+            for (permutations, views), unit in sent
+            if len(unit)
+            for block in split_unit(np.asarray(unit, np.int64), page_size)
+            for one in permutations
+        ]
+        job = InterleavingJob(steps, page_size)
         job.result = self.executor.submit(self._run, job)
         return job
-
-    @staticmethod
-    def _buffers(one: Permutation, views: List[torch.Tensor]) -> List[torch.Tensor]:
-        return [views[i] for i in one.buffers]
 
     def _permutations(self, prefill_tp: int):
         """Returns the permutations and views of KV, and those of state."""
@@ -137,6 +144,5 @@ class Interleaver:
         return self.permutations[prefill_tp]
 
     def _run(self, job: InterleavingJob) -> None:
-        views = self.args.views  # a stage may have windows only
-        with torch.inference_mode(), side_stream((views.kv or views.state)[0].device):
+        with torch.inference_mode(), side_stream(self.args.views.device):
             job.run()

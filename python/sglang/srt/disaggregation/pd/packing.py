@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
@@ -42,14 +44,16 @@ def pack(
         to: The packing buffer, uint8, on the buffers' device.
     """
     group, dtype = one.group, WORDS[one.group.word]
-    slots = torch.from_numpy(one.slots).to(to.device)
-    size = len(slots) * group.length
+    row = views[group.buffers[0]].shape[1] // page_size
+    # As many bytes at a time as all rows and what is packed of them consist of: usually all of it.
+    step = math.gcd(row, group.start, group.length)
+    first = one.slots[:, None] * (row // step) + group.start // step
+    steps = torch.from_numpy((first + np.arange(group.length // step)).reshape(-1)).to(to.device)
+    size = len(one.slots) * group.length
     for number, buffer in enumerate(group.buffers):
-        rows = views[buffer].view(len(views[buffer]) * page_size, -1).view(dtype)
-        width = group.length // dtype.itemsize
-        rows = rows.narrow(1, group.start // dtype.itemsize, width)
-        packed = to[number * size : (number + 1) * size].view(dtype).view(len(slots), width)
-        torch.index_select(rows, 0, slots, out=packed)
+        both = (views[buffer], to[number * size : (number + 1) * size])
+        source, packed = (one.view(dtype).view(-1, step // dtype.itemsize) for one in both)
+        torch.index_select(source, 0, steps, out=packed)
 
 
 class Worker(threading.local):
@@ -73,7 +77,7 @@ class PackingBuffers:
         """
         self.views, self.page_size = views, page_size
         size = max(nbytes // PAGE_BYTES, 1) * PAGE_BYTES
-        held = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device=views.kv[0].device)
+        held = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device=views.device)
         first = -held.data_ptr() % PAGE_BYTES
         self.memory = held[first : first + size]
         half = size // (2 * workers) // 64 * 64

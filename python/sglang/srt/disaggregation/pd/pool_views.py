@@ -29,6 +29,10 @@ class PoolViews:
     kv: List[torch.Tensor]
     state: List[torch.Tensor]
 
+    @property
+    def device(self) -> torch.device:
+        return (self.kv or self.state)[0].device  # a stage may have sliding windows only
+
 
 def find_views(args: KVArgs, owners: Sequence[Any]) -> PoolViews:
     """Returns views of the buffers that `args.layout` describes.
@@ -49,7 +53,8 @@ def find_views(args: KVArgs, owners: Sequence[Any]) -> PoolViews:
 def set_views(args: KVArgs, owners: Sequence[Any], is_able: bool = True) -> None:
     """Sets `args.views`, and in its layout whether this rank sends and reads whole rows.
 
-    Without views, as of pools that nobody knows, it sends and receives slices.
+    Without views, as of pools that nobody knows, it sends and receives slices; so it does after any
+    exception, because the engine would have started.
 
     Args:
         is_able: False if the engine sends head slices its own way.
@@ -58,11 +63,15 @@ def set_views(args: KVArgs, owners: Sequence[Any], is_able: bool = True) -> None
         ValueError: A variable of the patch set is wrong; the server must not start.
     """
     wanted = is_packed_mode() and is_able and is_split_by_heads(args.layout)
-    try:
-        args.views = find_views(args, owners)
-    except LayoutError as error:
-        logger.info(f"KV heads are sent token by token between different TP sizes: {error}")
-        args.views, wanted = None, False
+    args.views = None
+    if wanted:
+        try:
+            args.views = find_views(args, owners)
+        except Exception as error:
+            level = logging.INFO if isinstance(error, LayoutError) else logging.WARNING
+            said = "KV heads are sent token by token between different TP sizes"
+            logger.log(level, f"{said}: {error!r}")
+            wanted = False
     args.layout = replace(args.layout, whole_rows=wanted)
 
 

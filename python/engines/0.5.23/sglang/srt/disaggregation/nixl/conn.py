@@ -24,6 +24,10 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.host_memory import peer_memory_kind, register_vram_as_dram
+from sglang.srt.disaggregation.pd.memory_registration import (
+    packing_regions,
+    send_slices_instead,
+)
 from sglang.srt.disaggregation.pd.message_checks import (
     STAGING,
     ValidatingSocket,
@@ -109,16 +113,23 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
-        """Registers the buffers. Extends the engine's: also memory to pack in, and host memory."""
+        """Registers the buffers. Extends the engine's: also memory to pack in, and host memory.
+
+        Without memory to pack in, this rank sends slices.
+        """
         if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
         self.make_packing()
-        if self.packing is not None:
-            _, address, size = self.packing.region
-            memory = [(address, size, self.kv_args.gpu_id, "")]
-            if not self.agent.register_memory(memory, "VRAM"):
-                raise RuntimeError(f"NIXL could not register a packing buffer of {size} bytes")
+        for _, address, size in packing_regions(self.kv_args):
+            why = "it returned no descriptors"
+            try:
+                memory = [(address, size, self.kv_args.gpu_id, "")]
+                descs = self.agent.register_memory(memory, "VRAM")
+            except Exception as error:
+                descs, why = None, repr(error)
+            if not descs:
+                send_slices_instead(self.kv_args, f"NIXL: {why}")
 
     # Messages from peers
 

@@ -31,6 +31,10 @@ from sglang.srt.disaggregation.kv_layout import (
     parse_notification,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
+from sglang.srt.disaggregation.pd.memory_registration import (
+    packing_regions,
+    send_slices_instead,
+)
 from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
 from sglang.srt.disaggregation.pd.nixl_transfers import NixlTransfers, RoomFailed, Transfer
 from sglang.srt.disaggregation.pd.packed_sends import PACKING_THREADS, PackedSends
@@ -160,22 +164,26 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     def register_buffer_to_engine(self):
         """Registers KV, state and packing as memory of the pool's device, aux as host memory.
 
+        Without the packing buffer, this rank sends slices.
+
         Raises:
-            RuntimeError: NIXL refuses one of them; the server must not start.
+            RuntimeError: NIXL refuses one of the others; the server must not start.
         """
         args = self.kv_args
         # A pool in host memory has the published device number, too: stock peers use that number.
         pool = (args.layout.memory, args.gpu_id)
-        self.make_packing(PACKING_THREADS)
-        if args.packing is not None:
-            role, address, size = args.packing.region
-            self.packing_descs = self._register(role, [address], [size], *pool)
         self.kv_descs = self._register("KV", args.kv_data_ptrs, args.kv_data_lens, *pool)
         self.aux_descs = self._register("aux", args.aux_data_ptrs, args.aux_data_lens, "DRAM", 0)
         if any(args.state_data_lens):
             self.state_descs = self._register(
                 "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
+        self.make_packing(PACKING_THREADS)
+        for role, address, size in packing_regions(args):
+            try:
+                self.packing_descs = self._register(role, [address], [size], *pool)
+            except RuntimeError as error:
+                send_slices_instead(args, str(error))
 
     def _register(self, role: str, ptrs: list[int], lens: list[int], kind: str, device: int):
         regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
