@@ -10,11 +10,14 @@ import numpy as np
 import packed_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from packed_ranks import DST, HEADS, LAYERS, PAGE, SRC, UNITS, Rank, slots_of
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.kv_layout import LayoutError, Notification, encode_units
+from sglang.srt.disaggregation.kv_layout import Notification, encode_units
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.pd import interleaving
+from sglang.srt.disaggregation.pd import receiver as receiver_module
+from sglang.srt.disaggregation.pd.rank_consensus import reduce_polls
 from sglang.srt.disaggregation.pd.sender import ABORTED
 
 from pd_harness.polling import wait_until
@@ -56,9 +59,13 @@ def model():
 @pytest.fixture
 def rank(decode, server) -> Rank:
     """The decode rank's pools."""
+    server.sizes |= {"prefill_attn_tp_size": HEADS, "prefill_page_size": PAGE}
+    return give_pools(decode)
+
+
+def give_pools(decode) -> Rank:
     made = Rank(0, 1)
     vars(decode.kv_args).update(vars(made.args))
-    server.sizes |= {"prefill_attn_tp_size": HEADS, "prefill_page_size": PAGE}
     return made
 
 
@@ -78,6 +85,16 @@ def write_parts(rank: Rank, model, units=UNITS) -> None:
         for rows, whole in zip(rank.rows, model):
             parts = [half.reshape(-1) for half in whole[src].chunk(HEADS, dim=1)]
             rows[dst] = torch.cat(parts).view(len(dst), -1)
+
+
+def report_failure(decode, sender: int) -> None:
+    """Notifies decode that a prefill rank has failed the room."""
+    if isinstance(decode, MooncakeKVManager):
+        decode._handle_status([b"%d" % ROOM, b"%d" % KVPoll.Failed, b"%d" % sender, b"no page"])
+        return
+    decode.record_failure(ROOM, "Prefill failed: no page")
+    notice = Notification(ROOM, "failed", reason="no page")
+    decode.transfer_statuses[ROOM].add(f"prefill {sender}", notice)
 
 
 def report(decode, sender: int, units=()) -> None:
@@ -128,6 +145,25 @@ def test_request_waits_until_its_heads_are_interleaved(decode, rank, receiver, m
     receiver.clear()
     assert gate.count == BUFFERS * len(UNITS)  # once each
     assert_nothing_kept(decode)
+
+
+def test_unit_of_which_a_part_comes_late_is_interleaved_after_it(decode, rank, receiver, model):
+    """A sender's last chunk, its metadata and all of the other sender come first."""
+    if isinstance(decode, MooncakeKVManager):
+        pytest.skip("Mooncake's message follows all chunks of its sender")
+    status = decode.transfer_statuses[ROOM]
+    last = Notification(ROOM, "kv", chunk=1, is_last=True, unit=UNITS[1])
+    write_parts(rank, model, UNITS[1:])
+    for notice in (last, Notification(ROOM, "aux")):
+        status.add("prefill 0", notice)
+        assert receiver.poll() == KVPoll.WaitingForInput
+    report(decode, 1, UNITS)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    assert receiver.interleaving is None and "interleaver" not in vars(decode)
+    write_parts(rank, model, UNITS[:1])
+    status.add("prefill 0", Notification(ROOM, "kv", chunk=0, unit=UNITS[0]))
+    assert wait_until(lambda: receiver.poll() == KVPoll.Success, PATIENCE)
+    assert rank.has_received(model)
 
 
 def test_later_request_of_the_room_interleaves_its_own_chunks(
@@ -226,6 +262,28 @@ def test_request_that_ends_early_waits_for_its_thread(decode, receiver, gate, ho
     assert_nothing_kept(decode)
 
 
+@pytest.mark.parametrize("how", ["aborted", "failed elsewhere", "lost"])
+def test_thread_stops_as_soon_as_its_request_fails(decode, receiver, gate, how):
+    """Other requests wait for this thread; the request itself may end much later."""
+    gate.open.clear()
+    report_all(decode)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    assert gate.entered.wait(PATIENCE)
+    if how == "aborted":
+        receiver.abort()
+    elif how == "failed elsewhere":
+        receiver.fail_with_group()
+    else:
+        decode.fail(ROOM, "prefill is lost")
+        assert receiver.poll() == KVPoll.Failed
+    gate.open.set()
+    assert wait_until(receiver.interleaving.result.done, PATIENCE)
+    assert gate.count == 1
+    assert receiver.poll() == KVPoll.Failed
+    fail_with_reason(receiver)
+    assert_nothing_kept(decode)
+
+
 def test_queued_interleaving_of_an_aborted_request_is_dropped(decode, receiver, gate):
     """Another request's is under way, for which it does not wait."""
     gate.open.clear()
@@ -240,11 +298,102 @@ def test_queued_interleaving_of_an_aborted_request_is_dropped(decode, receiver, 
     assert gate.count == BUFFERS * len(UNITS)
 
 
-def test_unreadable_chunks_are_refused(decode, receiver):
-    """Mooncake's thread drops such a message. NIXL: see `test_transfer_status`."""
+def test_unreadable_chunks_fail_the_request_once_all_senders_have_stopped(decode, receiver, gate):
+    """NIXL: see `test_transfer_status`."""
     if not isinstance(decode, MooncakeKVManager):
         pytest.skip("Mooncake's message")
-    frames = [b"%d" % ROOM, b"%d" % KVPoll.Success, b"0", b"no reason", b"", b"\xc1"]
-    with pytest.raises(LayoutError, match="chunks to interleave cannot be read"):
-        decode._handle_status(frames)
-    assert receiver.poll() == KVPoll.WaitingForInput
+    decode._handle_status([b"%d" % ROOM, b"%d" % KVPoll.Success, b"0", b"no reason", b"", b"\xc1"])
+    assert receiver.poll() == KVPoll.WaitingForInput and receiver.has_pending_transfers()
+    report(decode, 1, UNITS)
+    assert receiver.poll() == KVPoll.Failed
+    assert "chunks to interleave cannot be read" in fail_with_reason(receiver)
+    assert not gate.count
+    assert_nothing_kept(decode)
+
+
+def test_warning_of_different_tp_sizes_names_all_that_may_follow(rank, locate, monkeypatch):
+    """Whether heads go packed or sliced is known only later."""
+    said = []
+    monkeypatch.setattr(receiver_module.logger, "warning_once", said.append, raising=False)
+    locate(ROOM)
+    (one,) = said
+    assert "interleaved, packed, or sent token by token" in one
+
+
+# Two TP ranks of a decode server, of which each has its own pools.
+
+
+class TpGroup:
+    """The TP group of two schedulers that run in threads."""
+
+    def __init__(self):
+        store, self.schedulers = dist.HashStore(), ThreadPoolExecutor(2)
+
+        def join(rank: int) -> dist.ProcessGroup:
+            return dist.ProcessGroupGloo(store, rank, 2)
+
+        self.groups = list(self.schedulers.map(join, range(2)))
+
+    def poll(self, receivers) -> list[int]:
+        """Polls a request on both ranks; returns what each of them acts on."""
+
+        def poll(receiver, group) -> int:
+            (state,) = reduce_polls([receiver], [receiver.poll()], group)
+            return state
+
+        return list(self.schedulers.map(poll, receivers, self.groups))
+
+
+@pytest.fixture
+def both(decode, rank, receiver, another_decode, locate):
+    """The managers of both ranks, and the request's receivers there."""
+    give_pools(another_decode)
+    other = locate(ROOM, at=another_decode)
+    other.init(np.array(DST, np.int32), 0)
+    return (decode, another_decode), (receiver, other)
+
+
+@pytest.mark.parametrize("other_is", ["waiting", "failing"])
+def test_rank_that_has_interleaved_waits_for_one_that_fails(both, gate, other_is):
+    """It must not serve the request, nor keep it once the other rank has failed it."""
+    (fast, slow), receivers = both
+    group = TpGroup()
+    report_all(fast)
+    assert wait_until(lambda: receivers[0].poll() == KVPoll.Success, PATIENCE)
+    if other_is == "waiting":
+        report(slow, 0, UNITS)
+    else:
+        report_failure(slow, 0)
+    for _ in range(3):
+        assert group.poll(receivers) == [KVPoll.WaitingForInput] * 2
+    assert receivers[1].has_pending_transfers()  # the other sender may still write
+    report_failure(slow, 1)
+    assert group.poll(receivers) == [KVPoll.Failed] * 2
+    assert fail_with_reason(receivers[0]).endswith("another decode rank failed")
+    assert fail_with_reason(receivers[1]).endswith("Prefill failed: no page")
+    assert gate.count == BUFFERS * len(UNITS)
+    for manager in (fast, slow):
+        assert_nothing_kept(manager)
+
+
+def test_rank_that_interleaves_keeps_its_pages_until_its_thread_stops(both, gate):
+    """The other rank has failed the request."""
+    (slow, failed), receivers = both
+    group = TpGroup()
+    gate.open.clear()
+    report_all(slow)
+    assert receivers[0].poll() == KVPoll.WaitingForInput
+    assert gate.entered.wait(PATIENCE)
+    for sender in range(2):
+        report_failure(failed, sender)
+    assert group.poll(receivers) == [KVPoll.Transferring] * 2  # the slow rank may still write
+    assert group.poll(receivers) == [KVPoll.Failed] * 2
+    with ThreadPoolExecutor(1) as scheduler:
+        ending = scheduler.submit(fail_with_reason, receivers[0])
+        assert not wait_until(ending.done, 0.2)
+        assert fail_with_reason(receivers[1]).endswith("Prefill failed: no page")
+        gate.open.set()
+        assert ending.result(PATIENCE).endswith("another decode rank failed")
+    assert gate.count == 1
+    for manager in (slow, failed):
+        assert_nothing_kept(manager)

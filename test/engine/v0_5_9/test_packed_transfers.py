@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import packed_ranks
 import pytest
+import torch
 from packed_ranks import CHUNKS, DST, HEAD_BYTES, PAGE, SRC, UNITS, Rank
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
@@ -28,6 +30,7 @@ from sglang.srt.disaggregation.pd import nixl_transfers, packed_sends, packing
 from sglang.srt.disaggregation.pd.back_off import PeerBackoff
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
+from sglang.srt.disaggregation.pd.pool_views import PoolViews
 from sglang.srt.disaggregation.pd.sender import ABORTED
 
 from pd_harness.polling import wait_until
@@ -97,7 +100,7 @@ def register(manager, decode: Rank, is_described: bool = True, port: int = 1) ->
     frame = encode_layout(layout) if is_described else b""
     common = {"room": "None", "endpoint": HOST, "dst_port": port, "layout_frame": frame}
     common |= {"dst_kv_ptrs": args.kv_data_ptrs, "dst_kv_item_len": args.kv_item_lens[0]}
-    common |= {"dst_aux_ptrs": [], "dst_state_data_ptrs": []}
+    common |= {"dst_aux_ptrs": [], "dst_state_data_ptrs": args.state_data_ptrs}
     if backend_of(manager) == "nixl":
         named = {"agent_name": decode.name, "agent_metadata": b"its", "gpu_id": 0}
         tp = {"decode_tp_rank": layout.tp_rank, "decode_tp_size": layout.tp_size}
@@ -118,13 +121,17 @@ def plan_of(manager):
     return info.plan.kv
 
 
-def send(manager, chunks=CHUNKS, room: int = ROOM, src=SRC, names=None):
-    """Sends some chunks of a request to decode ranks, by default to all; returns the sender."""
+def send(manager, chunks=CHUNKS, room: int = ROOM, src=SRC, names=None, state=None):
+    """Sends some chunks of a request to decode ranks, by default to all; returns the sender.
+
+    Args:
+        state: Its pages of state, on both sides; they go with the last chunk.
+    """
     backend, names = backend_of(manager), names or list(manager.decode_kv_args_table)
     sender = SENDERS[backend](manager, "10.0.0.3:1", room, [0], 0)
     for name in names:
         asked = {"room": room, "endpoint": HOST, "dst_port": 1, "dst_aux_index": 0}
-        asked |= {"dst_kv_indices": np.array(DST, np.int32), "dst_state_indices": []}
+        asked |= {"dst_kv_indices": np.array(DST, np.int32), "dst_state_indices": state or []}
         asked |= {"required_dst_info_num": len(names)}
         if backend == "nixl":
             request = nixl.TransferInfo(agent_name=name, **asked)
@@ -134,7 +141,8 @@ def send(manager, chunks=CHUNKS, room: int = ROOM, src=SRC, names=None):
     sender.init(len(src), 0)
     ends = np.cumsum(chunks).tolist()
     for count, end in zip(chunks, ends):
-        sender.send(np.array(src[end - count : end], np.int32))
+        with_it = state if end == len(src) else None
+        sender.send(np.array(src[end - count : end], np.int32), with_it)
     return sender
 
 
@@ -217,6 +225,27 @@ def test_decode_rank_that_accepts_nothing_delays_no_other(make, model):
     assert stuck.has_received(model)
 
 
+def test_decode_server_that_accepts_nothing_delays_no_other(make, model):
+    """It has more ranks than there are threads, and all but one of these wait for it."""
+    stuck, live = [Rank(number, 4) for number in range(4)], Rank(0, 2)
+    live.args.engine_rank = 9  # its name
+    manager = make("nixl", Rank(0, 1, model), *stuck, live)
+    agent, names = manager.agent, [one.name for one in stuck]
+    agent.state_of = lambda write: "PROC" if write.peer in names else "DONE"
+
+    def busy() -> int:
+        return sum(bool(agent.rounds(name)) for name in names)
+
+    first = send(manager, names=names)
+    assert wait_until(lambda: busy() == packed_sends.PACKING_THREADS - 1, PATIENCE)
+    assert_ends(send(manager, room=8, names=[live.name]), KVPoll.Success)
+    assert live.has_received(model)
+    assert busy() == packed_sends.PACKING_THREADS - 1
+    agent.state_of = lambda write: "DONE"
+    assert_ends(first, KVPoll.Success)
+    assert all(one.has_received(model) for one in stuck)
+
+
 @pytest.mark.parametrize("when", ["later", "at once"])
 def test_failed_round_fails_the_request_and_the_worker_goes_on(make, model, monkeypatch, when):
     monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
@@ -257,6 +286,60 @@ def test_chunk_that_cannot_be_packed_fails_the_request(make, model, monkeypatch)
     assert not manager.agent.rounds(decode.name)
     assert_ends(send(manager, room=8), KVPoll.Success)
     assert decode.has_received(model)
+
+
+@both_backends
+def test_request_fails_only_once_its_pages_are_read_no_more(
+    make, model, monkeypatch, caplog, backend
+):
+    """A write raises while the next round is packed; the log keeps the error, and its frames."""
+    monkeypatch.setattr(nixl_transfers, "UNREADABLE_SECONDS", 0.0)
+    manager = make(backend, Rank(0, 1, model), Rank(1, 2))
+    entered, go_on, pack = threading.Event(), threading.Event(), packing.pack
+
+    def pack_later(one, *rest) -> None:
+        if one.group.buffers != (0,):
+            entered.set()
+            assert go_on.wait(PATIENCE)
+        pack(one, *rest)
+
+    def fail(write) -> None:
+        assert entered.wait(PATIENCE)
+        raise RuntimeError("no connection")
+
+    monkeypatch.setattr(packing, "pack", pack_later)
+    if backend == "nixl":
+        manager.agent.start_of = fail
+    else:
+        manager.engine.status_of = fail
+    sender = send(manager, CHUNKS[:1])
+    assert entered.wait(PATIENCE)
+    assert not wait_until(lambda: sender.poll() == KVPoll.Failed, 0.3)
+    go_on.set()
+    assert "no connection" in failure_of(sender)
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_queued_chunk_of_a_failed_room_is_not_packed(make, model, monkeypatch):
+    monkeypatch.setattr(packed_sends, "PACKING_THREADS", 1)
+    stuck, live = Rank(0, 2), Rank(1, 2)
+    manager = make("nixl", Rank(0, 1, model), stuck, live)
+    agent, packed, pack = manager.agent, [], packing.pack
+
+    def note(one, *rest) -> None:
+        packed.append(one)
+        pack(one, *rest)
+
+    monkeypatch.setattr(packing, "pack", note)
+    agent.state_of = lambda write: "PROC" if write.peer == stuck.name else "DONE"
+    first = send(manager, names=[stuck.name])
+    assert wait_until(lambda: agent.rounds(stuck.name), PATIENCE)
+    second = send(manager, room=8, names=[live.name])
+    second.abort()
+    agent.state_of = lambda write: "DONE"
+    assert_ends(first, KVPoll.Success)
+    assert failure_of(second) == ABORTED
+    assert len(packed) == sum(ROUNDS) and not agent.rounds(live.name)
 
 
 def test_failed_request_is_written_no_further(make, model):
@@ -304,6 +387,58 @@ def test_silent_decode_rank_leaves_its_worker_free_and_cannot_succeed(make, mode
     assert kv_messages(manager, silent)[-1] == b"7_kv_1_1_0"
     assert set(ends[:-1]) == {(False, False)} and ends[-1] == (True, True)
     assert not manager.abandoned_transfers and not manager.transfers
+
+
+class WindowRank(Rank):
+    """A rank that has sliding windows, too, in pools like those of KV."""
+
+    def __init__(self, rank: int, tp_size: int, model=None):
+        super().__init__(rank, tp_size, model)
+        args, layout = self.args, self.args.layout
+        windows = [
+            msgspec.structs.replace(buffer, component=f"swa_{buffer.component}")
+            for buffer in layout.kv
+        ]
+        args.layout = msgspec.structs.replace(layout, state=tuple(windows))
+        self.state_rows = [torch.clone(rows) for rows in self.rows]
+        views = [rows.view(packed_ranks.PAGES, -1) for rows in self.state_rows]
+        args.views = PoolViews(args.views.kv, views)
+        args.state_data_ptrs = [rows.data_ptr() for rows in self.state_rows]
+        args.state_data_lens = [rows.numel() for rows in self.state_rows]
+        args.state_item_lens, args.state_type = args.kv_item_lens, "swa"
+
+
+def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succeed(make, model):
+    """All of KV and the metadata have; the windows do when the rank comes back."""
+    silent, pages = WindowRank(0, 2), [3, 6]
+    manager = make("nixl", WindowRank(0, 1, model), silent)
+    agent = manager.agent
+    agent.state_of = lambda write: "PROC" if b"_state_" in write.notification else "DONE"
+    sender = send(manager, state=pages)
+    windows = b"7_state_0"
+
+    def is_sending_windows() -> bool:
+        return windows in [write.notification for write in agent.rounds(silent.name)]
+
+    assert wait_until(is_sending_windows, PATIENCE)
+    assert sender.poll() == KVPoll.Transferring and silent.has_received(model)
+    assert agent.arrived[silent.name] == [b"7_kv_0_0_0", b"7_kv_1_1_0", b"7_aux_0"]
+    manager.silent_peers = {silent.name: "decode does not answer"}
+    assert failure_of(sender).endswith("decode does not answer")
+
+    agent.state_of = lambda write: "DONE"
+
+    def settle() -> bool:
+        manager.check_peers()
+        return not (manager.abandoned_transfers or manager.pending_notices or manager.transfers)
+
+    assert wait_until(settle, PATIENCE)
+    decode, ends = TransferStatus(1, expects_state=True), []
+    for message in agent.arrived[silent.name]:
+        decode.add("prefill", parse_notification(message))
+        ends.append((decode.is_done(), decode.is_failed()))
+    assert windows in agent.arrived[silent.name]
+    assert set(ends[:-1]) == {(False, False)} and ends[-1] == (True, True)
 
 
 def test_queued_chunk_of_a_silent_decode_rank_is_not_written(make, model, monkeypatch):

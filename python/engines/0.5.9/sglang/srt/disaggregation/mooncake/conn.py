@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -184,10 +185,13 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         how = (executor, plan.is_sliced or is_packed, self.enable_custom_mem_pool)
         if not is_packed:
             return write_copies(self.engine, session, plan.copies(src_pages, dst_pages), *how)
-        for copies, _ in copies_of_unit(self.kv_args.packing, what, plan, src_pages, dst_pages):
-            status = write_copies(self.engine, session, copies, *how)
-            if status != 0:
-                return status
+        # Closed at once, also by an error: the room's pages are read until then.
+        unit = copies_of_unit(self.kv_args.packing, what, plan, src_pages, dst_pages)
+        with closing(unit):
+            for copies, _ in unit:
+                status = write_copies(self.engine, session, copies, *how)
+                if status != 0:
+                    return status
         return 0
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
@@ -418,11 +422,16 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             sender = int(sender_frame)
             if len(more) > 1:
                 self.arrived_digests[room][sender] = more[1]
-            if len(more) > 2:
-                self.arrived_units[room][sender] = decode_units(more[2])
             if int(status) == KVPoll.Failed:
                 self.record_failure(room, f"Prefill failed: {reason}")
                 self.failing_rooms.add(room)
+            if len(more) > 2:
+                try:
+                    self.arrived_units[room][sender] = decode_units(more[2])
+                except LayoutError as error:  # the sender counts: it writes no more
+                    logger.error(f"Room {room}: prefill rank {sender}: {error}")
+                    self.record_failure(room, str(error))
+                    self.failing_rooms.add(room)
             self.prefill_response_tracker[room].add(sender)
             needed = self.required_prefill_response_num_table[room]
             if len(self.prefill_response_tracker[room]) >= needed:

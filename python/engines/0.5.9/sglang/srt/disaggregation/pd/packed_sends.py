@@ -2,7 +2,8 @@
 
 scheduler: start    a lane for each decode rank    threads: pack, write and wait, round by round
 
-The last round brings the chunk's notification.
+The last round brings the chunk's notification. Several threads send to the ranks of one decode
+server, but never all of them: a thread waits for a rank that accepts nothing until it is silent.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.nixl_transfers import RoomFailed, Transfer
 from sglang.srt.disaggregation.pd.packing import copies_of_unit
-from sglang.srt.disaggregation.pd.peer_queue import PeerQueue
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, Peers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A rank that accepts nothing keeps one of them until it is silent.
 PACKING_THREADS = 4
 POLL_SECONDS = 0.0005
 
@@ -34,12 +36,14 @@ class PackedTransfer(Transfer):
 
     Attributes:
         what: Of which buffers `src_pages` and `dst_pages` are.
+        server: The decode ranks of the room, which stop together if their server does.
     """
 
     what: Literal["kv", "state"] = "kv"
     src_pages: Pages = ()
     dst_pages: Pages = ()
     notification: bytes = b""
+    server: Peers = frozenset()
 
 
 class PackedSends:
@@ -47,7 +51,12 @@ class PackedSends:
 
     def __init__(self, manager: NixlKVManager):
         self.manager = manager
-        self.queue = PeerQueue(lambda transfer: frozenset([transfer.peer]), lambda transfer: None)
+        self.queue = PeerQueue(
+            note_queued=lambda transfer: frozenset([transfer.peer]),
+            note_taken=lambda transfer: None,
+            server_of=lambda transfer: transfer.server,
+            workers=PACKING_THREADS,
+        )
         for number in range(PACKING_THREADS):
             name = f"nixl-packing-{number}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -69,7 +78,8 @@ class PackedSends:
         plan = getattr(self.manager.decode_kv_args_table[peer].plan, what)
         src, dst = plan.validate_pages(src_pages, dst_pages)
         more = {"what": what, "src_pages": src, "dst_pages": dst, "notification": notification}
-        transfer = PackedTransfer(room, peer, handle=None, **more)
+        server = frozenset([peer, *self.manager.transfer_infos.get(room, ())])
+        transfer = PackedTransfer(room, peer, handle=None, server=server, **more)
         with self.manager.agent_lock:
             self.manager.transfers.add(transfer)
         self.queue.put(transfer)
@@ -95,21 +105,27 @@ class PackedSends:
         manager, room, peer = self.manager, transfer.room, transfer.peer
         plan = getattr(manager.decode_kv_args_table[peer].plan, transfer.what)
         pages = (transfer.src_pages, transfer.dst_pages)
+        if transfer.abandon_reason:
+            return transfer.abandon_reason
+        if manager.check_status(room) == KVPoll.Failed:  # while the chunk was queued
+            raise RoomFailed
         packing = manager.kv_args.packing
-        for copies, is_last in copies_of_unit(packing, transfer.what, plan, *pages):
-            if transfer.abandon_reason:  # the pages may be another request's
-                return transfer.abandon_reason
-            if not len(copies):
-                if is_last:
-                    manager._notify(peer, transfer.notification)
-                continue
-            notification = transfer.notification if is_last else b""
-            write = manager.start_copies(peer, room, copies, notification)
-            while not manager.has_finished(write):
-                if transfer.abandon_reason:
-                    manager.abandon(write, transfer.abandon_reason)
+        # Closed at once, also by an error: the room's pages are read until then.
+        with closing(copies_of_unit(packing, transfer.what, plan, *pages)) as unit:
+            for copies, is_last in unit:
+                if transfer.abandon_reason:  # the pages may be another request's
                     return transfer.abandon_reason
-                time.sleep(POLL_SECONDS)
-            if write.outcome:
-                return write.outcome
+                if not len(copies):
+                    if is_last:
+                        manager._notify(peer, transfer.notification)
+                    continue
+                notification = transfer.notification if is_last else b""
+                write = manager.start_copies(peer, room, copies, notification)
+                while not manager.has_finished(write):
+                    if transfer.abandon_reason:
+                        manager.abandon(write, transfer.abandon_reason)
+                        return transfer.abandon_reason
+                    time.sleep(POLL_SECONDS)
+                if write.outcome:
+                    return write.outcome
         return ""

@@ -181,7 +181,8 @@ class Receiver:
         if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
             logger.warning_once(
                 f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV "
-                "heads are interleaved or packed, which takes longer than with equal sizes."
+                "heads are interleaved, packed, or sent token by token, which takes longer than "
+                "with equal sizes."
             )
         own_rank = own.kv_args.engine_rank % own.attn_tp_size
         served_by = prefill_ranks_of(own_rank, prefill_tp, own.attn_tp_size)
@@ -303,6 +304,7 @@ class Receiver:
     def _abort(self, reason: str) -> None:
         """Aborts the room on prefill; it stays open until no prefill rank writes any more."""
         self.abort_sent = True
+        self._stop_interleaving()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.record_failure(room, reason)
         if self.conclude_state is not None or manager.check_status(room) in ENDED:
@@ -382,6 +384,8 @@ class Receiver:
                 self._fail(reason)
                 status = KVPoll.Failed
         self.conclude_state = status
+        if status == KVPoll.Failed:
+            self._stop_interleaving()
 
     def _has_interleaved(self) -> bool:
         """Returns whether the pages may be read; the first call starts to interleave them.
@@ -399,6 +403,11 @@ class Receiver:
             self.interleaving = interleaver.start(self.prefill.attn_tp_size, units, *pages)
         return self.interleaving.is_done()
 
+    def _stop_interleaving(self) -> None:
+        """Has the thread stop after the buffer at hand, for which only `_end` waits."""
+        if self.interleaving is not None:
+            self.interleaving.is_cancelled = True
+
     def is_open(self) -> bool:
         """Whether the room was requested from prefill."""
         return self.init_time is not None
@@ -409,6 +418,7 @@ class Receiver:
             if self.init_time is None:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self._await_senders("another decode rank failed")
+        self._stop_interleaving()
 
     def clear(self) -> None:
         """Drops the room, which has succeeded."""
