@@ -212,8 +212,8 @@ def test_request_without_chunks_to_interleave_succeeds_at_once(decode, rank, rec
     [
         ((UNITS, [(0, 6)]), "2 of 2 prefill ranks report chunks"),
         ((UNITS, ()), "1 of 2 prefill ranks report chunks"),
-        (([(0, 4), (3, 6)],) * 2, "overlap or leave the 6 pages"),
-        (([(0, 4), (4, 7)],) * 2, "overlap or leave the 6 pages"),
+        (([(0, 4), (3, 6)],) * 2, "overlap, have gaps, or leave the 6 pages"),
+        (([(0, 4), (4, 7)],) * 2, "overlap, have gaps, or leave the 6 pages"),
     ],
 )
 def test_request_fails_if_prefill_ranks_name_other_chunks(

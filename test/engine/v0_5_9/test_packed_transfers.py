@@ -556,7 +556,7 @@ def test_rank_whose_packing_memory_nixl_refuses_sends_slices(make, model, caplog
     rank, decode = Rank(0, 1, model), Rank(1, 2)
     manager = make("nixl", rank)
     refused = rank.args.packing.memory.numel()
-    manager.agent.register_memory = lambda regions, kind: regions[0][1] != refused
+    manager.agent.register_memory = lambda regions, kind: [one[1] for one in regions] != [refused]
     manager.register_buffer_to_engine()
     assert rank.args.packing is None
     assert f"did not register the {refused:,} bytes in which KV heads are packed" in caplog.text
