@@ -74,8 +74,17 @@ def described_args(monkeypatch):
     worker = SimpleNamespace(_draft_model_runners=lambda: [runner])
 
     def described(
-        target, draft=None, ranks=(), memory=False, scheduler=(), is_registered=True, **more
+        target,
+        draft=None,
+        ranks=(),
+        memory=False,
+        scheduler=(),
+        is_registered=True,
+        backend="nixl",
+        **more,
     ):
+        disagg = SimpleNamespace(disaggregation_transfer_backend=backend)
+        monkeypatch.setattr(local_layout, "get_disagg", lambda: disagg)
         ranks = SimpleNamespace(**{**parallel, **dict(ranks)})
         monkeypatch.setattr(local_layout, "get_parallel", lambda: ranks)
         unified = SimpleNamespace(enable_unified_memory=memory)
@@ -184,6 +193,15 @@ def test_buffers_are_viewed_where_they_are(described_args):
     assert [pages.nbytes for pages in args.views.kv] == args.kv_data_lens
     args = described_args(windows)
     assert [[pages.data_ptr() for pages in args.views.state]] == args.state_data_ptrs
+
+
+@pytest.mark.parametrize(
+    "backend, whole_rows", [("nixl", True), ("mooncake", True), ("ascend", True), ("mori", False)]
+)
+def test_only_patched_backends_send_whole_rows(described_args, backend, whole_rows):
+    """The others' managers name no chunks, for which decode would wait."""
+    args = described_args(mha(), backend=backend)
+    assert args.layout.whole_rows == whole_rows
 
 
 def can_pack(args) -> bool:

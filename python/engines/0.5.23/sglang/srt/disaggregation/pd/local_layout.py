@@ -21,10 +21,10 @@ from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packin
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.verify import make_verifier
-from sglang.srt.disaggregation.pd.verify_exchange import require_verifiable
+from sglang.srt.disaggregation.pd.verify_exchange import BACKENDS, require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_memory, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -77,7 +77,7 @@ def set_local_layout(
     if not why:
         try:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
-            set_views(kv_args, pools, is_able=not envs.SGLANG_DISAGG_STAGING_BUFFER.get())
+            set_views(kv_args, pools, _sends_whole_rows())
         except (AttributeError, LayoutError) as error:
             why = str(error)
         except Exception:  # for future pools, which the engine will support
@@ -91,6 +91,12 @@ def set_local_layout(
     if verify_mode():
         require_verifiable(kv_args.layout, why)
         kv_args.verifier = make_verifier(kv_args, pools)
+
+
+def _sends_whole_rows() -> bool:
+    """Whether the backend can name chunks to interleave, and the engine uses no staging buffers."""
+    backend = get_disagg().disaggregation_transfer_backend
+    return backend in BACKENDS and not envs.SGLANG_DISAGG_STAGING_BUFFER.get()
 
 
 def _unsupported_features(kv_args: KVArgs) -> str:
