@@ -60,7 +60,7 @@ class Fleet:
             fake_managers.move_bytes(prefill)
             fake_managers.register(prefill, self.decode)
         info = self.decode.placeholder_prefill_info()
-        info.target_tp_rank, info.required_prefill_response_num = 0, 2
+        info.attn_tp_size, info.target_tp_rank, info.required_prefill_response_num = 2, 0, 2
         info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = [0, 1], [0], [0]
         info.required_dst_info_num = 1
         self.decode.prefill_info_table[ADDRESS] = info
@@ -252,9 +252,11 @@ def unchanged(frames):
 FAULTS = {
     "one rank names none": (unchanged, None, "1 of 2 prefill ranks report chunks to interleave"),
     "ranks differ": (unchanged, named([(0, 3), (3, 4)]), "2 of 2 prefill ranks report chunks"),
-    "TP sizes differ": (unchanged, named(TWO_CHUNKS, 4), "report different TP sizes: [2, 4]"),
-    "overlap": (named([(0, 3), (2, 4)]),) * 2 + ("overlap or leave the 4 pages",),
-    "more pages": (named([(0, 2), (2, 5)]),) * 2 + ("overlap or leave the 4 pages",),
+    "TP sizes differ": (unchanged, named(TWO_CHUNKS, 4), "report TP size [4], but their server"),
+    "another server's TP size": (named(TWO_CHUNKS, 4),) * 2 + ("their server registered 2",),
+    "overlap": (named([(0, 3), (2, 4)]),) * 2 + ("which overlap, have gaps, or leave the 4 pages",),
+    "more pages": (named([(0, 2), (2, 5)]),) * 2
+    + ("which overlap, have gaps, or leave the 4 pages",),
 }
 
 
@@ -278,7 +280,6 @@ def test_request_fails_if_the_messages_that_name_its_chunks_are_lost(is_announce
     """Only ranks that announce to name chunks always do; others send slices without a word."""
     for rank in fleet.decode.connection_pool[f"{ADDRESS}_0_0_0"]:
         rank["names_units"] = is_announced
-    fleet.decode.prefill_info_table[ADDRESS].attn_tp_size = 2
     receiver = fleet.request()
     fleet.deliver([frames for frames in fleet.send() if frames[0] != UNITS])
     assert receiver.poll() == (KVPoll.Failed if is_announced else KVPoll.Success)

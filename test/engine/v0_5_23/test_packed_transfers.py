@@ -33,7 +33,7 @@ from sglang.srt.disaggregation.pd.unit_exchange import UNITS, units_message
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-ROOM, ADDRESS = 7, "127.0.0.1:8998"
+ROOM, OTHER_ROOM, ADDRESS = 7, 9, "127.0.0.1:8998"
 SRC, DST = (9, 2, 3, 4), (5, 6, 1, 0)  # the request's pages
 CHUNKS = [(0, 2), (2, 4)]
 PARTS = gqa_layout((0, 2)), gqa_layout((0, 1))  # decode interleaves
@@ -126,6 +126,23 @@ def test_room_that_fails_during_its_last_write_names_no_chunks(backend):
     assert [status for _, status, _ in sent_statuses(prefill)] == [KVPoll.Failed]
 
 
+def test_room_whose_decode_rank_was_released_meanwhile_fails(backend):
+    """Its plan is gone, and with it whether decode must interleave."""
+    prefill, writes = requested_prefill(backend, *PARTS), []
+
+    def release_at_last_write():
+        writes.append(len(writes))
+        if len(writes) == 2:  # metadata
+            registered_peer(prefill).plan = None
+
+    during_writes(prefill, release_at_last_write)
+    add_chunk(prefill, ROOM, SRC)
+    run_worker(prefill)
+    assert not sent_units(prefill)
+    ((_, status, reason),) = sent_statuses(prefill)
+    assert status == KVPoll.Failed and "decode was released" in reason
+
+
 def test_named_chunks_are_dropped_with_their_room(backend):
     prefill = requested_prefill(backend, *PARTS)
     sender = SENDERS[backend](prefill, ADDRESS, ROOM)
@@ -215,17 +232,10 @@ def test_nixl_waits_for_each_round_before_the_next():
     assert [event for event, _ in itertools.groupby(events)] == ["write", "done"] * (ROUNDS + 1)
 
 
-@pytest.mark.parametrize(
-    "state, reason, is_poisoned",
-    [
-        ("ERR", "NIXL reported an error of a transfer to decode peer", False),
-        (None, "a transfer to decode peer does not end", True),
-    ],
-    ids=["error", "unknown state"],
-)
-def test_failed_round_over_nixl_is_the_last(state, reason, is_poisoned):
-    """If nobody knows whether it ends, prefill never acknowledges that decode's pages are free."""
-    prefill, _ = packing_ranks("nixl")
+@pytest.mark.parametrize("state", ["ERR", None], ids=["error", "unknown state"])
+def test_failed_round_over_nixl_is_the_last(state):
+    """If it may still write, decode is not told that its pages are free."""
+    prefill, decode = packing_ranks("nixl")
     check, writes = prefill.agent.check_xfer_state, []
     during_writes(prefill, lambda: writes.append(len(writes)))
 
@@ -238,9 +248,15 @@ def test_failed_round_over_nixl_is_the_last(state, reason, is_poisoned):
 
     prefill.agent.check_xfer_state = fail_second
     assert len(send_unit(prefill)) == 2
-    assert sent_statuses(prefill) == [(ROOM, KVPoll.Failed, reason)]
+    reason = "NIXL reported an error of a transfer to decode peer"
+    assert sent_statuses(prefill) == ([(ROOM, KVPoll.Failed, reason)] if state else [])
     assert prefill.request_status[ROOM] == KVPoll.Failed
-    assert (ROOM in prefill._deferred_ack_poisoned_rooms) == is_poisoned
+    assert (ROOM in prefill._deferred_ack_poisoned_rooms) == (state is None)
+    prefill.agent.check_xfer_state = check
+    request_rooms(prefill, decode, OTHER_ROOM, pages=DST)
+    add_chunk(prefill, OTHER_ROOM, SRC)
+    run_worker(prefill)
+    assert sent_statuses(prefill)[-1] == (OTHER_ROOM, KVPoll.Success, None)
 
 
 def test_failed_round_over_mooncake_is_the_last():

@@ -137,7 +137,8 @@ class CommonKVManager(PrefillServers, EngineCommonKVManager):
     def store_frames(self, frames: list[bytes]) -> bool:
         """Stores what prefill sends beside the engine's messages; returns whether that was it."""
         inboxes = (self.arrived_digests, self.arrived_units)
-        return any(inbox.store(frames, self.request_status) for inbox in inboxes)
+        with self.status_lock:  # a room that is cleared meanwhile would leave its entry
+            return any(inbox.store(frames, self.request_status) for inbox in inboxes)
 
     def append_layout(self, message: list[bytes]) -> list[bytes]:
         """Returns a registration's frames with this rank's layout appended, if it is known."""

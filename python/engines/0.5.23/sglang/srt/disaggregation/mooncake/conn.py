@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
+    Copies,
     LayoutError,
     PackedPlan,
     Sizes,
@@ -327,22 +329,32 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         in_threads = self.enable_custom_mem_pool and (
             self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
         )
-        is_packed = isinstance(plan, PackedPlan)
-        if is_packed:
-            unit = copies_of_unit(self.packing, what, plan, src_pages, dst_pages)
-            batches = (copies for copies, _ in unit)
-        else:
-            plan.validate_pages(src_pages, dst_pages)
-            at_once = self.max_transfer_batch_indices
-            at_once = at_once if at_once > 0 else max(1, len(src_pages))
-            parts = [slice(start, start + at_once) for start in range(0, len(src_pages), at_once)]
-            batches = (plan.copies(src_pages[some], dst_pages[some]) for some in parts)
-        for copies in batches:
-            sliced = plan.is_sliced or is_packed
-            status = write_copies(self.engine, session, copies, executor, sliced, in_threads)
-            if status != 0:
-                return status
+        is_sliced = plan.is_sliced or isinstance(plan, PackedPlan)
+        with contextlib.closing(self._batches(what, plan, src_pages, dst_pages)) as batches:
+            for copies in batches:
+                status = write_copies(self.engine, session, copies, executor, is_sliced, in_threads)
+                if status != 0:
+                    return status
         return 0
+
+    def _batches(
+        self,
+        what: Literal["kv", "state"],
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
+    ) -> Iterator[Copies]:
+        """Yields the copies of a chunk, as many as one call writes."""
+        if isinstance(plan, PackedPlan):
+            for copies, _ in copies_of_unit(self.packing, what, plan, src_pages, dst_pages):
+                yield copies
+            return
+        plan.validate_pages(src_pages, dst_pages)
+        at_once = self.max_transfer_batch_indices
+        at_once = at_once if at_once > 0 else max(1, len(src_pages))
+        for start in range(0, len(src_pages), at_once):
+            some = slice(start, start + at_once)
+            yield plan.copies(src_pages[some], dst_pages[some])
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""

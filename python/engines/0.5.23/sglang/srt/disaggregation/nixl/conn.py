@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
         TransferInfo,
-        _NixlPostError,
     )
 
 logger = logging.getLogger(__name__)
@@ -89,12 +88,17 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
 
 
 class ConnectionState(threading.local):
-    """The decode rank that a worker is sending to, and those whose connection it found lost."""
+    """The decode rank that a worker is sending to, and those whose connection it found lost.
+
+    Attributes:
+        unsettled: Transfers of its chunk that may still write, and of which the engine has no list.
+    """
 
     peer = ""
 
     def __init__(self):
         self.lost: set[str] = set()
+        self.unsettled: list[Any] = []
 
 
 class QueueingState(threading.local):
@@ -275,6 +279,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         return super()._note_queued(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
+        self.connection.unsettled.clear()  # NIXL cancels them
         super()._note_taken(chunk)
         event, chunk.wait_event = chunk.wait_event, None
         if event is None or self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
@@ -407,18 +412,24 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         """
         packed: PackedPlan = getattr(plan, what)
         last = None
-        for copies, _ in copies_of_unit(self.packing, what, packed, src_pages, dst_pages):
-            handle = self._post_copies(peer, plan, copies)
-            if handle is None:
-                continue
-            last = handle
-            if packed.packs:  # its memory is packed again
-                settled, failed = self._await_handles([handle], failure_seen=False)
-                if not settled:
-                    raise _NixlPostError(f"a transfer to decode {peer} does not end")
-                if failed:
-                    raise RuntimeError(f"NIXL reported an error of a transfer to decode {peer}")
+        unit = copies_of_unit(self.packing, what, packed, src_pages, dst_pages)
+        with contextlib.closing(unit):
+            for copies, _ in unit:
+                handle = self._post_copies(peer, plan, copies)
+                if handle is None:
+                    continue
+                last = handle
+                if packed.packs:  # its memory is packed again
+                    self._await_round(peer, handle)
         return last
+
+    def _await_round(self, peer: str, handle: Any) -> None:
+        settled, failed = self._await_handles([handle], failure_seen=False)
+        if not settled:
+            self.connection.unsettled.append(handle)
+            raise RuntimeError(f"a transfer to decode {peer} does not end")
+        if failed:
+            raise RuntimeError(f"NIXL reported an error of a transfer to decode {peer}")
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -481,6 +492,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
         """
+        handles = [*handles, *self.connection.unsettled]
         while not failure_seen and self._any_running(handles):
             failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)
             time.sleep(0)

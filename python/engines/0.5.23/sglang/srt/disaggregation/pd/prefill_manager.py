@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import AuxPlan, PeerPlan
+from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
@@ -70,9 +70,10 @@ class PrefillManager(SilenceWatch, PeerQueues):
         try:
             reason = self._refusal_reason(room, index_slice)
             if not reason:
-                is_noted = self.verifier is not None or self._sends_parts(room)
+                interleaving = self._interleaving_peers(room)
+                is_noted = self.verifier is not None or interleaving
                 if is_noted and room in self.transfer_infos:
-                    sent = self.sent_pages.setdefault(room, SentPages())
+                    sent = self.sent_pages.setdefault(room, SentPages(interleaving))
                     sent.note(index_slice, kv_indices, options.get("state_indices"))
                 chunk = (room, kv_indices, index_slice, is_last_chunk)
                 super().add_transfer_request(*chunk, *more, **options)
@@ -82,9 +83,9 @@ class PrefillManager(SilenceWatch, PeerQueues):
             reason = f"Prefill could not send KV: {error!r}"
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)
 
-    def _sends_parts(self, room: int) -> bool:
-        """Whether a decode rank of the room must interleave what it receives."""
-        return any(plan.has_parts for _, _, plan in self._planned_peers(room))
+    def _interleaving_peers(self, room: int) -> frozenset[str]:
+        """Returns the room's decode ranks that must interleave what they receive."""
+        return frozenset(peer for peer, _, plan in self._planned_peers(room) if plan.has_parts)
 
     def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
         """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
@@ -151,13 +152,14 @@ class PrefillManager(SilenceWatch, PeerQueues):
         """
         if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
             return
-        rank, sent = self._prefill_unique_rank(), self.sent_pages.get(room)
+        rank, sent = self._prefill_unique_rank(), self.sent_pages.get(room, SentPages())
+        if sent.interleaving != self._interleaving_peers(room) and sent.chunks:
+            raise LayoutError("decode was released, or registered anew, while KV was sent")
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
             known = self.decode_kv_args_table.get(peer)
             if info.is_dummy or known is None or not known.awaits_units:
                 continue
-            has_parts = sent is not None and known.plan is not None and known.plan.has_parts
-            units = sent.units if has_parts else []
+            units = sent.units if peer in sent.interleaving else []
             self._send_to_decode(info, units_message(room, rank, self.attn_tp_size, units))
 
     def _send_digests(self, room: int) -> None:

@@ -98,13 +98,16 @@ class InterleavingReceiver:
                 "message was lost with a connection; send the request again"
             )
         units = agreed_units([units for _, units in arrived.values()], senders, len(pages))
-        tp_sizes = {tp_size for tp_size, _ in arrived.values()}
-        if len(tp_sizes) > 1:
-            raise LayoutError(f"prefill ranks report different TP sizes: {sorted(tp_sizes)}")
+        tp_size = self.prefill_info.attn_tp_size
+        if others := {size for size, _ in arrived.values()} - {tp_size}:
+            raise LayoutError(
+                f"prefill ranks report TP size {sorted(others)}, but their server registered "
+                f"{tp_size}: another server has its address; send the request again"
+            )
         if not units:
             return None
         state = state_pages if manager.layout.state else None
-        return manager.interleaver.start(*tp_sizes, units, pages, state)
+        return manager.interleaver.start(tp_size, units, pages, state)
 
     def _expects_units(self) -> bool:
         """Whether each prefill rank names the chunks to interleave, even if there are none."""

@@ -55,11 +55,13 @@ class SentPages:
     """Prefill: what a room has queued; decode will interleave it, or get digests of it.
 
     Attributes:
+        interleaving: The decode ranks that must interleave it.
         chunks: Each chunk's place among the request's pages, and its pages of this rank's pool,
             whose numbers may still be on their way to the host.
         state: The last chunk's pages or slots by kind of state; None if it has none.
     """
 
+    interleaving: frozenset[str] = frozenset()
     chunks: list[tuple[slice, npt.ArrayLike]] = field(default_factory=list)
     state: list | None = None
 
