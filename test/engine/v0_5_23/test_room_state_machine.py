@@ -370,6 +370,7 @@ class DecodeRank:
         decode.interleaver = SimpleNamespace(start=lambda *given: job)  # without a thread
         info = decode.prefill_info_table[ADDRESS] = decode.placeholder_prefill_info()
         info.target_tp_rank, info.required_prefill_response_num = 0, 1
+        info.attn_tp_size = 2 if interleaves else 1
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = count
         rank = {"rank_ip": "127.0.0.1", "rank_port": 7999, "pp_rank": 0, "is_dummy": False}
