@@ -255,8 +255,7 @@ FAULTS = {
     "TP sizes differ": (unchanged, named(TWO_CHUNKS, 4), "report TP size [4], but their server"),
     "another server's TP size": (named(TWO_CHUNKS, 4),) * 2 + ("their server registered 2",),
     "overlap": (named([(0, 3), (2, 4)]),) * 2 + ("have gaps, or leave the 4 pages",),
-    "more pages": (named([(0, 2), (2, 5)]),) * 2
-    + ("have gaps, or leave the 4 pages",),
+    "more pages": (named([(0, 2), (2, 5)]),) * 2 + ("have gaps, or leave the 4 pages",),
 }
 
 
