@@ -23,17 +23,24 @@ class PeerQueue:
     A worker has finished its chunk when it gets the next one. Lanes take turns.
     """
 
-    def __init__(self, note_queued: Callable[[Any], Peers], note_taken: Callable[[Any], None]):
+    def __init__(
+        self,
+        note_queued: Callable[[Any], Peers],
+        note_taken: Callable[[Any], None],
+        note_done: Callable[[Any], None] = lambda chunk: None,
+    ):
         """Creates an empty queue.
 
         Args:
             note_queued: Called with each chunk that is put; returns the decode ranks it goes to.
             note_taken: Called by a worker with each chunk before `get` returns it; may wait.
+            note_done: Called by the worker with that chunk when it has finished it.
         """
-        self._note_queued, self._note_taken = note_queued, note_taken
+        self._note_queued, self._note_taken, self._note_done = note_queued, note_taken, note_done
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
         self._busy: Dict[int, Peers] = {}
+        self._taken = threading.local()  # the worker's chunk
         self._ends = 0
 
     def __len__(self) -> int:
@@ -59,6 +66,9 @@ class PeerQueue:
     def get(self) -> Any:
         """Waits for a chunk to whose ranks no other worker is sending; None stops the worker."""
         worker = threading.get_ident()
+        done, self._taken.chunk = getattr(self._taken, "chunk", None), None
+        if done is not None:
+            self._note(self._note_done, done)
         with self._changed:
             if self._busy.pop(worker, None):
                 self._changed.notify_all()
@@ -73,11 +83,16 @@ class PeerQueue:
             else:
                 del self._lanes[lane]
             self._busy[worker] = lane
-        try:
-            self._note_taken(chunk)
-        except Exception:  # the worker handles the room as it finds it
-            logger.exception(f"Room {chunk.room}: a chunk could not be prepared")
+        self._taken.chunk = chunk
+        self._note(self._note_taken, chunk)
         return chunk
+
+    @staticmethod
+    def _note(note: Callable[[Any], None], chunk: Any) -> None:
+        try:
+            note(chunk)
+        except Exception:  # the worker handles the room as it finds it
+            logger.exception(f"Room {chunk.room}: a chunk could not be prepared or finished")
 
     def _free_lane(self) -> Optional[Peers]:
         for peers in self._lanes:
@@ -109,7 +124,7 @@ class PeerQueues:
     @transfer_queues.setter
     def transfer_queues(self, made: List[Any]) -> None:
         def queue() -> PeerQueue:
-            return PeerQueue(self._note_queued, self._note_taken)
+            return PeerQueue(self._note_queued, self._note_taken, self._note_done)
 
         own = self.enable_staging or not made
         self._queues = [queue() for _ in made] if own else [queue()] * len(made)
@@ -119,6 +134,9 @@ class PeerQueues:
 
     def _note_taken(self, chunk: Any) -> None:
         self.worker_state.peers = self._peers_of(chunk)
+
+    def _note_done(self, chunk: Any) -> None:
+        """Called by a worker that has finished a chunk; does nothing unless overridden."""
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))

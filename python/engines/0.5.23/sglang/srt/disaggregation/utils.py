@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
-from sglang.srt.disaggregation.kv_layout.convolutions import (
-    replicates_bc,
-    slice_blocks_with_shared_bc,
-)
 from sglang.srt.disaggregation.pd.local_layout import set_local_layout
+from sglang.srt.disaggregation.pd.state_slices import slice_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import (
@@ -26,21 +23,8 @@ RENAMED = (
 def compute_mamba_state_slice_blocks(
     *, conv_shard_groups: Optional[List[int]] = None, **given: int
 ) -> List[Tuple[int, int, int]]:
-    """Returns the channels of one state to copy between TP sizes, as (from, to, count).
-
-    Extends the engine's: supports Mamba 2 models with one group, whose B and C are on every rank.
-
-    Args:
-        conv_shard_groups: Channels of each convolution in the whole model.
-        given: Each side's TP rank and size, and channels (`src_dim`, `dst_dim`), by the engine's
-            names.
-    """
-    prefill = given["local_tp_rank_in_group"], given["src_attn_tp_size"]
-    decode = given["dst_tp_rank_in_group"], given["dst_attn_tp_size"]
-    sides = (prefill[1], given["src_dim"]), (decode[1], given["dst_dim"])
-    if conv_shard_groups and all(replicates_bc(conv_shard_groups, *side) for side in sides):
-        return slice_blocks_with_shared_bc(conv_shard_groups, prefill, decode)
-    return engine_compute_mamba_state_slice_blocks(conv_shard_groups=conv_shard_groups, **given)
+    """Returns the channels of one state to copy between TP sizes, see `slice_state`."""
+    return slice_state(engine_compute_mamba_state_slice_blocks, conv_shard_groups, given)
 
 
 def setup_state_kv_args(

@@ -14,13 +14,11 @@ from sglang.srt.disaggregation.pd.verify_exchange import VerifyingReceiver
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
-        AbortNotification,
         EngineCommonKVBootstrapServer,
         EngineCommonKVManager,
         EngineCommonKVReceiver,
         EngineCommonKVSender,
         KVPoll,
-        PrefillServerInfo,
     )
 
 RENAMED = (
@@ -53,21 +51,6 @@ class CommonKVManager(RankManager, EngineCommonKVManager):
         if self.deferred_bootstrap is not None:  # notifying decode may take long: no lock
             self._notify_bootstrap(bootstrap_room, self.deferred_bootstrap.fail(bootstrap_room))
 
-    @staticmethod
-    def placeholder_prefill_info() -> PrefillServerInfo:
-        """Returns the record of a server with one rank, of which nothing else is known."""
-        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
-        unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
-        return PrefillServerInfo(**sizes, **unknown)
-
-    def _send_abort_to_rank(self, rank: dict, room: int) -> None:
-        if room in self.request_status:  # another request has reused the room
-            return
-        sock, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
-        told = AbortNotification(room, self.local_ip, self.rank_port, None).to_zmq()
-        with lock:
-            sock.send_multipart(told)
-
 
 class CommonKVSender(NotifyingSender, EngineCommonKVSender):
     """Notifies decode of requests that ended on prefill."""
@@ -92,22 +75,7 @@ class CommonKVReceiver(
         super().failure_exception()
 
     def _clear(self) -> None:
-        """Clears the room once, and drops its failure reason unless the engine takes that.
-
-        Extends the engine's, which clears a failed room again when it frees its pages, up to half
-        a minute later. The room may be another request's by then.
-        """
-        if self.is_cleared:
-            return
-        self.is_cleared = True
-        self.stop_interleaving()
-        self.kv_mgr.requested_ranks.pop(self.bootstrap_room, None)
-        with self.kv_mgr.status_lock:
-            super()._clear()
-        if self.bootstrap_room not in self.kv_mgr.request_status:  # else another request has it
-            self.kv_mgr.arrived_units.pop(self.bootstrap_room, None)
-        if not self.takes_reason:
-            self.kv_mgr.drop_reason(self.bootstrap_room)
+        self.clear_once(super()._clear)
 
     def _send_bootstrap_message(
         self,

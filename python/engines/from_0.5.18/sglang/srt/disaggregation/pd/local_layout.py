@@ -165,8 +165,8 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 
     In that case, the widths of a peer that does not send them could not be inferred.
     """
-    sampling_mask = getattr(envs, "SGLANG_ENABLE_DISAGG_SAMPLING_MASK", None)  # after 0.5.18
-    moved = sampling_mask is not None and sampling_mask.get()
+    mask = getattr(envs, "SGLANG_ENABLE_DISAGG_SAMPLING_MASK", None)  # after 0.5.18
+    moved = (envs.SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS if mask is None else mask).get()
     widths: List[int] = args.aux_item_lens
     return () if moved or len(widths) <= HIDDEN_STATES else tuple(widths)
 

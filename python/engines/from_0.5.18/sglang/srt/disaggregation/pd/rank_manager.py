@@ -13,17 +13,14 @@ from sglang.srt.disaggregation.pd.packing import PackingBuffers
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.pd.room_failures import abort_message
 from sglang.srt.disaggregation.pd.unit_exchange import UnitInbox
 from sglang.srt.disaggregation.pd.verify import Verifier
 from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, SentPages
 
 
 class RankManager(PrefillServers):
-    """Base of a rank's KV manager, before the engine's.
-
-    `_send_abort_to_rank(rank, room)`, which aborts a room on a prefill rank, is
-    `CommonKVManager`'s.
-    """
+    """Base of a rank's KV manager, before the engine's."""
 
     status_lock = PerInstance(threading.RLock)
     # By room, see `pd.verify_exchange`.
@@ -105,3 +102,18 @@ class RankManager(PrefillServers):
             if not hasattr(self, "abort_notifier"):
                 self.abort_notifier = AbortNotifier(self._send_abort_to_rank)
             self.abort_notifier.add(bootstrap_addr, room)
+
+    def _send_abort_to_rank(self, rank: dict, room: int) -> None:
+        if room not in self.request_status:  # else another request has reused the room
+            abort = abort_message(room, (self.local_ip, self.rank_port))
+            PeerSocket.to(rank["rank_ip"], rank["rank_port"]).send_multipart(abort)
+
+    @staticmethod
+    def placeholder_prefill_info():
+        """Returns the engine's record of a server with one rank, of which nothing else is known."""
+        # Not at the top: the module imports this one.
+        from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+        unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
+        return PrefillServerInfo(**sizes, **unknown)

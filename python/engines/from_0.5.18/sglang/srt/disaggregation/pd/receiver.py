@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 class PrefillReceiver:
     """Base of a decode rank's KV receiver, before the engine's: finds the prefill ranks it needs.
+
+    `stop_interleaving` is `InterleavingReceiver`'s.
 
     Attributes:
         takes_reason: Whether the engine takes the reason of the failure after it clears the room.
@@ -60,3 +63,25 @@ class PrefillReceiver:
             f"{info}"
         )
         return None
+
+    def clear_once(self, clear: Callable[[], None]) -> None:
+        """Clears the room once, and drops its failure reason unless the engine takes that.
+
+        The engine clears a failed room again when it frees its pages, maybe half a minute later.
+        The room may be another request's by then.
+
+        Args:
+            clear: The engine's.
+        """
+        if self.is_cleared:
+            return
+        self.is_cleared = True
+        manager, room = self.kv_mgr, self.bootstrap_room
+        self.stop_interleaving()
+        manager.requested_ranks.pop(room, None)
+        with manager.status_lock:
+            clear()
+        if room not in manager.request_status:  # else another request has it
+            manager.arrived_units.pop(room, None)
+        if not self.takes_reason:
+            manager.drop_reason(room)
