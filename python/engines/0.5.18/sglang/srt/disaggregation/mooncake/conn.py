@@ -209,10 +209,10 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
             self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 
-    def sync_status_to_decode_endpoint(self, *told) -> None:
+    def sync_status_to_decode_endpoint(self, *told, **named) -> None:
         """Does nothing for a worker, which has notified all decode ranks of its room's end."""
         if self.sending.room is None:
-            super().sync_status_to_decode_endpoint(*told)
+            super().sync_status_to_decode_endpoint(*told, **named)
 
     def notify_stock(self, endpoint: Endpoint, room: int, status: KVPoll) -> None:
         """Tells a stock decode rank how a room ended."""

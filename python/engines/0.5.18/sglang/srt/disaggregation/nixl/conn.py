@@ -10,31 +10,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.held_pages import HoldingReceiver
 from sglang.srt.disaggregation.pd.message_checks import (
-    STAGING,
     ValidatingSocket,
-    check_agent_metadata,
-    check_frame_sizes,
-    check_metadata_message,
-    check_rank_name,
-    check_staging_message,
     drop_invalid,
 )
-from sglang.srt.disaggregation.pd.nixl_sends import METADATA_FRAME, AgentRegistration, NixlSends
-from sglang.srt.disaggregation.pd.peers import is_dummy
+from sglang.srt.disaggregation.pd.nixl_sends import AgentRegistration, NixlSends
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_conclusions import WorkerRooms
-from sglang.srt.disaggregation.pd.room_failures import ABORT, Endpoint
+from sglang.srt.disaggregation.pd.room_failures import Endpoint
 from sglang.srt.disaggregation.pd.status_messages import STATUS_READER
 from sglang.srt.disaggregation.pd.watched_agent import WatchedAgent
 from sglang.srt.observability.trace import TraceNullContext
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
-        GUARD,
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
         EngineNixlKVReceiver,
@@ -73,7 +64,10 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
     takes_runs = True
     reload_lock = PerInstance(threading.Lock)
     reload_times: dict[str, float] = PerInstance(dict)
+    registration_type = KVArgsRegisterInfo
+    request_type = TransferInfo
     # Override the engine's, whose text the patch set checks.
+    _start_bootstrap_thread = NixlSends._start_bootstrap_thread
     _prepare_payload_xfer = NixlSends._prepare_payload_xfer
 
     def register_buffer_to_engine(self):
@@ -86,13 +80,6 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         return super(EngineNixlKVManager, self).check_status(bootstrap_room)
 
     # Messages from peers
-
-    def _start_bootstrap_thread(self):
-        """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
-        self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.failures.end_message
-        )
-        super()._start_bootstrap_thread()
 
     def _start_decode_staging_thread(self):
         """Starts decode's thread for messages about staging. Extends the engine's, see below."""
@@ -109,37 +96,6 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         receive = drop_invalid(self.server_socket.recv_multipart, self._check_decode_message)
         while True:
             receive()  # what is left is of no interest without staging buffers
-
-    def _check_prefill_message(self, frames: list[bytes]) -> bool:
-        """Raises for frames on which the engine's thread would crash.
-
-        Returns True for a request for a room that has failed here; notifies its decode rank.
-        """
-        if frames[0] in STAGING:
-            check_staging_message(frames)
-        elif frames[0] != ABORT:
-            if frames[0] != GUARD:
-                raise ValueError("not a registration, metadata, abort or staging message")
-            check_rank_name(frames[4])
-            if frames[1] == b"None":
-                check_frame_sizes(frames, METADATA_FRAME)
-                info = KVArgsRegisterInfo.from_zmq(frames[1:])
-                if self.can_check_agent_metadata:
-                    check_agent_metadata(frames[4], info.agent_metadata)
-                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
-            else:
-                info = TransferInfo.from_zmq(frames[1:])
-                check_metadata_message(info)
-                self.note_metadata_sender(info.agent_name)
-                self._retry_registration(info.agent_name)
-                decode = None if is_dummy(info) else (info.endpoint, info.dst_port)
-                return self.reject_failed_room(info.room, decode)
-        return False
-
-    def _check_decode_message(self, frames: list[bytes]) -> bool:
-        if frames[0] in STAGING and self.enable_staging:
-            check_staging_message(frames, self._staging_handler)
-        return self.store_frames(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, see `NixlSends`; notes whether it reads `pd.status_messages`."""
@@ -160,23 +116,10 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
     # Transfers
 
-    def add_transfer_request(
-        self,
-        bootstrap_room: int,
-        kv_indices: npt.NDArray[np.int32],
-        index_slice: slice,
-        is_last_chunk: bool,
-        chunk_id: int = 0,
-        aux_index: int | None = None,
-        state_indices: list | None = None,
-        *more,
-        **options,
-    ) -> None:
+    def add_transfer_request(self, *chunk, **options) -> None:
         """Queues a chunk, see `PrefillManager`, which takes what is optional by name."""
-        options |= dict(zip(("num_kv_tokens",), more))
-        options |= {"chunk_id": chunk_id, "aux_index": aux_index, "state_indices": state_indices}
-        chunk = (bootstrap_room, kv_indices, index_slice, is_last_chunk)
-        super().add_transfer_request(*chunk, **options)
+        names = ("chunk_id", "aux_index", "state_indices", "num_kv_tokens")
+        super().add_transfer_request(*chunk[:4], **dict(zip(names, chunk[4:])), **options)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Updates a room's status. Extends `WorkerRooms`: notifies stock ranks of a chunk."""
@@ -204,34 +147,21 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         return self.agent.prep_xfer_dlist(peer, self.agent.get_xfer_descs(blocks, memory), memory)
 
     def send_kvcache(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_ptrs: list[int],
-        dst_kv_indices: npt.NDArray[np.int32],
-        dst_gpu_id: int,
-        notif: str,
-        **options,
+        self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif, **more
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         self.connection.peer = peer_name
         if self.plan_for(peer_name) is None:
-            sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif)
-            return super().send_kvcache(*sent, **options)
+            sent = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif)
+            return super().send_kvcache(peer_name, *sent, **more)
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
-    def send_kvcache_mixed(self, peer_name: str, *sent):
+    def send_kvcache_mixed(self, peer_name: str, *sent, **more):
         self.connection.peer = peer_name
-        return super().send_kvcache_mixed(peer_name, *sent)
+        return super().send_kvcache_mixed(peer_name, *sent, **more)
 
-    def send_kvcache_slice(
-        self,
-        peer_name: str,
-        prefill_kv_indices: npt.NDArray[np.int32],
-        dst_kv_indices: npt.NDArray[np.int32],
-        notif: str,
-    ):
+    def send_kvcache_slice(self, peer_name: str, prefill_kv_indices, dst_kv_indices, notif: str):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
         self.connection.peer = peer_name
         pages = (prefill_kv_indices, dst_kv_indices)
@@ -240,14 +170,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", *pages)
 
-    def send_aux(
-        self,
-        peer_name: str,
-        prefill_aux_index: int,
-        dst_aux_ptrs: list[int],
-        dst_aux_index: int,
-        notif: str,
-    ):
+    def send_aux(self, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif):
         """Starts to write the request's metadata. Returns NIXL's handle."""
         row = (peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         if self.aux_plan_for(peer_name) is None:
@@ -258,9 +181,9 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
     def maybe_send_extra(
         self,
         peer_name: str,
-        prefill_state_indices: list[list[int]],
-        dst_state_data_ptrs: list[list[int]],
-        dst_state_indices: list[list[int]],
+        prefill_state_indices: list,
+        dst_state_data_ptrs: list,
+        dst_state_indices: list,
         dst_gpu_id: int,
         notif: str,
         *more,
@@ -270,8 +193,8 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         plan = self.plan_for(peer_name)
         if plan is None or plan.state is None:
             state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
-            sent = (peer_name, *state, dst_gpu_id, notif)
-            return super().maybe_send_extra(*sent, *more, **options)
+            sent = (*state, dst_gpu_id, notif, *more)
+            return super().maybe_send_extra(peer_name, *sent, **options)
         handle = self.write_state(peer_name, prefill_state_indices, dst_state_indices)
         self.sending.notices.append((peer_name, f"{notif}_0"))
         return [] if handle is None else [handle]

@@ -11,6 +11,11 @@ from sglang.srt.hardware_backend.npu.cpu_copy import (
     copy_to_host,
     whole_pages,
 )
+from sglang.srt.hardware_backend.npu.pool_parts import (
+    mha_layers,
+    move_tokens,
+    raise_missing_kv_buffer,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.hardware_backend.npu.memory_pool_npu import get_bool_env_var
@@ -29,7 +34,7 @@ class NPUMHATokenToKVPool:
         """
         if self.v_head_dim == self.head_dim:
             return self._engine_get_cpu_copy(indices, mamba_indices)
-        return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
+        return copy_layers_to_host(mha_layers(self), indices, self.cpu_offloading_chunk_size)
 
     def load_cpu_copy(
         self, kv_cache_cpu: List[Any], indices: torch.Tensor, mamba_indices: Any = None
@@ -42,7 +47,9 @@ class NPUMHATokenToKVPool:
         """
         if self.v_head_dim == self.head_dim:
             return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices)
-        copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
+        copy_layers_from_host(
+            kv_cache_cpu, mha_layers(self), indices, self.cpu_offloading_chunk_size
+        )
 
     def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copies tokens of all layers to other slots, as trees of drafted tokens require.
@@ -50,14 +57,7 @@ class NPUMHATokenToKVPool:
         Replaces the engine's: its kernel needs tables that these pools lack, and its native move
         takes token numbers for page numbers.
         """
-        move_tokens([part for layer in self._layers() for part in layer], tgt_loc, src_loc)
-
-    def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Returns K and V of each layer as [tokens, heads, width]."""
-        return [
-            (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
-            for k, v in zip(self.k_buffer, self.v_buffer)
-        ]
+        move_tokens(mha_layers(self), tgt_loc, src_loc)
 
 
 class NPUMLATokenToKVPool:
@@ -97,11 +97,7 @@ class NPUMLATokenToKVPool:
         Raises:
             AttributeError: Always, so that `hasattr` returns False as for the engine's pool.
         """
-        raise AttributeError(
-            "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
-            "page by page. The code that reads it does not support NPUs; choose an attention "
-            "backend or cache that does, such as --attention-backend ascend"
-        )
+        raise_missing_kv_buffer()
 
     def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
         """Raises AttributeError; CUDA's attention backends call this."""
@@ -118,8 +114,7 @@ class NPUMLATokenToKVPool:
                 "--speculative-eagle-topk above 1 moves single tokens, which NPU MLA pools do not "
                 "support with SGLANG_USE_FIA_NZ; use --speculative-eagle-topk 1, or unset it"
             )
-        layers = [rows for group in self._groups() for rows in as_tokens(group)]
-        move_tokens(layers, tgt_loc, src_loc)
+        move_tokens(map(as_tokens, self._groups()), tgt_loc, src_loc)
 
     def _groups(self) -> List[torch.Tensor]:
         """Returns latents, RoPE parts and, with an indexer, its keys."""
@@ -139,10 +134,3 @@ class NPUMLATokenToKVPool:
 def _has_tiles() -> bool:
     """Returns whether MLA pages hold latents and RoPE parts in tiles."""
     return get_bool_env_var("SGLANG_USE_FIA_NZ")
-
-
-def move_tokens(layers: List[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies tokens to other slots of each layer, of shape [tokens, ...]."""
-    target, source = target.view(-1).long(), source.view(-1).long()
-    for rows in layers:
-        rows[target] = rows[source]

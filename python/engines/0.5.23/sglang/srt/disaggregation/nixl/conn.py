@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.pd.forward_events import ForwardEvents
 from sglang.srt.disaggregation.pd.message_checks import (
-    STAGING,
     ValidatingSocket,
-    check_agent_metadata,
-    check_frame_sizes,
-    check_metadata_message,
-    check_rank_name,
-    check_staging_message,
 )
 from sglang.srt.disaggregation.pd.nixl_sends import (
     CONNECTION_LOST,
-    METADATA_FRAME,
     AgentRegistration,
     NixlSends,
 )
@@ -29,8 +22,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from sglang.srt.disaggregation.nixl.conn import (
         _PEER_RELOAD_MIN_INTERVAL_S,
-        ABORT_TAG,
-        GUARD,
         EngineKVArgsRegisterInfo,
         EngineNixlKVManager,
         TransferInfo,
@@ -61,55 +52,20 @@ class QueueingState(threading.local):
 class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
     queuing = QueueingState()
     unsettled_error = _NixlPostError
+    registration_type = KVArgsRegisterInfo
+    request_type = TransferInfo
     # Override the engine's, whose text the patch set checks.
+    _start_bootstrap_thread = NixlSends._start_bootstrap_thread
     register_buffer_to_engine = NixlSends.register_buffer_to_engine
     _add_remote_peer = NixlSends._add_remote_peer
     _prepare_payload_xfer = NixlSends._prepare_payload_xfer
 
     # Messages from peers
 
-    def _start_bootstrap_thread(self):
-        """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
-        self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.failures.end_message
-        )
-        super()._start_bootstrap_thread()
-
     def _start_decode_listener_thread(self):
         """Starts decode's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
         super()._start_decode_listener_thread()
-
-    def _check_prefill_message(self, frames: list[bytes]) -> bool:
-        """Raises for frames on which the engine's thread would crash.
-
-        Returns True for a request for a room that has failed here; notifies its decode rank.
-        """
-        if frames[0] in STAGING:
-            check_staging_message(frames)
-        elif frames[0] != ABORT_TAG:
-            if frames[0] != GUARD:
-                raise ValueError("not a registration, metadata, abort or staging message")
-            check_rank_name(frames[4])
-            if frames[1] == b"None":
-                check_frame_sizes(frames, METADATA_FRAME)
-                info = KVArgsRegisterInfo.from_zmq(frames[1:])
-                if self.can_check_agent_metadata:
-                    check_agent_metadata(frames[4], info.agent_metadata)
-                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
-            else:
-                info = TransferInfo.from_zmq(frames[1:])
-                check_metadata_message(info)
-                self.note_metadata_sender(info.agent_name)
-                self._retry_registration(info.agent_name)
-                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
-                return self.reject_failed_room(info.room, decode)
-        return False
-
-    def _check_decode_message(self, frames: list[bytes]) -> bool:
-        if frames[0] in STAGING and self.enable_staging:
-            check_staging_message(frames, self._staging_handler)
-        return self.store_frames(frames)
 
     def handle_connect_failure(self, peer: str) -> None:
         """Adds the peer to NIXL again now, for which its next request would have to wait."""

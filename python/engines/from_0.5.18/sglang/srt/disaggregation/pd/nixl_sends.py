@@ -23,22 +23,34 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.host_memory import peer_memory_kind, register_vram_as_dram
-from sglang.srt.disaggregation.pd.message_checks import check_agent_metadata
+from sglang.srt.disaggregation.pd.message_checks import (
+    STAGING,
+    ValidatingSocket,
+    check_agent_metadata,
+    check_frame_sizes,
+    check_metadata_message,
+    check_rank_name,
+    check_staging_message,
+)
 from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import (
     PeerRegistration,
     awaits_units,
+    is_dummy,
     pair_state_pages,
     plan_or_refusal,
 )
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
+from sglang.srt.disaggregation.pd.room_failures import ABORT
 
 logger = logging.getLogger(__name__)
 
 # NIXL's errors contain this if the connection to a peer is lost.
 CONNECTION_LOST = "NIXL_ERR_REMOTE_DISCONNECT"
+# The first frame of registrations and of requests for rooms.
+GUARD = b"NixlMsgGuard"
 # How long to wait between attempts to register a decode rank.
 REGISTRATION_RETRY_SECONDS = 10.0
 # The frame of a registration that holds the NIXL agent's metadata.
@@ -70,7 +82,8 @@ class ConnectionState(threading.local):
 class NixlSends(EarlyConnections, PrefillManager):
     """Base of a rank's KV manager, before the engine's: registers peers, and writes by plan.
 
-    A release provides `_prep_dlist(peer, runs, memory, gpu_id)`, which lists a side's blocks for
+    A release provides the types of messages, `registration_type` and `request_type`;
+    `_prep_dlist(peer, runs, memory, gpu_id)`, which lists a side's blocks for
     NIXL; `_post_xfer(handle, error_text)`, which starts a transfer; and
     `_await_handles(handles, failure_seen=...)`, which returns whether all of these transfers have
     settled, and whether any has failed.
@@ -95,6 +108,46 @@ class NixlSends(EarlyConnections, PrefillManager):
             memory = [(address, size, self.kv_args.gpu_id, "")]
             if not self.agent.register_memory(memory, "VRAM"):
                 raise RuntimeError(f"NIXL could not register a packing buffer of {size} bytes")
+
+    # Messages from peers
+
+    def _start_bootstrap_thread(self):
+        """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
+        self.server_socket = ValidatingSocket(
+            self.server_socket, self._check_prefill_message, self.failures.end_message
+        )
+        super()._start_bootstrap_thread()
+
+    def _check_prefill_message(self, frames: list[bytes]) -> bool:
+        """Raises for frames on which the engine's thread would crash.
+
+        Returns True for a request for a room that has failed here; notifies its decode rank.
+        """
+        if frames[0] in STAGING:
+            check_staging_message(frames)
+        elif frames[0] != ABORT:
+            if frames[0] != GUARD:
+                raise ValueError("not a registration, metadata, abort or staging message")
+            check_rank_name(frames[4])
+            if frames[1] == b"None":
+                check_frame_sizes(frames, METADATA_FRAME)
+                info = self.registration_type.from_zmq(frames[1:])
+                if self.can_check_agent_metadata:
+                    check_agent_metadata(frames[4], info.agent_metadata)
+                self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
+            else:
+                info = self.request_type.from_zmq(frames[1:])
+                check_metadata_message(info)
+                self.note_metadata_sender(info.agent_name)
+                self._retry_registration(info.agent_name)
+                decode = None if is_dummy(info) else (info.endpoint, info.dst_port)
+                return self.reject_failed_room(info.room, decode)
+        return False
+
+    def _check_decode_message(self, frames: list[bytes]) -> bool:
+        if frames[0] in STAGING and self.enable_staging:
+            check_staging_message(frames, self._staging_handler)
+        return self.store_frames(frames)
 
     # Decode ranks
 
