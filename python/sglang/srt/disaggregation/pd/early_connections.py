@@ -32,8 +32,6 @@ COPIES_OF_A_THREAD = 1024
 # A rank that does not answer in this time is connected with its first request.
 CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.01
-
-
 # Reads after the first one, and how long before each.
 MORE_READS = 4
 PAUSE_SECONDS = 0.2
@@ -44,10 +42,10 @@ class Connection:
     """A connection that is being made to a decode rank; times are on the monotonic clock."""
 
     peer: str
-    handle: Any
+    handle: Any  # NIXL's, of a transfer that is started anew for each read
     started_at: float
-    reads: int = 0  # that are done
-    next_read_at: Optional[float] = None  # None during a read
+    next_read_at: Optional[float]  # None during a read
+    reads: int = 0  # completed
 
 
 class EarlyConnections:
@@ -101,7 +99,7 @@ class EarlyConnections:
             connections = [one for one in connections if not self._is_over(one)]
 
     def _begin(self, peer: str, theirs: int, ours: int) -> List[Connection]:
-        """Begins to read; returns an empty list if that fails."""
+        """Prepares the reads; returns an empty list if that fails."""
         started_at = time.monotonic()
         try:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
@@ -113,45 +111,47 @@ class EarlyConnections:
             with self.agent_lock:
                 self.connecting.add(peer)
                 handle = self.agent.initialize_xfer("READ", own, peers, peer)
-                if not handle or self.agent.transfer(handle) == "ERR":
+                if not handle:
                     raise RuntimeError("NIXL did not start the read")
         except Exception as error:
             self.connecting.discard(peer)
             self._note_failed(peer, str(error))
             return []
-        return [Connection(peer, handle, started_at)]
+        return [Connection(peer, handle, started_at, next_read_at=started_at)]
 
-    def _is_over(self, one: Connection) -> bool:
+    def _is_over(self, connection: Connection) -> bool:
         now, reason = time.monotonic(), "NIXL reported an error"
-        seconds = now - one.started_at
-        if one.next_read_at is not None and now < one.next_read_at:
+        seconds = now - connection.started_at
+        if connection.next_read_at is not None and now < connection.next_read_at:
             return False
         with self.agent_lock:
             try:
-                state = self._advance(one)
+                state = self._advance(connection)
             except Exception as error:
                 state, reason = "ERR", str(error)
             if state == "DONE":
-                one.reads += 1
-                one.next_read_at = now + PAUSE_SECONDS
-                if one.reads == 1:
-                    logger.info(f"Connected to decode {one.peer} in {seconds:.1f} s")
-            if state != "ERR" and seconds < CONNECT_SECONDS and one.reads <= MORE_READS:
+                connection.reads += 1
+                connection.next_read_at = now + PAUSE_SECONDS
+                if connection.reads == 1:
+                    logger.info(f"Connected to decode {connection.peer} in {seconds:.1f} s")
+            if state != "ERR" and seconds < CONNECT_SECONDS and connection.reads <= MORE_READS:
                 return False
-            one.handle = None  # freed, or cancelled
-            self.connecting.discard(one.peer)
-        if not one.reads and state == "ERR":
-            self._note_failed(one.peer, reason)
-        elif not one.reads:
-            logger.warning(f"Decode {one.peer} has not answered NIXL for {seconds:.0f} s")
+            connection.handle = None  # freed, or cancelled
+            self.connecting.discard(connection.peer)
+        if not connection.reads and state == "ERR":
+            self._note_failed(connection.peer, reason)
+        elif not connection.reads:
+            logger.warning(f"Decode {connection.peer} has not answered NIXL for {seconds:.0f} s")
         return True
 
-    def _advance(self, one: Connection) -> str:
-        """Returns the state of the current read, or begins the next one."""
-        if one.next_read_at is None:
-            return self.agent.check_xfer_state(one.handle)
-        one.next_read_at = None
-        return "ERR" if self.agent.transfer(one.handle) == "ERR" else "PROC"
+    def _advance(self, connection: Connection) -> str:
+        """Starts the next read if it is due; returns the state of the current one."""
+        if connection.next_read_at is None:
+            return self.agent.check_xfer_state(connection.handle)
+        connection.next_read_at = None
+        if self.agent.transfer(connection.handle) == "ERR":
+            raise RuntimeError("NIXL did not start the read")
+        return "PROC"
 
     def _note_failed(self, peer: str, reason: str) -> None:
         logger.warning(

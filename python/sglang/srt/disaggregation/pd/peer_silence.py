@@ -102,12 +102,12 @@ class SilenceWatch:
         silent, long_silent = {}, []
         for name, info in list(self.watched_peers.items()):
             seconds = PeerSocket.to(info.endpoint, info.dst_port).silent_for()
-            is_replaced = name in self.replaced_peers
-            if not is_replaced and seconds < self.silent_seconds:
-                continue
-            why = f"has not answered for {self.silent_seconds:g} s ({VARIABLE})"
-            if is_replaced:
+            if name in self.replaced_peers:
                 seconds, why = math.inf, "was replaced by another process"
+            elif seconds >= self.silent_seconds:
+                why = f"has not answered for {self.silent_seconds:g} s ({VARIABLE})"
+            else:
+                continue
             silent[name] = f"decode {info.endpoint}:{info.dst_port} {why}"
             if seconds >= RELEASE_AFTER_SECONDS:
                 long_silent.append((seconds, name))
