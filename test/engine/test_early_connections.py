@@ -20,7 +20,7 @@ class FakeNixlAgent:
 
     def __init__(self):
         self.started, self.states, self.threads, self.registered = {}, {}, set(), []
-        self.reads = []
+        self.reads, self.removed = [], set()
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
         return {"num_threads": str(THREADS)}
@@ -39,6 +39,8 @@ class FakeNixlAgent:
         return peer
 
     def transfer(self, peer: str) -> str:
+        if peer in self.removed:
+            raise RuntimeError("NIXL_ERR_NOT_FOUND")
         self.reads.append(peer)
         return "PROC"
 
@@ -101,6 +103,20 @@ def test_failure_of_a_later_read_is_left_to_the_first_request(manager, caplog, h
     assert wait_until(lambda: not manager.connecting, 10)
     assert manager.agent.reads == ["lost", "lost"] and not manager.failed
     assert "could not connect" not in caplog.text
+
+
+def test_rank_that_nixl_drops_between_two_reads_is_left_alone(manager, caplog, monkeypatch):
+    """NIXL does not start a transfer whose agent it no longer knows; releases 0.9 to 1.5 raise."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(early_connections, "PAUSE_SECONDS", 0.5)
+    manager.connect_early("lost", AUX)
+    assert is_logged(caplog, "Connected to decode lost in ")
+    manager.agent.removed.add("lost")
+    assert manager.connecting == {"lost"}
+    assert wait_until(lambda: not manager.connecting, 10)
+    manager.connect_early("other", AUX)  # by the same thread
+    assert is_logged(caplog, "Connected to decode other in ")
+    assert manager.agent.reads.count("lost") == 1 and not manager.failed
 
 
 def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
