@@ -9,6 +9,7 @@ faults soon, unless these are named after the file. A row is a fault:
     "what is wrong then" = [["old text", "new text"]]
 """
 
+import ast
 import contextlib
 import os
 import shutil
@@ -84,7 +85,7 @@ def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
     """Apply the fault to the checkout within the block.
 
     Raises:
-        SystemExit: an old text does not occur exactly once.
+        SystemExit: an old text does not occur exactly once, or what is left is not Python.
     """
     file = checkout / "python" / fault.file
     whole = text = file.read_text()
@@ -92,6 +93,10 @@ def apply_fault(fault: Fault, checkout: Path) -> Iterator[None]:
         if (count := text.count(old)) != 1:
             sys.exit(f"mutants: {fault.name}: {old!r} occurs {count} times in {fault.file}")
         text = text.replace(old, new)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        sys.exit(f"mutants: {fault.name}: {fault.file} is not Python any more: {error}")
     file.write_text(text)
     yield
     file.write_text(whole)
