@@ -43,6 +43,7 @@ FIRST_TOKEN |= {"ratio": "{ratio:.2f}", "noise": "{noise:.2f}"}
 
 SCALE = {"backend": "{backend}", "ranks": "{ranks:d}", "engine": "{engine}"}
 SCALE |= {"known s": "{meet_s:.3g}", "CPU s": "{meet_cpu_s:.3g}"}
+SCALE |= {"ms per pair": "{meet_ms_a_pair:.3g}"}
 SCALE |= {"KiB per peer": "{kib_a_peer:.3g}", "messages": "{messages:.3g}"}
 SCALE |= {"scheduler ms": "{scheduler_ms:.3g}", "reader ms": "{reader_ms:.3g}"}
 SCALE |= {"all ms": "{all_ms:.3g}", "at rest %": "{rest_percent:.3g}"}
@@ -50,6 +51,7 @@ SCALE |= {"gap s": "{gap_before_s:.3g}", "after s": "{gap_after_s:.3g}"}
 SCALE |= {"new after s": "{new_rank_s:.3g}", "lost": "{lost:d}", "workers": "{workers_ended:d}"}
 
 GROWTH = {"backend": "{backend}", "grows with ranks to the power": "{figure}"}
+GROWTH |= {"the work": "{work:.2f}"}
 GROWTH |= {"stock": "{stock:.2f}", "patched": "{patched:.2f}", "noise": "{noise:.2f}"}
 
 

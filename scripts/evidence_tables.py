@@ -196,8 +196,8 @@ def scale() -> list[str]:
 Many ranks (`scripts/bench.sh scale`): prefill with PP 4 and a fourth of the ranks as TP, and as
 many decode servers of one rank, each connected to all prefill ranks (Mooncake: GQA; NIXL: MLA).
 Managers without a model, each in its own process; the transfer library writes nothing. Known: wall
-time until all have served each other once, and processor seconds of all together. Memory: of a
-prefill rank, for each decode rank. Per request, for all ranks together: messages sent, processor
+time until all have served each other once, and processor seconds of all together (without the
+bench's own loop), also per pair of ranks. Memory: of a prefill rank, for each decode rank. Per request, for all ranks together: messages sent, processor
 time of schedulers (without unsuccessful polls) and of threads that read messages, then of whole
 processes. At rest: per rank. Gap: the longest time in which no request of a decode rank finished,
 before and after another was killed; then the time until its replacement was served. Lost: requests;

@@ -59,7 +59,7 @@ class Rank(RankBase):
     def _receiver(self, room: int):
         address, known = self.bootstrap_address, self.manager.try_ensure_parallel_info
         receiver = self._class(KVClassType.RECEIVER)(self.manager, address, room)
-        if wait_until(lambda: known(address), self.PREFILL_SECONDS, POLL_INTERVAL):
+        if wait_until(lambda: known(address), self.PREFILL_SECONDS, self.PREFILL_POLL_SECONDS):
             receiver.init(0)
         else:
             receiver.abort()

@@ -99,7 +99,9 @@ class Rank(RankBase):
         )
         # The engine's queue, too, allocates nothing before it has found prefill.
         wait_until(
-            lambda: receiver.poll() != KVPoll.Bootstrapping, self.PREFILL_SECONDS, POLL_INTERVAL
+            lambda: receiver.poll() != KVPoll.Bootstrapping,
+            self.PREFILL_SECONDS,
+            self.PREFILL_POLL_SECONDS,
         )
         return receiver
 

@@ -88,6 +88,7 @@ class RankBase:
     # The manager's tables by room; each backend has some on prefill and others on decode.
     ROOM_TABLES: tuple[str, ...]
     PREFILL_SECONDS = 15  # for which a receiver queries prefill's server
+    PREFILL_POLL_SECONDS = POLL_INTERVAL  # between two looks for the answer
     METADATA: dict = {}  # further arguments of this release's metadata buffers
 
     def __init__(self, config: dict):

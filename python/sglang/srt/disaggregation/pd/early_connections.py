@@ -94,7 +94,7 @@ class EarlyConnections:
             return
         while True:
             with contextlib.suppress(Empty):
-                asked = self.to_connect.get(timeout=POLL_SECONDS if connections else None)
+                asked = self.to_connect.get(timeout=_seconds_to_next(connections))
                 connections += self._begin(*asked, byte.ctypes.data)
             connections = [one for one in connections if not self._is_over(one)]
 
@@ -161,3 +161,10 @@ class EarlyConnections:
             self.handle_connect_failure(peer)
         except Exception:
             logger.exception(f"Decode {peer} could not be added to NIXL again; a request will try")
+
+
+def _seconds_to_next(connections: List[Connection]) -> Optional[float]:
+    """Returns how long none of these connections needs attention; None without connections."""
+    now, due = time.monotonic(), [one.next_read_at for one in connections]
+    waits = [POLL_SECONDS if at is None else max(POLL_SECONDS, at - now) for at in due]
+    return min(waits, default=None)
