@@ -21,8 +21,7 @@ from pd_harness.releases import default_release
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.install.transaction import STATE_FOLDER
-from sglang_pd.patchset import patches
-from sglang_pd.patchset.edits import changed as changed_symbols
+from sglang_pd.patchset import edits, patches
 
 PUBLISHED = [
     pytest.param(name, marks=[pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)])
@@ -43,7 +42,9 @@ def toy(request, toy, published_at, tmp_path, monkeypatch):
     """
     if request.param == "toy":
         return toy
-    monkeypatch.setattr("sglang_pd.patchset.edits.graft", functools.cache(graft))
+    monkeypatch.setattr(edits, "graft", functools.cache(graft))
+    fingerprints = functools.cache(edits._fingerprints)
+    monkeypatch.setattr(edits, "_fingerprints", lambda at, of, text: fingerprints(at, (*of,), text))
     for name in ("release", "engine"):
         monkeypatch.setattr(Toy, name, functools.cache(getattr(Toy, name)))
     made = Toy.from_published(published_at(request.param), request.param, tmp_path / "published")
@@ -117,7 +118,7 @@ def contents(toy) -> dict[str, bytes]:
 
 def files_of(release: patches.Release, patch: patches.Patch) -> set[str]:
     """The files that contain a patch's symbols."""
-    symbols = patches.symbol_ids(changed_symbols(release.tree, release.fingerprints))
+    symbols = patches.symbol_ids(edits.changed(release.tree, release.fingerprints))
     return {f"sglang/{symbol.split('::')[0]}" for symbol in symbols if patch.owns(symbol)}
 
 
