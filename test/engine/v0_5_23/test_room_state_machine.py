@@ -495,6 +495,7 @@ class Rooms(RuleBasedStateMachine):
     backend = ""
 
     def __init__(self):
+        freeze_heap()
         super().__init__()
         self.prefill = fake_managers.prefill_rank(self.backend)
         self.reader = Reader(self.prefill)
@@ -1021,11 +1022,16 @@ class Rooms(RuleBasedStateMachine):
             assert not any(decode.addr_to_rooms_tracker.values())
 
 
-@pytest.fixture
-def frozen_heap():
-    """Keeps the imported engine out of the garbage collections of a test."""
+def freeze_heap() -> None:
+    """Keeps what exists now out of later garbage collections, of which an example has several."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def frozen_heap():
+    """Freezes the imported engine; each example freezes what Hypothesis keeps of the last one."""
+    freeze_heap()
     yield
     gc.unfreeze()
 
