@@ -100,8 +100,9 @@ def test_requests_follow_a_replaced_prefill_server(backend, engine, reference):
             served = wait_until(is_served, SERVED if engine == "patched" else NEVER, 1)
             seconds = round(time.monotonic() - begun, 1)
             pause_ms = longest_pause_ms(dump_schedulers(decode))
-            if engine == "stock":
-                decode.stop()  # it answers no request to the previous server until a time-out
+            if engine == "stock":  # it answers no request to the previous server until a time-out
+                for server in servers:
+                    server.stop()
         if engine == "patched":
             assert_freed(*servers)
     case = "prefill server, swapped behind its address"

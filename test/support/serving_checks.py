@@ -145,7 +145,8 @@ class HangDetector:
     """A callable that returns whether no answer will come: no server works for `seconds`.
 
     A fleet is idle if prefill has finished or has raised while decode runs no request. It is also
-    idle if a server has exited, which the router, waiting for both, does not report.
+    idle if a server has exited, which the router, waiting for both, does not report; what is not
+    answered `LOST_SECONDS` later never is.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class HangDetector:
         self.prefill, self.decode, self.seconds = prefill, decode, seconds
         # On a busy machine, a server may log a traceback at its start, and still work.
         self.raised_before = self._raised()
+        self.has_ended = False
         self.begin()
 
     def begin(self) -> None:
@@ -161,12 +163,16 @@ class HangDetector:
         self.busy_at = time.monotonic()
 
     def __call__(self) -> bool:
+        if not self.has_ended and any(one.has_ended() for one in (self.prefill, self.decode)):
+            self.has_ended = True
+            self.seconds = min(self.seconds, LOST_SECONDS)
+            self.begin()
         if not self._is_idle():
             self.busy_at = time.monotonic()
         return time.monotonic() - self.busy_at > self.seconds
 
     def _is_idle(self) -> bool:
-        if any(server.has_ended() for server in (self.prefill, self.decode)):
+        if self.has_ended:
             return True
         raised = self._raised() > self.raised_before
         try:

@@ -27,7 +27,8 @@ CUT = "fail 0\n"
 CUT_SECONDS = 2
 RECOVERY_SECONDS = 5
 DECODE_SERVERS = 4  # one session for each of prefill's four workers
-ROUNDS = 10
+# Restarts are in rounds of five. Ranks of 1.0.8 find each other so late that it has fewer rounds.
+ROUNDS = {DEFAULT_MEMFABRIC: 10, "1.0.8": 4}
 STARTED_TOGETHER = 5
 # Files, and threads, that MemFabric does not release when a decode rank is lost.
 MAX_LEAK_PER_RANK = 8
@@ -136,14 +137,15 @@ def test_decode_server_starts_while_all_workers_write(serve, fault):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("memfabric", [DEFAULT_MEMFABRIC, "1.0.8"])
+@pytest.mark.parametrize("memfabric", ROUNDS)
 def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
-    """Restarts decode fifty times; MemFabric keeps its connections and threads of each."""
+    """Restarts decode again and again; MemFabric keeps its connections and threads of each."""
+    rounds = ROUNDS[memfabric]
     with serve(faulty_fleet(fault), memfabric=memfabric) as servers:
         assert_transfers(servers)
         (pid,) = servers.pids("prefill")[1:]
         before = open_files_and_threads(pid)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             decodes = start_decodes(servers, STARTED_TOGETHER)
             wait_for_memfabric_peers(memfabric)
             assert_all_transfer(servers, decodes)
@@ -151,7 +153,7 @@ def test_repeated_decode_restarts_do_not_leak(serve, fault, memfabric):
                 os.kill(rank.pid, signal.SIGKILL)
             assert_transfers(servers)
         kept = [now - then for now, then in zip(open_files_and_threads(pid), before)]
-        assert max(kept) < MAX_LEAK_PER_RANK * ROUNDS * STARTED_TOGETHER, kept
+        assert max(kept) < MAX_LEAK_PER_RANK * rounds * STARTED_TOGETHER, kept
 
 
 def open_files_and_threads(pid: int) -> tuple[int, int]:
