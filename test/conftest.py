@@ -14,7 +14,7 @@ from pd_harness.releases import default_release, release
 # pytest's importlib mode does not extend `sys.path`; the last line of this block does.
 HERE = Path(__file__).parent
 LONG_RUNNING_SUITES = ("serving", "transport")
-LONG_SECONDS = 900  # tests with a longer timeout start early
+LONG_SECONDS = 900  # tests with such a timeout, or a longer one, start early
 # Releases other than the default run these at night only: they are long, and what they check is
 # the same in all releases or has quicker tests.
 NIGHTLY_FOR_OTHER_RELEASES = {
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
 def has_long_timeout(item) -> bool:
     """Whether a test may take so long that it must start before the others finish."""
     limit = item.get_closest_marker("timeout")
-    return limit is not None and limit.args[0] > LONG_SECONDS
+    return limit is not None and limit.args[0] >= LONG_SECONDS
 
 
 def is_nightly(item) -> bool:
