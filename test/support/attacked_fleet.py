@@ -181,12 +181,18 @@ class AttackedFleet:
         return requests
 
     def attack(
-        self, attack: Callable, victim: Rank, seconds: float, live_ones: int = LIVE_REQUESTS
+        self,
+        attack: Callable,
+        victim: Rank,
+        seconds: float,
+        live_ones: int = LIVE_REQUESTS,
+        live_pause: float = LIVE_PAUSE,
     ) -> dict:
         """Attacks the victim while it has `open_requests` open requests; returns measurements.
 
         Args:
             seconds: Limit for all of prefill's requests together, and for each live request.
+            live_pause: Seconds after each live request.
         """
         opened, live = self.open_rooms(victim), self._new_requests(live_ones)
         served: list[dict] = []
@@ -196,7 +202,7 @@ class AttackedFleet:
                 served.append(self.servers.receive(self.other, room, pages, seconds))
                 if served[-1]["state"] != "right":
                     break
-                time.sleep(LIVE_PAUSE)
+                time.sleep(live_pause)
             answers = [one.result() for one in sent]
         return {
             "rooms": [room for room, _ in opened],

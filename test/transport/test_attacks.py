@@ -70,7 +70,7 @@ def test_kills_under_load_do_not_delay_the_other_rank(serve, backend):
         attacks = []
         for _ in range(KILLS):
             victim = attacked.start_victim()
-            attacks.append(attacked.attack(killed, victim, LONG_SECONDS, live_ones=1))
+            attacks.append(attacked.attack(killed, victim, LONG_SECONDS, 1, live_pause=0))
             assert_unharmed(case, attacks[-1])
         assert attacked.is_served(attacked.other, 20)
         held = attacked.leftover_counts_after_close()
