@@ -256,7 +256,7 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1800)]
     "examples, requests",
     [
         (2 if SINCE_0_5_20 else 5, 10),
-        pytest.param(40 if IS_DEFAULT else 15, 100, marks=NIGHTLY),
+        pytest.param(25 if IS_DEFAULT else 15, 100, marks=NIGHTLY),
     ],
     ids=["few", "many"],
 )
