@@ -23,7 +23,7 @@ from pd_harness.polling import wait_until
 
 pytestmark = pytest.mark.transport
 
-BATCH, BATCHES = 100, 25
+BATCH, BATCHES = 100, 40
 HANDLED_COUNT = 30 if SINCE_0_5_20 else 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
 # Backends whose prefill sends a status message when a room ends; 0.5.9 uses NIXL notifications.
