@@ -197,12 +197,14 @@ Many ranks (`scripts/bench.sh scale`): prefill with PP 4 and a fourth of the ran
 many decode servers of one rank, each connected to all prefill ranks (Mooncake: GQA; NIXL: MLA).
 Managers without a model, each in its own process; the transfer library writes nothing. Known: wall
 time until all have served each other once, and processor seconds of all together (without the
-bench's own loop), also per pair of ranks. Memory: of a prefill rank, for each decode rank. Per request, for all ranks together: messages sent, processor
-time of schedulers (without unsuccessful polls) and of threads that read messages, then of whole
-processes. At rest: per rank. Gap: the longest time in which no request of a decode rank finished,
-before and after another was killed; then the time until its replacement was served. Lost: requests;
-a fleet that loses a twentieth of them is restarted, once. Workers: transfer workers that would have
-exited if the bench did not keep them. Load average at the end: {bench("scale")["load"]:.0f}.
+bench's own loop), also per pair of ranks. Memory: of a prefill rank, for each decode rank. Per
+request, for all ranks together: messages sent, processor time of schedulers (without unsuccessful
+polls) and of threads that read messages, then of whole processes. At rest: per rank. Gap: the
+longest time in which no request of a decode rank finished, before and after another was killed;
+then the time until its replacement was served. Lost: requests; a fleet that loses a twentieth of
+them is restarted, once. Workers: transfer workers that would have exited if the bench did not keep
+them. A figure may grow with the power of the work: all pairs of ranks meet, and all prefill ranks
+serve a request. Load average at the end: {bench("scale")["load"]:.0f}.
 
 ![Growth with the number of ranks](scale-{RELEASE}.svg)
 """

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import rank_process
-from rank_base import POLL_INTERVAL, RankBase
+from rank_base import RankBase
 from rank_contents import AUX_SLOTS, decode_slot
 from sglang.srt.disaggregation import prefill as prefill_module
 from sglang.srt.disaggregation.base import KVPoll
