@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Deque, Dict, FrozenSet, List, Optional, Set
 
+from sglang.srt.disaggregation.common.utils import FastQueue
+
 logger = logging.getLogger(__name__)
 
 Peers = FrozenSet[str]
@@ -111,6 +113,9 @@ class PeerQueues:
         def queue() -> PeerQueue:
             return PeerQueue(self._note_queued, self._note_taken)
 
+        if not all(isinstance(one, FastQueue) for one in made):  # not the engine's
+            self._queues = list(made)
+            return
         own = self.enable_staging or not made
         self._queues = [queue() for _ in made] if own else [queue()] * len(made)
 

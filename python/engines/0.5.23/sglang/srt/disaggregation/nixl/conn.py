@@ -424,18 +424,21 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
         """
-        while not failure_seen and self._any_running(handles):
+        has_failed = False
+        while handles and not (failure_seen or has_failed):
+            handles, has_failed = self._running(handles)
             failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
-    def _any_running(self, handles: list[Any]) -> bool:
-        """Returns whether some are running and none has failed; False if a state is unreadable."""
+    def _running(self, handles: list[Any]) -> tuple[list[Any], bool]:
+        """Returns those that are not done, and whether one has failed or has no readable state."""
         try:
-            states = {self.agent.check_xfer_state(handle) for handle in handles}
+            states = [self.agent.check_xfer_state(handle) for handle in handles]
         except Exception:
-            return False
-        return not states <= {"DONE"} and "ERR" not in states
+            return handles, True
+        running = [handle for handle, state in zip(handles, states) if state != "DONE"]
+        return running, "ERR" in states
 
     # Connections
 
@@ -470,4 +473,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
     @staticmethod
     def _is_listening(info: KVArgsRegisterInfo | None) -> bool:
-        return info is not None and PeerSocket.to(info.endpoint, info.dst_port).is_listening()
+        """Whether a rank's process accepts connections; also if its endpoint is unknown."""
+        if info is None or not hasattr(info, "endpoint"):
+            return info is not None
+        return PeerSocket.to(info.endpoint, info.dst_port).is_listening()
