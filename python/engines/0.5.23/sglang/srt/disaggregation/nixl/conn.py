@@ -463,9 +463,13 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             for peer, info in room_transfer_infos.items()
             if self._is_listening(self.decode_kv_args_table.get(peer))
         }
-        for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
+        for peer in self.connecting.keys() & room_transfer_infos:
+            if not self.agent.check_remote_metadata(peer):
+                self.end_early_connection(peer)  # its reads use the connection that was lost
+        for peer in self.connection.lost.intersection(room_transfer_infos):
             last = self._peer_reload_times.get(peer)
-            if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
+            is_due = last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S
+            if is_due and self.end_early_connection(peer):
                 self.connection.lost.discard(peer)
                 with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
