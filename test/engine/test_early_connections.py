@@ -142,6 +142,17 @@ def test_connection_ends_after_the_read_during_which_it_was_to_end(manager):
     assert manager.agent.reads == ["lost"] and not manager.failed
 
 
+def test_later_read_that_does_not_end_is_given_up(manager, monkeypatch):
+    """The rank may be cut off; its connection can be replaced only without a read."""
+    monkeypatch.setattr(early_connections, "MORE_READS_SECONDS", 0.5)
+    manager.agent.states["lost"] = ["DONE", "PROC"]
+    manager.connect_early("lost", AUX)
+    assert wait_until(lambda: len(manager.agent.reads) == 2, 10)
+    assert not manager.end_early_connection("lost")
+    assert wait_until(lambda: not manager.connecting, 10)
+    assert not manager.failed
+
+
 def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
     """One thread makes all connections."""
     caplog.set_level("INFO")

@@ -35,11 +35,17 @@ POLL_SECONDS = 0.01
 # Reads after the first one, and how long before each.
 MORE_READS = 4
 PAUSE_SECONDS = 0.2
+# In which they end; until then, a connection that is lost cannot be replaced.
+MORE_READS_SECONDS = 5.0
 
 
 @dataclass
 class Connection:
-    """A connection that is being made to a decode rank; times are on the monotonic clock."""
+    """A connection that is being made to a decode rank; times are on the monotonic clock.
+
+    Attributes:
+        started_at: When the first read was prepared or, after it, when that one ended.
+    """
 
     peer: str
     handle: Any  # NIXL's, of a transfer that is started anew for each read
@@ -150,7 +156,9 @@ class EarlyConnections:
                 connection.next_read_at = now + PAUSE_SECONDS
                 if connection.reads == 1:
                     logger.info(f"Connected to decode {connection.peer} in {seconds:.1f} s")
-            if state != "ERR" and seconds < CONNECT_SECONDS and connection.reads <= MORE_READS:
+                    connection.started_at, seconds = now, 0.0
+            is_late = seconds > (MORE_READS_SECONDS if connection.reads else CONNECT_SECONDS)
+            if state != "ERR" and not is_late and connection.reads <= MORE_READS:
                 return
             self._forget(connection.peer)
         if not connection.reads and state == "ERR":
