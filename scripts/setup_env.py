@@ -107,11 +107,7 @@ def base(title: str) -> None:
     # Without a choice now, keep the torch that was chosen when base was made.
     if is_done(BASE, key) and (not chosen or is_done(BASE, torch, ".torch")):
         return
-    if BASE.is_symlink():
-        sys.exit(
-            f"setup: .pd-env/base is a link to {BASE.resolve()}, which is not what this checkout "
-            "needs; remove the link, or run scripts/setup.sh in the checkout that it leads to"
-        )
+    refuse_link(BASE)
     python = BASE / "bin" / "python"
     with step(f"{title} in .pd-env/base"):
         run(sys.executable, "-m", "venv", "--clear", BASE)
@@ -144,12 +140,23 @@ def existing_torch() -> Path:
     return Path(found.stdout.strip())
 
 
+def refuse_link(folder: Path) -> None:
+    """Exit if a folder that is to be made anew is a link to another checkout's, which uses it."""
+    if folder.is_symlink():
+        sys.exit(
+            f"setup: .pd-env/{folder.relative_to(PD_ENV)} is a link to {folder.resolve()}, which "
+            "is not what this checkout needs; remove the link, or run scripts/setup.sh in the "
+            "checkout that it leads to"
+        )
+
+
 def packages(title: str, release: str) -> None:
     """Install the packages of this release of the engine that differ from base's."""
     folder, wanted = PD_ENV / release / "packages", REQUIREMENTS / f"{release}.txt"
     stamp, key = folder / ".ready", digest(wanted, text=(BASE / ".ready").read_text())
     if stamp.exists() and stamp.read_text() == key:
         return
+    refuse_link(folder)
     with step(f"{title} in .pd-env/{release}/packages"):
         shutil.rmtree(folder, ignore_errors=True)
         uv_install(BASE / "bin" / "python", "--target", folder, "-r", wanted)
@@ -164,6 +171,7 @@ def engine(title: str, release: str, name: str) -> None:
     key = digest(text=f"{release}\0{path_file}\0{(others / '.ready').read_text()}")
     if is_done(folder, key):
         return
+    refuse_link(folder)
     with step(f"{title} in .pd-env/{release}/{name}"):
         run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
         uv_install(folder / "bin" / "python", f"sglang=={release}")

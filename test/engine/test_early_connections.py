@@ -112,11 +112,45 @@ def test_rank_that_nixl_drops_between_two_reads_is_left_alone(manager, caplog, m
     manager.connect_early("lost", AUX)
     assert is_logged(caplog, "Connected to decode lost in ")
     manager.agent.removed.add("lost")
-    assert manager.connecting == {"lost"}
+    assert list(manager.connecting) == ["lost"]
     assert wait_until(lambda: not manager.connecting, 10)
     manager.connect_early("other", AUX)  # by the same thread
     assert is_logged(caplog, "Connected to decode other in ")
     assert manager.agent.reads.count("lost") == 1 and not manager.failed
+
+
+def test_connection_can_be_ended_between_two_reads(manager, monkeypatch):
+    """So that a lost one can be replaced at once."""
+    monkeypatch.setattr(early_connections, "PAUSE_SECONDS", 0.3)
+    manager.connect_early("lost", AUX)
+    assert wait_until(lambda: manager.connecting and manager.connecting["lost"].reads == 1, 10)
+    connection = manager.connecting["lost"]
+    assert manager.end_early_connection("lost")
+    assert connection.handle is None and not manager.connecting
+    time.sleep(0.5)
+    assert manager.agent.reads == ["lost"]
+    assert manager.end_early_connection("lost")
+
+
+def test_connection_ends_after_the_read_during_which_it_was_to_end(manager):
+    manager.agent.states["lost"] = ["PROC"]
+    manager.connect_early("lost", AUX)
+    assert wait_until(lambda: manager.agent.reads, 10)
+    assert not manager.end_early_connection("lost")
+    manager.agent.states["lost"] = ["DONE"]
+    assert wait_until(lambda: not manager.connecting, 10)
+    assert manager.agent.reads == ["lost"] and not manager.failed
+
+
+def test_later_read_that_does_not_end_is_given_up(manager, monkeypatch):
+    """The rank may be cut off; its connection can be replaced only without a read."""
+    monkeypatch.setattr(early_connections, "MORE_READS_SECONDS", 0.5)
+    manager.agent.states["lost"] = ["DONE", "PROC"]
+    manager.connect_early("lost", AUX)
+    assert wait_until(lambda: len(manager.agent.reads) == 2, 10)
+    assert not manager.end_early_connection("lost")
+    assert wait_until(lambda: not manager.connecting, 10)
+    assert not manager.failed
 
 
 def test_silent_rank_does_not_delay_connections_to_others(manager, caplog, monkeypatch):
@@ -151,7 +185,7 @@ def test_agent_lock_is_free_while_a_connection_is_pending(manager):
     manager.agent.states["silent"] = ["PROC"]
     manager.connect_early("silent", AUX)
     assert wait_until(lambda: "silent" in manager.agent.started, 10)
-    assert wait_until(lambda: manager.connecting == {"silent"}, 10)
+    assert wait_until(lambda: list(manager.connecting) == ["silent"], 10)
     for _ in range(20):
         assert manager.agent_lock.acquire(timeout=1)
         manager.agent_lock.release()

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues, WorkerState
 
 from pd_harness.polling import wait_until
@@ -127,7 +129,7 @@ class Manager(PeerQueues):
         self.enable_staging = enable_staging
         self.worker_state = WorkerState()
         self.transfer_infos = {7: {"a": None, "b": None}}
-        self.transfer_queues = [object() for _ in range(4)]
+        self.transfer_queues = [FastQueue() for _ in range(4)]
 
 
 def test_transfer_queues_of_a_manager_are_one_peer_queue():
@@ -141,6 +143,13 @@ def test_transfer_queues_of_a_manager_are_one_peer_queue():
     assert manager.worker_state.peers == first.busy_peers() == {"a", "b"}
     manager.transfer_queues = []
     assert manager.transfer_queues == []
+
+
+def test_queues_that_are_not_the_engines_stay():
+    """As those of the engine's unit tests, which read them without a worker."""
+    manager, queues = Manager(enable_staging=False), [SimpleQueue(), SimpleQueue()]
+    manager.transfer_queues = queues
+    assert manager.transfer_queues == queues
 
 
 def test_transfer_queues_stay_separate_with_staging():

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import setup_env
 
 from pd_harness import releases
 
@@ -69,6 +70,25 @@ def test_cpu_host_script_returns_status_of_command():
     found = run(SCRIPTS / "cpu_host.sh", "--engine", "stock", "python", "-c", ask)
     assert found.returncode == 7, found.stderr
     assert found.stdout == "1\n"
+
+
+@pytest.mark.parametrize("name", ["base", "0.5.23/packages", "0.5.23/stock", "0.5.23/patched"])
+def test_setup_leaves_linked_folders_alone(name, tmp_path, monkeypatch):
+    """A worktree may link to another checkout's environment, which is in use there."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs / name, ours / "base", ours / "0.5.23" / "packages"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".ready").write_text("made for other sources")
+    shutil.rmtree(ours / name, ignore_errors=True)
+    (ours / name).symlink_to(theirs / name)
+    monkeypatch.setattr(setup_env, "PD_ENV", ours)
+    monkeypatch.setattr(setup_env, "BASE", ours / "base")
+    monkeypatch.setattr(setup_env, "run", None)
+    make = {"base": setup_env.base, "packages": setup_env.packages}.get(Path(name).name)
+    given = {"base": (), "packages": ("0.5.23",)}.get(Path(name).name, ("0.5.23", Path(name).name))
+    with pytest.raises(SystemExit, match=f"setup: .pd-env/{name} is a link to {theirs}"):
+        (make or setup_env.engine)("step", *given)
+    assert (theirs / name / ".ready").exists()
 
 
 def test_second_setup_does_nothing():

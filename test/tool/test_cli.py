@@ -276,6 +276,7 @@ def test_fingerprints_refuse_inconsistent_patch_set(toy, run_fingerprints, path,
     assert written.read_text() == before
 
 
+TESTS_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\ntests = ["fails"]\n'
 NAMES_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
 
 
@@ -290,6 +291,7 @@ NAMES_WITHOUT_CHANGE = '[releases."1.0"]\nstate = "needed"\nnames = ["gone"]\n'
         ("patches/net.toml", lambda text: text.replace("change =", "what ="), "give both"),
         ("patches/net.toml", lambda text: text.replace("symbols =", "names ="), "give both"),
         ("patches/net.toml", lambda text: text + NAMES_WITHOUT_CHANGE, "`names` requires"),
+        ("patches/net.toml", lambda text: text + TESTS_WITHOUT_CHANGE, "`tests` requires"),
         ("patches/net.toml", lambda text: f"{text}[releases.'{VERSION}']\n", "net.toml"),
         (f"{VERSION}/release.toml", lambda text: text.replace('["sglang"]', '"a"'), "$.trees"),
         (f"{VERSION}/release.toml", lambda text: text.replace("]", ""), "release.toml"),

@@ -65,8 +65,9 @@ def _edit(status: ReleaseStatus) -> list[str]:
     if not status.symbols:
         return []
     names = [f"  - **Names:** {'; '.join(status.names)}"] if status.names else []
+    tests = [f"  - **Engine's tests:** {'; '.join(status.tests)}"] if status.tests else []
     edits = ", ".join(f"`{symbol}`" for symbol in status.symbols)
-    return [f"  - **Change:** {status.change}", *names, f"  - **Edits:** {edits}"]
+    return [f"  - **Change:** {status.change}", *names, *tests, f"  - **Edits:** {edits}"]
 
 
 def page() -> str:

@@ -37,12 +37,14 @@ class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     change: str = ""
     symbols: list[str] = []  # patterns (`*` matches anything) of `path::Symbol`, or of new files
     names: list[str] = []  # that others may call and that are removed, moved or called differently
+    tests: list[str] = []  # of the engine's own that fail, and which promise is another now
 
     def __post_init__(self) -> None:
         if bool(self.change) != bool(self.symbols):
             raise ValueError("give both `change` and `symbols`, or neither")
-        if self.names and not self.symbols:
-            raise ValueError("`names` requires `symbols`")
+        for name in ("names", "tests"):
+            if getattr(self, name) and not self.symbols:
+                raise ValueError(f"`{name}` requires `symbols`")
         if self.symbols and self.state == "carried":
             raise ValueError("a carried patch must not have `symbols`")
 

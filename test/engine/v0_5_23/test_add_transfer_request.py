@@ -68,6 +68,7 @@ def test_session_id_with_port_0_fails_the_room():
 def test_unregistered_peer_fails_the_room(backend):
     prefill = requested_prefill(backend, is_registered=False)
     add(prefill)
+    assert prefill.transfer_queues[0].get().room == ROOM
     said = f"requested room {ROOM} and is not registered with this prefill rank"
     peer = fake_managers.PEER[backend]
     assert check_failed_on_both_sides(prefill) == f"decode {peer} {said}"
@@ -82,6 +83,7 @@ def test_unregistered_dcp_peer_fails_the_room(backend):
         EngineCommonKVSender.get_max_transfer_tokens(sender)
     assert sender.get_max_transfer_tokens() == 512
     add(prefill)
+    assert prefill.transfer_queues[0].get().room == ROOM
     assert "is not registered with this prefill" in check_failed_on_both_sides(prefill)
 
 

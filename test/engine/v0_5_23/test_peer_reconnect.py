@@ -1,6 +1,7 @@
 """NIXL: a decode rank whose connection and memory were lost, until prefill reloads both."""
 
 import threading
+import time
 
 import fake_managers
 import numpy as np
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.pd import message_checks, peer_silence, peer_sockets
+from sglang.srt.disaggregation.pd.early_connections import Connection
 
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_ports
@@ -362,12 +364,22 @@ def test_oversized_frame_is_not_parsed(limit, prefill, decode, monkeypatch):
 def test_lost_peer_is_removed_after_its_early_connection_ends(connected):
     removed = record_removed_peers(connected)
     connected.connection.lost.add(NAME)
-    connected.connecting.add(NAME)
+    connected.connecting[NAME] = reading = Connection(NAME, "handle", 0.0, next_read_at=None)
     connected._reload_invalidated_peers({NAME: None})
-    assert not removed
-    connected.connecting.clear()
+    assert not removed and connected.connecting
+    reading.next_read_at = time.monotonic() + 60
     connected._reload_invalidated_peers({NAME: None})
-    assert removed == [NAME]
+    assert removed == [NAME] and not connected.connecting and reading.handle is None
+
+
+def test_early_connection_ends_when_nixl_has_dropped_its_peer(connected):
+    """The engine adds the peer again; a read would use the connection that was lost."""
+    connected.connecting[NAME] = Connection(NAME, "handle", 0.0, next_read_at=60.0)
+    connected._reload_invalidated_peers({NAME: None})
+    assert connected.connecting
+    connected.agent.remove_remote_agent(NAME)
+    connected._reload_invalidated_peers({NAME: None})
+    assert not connected.connecting
 
 
 def record_early_connections(prefill) -> list[tuple]:

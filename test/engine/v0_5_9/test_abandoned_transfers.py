@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.disaggregation.pd import nixl_transfers
+from sglang.srt.disaggregation.pd.early_connections import Connection
 from sglang.srt.disaggregation.pd.nixl_transfers import Transfer
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 
@@ -262,9 +263,9 @@ def register_live_rank(manager, port: int) -> None:
 def test_no_reconnect_while_an_early_connection_is_pending(manager):
     """NIXL would drop memory that it is reading."""
     register_live_rank(manager, 1)  # nothing listens there
-    manager.connecting.add(LIVE)
+    manager.connecting[LIVE] = reading = Connection(LIVE, "handle", 0.0, next_read_at=None)
     assert not manager._reconnect(LIVE) and not manager.agent.removed
-    manager.connecting.clear()
+    reading.next_read_at = time.monotonic() + 60
     assert not manager._reconnect(LIVE) and manager.agent.removed == [LIVE]
 
 

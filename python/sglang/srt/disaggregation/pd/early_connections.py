@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -35,11 +35,17 @@ POLL_SECONDS = 0.01
 # Reads after the first one, and how long before each.
 MORE_READS = 4
 PAUSE_SECONDS = 0.2
+# In which they end; until then, a connection that is lost cannot be replaced.
+MORE_READS_SECONDS = 5.0
 
 
 @dataclass
 class Connection:
-    """A connection that is being made to a decode rank; times are on the monotonic clock."""
+    """A connection that is being made to a decode rank; times are on the monotonic clock.
+
+    Attributes:
+        started_at: When the first read was prepared or, after it, when that one ended.
+    """
 
     peer: str
     handle: Any  # NIXL's, of a transfer that is started anew for each read
@@ -58,8 +64,9 @@ class EarlyConnections:
     agent_lock: Any = contextlib.nullcontext()
     to_connect: SimpleQueue[Tuple[str, int]] = PerInstance(SimpleQueue)
     connects = False
-    # Decode ranks that are being read from; NIXL must not remove one of them meanwhile.
-    connecting: Set[str] = PerInstance(set)
+    # By decode rank; `connect_lock`, taken after `agent_lock`, is held while NIXL uses a handle.
+    connecting: Dict[str, Connection] = PerInstance(dict)
+    connect_lock = PerInstance(threading.Lock)
 
     def connect_early(self, peer: str, aux_pointers: List[int]) -> None:
         """Makes NIXL connect to a decode rank; returns at once.
@@ -81,11 +88,24 @@ class EarlyConnections:
         except Exception as error:
             logger.warning(f"Decode {peer} is connected only at its first request: {error}")
 
+    def end_early_connection(self, peer: str) -> bool:
+        """Ends the reads from a decode rank, which NIXL may then remove.
+
+        Returns False during a read, in which NIXL must not remove it; it is then the last one.
+        """
+        with self.connect_lock:
+            connection = self.connecting.get(peer)
+            if connection is not None and connection.next_read_at is None:
+                connection.reads = MORE_READS
+                return False
+            self._forget(peer)
+            return True
+
     def handle_connect_failure(self, peer: str) -> None:
         """Called if NIXL could not connect to a decode rank, which it may have removed."""
 
     def _connect_ranks(self) -> None:
-        byte, connections = np.zeros(1, np.uint8), []
+        byte = np.zeros(1, np.uint8)
         try:
             with self.agent_lock:
                 self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
@@ -94,12 +114,13 @@ class EarlyConnections:
             return
         while True:
             with contextlib.suppress(Empty):
-                asked = self.to_connect.get(timeout=_seconds_to_next(connections))
-                connections += self._begin(*asked, byte.ctypes.data)
-            connections = [one for one in connections if not self._is_over(one)]
+                asked = self.to_connect.get(timeout=_seconds_to_next(self.connecting))
+                self._begin(*asked, byte.ctypes.data)
+            for connection in list(self.connecting.values()):
+                self._continue(connection)
 
-    def _begin(self, peer: str, theirs: int, ours: int) -> List[Connection]:
-        """Prepares the reads; returns an empty list if that fails."""
+    def _begin(self, peer: str, theirs: int, ours: int) -> None:
+        """Prepares the reads, the first of which is due at once."""
         started_at = time.monotonic()
         try:
             threads = int(self.agent.get_backend_params("UCX").get("num_threads", 0))
@@ -108,23 +129,24 @@ class EarlyConnections:
                 self.agent.get_xfer_descs(np.tile(np.uint64([at, 1, 0]), (copies, 1)), "DRAM")
                 for at in (ours, theirs)
             )
-            with self.agent_lock:
-                self.connecting.add(peer)
+            with self.agent_lock, self.connect_lock:
                 handle = self.agent.initialize_xfer("READ", own, peers, peer)
                 if not handle:
                     raise RuntimeError("NIXL did not start the read")
+                self._forget(peer)
+                self.connecting[peer] = Connection(peer, handle, started_at, started_at)
         except Exception as error:
-            self.connecting.discard(peer)
             self._note_failed(peer, str(error))
-            return []
-        return [Connection(peer, handle, started_at, next_read_at=started_at)]
 
-    def _is_over(self, connection: Connection) -> bool:
+    def _continue(self, connection: Connection) -> None:
+        """Looks after the current read, or starts the next one if it is due."""
         now, reason = time.monotonic(), "NIXL reported an error"
         seconds = now - connection.started_at
         if connection.next_read_at is not None and now < connection.next_read_at:
-            return False
-        with self.agent_lock:
+            return
+        with self.agent_lock, self.connect_lock:
+            if connection.handle is None:  # ended meanwhile
+                return
             try:
                 state = self._advance(connection)
             except Exception as error:
@@ -134,15 +156,21 @@ class EarlyConnections:
                 connection.next_read_at = now + PAUSE_SECONDS
                 if connection.reads == 1:
                     logger.info(f"Connected to decode {connection.peer} in {seconds:.1f} s")
-            if state != "ERR" and seconds < CONNECT_SECONDS and connection.reads <= MORE_READS:
-                return False
-            connection.handle = None  # freed, or cancelled
-            self.connecting.discard(connection.peer)
+                    connection.started_at, seconds = now, 0.0
+            is_late = seconds > (MORE_READS_SECONDS if connection.reads else CONNECT_SECONDS)
+            if state != "ERR" and not is_late and connection.reads <= MORE_READS:
+                return
+            self._forget(connection.peer)
         if not connection.reads and state == "ERR":
             self._note_failed(connection.peer, reason)
         elif not connection.reads:
             logger.warning(f"Decode {connection.peer} has not answered NIXL for {seconds:.0f} s")
-        return True
+
+    def _forget(self, peer: str) -> None:
+        """Frees or cancels the transfer of a connection, if there is one."""
+        connection = self.connecting.pop(peer, None)
+        if connection is not None:
+            connection.handle = None
 
     def _advance(self, connection: Connection) -> str:
         """Starts the next read if it is due; returns the state of the current one."""
@@ -163,8 +191,8 @@ class EarlyConnections:
             logger.exception(f"Decode {peer} could not be added to NIXL again; a request will try")
 
 
-def _seconds_to_next(connections: List[Connection]) -> Optional[float]:
+def _seconds_to_next(connecting: Dict[str, Connection]) -> Optional[float]:
     """Returns how long none of these connections needs attention; None without connections."""
-    now, due = time.monotonic(), [one.next_read_at for one in connections]
+    now, due = time.monotonic(), [one.next_read_at for one in list(connecting.values())]
     waits = [POLL_SECONDS if at is None else max(POLL_SECONDS, at - now) for at in due]
     return min(waits, default=None)

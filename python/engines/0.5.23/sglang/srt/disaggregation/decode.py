@@ -29,6 +29,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         Extends the engine's: None also while the server is queried, which gives its sizes before
         its ranks.
         """
-        if _bootstrap_addr(req) in self.kv_manager.pending_queries:
+        if _bootstrap_addr(req) in getattr(self.kv_manager, "pending_queries", ()):
             return None
-        return super()._resolve_prefill_dp_rank(req)
+        # Not `super()`: the engine's tests call this on other objects.
+        return EngineDecodePreallocQueue._resolve_prefill_dp_rank(self, req)

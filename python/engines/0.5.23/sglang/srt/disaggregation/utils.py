@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional, Tuple
+import inspect
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 from sglang.srt.disaggregation.kv_layout.convolutions import (
     replicates_bc,
@@ -23,24 +24,21 @@ RENAMED = (
 )
 
 
-def compute_mamba_state_slice_blocks(
-    *, conv_shard_groups: Optional[List[int]] = None, **given: int
-) -> List[Tuple[int, int, int]]:
+def compute_mamba_state_slice_blocks(*args: Any, **options: Any) -> List[Tuple[int, int, int]]:
     """Returns the channels of one state to copy between TP sizes, as (from, to, count).
 
-    Extends the engine's: supports Mamba 2 models with one group, whose B and C are on every rank.
-
-    Args:
-        conv_shard_groups: Channels of each convolution in the whole model.
-        given: Each side's TP rank and size, and channels (`src_dim`, `dst_dim`), by the engine's
-            names.
+    Extends the engine's, and takes its parameters: supports Mamba 2 models with one group, whose B
+    and C are on every rank.
     """
+    engine = engine_compute_mamba_state_slice_blocks
+    given = inspect.signature(engine).bind(*args, **options).arguments
+    groups: Optional[List[int]] = given.get("conv_shard_groups")  # channels in the whole model
     prefill = given["local_tp_rank_in_group"], given["src_attn_tp_size"]
     decode = given["dst_tp_rank_in_group"], given["dst_attn_tp_size"]
     sides = (prefill[1], given["src_dim"]), (decode[1], given["dst_dim"])
-    if conv_shard_groups and all(replicates_bc(conv_shard_groups, *side) for side in sides):
-        return slice_blocks_with_shared_bc(conv_shard_groups, prefill, decode)
-    return engine_compute_mamba_state_slice_blocks(conv_shard_groups=conv_shard_groups, **given)
+    if groups and all(replicates_bc(groups, *side) for side in sides):
+        return slice_blocks_with_shared_bc(groups, prefill, decode)
+    return engine(*args, **options)
 
 
 def setup_state_kv_args(

@@ -1,7 +1,10 @@
-"""The decode queue's KV manager, set up through `utils`."""
+"""Decode: the queue's KV manager, set up through `utils`; allocates what whole pages allow."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
 from sglang.srt.disaggregation.utils import (
@@ -11,8 +14,16 @@ from sglang.srt.disaggregation.utils import (
 )
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import EngineDecodePreallocQueue, Req
 
-class DecodePreallocQueue:
+RENAMED = (("DecodePreallocQueue", "EngineDecodePreallocQueue"),)
+
+
+class DecodePreallocQueue(EngineDecodePreallocQueue):
+    # Tokens of the last request's pages beyond what the engine subtracted for it.
+    uncounted_tokens = 0
+
     def _init_kv_manager(self) -> BaseKVManager:
         """Registers this rank's pools with the transfer backend and starts its KV manager."""
         kv_args = get_kv_class(self.transfer_backend, KVClassType.KVARGS)()
@@ -20,3 +31,31 @@ class DecodePreallocQueue:
         kv_args.engine_rank = self.tp_rank % kv_args.decode_tp_size
         kv_args.prefill_pp_size = self.prefill_pp_size
         return make_kv_manager(self, kv_args, DisaggregationMode.DECODE)
+
+    @property
+    def num_reserved_decode_tokens(self) -> int:
+        """Tokens to reserve for a request, and those that the last request took uncounted.
+
+        The engine counts requests' tokens, not their pages, when it allocates several at a time: it
+        would take more than is left, and its assertion would end the server. It adds this to the
+        tokens of the next one, once.
+        """
+        return self.reserved_tokens + self.uncounted_tokens
+
+    @num_reserved_decode_tokens.setter
+    def num_reserved_decode_tokens(self, tokens: int) -> None:
+        self.reserved_tokens = tokens
+
+    def _allocatable_tokens(self, *given, **options) -> int:
+        """Returns how many tokens are left. Extends the engine's: all are counted again."""
+        self.uncounted_tokens = 0
+        return super()._allocatable_tokens(*given, **options)
+
+    def _pre_alloc(self, req: Req) -> torch.Tensor:
+        """Allocates a request's pages. Extends the engine's: notes what it does not count."""
+        free = self.token_to_kv_pool_allocator.available_size
+        before = free()
+        locations = super()._pre_alloc(req)
+        counted = len(req.origin_input_ids) + len(req.output_ids) + self.reserved_tokens
+        self.uncounted_tokens = max(0, before - free() - counted)
+        return locations

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
         AbortNotification,
+        DisaggregationMode,
         EngineCommonKVBootstrapServer,
         EngineCommonKVManager,
         EngineCommonKVReceiver,
@@ -41,7 +42,19 @@ RENAMED = (
 )
 
 
-class CommonKVManager(PrefillServers, EngineCommonKVManager):
+class EngineAttributes:
+    """Defaults of the engine's attributes, which a manager made without `__init__` lacks."""
+
+    disaggregation_mode: DisaggregationMode | None = None
+    request_status: dict[int, KVPoll] = PerInstance(dict)
+    failure_records: dict[int, str] = PerInstance(dict)
+    failure_lock = PerInstance(threading.Lock)
+    transfer_infos: dict[int, dict] = PerInstance(dict)
+    decode_kv_args_table: dict = PerInstance(dict)
+    _deferred_ack_poisoned_rooms: set[int] = PerInstance(set)
+
+
+class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
     status_lock = PerInstance(threading.RLock)
     # By room, see `pd.verify_exchange`.
     sent_pages: dict[int, SentPages] = PerInstance(dict)
@@ -69,9 +82,10 @@ class CommonKVManager(PrefillServers, EngineCommonKVManager):
         the thread that reads first and writes last would win, and the request would wait forever.
         Likewise, a room that fails just as the scheduler closes it would be kept forever.
         """
-        with self.status_lock:
+        # Of an object that is not a manager, and no `super()`, for the engine's tests.
+        with getattr(self, "status_lock", contextlib.nullcontext()):
             if status != KVPoll.Failed:
-                return super().update_status(bootstrap_room, status)
+                return EngineCommonKVManager.update_status(self, bootstrap_room, status)
             if bootstrap_room not in self.request_status:
                 return
             self.request_status[bootstrap_room] = status
@@ -140,6 +154,26 @@ class CommonKVManager(PrefillServers, EngineCommonKVManager):
 
 class CommonKVSender(NotifyingSender, EngineCommonKVSender):
     """Notifies decode of requests that ended on prefill."""
+
+    # These two name the engine's class, because its tests call them on other objects.
+
+    def abort(self):
+        """Aborts the request, notifies the decode ranks that requested it, and drops the room.
+
+        Extends the engine's, which drops it when it polls the request again, perhaps never.
+        """
+        if getattr(self, "is_cleared", False):
+            return
+        EngineCommonKVSender.abort(self)
+        if isinstance(self, NotifyingSender):
+            self.handle_abort()
+
+    def _check_bootstrap_timeout(self) -> KVPoll | None:
+        """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
+        status = EngineCommonKVSender._check_bootstrap_timeout(self)
+        if status is not None and isinstance(self, NotifyingSender):
+            self.notify_failed()
+        return status
 
 
 class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):

@@ -44,6 +44,7 @@ from sglang.srt.disaggregation.pd.peers import (
     pair_state_pages,
     plan_or_refusal,
 )
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
 from sglang.srt.disaggregation.pd.write_bounds import BoundedWrites, lowest_and_highest
@@ -91,6 +92,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Per transfer worker: the last room that may still be written to.
     unsettled = threading.local()
     register_memory = staticmethod(register_kv_then_aux)
+    failed_sessions: FailedSessions = PerInstance(FailedSessions)
     has_registered = False
 
     def register_buffer_to_engine(self) -> None:
@@ -293,7 +295,9 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """
         if not len(src_pages) or not len(dst_pages):
             return
-        own, info = self.kv_args, self.decode_kv_args_table[session]
+        own, info = self.kv_args, self.decode_kv_args_table.get(session)
+        if info is None:
+            return
         theirs = info.dst_kv_item_lens or [page_bytes] * len(dst_ptrs)
         written = [ptr for ptr, size in zip(dst_ptrs, theirs) if size == page_bytes]
         src = lowest_and_highest(zip(own.kv_data_ptrs, own.kv_item_lens), src_pages)
@@ -375,7 +379,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
 
         Leaves kinds of state that decode has not registered to the engine.
         """
-        registered = self.decode_kv_args_table[req.mooncake_session_id].dst_state_data_ptrs
+        known = self.decode_kv_args_table.get(req.mooncake_session_id)
+        registered = own if known is None else known.dst_state_data_ptrs
         for kind, ours, ptrs, theirs in zip_longest(
             self.kv_args.state_types, own, registered, req.dst_state_indices
         ):
@@ -404,7 +409,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Concludes a room. Extends the engine's: success resets its peers' failure counts."""
-        if status == KVPoll.Success:
+        if status == KVPoll.Success and isinstance(self.failed_sessions, FailedSessions):
             self.failed_sessions.reset(self.transfer_infos.get(bootstrap_room, ()))
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **more)
 

@@ -424,18 +424,21 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
         """
-        while not failure_seen and self._any_running(handles):
+        has_failed = False
+        while handles and not (failure_seen or has_failed):
+            handles, has_failed = self._running(handles)
             failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)
             time.sleep(0)
         return super()._await_handles(handles, failure_seen=failure_seen)
 
-    def _any_running(self, handles: list[Any]) -> bool:
-        """Returns whether some are running and none has failed; False if a state is unreadable."""
+    def _running(self, handles: list[Any]) -> tuple[list[Any], bool]:
+        """Returns those that are not done, and whether one has failed or has no readable state."""
         try:
-            states = {self.agent.check_xfer_state(handle) for handle in handles}
+            states = [self.agent.check_xfer_state(handle) for handle in handles]
         except Exception:
-            return False
-        return not states <= {"DONE"} and "ERR" not in states
+            return handles, True
+        running = [handle for handle, state in zip(handles, states) if state != "DONE"]
+        return running, "ERR" in states
 
     # Connections
 
@@ -460,9 +463,13 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             for peer, info in room_transfer_infos.items()
             if self._is_listening(self.decode_kv_args_table.get(peer))
         }
-        for peer in self.connection.lost.intersection(room_transfer_infos) - self.connecting:
+        for peer in self.connecting.keys() & room_transfer_infos:
+            if not self.agent.check_remote_metadata(peer):
+                self.end_early_connection(peer)  # its reads use the connection that was lost
+        for peer in self.connection.lost.intersection(room_transfer_infos):
             last = self._peer_reload_times.get(peer)
-            if last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S:
+            is_due = last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S
+            if is_due and self.end_early_connection(peer):
                 self.connection.lost.discard(peer)
                 with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
@@ -470,4 +477,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
     @staticmethod
     def _is_listening(info: KVArgsRegisterInfo | None) -> bool:
-        return info is not None and PeerSocket.to(info.endpoint, info.dst_port).is_listening()
+        """Whether a rank's process accepts connections; also if its endpoint is unknown."""
+        if info is None or not hasattr(info, "endpoint"):
+            return info is not None
+        return PeerSocket.to(info.endpoint, info.dst_port).is_listening()

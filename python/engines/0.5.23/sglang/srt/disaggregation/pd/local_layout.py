@@ -65,17 +65,18 @@ def set_local_layout(
         ValueError: KV is to be compared, but cannot be; or a variable of the patch set is wrong.
     """
     read_silent_seconds()
-    kv_args.layout, kv_args.memory = None, memory_kind(token_to_kv_pool)
+    kv_args.layout, kv_args.memory = None, "VRAM"
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
-    why = _unsupported_features(kv_args)
-    if not why:
-        try:
+    try:
+        kv_args.memory = memory_kind(token_to_kv_pool)
+        why = _unsupported_features(kv_args)
+        if not why:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
-        except (AttributeError, LayoutError) as error:
-            why = str(error)
-        except Exception:  # for future pools, which the engine will support
-            why = "its buffers cannot be described"
-            logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
+    except (AttributeError, LayoutError) as error:
+        why = str(error)
+    except Exception:  # for future pools, which the engine will support
+        why = "its buffers cannot be described"
+        logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
         logger.info(
             f"Unsupported KV layout of {type(token_to_kv_pool).__name__}: {why}. "

@@ -109,18 +109,14 @@ def _has_page_sizes_of(layout: RankLayout, info: PeerRegistration) -> bool:
     return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)
 
 
-def chunk_refusal(
-    room: int, peer: str, known: PeerRegistration | None, index_slice: slice, held: int
-) -> str:
+def chunk_refusal(known: PeerRegistration, index_slice: slice, held: int) -> str:
     """Returns why a chunk cannot be sent to a decode rank that requested its room; "" if it can.
 
     Args:
-        known: The rank's registration; None if it has not registered.
+        known: The rank's registration.
         index_slice: The chunk's place among the request's pages.
         held: Pages that the rank has set aside for the request.
     """
-    if known is None:
-        return f"decode {peer} requested room {room} and is not registered with this prefill rank"
     if known.refusal:
         return f"Prefill cannot serve this decode server: {known.refusal}"
     is_planned = known.plan is not None and isinstance(index_slice, slice)

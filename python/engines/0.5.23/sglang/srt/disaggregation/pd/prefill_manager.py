@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,13 +79,25 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if silent:
             return silent
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
-            if info.is_dummy:
-                continue
             known = self.decode_kv_args_table.get(peer)
-            why = chunk_refusal(room, peer, known, index_slice, len(info.dst_kv_indices))
+            if known is None or info.is_dummy:  # see `_note_taken`
+                continue
+            why = chunk_refusal(known, index_slice, len(info.dst_kv_indices))
             if why:
                 return why
         return ""
+
+    def _note_taken(self, chunk: Any) -> None:
+        """Fails the room of a chunk that a worker takes, if its decode rank has not registered."""
+        super()._note_taken(chunk)
+        for peer, info in list(self.transfer_infos.get(chunk.room, {}).items()):
+            if not info.is_dummy and peer not in self.decode_kv_args_table:
+                reason = (
+                    f"decode {peer} requested room {chunk.room} and is not registered with this "
+                    "prefill rank"
+                )
+                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+                return
 
     def conclude_transfer(
         self,
@@ -137,7 +150,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
         Extends the engine's, which iterates over those ranks: none may be added meanwhile.
         """
-        if self.request_status.get(room, KVPoll.Failed) > KVPoll.Bootstrapping:
+        if self.request_status.get(room) not in (KVPoll.Failed, KVPoll.Bootstrapping):
             super()._prefetch_staging_reqs(room)
 
     def poison_deferred_ack_room(self, room: int) -> None:

@@ -214,15 +214,9 @@ class NotifyingSender:
             mgr.failures.register_sender(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *more, **options)
 
-    def abort(self):
-        """Aborts the request, notifies the decode ranks that requested it, and drops the room.
-
-        Extends the engine's, which drops it when it polls the request again, perhaps never.
-        """
-        if self.is_cleared:
-            return
-        super().abort()
-        self._notify_failed()
+    def handle_abort(self) -> None:
+        """Notifies the decode ranks that requested an aborted request, and drops its room."""
+        self.notify_failed()
         if self._notifies_decode():
             self.clear()
             self._drop_reason()
@@ -260,18 +254,11 @@ class NotifyingSender:
         if self.bootstrap_room not in self.kv_mgr.request_status:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
-    def _check_bootstrap_timeout(self) -> KVPoll | None:
-        """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
-        status = super()._check_bootstrap_timeout()
-        if status is not None:
-            self._notify_failed()
-        return status
-
     def _notifies_decode(self) -> bool:
         """False over Mori, and if the engine notifies (allocation policy `prefill_complete`)."""
         return hasattr(self.kv_mgr, "failures") and self.kv_mgr.deferred_bootstrap is None
 
-    def _notify_failed(self) -> None:
+    def notify_failed(self) -> None:
         """Notifies decode of the failure, if it then keeps its pages until writes are over.
 
         Skips ranks that have already been notified how the request ended, even of its success.

@@ -148,5 +148,6 @@ class VerifyingReceiver:
 
     def clear(self) -> None:
         super().clear()
-        if self.bootstrap_room not in self.kv_mgr.request_status:  # else another request has it
-            self.kv_mgr.arrived_digests.pop(self.bootstrap_room, None)
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if room in manager.arrived_digests and room not in manager.request_status:
+            manager.arrived_digests.pop(room, None)  # else another request has the room

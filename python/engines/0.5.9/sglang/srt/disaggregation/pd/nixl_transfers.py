@@ -72,7 +72,8 @@ class NixlTransfers:
     """Starts and tracks a prefill rank's transfers, and sends its notices of failed rooms.
 
     A base of its KV manager, before `SilenceWatch`. The manager has the `agent`, decode ranks'
-    metadata in `decode_kv_args_table`, and in `connecting` those that it is connecting to.
+    metadata in `decode_kv_args_table`, and `end_early_connection`, which says whether NIXL may
+    remove a rank.
     """
 
     # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
@@ -143,7 +144,7 @@ class NixlTransfers:
         attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
         for longer gets none, until it requests another room.
         """
-        if peer in self.unreachable_peers or peer in self.connecting:
+        if peer in self.unreachable_peers or not self.end_early_connection(peer):
             return False
         of_peer = [write for write in self.transfers if write.peer == peer]
         if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
