@@ -104,7 +104,7 @@ def test_overlapping_groups_of_ranks_are_serialized(start_workers):
     assert sent[1:] == [0, 1]
 
 
-def test_lanes_take_turns():
+def test_groups_of_ranks_take_turns():
     queue = new_queue()
     for room in range(3):
         queue.put(chunk(room, "a"))
