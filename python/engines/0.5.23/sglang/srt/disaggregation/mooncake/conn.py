@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Kinds of state that a request keeps in slots, not in pages that pair by position.
-STATE_WITHOUT_PAGES = (None, StateType.MAMBA, StateType.DSA_TAIL)
+# Kinds of state of which the two sides may list different numbers of slots; None is an unknown one.
+STATE_OF_ANY_LENGTH = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
 RENAMED = (
     ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
@@ -76,7 +76,6 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     sizes: Sizes | None = None
     # The memory it has registered, see `pd.write_bounds`.
     bounds: Bounds | None = None
-    state_slots = ()
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
@@ -89,7 +88,7 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
 class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
-    # Per transfer worker: the last room that may still be written to.
+    # `room`, of each transfer worker: the last one that it failed and that may still be written to.
     unsettled = threading.local()
     register_memory = staticmethod(register_kv_then_aux)
     failed_sessions: FailedSessions = PerInstance(FailedSessions)
@@ -142,6 +141,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
                     targets = [info.dst_kv_item_len] * (len(self.kv_args.kv_item_lens) - drafts)
                     lengths = [*targets, *[None] * drafts]
                     self.prepare_dcp_token_item_lens(lengths, info.dst_dcp_size)
+                    # The engine's thread would end if there is no memory left for these.
+                    self._init_dcp_pack_buffers_once(info.dst_dcp_size, include_draft=True)
             else:
                 info = TransferInfo.from_zmq(frames)
                 check_metadata_message(info)
@@ -157,7 +158,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
             check_staging_message(frames, self._staging_handler)
-        return self.arrived_digests.store(frames, self.request_status)
+        return self.store_digests(frames)
 
     def _check_aux_data(self, frames: list[bytes]) -> None:
         """Raises ValueError for a metadata row that fits no open room or no buffer."""
@@ -384,7 +385,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         for kind, ours, ptrs, theirs in zip_longest(
             self.kv_args.state_types, own, registered, req.dst_state_indices
         ):
-            if kind not in STATE_WITHOUT_PAGES and ours is not None and ptrs:
+            if kind not in STATE_OF_ANY_LENGTH and ours is not None and ptrs:
                 check_state_pages(kind, ours, theirs or ())
 
     def _state_slots(self, req: TransferInfo) -> list:

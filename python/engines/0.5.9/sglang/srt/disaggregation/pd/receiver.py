@@ -46,9 +46,11 @@ class Receiver:
     init_time: float | None = None
     conclude_state: KVPoll | None = None
     failing_since: float | None = None
-    abort_sent = False
+    is_aborted = False
     aborted_by_engine = False
     prefill: PrefillServer | None = None
+    # See `ANSWER_WAIT_SECONDS`; None waits for the answer, for a backend that does not poll for it.
+    answer_wait_seconds: float | None = ANSWER_WAIT_SECONDS
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
     pending_query: Future | None = None
     found_ranks: list[dict] | None = None
@@ -76,8 +78,11 @@ class Receiver:
         self.prefill_dp_rank = prefill_dp_rank
         is_first = bootstrap_addr not in mgr.pending_queries
         self._locate_prefill()
-        if self.pending_query is not None and is_first:
-            wait([self.pending_query], ANSWER_WAIT_SECONDS)
+        if self.answer_wait_seconds is None:
+            while self.is_querying():
+                wait([self.pending_query])
+        elif self.pending_query is not None and is_first:
+            wait([self.pending_query], self.answer_wait_seconds)
             self.is_querying()
 
     def is_querying(self) -> bool:
@@ -170,8 +175,8 @@ class Receiver:
         own, prefill_tp = self.kv_mgr, prefill.attn_tp_size
         if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
             logger.warning_once(
-                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV is "
-                "sent token by token, which is slower than with equal sizes."
+                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV of "
+                "ranks with other KV heads is sent token by token, slower than with equal sizes."
             )
         own_rank = own.kv_args.engine_rank % own.attn_tp_size
         served_by = prefill_ranks_of(own_rank, prefill_tp, own.attn_tp_size)
@@ -193,8 +198,9 @@ class Receiver:
                 info = self._prefill_rank(tp_rank, pp_rank)
                 if info is None:
                     self._fail(
-                        f"Prefill {self.bootstrap_addr}: rank DP {self.target_dp_group} "
-                        f"TP {tp_rank} PP {pp_rank} is not registered yet"
+                        f"Prefill {self.bootstrap_addr} did not return the address of rank "
+                        f"DP {self.target_dp_group} TP {tp_rank} PP {pp_rank}: it is not "
+                        "registered yet, or the bootstrap server did not answer"
                     )
                     return None
                 # Other ranks with a copy of MLA's KV are notified of the room, and send nothing.
@@ -287,13 +293,13 @@ class Receiver:
     def abort(self):
         """Aborts the request for the engine; it fails once no sender writes to our pages."""
         self.aborted_by_engine = True
-        if not (self.abort_sent or self.is_duplicate_room):
+        if not (self.is_aborted or self.is_duplicate_room):
             self.poll()  # it may have concluded
             self._abort(ABORTED)
 
     def _abort(self, reason: str) -> None:
         """Aborts the room on prefill; it stays open until no prefill rank writes any more."""
-        self.abort_sent = True
+        self.is_aborted = True
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.record_failure(room, reason)
         if self.conclude_state is not None or manager.check_status(room) in ENDED:

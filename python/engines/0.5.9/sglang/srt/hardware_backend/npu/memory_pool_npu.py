@@ -30,16 +30,11 @@ class NPUMHATokenToKVPool:
             [buffer.nbytes // pages for buffer in buffers],
         )
 
-    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249).
-
-        Later releases pass more arguments, which concern other pools.
-        """
+    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
+        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249)."""
         return copy_to_host(*self._rows(indices))
 
-    def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
-    ) -> None:
+    def load_cpu_copy(self, kv_cache_cpu: HostCopy, indices: torch.Tensor) -> None:
         """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
 
         Raises:
@@ -60,7 +55,7 @@ class NPUMHATokenToKVPool:
 
 
 class NPUMLATokenToKVPool:
-    # Also of the index keys, if there are any: they copy `_rows`.
+    # These copy what `_rows` returns: with an indexer, its keys, too.
     get_cpu_copy = NPUMHATokenToKVPool.get_cpu_copy
     load_cpu_copy = NPUMHATokenToKVPool.load_cpu_copy
 
