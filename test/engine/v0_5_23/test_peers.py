@@ -199,7 +199,7 @@ def test_only_dram_to_vram_is_refused(own, peer, refusal):
     prefill = prefill_with_peer("nixl", mla_layout(memory=own), mla_layout(memory=peer))
     if refusal:
         info = registered_peer(prefill)
-        assert info.refusal.startswith(refusal) and not info.needs_retry
+        assert info.refusal.startswith(f"KV memory: {refusal}") and not info.needs_retry
         assert (info.plan, prefill.agent.peers) == (None, set())
     else:
         assert is_planned(prefill)

@@ -44,14 +44,9 @@ class NPUMHATokenToKVPool:
 
     def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
-        whole = getattr(self, "kv_buffer", None)
-        if whole is not None:  # K and V of all layers are one tensor
-            buffers = [whole.view(-1, *whole.shape[2:])]
-        elif isinstance(self.k_buffer, torch.Tensor):
-            buffers = [self.k_buffer, self.v_buffer]
-        else:
-            buffers = [layer[None] for layer in (*self.k_buffer, *self.v_buffer)]
-        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        whole = self.kv_buffer  # K and V of all layers
+        layers = as_tokens(whole.view(-1, *whole.shape[2:]))
+        return [layers], indices, self.cpu_offloading_chunk_size
 
 
 class NPUMLATokenToKVPool:
