@@ -111,6 +111,14 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         self.failed_sessions = FailedSessions()
         super().start_prefill_thread()
 
+    def _run_one_probe_pass(self) -> None:
+        """Probes failed sessions. Extends the engine's: also those that workers may try again.
+
+        It would take these for recovered, and probe them for ever.
+        """
+        with FailedSessions.with_all():
+            super()._run_one_probe_pass()
+
     def _register_staging_memory(self, ptr: int, size: int) -> None:
         super()._register_staging_memory(ptr, size)
         self.extra_memory = (*self.extra_memory, (ptr, size))
