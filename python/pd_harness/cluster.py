@@ -50,7 +50,7 @@ STAGING_VARIABLES = {
     "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64",
 }
 RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: how many ranks the smallest fleet to run has
-NO_STOCK_ON_NPU = "on an NPU the only engine is this Python's, and it is patched"
+ONE_ENGINE = "on NPUs and GPUs the only engine is this Python's, and it is patched"
 
 
 class ServerFailed(RuntimeError):
@@ -135,14 +135,14 @@ class Answer:
 def interpreter(environment: str) -> Path:
     """The Python of ``stock``, ``patched`` or ``base``, which has everything but an engine.
 
-    On an NPU ``patched`` and ``base`` are the Python that runs this module.
+    On NPUs and GPUs ``patched`` and ``base`` are the Python that runs this module.
 
     Raises:
-        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU or a GPU.
     """
-    if device() == "npu":
+    if device() != "cpu":
         if environment == "stock":
-            raise FileNotFoundError(NO_STOCK_ON_NPU)
+            raise FileNotFoundError(ONE_ENGINE)
         return Path(sys.executable)
     folder = PD_ENV if environment == "base" else RELEASE_ENV
     python = folder / environment / "bin" / "python"
@@ -158,7 +158,7 @@ def engine_folder(environment: str) -> Path:
     """The folder `sglang/` that servers of ``stock`` or ``patched`` import.
 
     Raises:
-        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU or a GPU.
     """
     ask = "import importlib.util; print(importlib.util.find_spec('sglang').origin)"
     command = [str(interpreter(environment)), "-c", ask]
@@ -173,10 +173,13 @@ def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | Non
     """Why a fleet with this many ranks cannot run on this device; None if it can."""
     if device() == "cpu":
         return None
-    if backend != "ascend":
-        return f"on an NPU the backend is ascend, not {backend}"
+    of_device = "nixl" if device() == "cuda" else "ascend"
+    if backend != of_device:
+        return f"on {device()} the backend is {of_device}, not {backend}"
     if "stock" in engines:
-        return NO_STOCK_ON_NPU
+        return ONE_ENGINE
+    if device() == "cuda":
+        return None  # ranks share GPUs
     least = int(os.environ.get(RANKS_FROM, "1"))
     if ranks < least:
         return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"
