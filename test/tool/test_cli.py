@@ -254,6 +254,10 @@ def test_fingerprints_are_written(toy, run_fingerprints):
     assert len(before["srt/pool.py"]["Pool.nbytes"]) == 64
 
 
+SETTER = "class Pool:\n    @property\n    def pages(self): ...\n"
+SETTER += "    @pages.setter\n    def pages(self, n): ...\n"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "words"),
     [
@@ -265,6 +269,7 @@ def test_fingerprints_are_written(toy, run_fingerprints):
             "srt/net/conn.py::send is identical to the engine's",
         ),
         ("net/conn.py", "class send:\n    x = 1\n", "`send` is a function"),
+        ("pool.py", SETTER, "our srt/pool.py defines `Pool.pages` twice"),
     ],
 )
 def test_fingerprints_refuse_inconsistent_patch_set(toy, run_fingerprints, path, text, words):

@@ -1,10 +1,12 @@
 """Makes a release's fingerprints, and checks its patch records."""
 
 import json
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
+import libcst as cst
 import typer
 
 from sglang_pd.errors import ExitCode, Refusal
@@ -34,16 +36,29 @@ def make_fingerprints(engine: Engine, release: Release) -> Fingerprints:
         except GraftError as error:
             problems.append(str(error))
             continue
+        module = parse(ours, path)
+        problems += lookup_errors(module, fingerprints[path], path)
         problems += [
             f"{path}::{symbol} is identical to the engine's; remove it from our file"
             for symbol in repeated_symbols(ours, path, fingerprints[path])
-            if isinstance(lookup(parse(ours, path), symbol, path), Definition)
+            if isinstance(lookup(module, symbol, path), Definition)
         ]
     if not problems:
         problems = record_problems(release.patches, symbol_ids(changed(release.tree, fingerprints)))
     if problems:
         raise Refusal(ExitCode.PATCH_SET, "\n".join(problems))
     return fingerprints
+
+
+def lookup_errors(ours: cst.Module, symbols: Iterable[str], path: str) -> list[str]:
+    """Returns why symbols of our file could not be compared with those of a patched engine."""
+    found = []
+    for symbol in symbols:
+        try:
+            lookup(ours, symbol, f"our {path}")
+        except GraftError as error:
+            found.append(str(error))
+    return found
 
 
 def record_problems(patches: list[Patch], symbols: list[str]) -> list[str]:

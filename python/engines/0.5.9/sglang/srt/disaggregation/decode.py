@@ -32,9 +32,8 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         kv_args.prefill_pp_size = self.prefill_pp_size
         return make_kv_manager(self, kv_args, DisaggregationMode.DECODE)
 
-    @property
-    def num_reserved_decode_tokens(self) -> int:
-        """Tokens to reserve for a request, and those that the last request took uncounted.
+    def _tokens_beside_its_own(self) -> int:
+        """Returns the tokens to reserve for a request, and what the last one took uncounted.
 
         The engine counts requests' tokens, not their pages, when it allocates several at a time: it
         would take more than is left, and its assertion would end the server. It adds this to the
@@ -42,9 +41,11 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         """
         return self.reserved_tokens + self.uncounted_tokens
 
-    @num_reserved_decode_tokens.setter
-    def num_reserved_decode_tokens(self, tokens: int) -> None:
+    def _set_reserved_tokens(self, tokens: int) -> None:
         self.reserved_tokens = tokens
+
+    # The engine's attribute.
+    num_reserved_decode_tokens = property(_tokens_beside_its_own, _set_reserved_tokens)
 
     def _allocatable_tokens(self, *given, **options) -> int:
         """Returns how many tokens are left. Extends the engine's: all are counted again."""
