@@ -25,7 +25,9 @@
 #   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched
 #                 in turns: what they cost each other; an hour; status 1 if a figure grows faster
 #                 with the number of ranks than in stock
-#   --only WORD   only the fleets (wire: transports) with WORD in their name
+#   --only WORD   only the fleets, backends or (wire) transports, with WORD in their name
+#   --rounds N    measure everything N times, stock and patched in turns
+#   --ranks N     ranks of each side, a multiple of 4; may be repeated (default: 8, 16, 32, 64)
 #   --json FILE   write the figures to FILE, for scripts/evidence.sh
 #   --device cuda the pools are on a GPU
 #   --check       only compare what the two sides copy, at small sizes

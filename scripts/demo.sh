@@ -3,7 +3,7 @@
 #
 # usage: scripts/demo.sh [nixl|ascend] [--stock] [--release RELEASE]
 #
-#   scripts/demo.sh                  a GQA model, prefill PP 2 -> decode PP 1 over NIXL; status 0 if all tokens are equal
+#   scripts/demo.sh                  a GQA model, prefill PP 2 -> decode PP 1 over NIXL; status 0 if all tokens and KV are equal
 #   scripts/demo.sh ascend           the same with the ascend backend and ASCEND_USE_FIA
 #   scripts/demo.sh --stock          on the stock engine: no answer comes within a minute; status 1
 #   scripts/demo.sh ascend --stock   on the stock engine: wrong tokens; status 1

@@ -314,7 +314,7 @@ ranks that have exited. Patched, a peer counts as silent after 5 s here."""
         before = f" ({row['before_ms']:.0f})" if "before_ms" in row else ""
         served, held = row["served"], row["held"]
         if held is not None:
-            held = ", ".join(f"{count} {name}" for name, count in held.items() if count)
+            held = ", ".join(f"{name}: {count}" for name, count in held.items() if count)
             held = held or "nothing"
         return {
             **row,

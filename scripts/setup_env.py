@@ -257,15 +257,13 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         choices=RELEASES,
         help=f"release of the engine; may be repeated (default: {chosen})",
     )
-    only_named = "and only the named engines"
-    ask.add_argument(
-        "--nixl", metavar="VERSION", help=f"also prepare this release of NIXL, {only_named}"
-    )
+    only_named = "; without `stock` or `patched`, prepare no engine"
+    ask.add_argument("--nixl", metavar="VERSION", help=f"prepare this release of NIXL{only_named}")
     ask.add_argument(
         "--memfabric",
         action="append",
         choices=MEMFABRICS,
-        help=f"also prepare this release of MemFabric, {only_named}; may be repeated "
+        help=f"prepare this release of MemFabric{only_named}; may be repeated "
         f"(default: {chosen_memfabric()}, with each engine)",
     )
     asked = ask.parse_args()

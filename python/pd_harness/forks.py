@@ -1,4 +1,4 @@
-"""Start servers as forks of a process that has imported their engine: in a second, not in ten.
+"""Start servers as forks of a process that has imported their engine: in two seconds, not in ten.
 
 On the CPU host only. There is one such process, a fork server, for each engine and for each set of
 values of the variables that the engine's import reads: a fork cannot undo their effects, nor change
@@ -147,7 +147,7 @@ class Fork:
     def __init__(self, connection: socket.socket):
         self.connection = connection
         self.returncode: int | None = None
-        self.pid: int = _receive_message(connection)["keeper"]
+        self.pid: int = _receive_message(connection)["supervisor"]
 
     def poll(self) -> int | None:
         """The server's exit status, or None while it runs."""

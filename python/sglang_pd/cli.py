@@ -58,7 +58,10 @@ ApiKey = Annotated[
     typer.Option(envvar="SGLANG_PD_API_KEY", help="API key of servers started with --api-key."),
 ]
 BackendName = Literal["nixl", "mooncake", "ascend"]
-SIZES_HELP = "Sizes of the {} server, such as {}; also {}, layers=30+31, draft and page."
+SIZES_HELP = (
+    "Sizes of the {} server, such as {}; also {}=N, layers=30+31 (by stage), "
+    "draft=LAYERS, page=TOKENS."
+)
 DEFAULT_LENGTHS = "1,2,17,100,512,1024,2048,4096,8192"
 EXIT_CODES = {
     "applied": 0,
@@ -134,10 +137,11 @@ def status(
     release: ReleaseName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the engine, and whether each patch is applied, absent, drifted or half-applied.
+    """Shows the engine, and each patch: applied, absent, outdated, drifted or half-applied.
 
     Exit code, for the engine or for the one PATCH: 0 applied (or, for a patch, carried by the
-    engine), 10 absent, 11 half-applied, 12 outdated, 5 drifted.
+    engine), 10 absent (for a patch also: needed, but without an edit), 11 half-applied, 12
+    outdated, 5 drifted.
     """
     records = {} if patch is None else {record.id: record for record in read_records()}
     if patch is not None and patch not in records:
@@ -187,7 +191,7 @@ def apply(
 
 @command
 def revert(engine: EnginePath = None) -> None:
-    """Restores every byte of the engine."""
+    """Undoes `apply`: restores every byte of the engine's files."""
     found = find_engine(engine)
     done = operations.revert(found)
     out.print("restored" if done else "nothing to revert at", Text(str(found.root)))
@@ -275,8 +279,8 @@ def verify(
 ) -> None:
     """Sends requests to servers that compare all KV (SGLANG_PD_VERIFY=1), and reports differences.
 
-    Exit code: 0 every request was answered and its KV compared and equal, 14 otherwise, 15 the
-    servers do not verify or cannot be reached.
+    Exit code: 0 every request was answered, its KV was compared and is equal, and with --reference
+    the answers agree; 14 otherwise; 15 the servers do not verify or cannot be reached.
     """
     if bool(router) == bool(prefill and decode):
         raise typer.BadParameter("give either --router, or both --prefill and --decode")
@@ -339,7 +343,8 @@ def plan(
     """Shows whether two servers of a model work together, and which rank sends what to which.
 
     Exit code: 0 they work on the patched engine, 19 they do not, or were never tested; 18 the
-    model's configuration is missing or not supported.
+    model's configuration is missing or not supported; 20 --picture needs matplotlib, which is not
+    installed.
     """
     # Imported only here: it needs NumPy, and `revert` must work without NumPy.
     from sglang_pd.plan import show as view

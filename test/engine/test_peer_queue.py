@@ -134,7 +134,7 @@ def test_ranks_of_a_server_that_accepts_nothing_leave_a_worker(start_workers):
     assert {*sent[20:]} == {*range(5)}
 
 
-def test_lanes_take_turns():
+def test_groups_of_ranks_take_turns():
     queue = new_queue()
     for room in range(3):
         queue.put(chunk(room, "a"))

@@ -15,7 +15,7 @@ import pytest
 from serving_checks import LOST_MEMORY, NOT_JOINED, check_no_memory_lost, retry_memfabric_faults
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
-from pd_harness import cluster
+from pd_harness import cluster, ports
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_port_range, free_ports
 
@@ -100,9 +100,12 @@ def test_port_range_is_reserved_completely():
 
 def test_short_port_ranges_are_released():
     """Otherwise each failed attempt would keep ports, and a night's runs would use up all."""
-    ports = range(19_500, 20_000)
-    (middle,) = free_ports(1, ports[10:490])
-    around = range(middle - 3, middle + 4)
+    first = free_port_range(7, range(19_500, 20_000))
+    around = range(first, first + 7)
+    middle = first + 3
+    for port in around:
+        if port != middle:
+            ports._reserved.pop(port).close()
     with pytest.raises(OSError, match="no 4 consecutive free ports"):
         free_port_range(4, around)
     assert sorted(free_ports(6, around)) == [port for port in around if port != middle]

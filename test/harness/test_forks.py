@@ -169,12 +169,12 @@ time.sleep(600)
         log.touch()
         server = int(lines(log, 2, 120)[0].split()[1])
         (child,) = psutil.Process(server).children()
-        keeper = psutil.Process(server).ppid()
-        fork_server = psutil.Process(keeper).ppid()
+        supervisor = psutil.Process(server).ppid()
+        fork_server = psutil.Process(supervisor).ppid()
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert all(has_exited(pid) for pid in (server, child.pid, keeper, fork_server))
+    assert all(has_exited(pid) for pid in (server, child.pid, supervisor, fork_server))
 
 
 def test_unimportable_engine_is_reported(tmp_path):

@@ -67,7 +67,7 @@ def paused_in_mid_prompt(prefill: cluster.Server, tokens: int) -> Iterator[Calla
     draft.replace(hold)
 
     def wait() -> None:
-        seconds_until(hold.with_name(f"held-{word}").exists, PATIENCE)
+        seconds_until(hold.with_name(f"paused-{word}").exists, PATIENCE)
 
     try:
         yield wait

@@ -41,7 +41,7 @@ def ask_one_by_one(url: str) -> list[cluster.Answer]:
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
-def test_kv_dtype(name, dtype):
+def test_answers_are_right_with_kv_dtype(name, dtype):
     """The reference server stores its KV in the same dtype, so it rounds in the same way."""
     (topology, model), label = FLEETS[name], f"{dtype}-{name}"
     servers = make_pair(label, topology, model, kv_dtype=dtype)

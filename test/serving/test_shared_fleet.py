@@ -134,20 +134,20 @@ def ascend():
 
 
 @pytest.mark.parametrize("decode", ["plain", "retract"])
-def test_mla_from_stages(decode, ascend, reference):
+def test_mla_from_stages_is_right(decode, ascend, reference):
     # Runs first, because the other fleet takes a minute to become idle.
     ascend.check(("pp2", decode), reference(ascend.model, NEW_TOKENS))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
-def test_each_pair(pair, nixl, reference):
+def test_each_pair_answers_right(pair, nixl, reference):
     nixl.check(pair, reference(nixl.model, NEW_TOKENS))
     p, d = pair
     if pair in MOVERS:
         assert heads_moved_by(nixl.prefills[p], nixl.decodes[d]) == MOVERS[pair]
 
 
-def test_all_pairs_at_once(nixl, reference):
+def test_all_pairs_answer_right_at_once(nixl, reference):
     """Each rank then has open rooms of several peers with different layouts."""
     expected = reference(nixl.model, NEW_TOKENS)
     with ThreadPoolExecutor(len(PAIRS)) as pool:
@@ -156,7 +156,7 @@ def test_all_pairs_at_once(nixl, reference):
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp2")], ids="-to-".join)
-def test_shared_prefix(pair, nixl, reference):
+def test_prompts_with_a_shared_prefix_are_right(pair, nixl, reference):
     """The first prompt's prefix is cached when the other prompts arrive, all at once."""
     asked = shared_prefix_prompts()
     expected = reference(nixl.model, NEW_TOKENS, asked)
@@ -180,7 +180,7 @@ def streamed(url: str, prompt: list[int], stop_after: int = NEW_TOKENS) -> list[
 
 
 @pytest.mark.parametrize("pair", [("tp2", "tp1"), ("pp2", "tp1")], ids="-to-".join)
-def test_streamed_answer(pair, nixl, reference):
+def test_streamed_tokens_are_right(pair, nixl, reference):
     for prompt, expected in list(zip(prompts(), reference(nixl.model, NEW_TOKENS)))[::2]:
         pieces = streamed(nixl.routers[pair].url, prompt)
         assert len(pieces) > 1

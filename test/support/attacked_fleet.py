@@ -240,7 +240,7 @@ class AttackedFleet:
         prefill = self.servers.prefill
         rooms = sum(sum(rank.call("room_counts").values()) for rank in prefill)
         peers = max(rank.call("health")["peers"] for rank in prefill)
-        return {"rooms": rooms, "gone ranks": max(0, peers - len(self.alive) - self.gone)}
+        return {"rooms": rooms, "exited ranks": max(0, peers - len(self.alive) - self.gone)}
 
     def leftover_counts_after_close(self) -> dict[str, int]:
         """Returns `leftover_counts` after prefill has closed its sockets to lost peers."""
@@ -248,7 +248,7 @@ class AttackedFleet:
         wait_until(lambda: not self.leftover_counts()["rooms"], SETTLED_SECONDS)
         self._set_close_delay(60)
         held = self.leftover_counts()
-        self.gone += held["gone ranks"]
+        self.gone += held["exited ranks"]
         return held
 
     def _new_requests(self, count: int, first_page: int | None = None) -> list:

@@ -232,7 +232,7 @@ def open_files(server: cluster.Server) -> int:
 
 
 def _processes(server: cluster.Server) -> list[psutil.Process]:
-    # `server.process` is the server's keeper; the server is its child.
+    # `server.process` is the server's supervisor; the server is its child.
     return psutil.Process(server.process.pid).children(recursive=True)
 
 

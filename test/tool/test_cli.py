@@ -101,7 +101,7 @@ def test_status_uses_record_order(call, status_json, toy):
     rows = [row.split("  ")[1].split()[0] for row in text.splitlines() if row.startswith("  ")]
     assert rows == ["net", "pools", "b", "c", "a"]
     headings = [row.strip() for row in text.splitlines() if row.rstrip().endswith(":")]
-    assert headings == ["mission:", "other layouts:", "hardening:"]
+    assert headings == ["main purpose:", "other layouts:", "hardening:"]
     assert [patch["id"] for patch in status_json()["missing"]] == ["b", "c", "a"]
 
 

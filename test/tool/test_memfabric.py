@@ -11,9 +11,9 @@ from sglang_pd.doctor.memfabric import CompatibilityTable, ReleaseTraits, Run, r
 from sglang_pd.patchset.patches import supported_releases, version_key
 
 KINDS = [
-    ReleaseTraits(["1.0.5", "1.0.8"], "HOST:PORT_PID", "at once", True, "taken", "slow"),
+    ReleaseTraits(["1.0.5", "1.0.8"], "HOST:PORT_PID", "at once", True, "accepted", "slow"),
     ReleaseTraits(["1.1.3", "1.1.6"], "HOST:PORT", "after `initialize`", False, "refused", "quick"),
-    ReleaseTraits(["1.3.0"], "HOST:PORT", "after `initialize`", False, "taken", "quick"),
+    ReleaseTraits(["1.3.0"], "HOST:PORT", "after `initialize`", False, "accepted", "quick"),
 ]
 
 

@@ -98,7 +98,7 @@ if not SINCE_0_5_20:
 
 
 @pytest.mark.parametrize("backend, case", STOCK)
-def test_stock_under_attack(serve, backend, case):
+def test_stock_attack_has_the_known_effect(serve, backend, case):
     # Over NIXL, 0.5.9 cannot send from two prefill ranks to one decode rank.
     tp = 2 if SINCE_0_5_20 or backend != "nixl" else 1
     with serve(fleet_of(backend, tp, **ONE_QUEUE), "stock", "stock") as servers:

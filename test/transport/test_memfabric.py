@@ -59,7 +59,7 @@ def after_first_request(serve, memfabric: str, name: str, engines) -> Iterator[f
 
 @pytest.mark.parametrize("engines", ENGINES, ids="->".join)
 @pytest.mark.parametrize("name", ["mla", "tp2_to_1"])
-def test_engine_over_memfabric_release(serve, memfabric, name, engines):
+def test_outcome_is_the_recorded_one(serve, memfabric, name, engines):
     """Stock supports these layouts, so the result depends on the decode rank's session id only."""
     with after_first_request(serve, memfabric, name, engines) as servers:
         requests = [servers.request(*pages, seconds=20) for pages in REQUESTS]
@@ -73,7 +73,7 @@ def test_engine_over_memfabric_release(serve, memfabric, name, engines):
 
 
 @pytest.mark.parametrize("name", ["fia_tp2_to_1", "mla_index_keys_draft_unequal", "mla_2_2_3"])
-def test_transfers(serve, memfabric, name):
+def test_patched_fleets_transfer_every_byte(serve, memfabric, name):
     with after_first_request(serve, memfabric, name, ["patched", "patched"]) as servers:
         assert_all_right(servers)
 

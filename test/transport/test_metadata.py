@@ -40,13 +40,13 @@ def assert_all_slots_right(servers):
 
 
 @pytest.mark.parametrize("name", FLEETS)
-def test_metadata(serve, backend, name):
+def test_metadata_is_right(serve, backend, name):
     with serve(with_backend(backend, FLEETS[name])) as servers:
         assert_all_slots_right(servers)
 
 
 @pytest.mark.parametrize("name", ["both", "prefill", "decode"])
-def test_metadata_with_stock_decode(serve, backend, name):
+def test_metadata_for_stock_decode_is_right(serve, backend, name):
     """Stock decode sends no row widths, but its pointers show whether it has a draft."""
     with serve(with_backend(backend, FLEETS[name]), "patched", "stock") as servers:
         assert_all_slots_right(servers)

@@ -55,7 +55,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_transfers(serve, version, name):
+def test_every_byte_arrives_over_another_nixl(serve, version, name):
     with serve(RIGHT[name]) as servers:
         for rank in (*servers.prefill, *servers.decode):
             assert f"/nixl/{version}/" in rank.call("nixl")["file"]

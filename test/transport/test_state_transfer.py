@@ -225,7 +225,7 @@ ONE_SIDED = {
 
 
 @alternate_backends(ONE_SIDED)
-def test_draft_on_one_side(serve, fork_server, backend, name):
+def test_draft_on_one_side_is_left_out(serve, fork_server, backend, name):
     """Prefill leaves out a draft that only one side has, and logs it once per decode rank."""
     log = fork_server("patched").log
     begins = log.stat().st_size
@@ -287,7 +287,7 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.nightly
-def test_mixed_fleet(serve, backend, name, engines):
+def test_mixed_fleet_transfers_state(serve, backend, name, engines):
     with serve(with_backend(backend, MIXED[name]), *engines) as servers:
         assert_all_right(servers)
 

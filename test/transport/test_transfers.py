@@ -41,7 +41,7 @@ def assert_all_transfer(servers):
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(HEADS))
-def test_nixl_heads(serve, name):
+def test_nixl_transfers_every_byte_between_tp_sizes(serve, name):
     with serve(HEADS[name]) as servers:
         assert_all_transfer(servers)
 
@@ -57,7 +57,7 @@ def test_nixl_page_sizes(serve, name, page_size):
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(STAGES))
-def test_nixl_stages(serve, name):
+def test_nixl_transfers_every_byte_between_stages(serve, name):
     with serve(STAGES[name]) as servers:
         assert_all_transfer(servers)
 
@@ -69,14 +69,14 @@ def test_nixl_tp8_to_16_replicated_on_both(serve):
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(MOONCAKE))
-def test_mooncake(serve, name):
+def test_mooncake_transfers_every_byte(serve, name):
     with serve(with_fields(MOONCAKE[name], backend="mooncake")) as servers:
         assert_all_right(servers)
         assert_heads_moved(servers)
 
 
 @pytest.mark.parametrize("name", sampled_for_other_releases(ASCEND))
-def test_ascend(serve, name):
+def test_ascend_transfers_every_byte(serve, name):
     with serve(ASCEND[name]) as servers:
         assert_all_right(servers)
         assert_heads_moved(servers)
@@ -90,7 +90,7 @@ needs_driver_stub = pytest.mark.skipif(
 
 @needs_driver_stub
 @pytest.mark.parametrize("name", nightly_except(ASCEND, "tp2_to_1"))
-def test_ascend_by_device_rdma(serve, name, tmp_path):
+def test_ascend_transfers_every_byte_by_device_rdma(serve, name, tmp_path):
     log = tmp_path / "driver"
     fleet = with_environment(ASCEND[name], **DEVICE_RDMA, PD_DRIVER_LOG=str(log))
     with serve(fleet) as servers:
@@ -185,7 +185,7 @@ def test_stock_decode_counts_patched_senders(serve, name):
     "backend, pp",
     [("nixl", 2), ("mooncake", 2), pytest.param("mooncake", 1, marks=pytest.mark.nightly)],
 )
-def test_many_copies(serve, backend, pp):
+def test_request_of_many_copies_arrives(serve, backend, pp):
     """Mooncake's TCP accepts no more copies at once than those of two stages."""
     fleet = with_fields(MANY, backend=backend, prefill=Side(tp=2, pp=pp))
     with serve(fleet) as servers:

@@ -77,6 +77,8 @@ if SINCE_0_5_20:
     BOTH |= {"_deferred_ack_targets", "arrived_units"}
     PREFILL |= {"req_to_decode_prefix_len"}
     DECODE |= {"prefill_response_tracker", "_deferred_abort_ack_tracker"}
+    # Reading it creates it: a default on the class, for managers that tests fill by hand.
+    DECODE |= {"transfer_infos"}
     OF_BACKEND = dict.fromkeys(BACKENDS, set())
 
 

@@ -158,7 +158,7 @@ def test_invalid_sizes_are_refused(text, says):
         ({"layer_types": ["conv"] * 32}, "'conv'"),
         ({"layer_types": ["full_attention"]}, "1 layer kinds for 32 layers"),
         ({"torch_dtype": "int3"}, "int3"),
-        ({"num_hidden_layers": None}, "does not say"),
+        ({"num_hidden_layers": None}, "invalid entry"),
     ],
 )
 def test_unsupported_models_are_refused(tmp_path, changed, says):

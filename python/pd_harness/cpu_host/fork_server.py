@@ -6,9 +6,9 @@ For each connection to the Unix socket it forks a supervisor (compare `pd_harnes
 supervisor sends ``{"read": {NAME: VALUE}}``, the variables that the engine's import read, and
 receives ``{"module", "arguments", "environment"}`` with a file for the output.  Its child runs the
 module as ``python -m`` would, or a file whose name ends in ``.py``; processes that the engine then
-starts by ``multiprocessing`` are forked, too.  The supervisor sends ``{"keeper": PID}``, its own
-pid, and at the end ``{"status": N}``.  When the connection is closed or the server has exited, it
-kills every process of the server's group.  The fork server exits when its standard input ends.
+starts by ``multiprocessing`` are forked, too.  The supervisor sends ``{"supervisor": PID}``, its
+own pid, and at the end ``{"status": N}``.  When the connection is closed or the server has exited,
+it kills every process of the server's group.  The fork server exits when its standard input ends.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ def supervise(connection: socket.socket, read: dict[str, str | None], made: dict
         os.close(files[0])
         request["environment"] = {**made, **request["environment"]}
         run_server(request, scratch)
-    _send_message(connection, keeper=os.getpid())
+    _send_message(connection, supervisor=os.getpid())
     select.select([connection, os.pidfd_open(server)], [], [])
     kill(server)
     _, status = os.waitpid(server, 0)

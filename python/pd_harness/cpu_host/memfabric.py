@@ -42,7 +42,7 @@ def chosen_memfabric() -> str:
 
 
 def memfabric_for(decode_engine: str) -> str:
-    """The release that the variable names, or the newest with which this engine works as decode.
+    """The release that the variable names, or the newest tested one that this engine decodes with.
 
     ``decode_engine`` is ``stock`` or ``patched``.
     """

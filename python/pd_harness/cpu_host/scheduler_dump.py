@@ -1,7 +1,7 @@
 """Let a test inspect the scheduler processes of a running server.
 
-With a folder in ``SGLANG_PD_PROBE`` every scheduler writes ``PID.json`` there when its event loop
-starts, and again at each SIGUSR1:
+With a folder in ``SGLANG_PD_SCHEDULER_DUMP`` every scheduler writes ``PID.json`` there when its
+event loop starts, and again at each SIGUSR1:
 
 - ``disaggregation``, ``pp_rank``, ``tp_rank``: the process's mode and ranks
 - ``pause``: the longest iteration of the event loop since the last write, in seconds, without the
@@ -9,8 +9,8 @@ starts, and again at each SIGUSR1:
 - ``queues``: how many requests are in each queue
 - ``rooms``: the rooms in each of the KV manager's tables that has any
 
-While the folder has a file ``hold`` with a number of tokens and a word, a prefill scheduler that
-has sent that many tokens of a prompt pauses, and writes ``held-WORD``.
+While the folder has a file ``pause`` with a number of tokens and a word, a prefill scheduler that
+has sent that many tokens of a prompt pauses, and writes ``paused-WORD``.
 
 A scheduler adds its TP rank times ``SGLANG_PD_HEARTBEATS_APART`` seconds to
 SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL, so that decode ranks detect prefill's death one after the
@@ -30,8 +30,8 @@ from types import ModuleType
 from pd_harness.cpu_host.import_hooks import on_import_of
 from pd_harness.polling import own_time
 
-FOLDER_VARIABLE = "SGLANG_PD_PROBE"
-PAUSE_FILE = "hold"
+FOLDER_VARIABLE = "SGLANG_PD_SCHEDULER_DUMP"
+PAUSE_FILE = "pause"
 HEARTBEATS_APART_VARIABLE = "SGLANG_PD_HEARTBEATS_APART"
 HEARTBEAT_VARIABLE = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 MIN_ROOM = 1 << 32  # smaller numbers are ranks, ports or counts; routers draw from 63 bits
@@ -94,7 +94,7 @@ class SchedulerDump:
     def on_loop(self) -> None:
         """Pause if a test demands it, and measure the last iteration of the loop."""
         while word := self._active_pause():
-            self.file.with_name(f"held-{word}").touch()
+            self.file.with_name(f"paused-{word}").touch()
             time.sleep(0.005)
         now = own_time()
         self.pause = max(self.pause, now - self.last)

@@ -27,7 +27,7 @@ class ReleaseTraits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: Literal["HOST:PORT", "HOST:PORT_PID"]
     port: Literal["at once", "after `initialize`"]
     store: bool
-    again: Literal["taken", "refused", "not run"]
+    again: Literal["accepted", "refused", "not run"]
     start: str
 
     def has_same_session_ids_as(self, other: "ReleaseTraits") -> bool:

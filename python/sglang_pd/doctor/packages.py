@@ -89,4 +89,5 @@ def check_library(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
         advice = "an image has no NPU driver: run doctor again on the host"
         yield warning(GROUP, module, error, advice)
     else:
-        yield wrong(GROUP, module, error, "install the missing system packages")
+        advice = "install what the error names (often a system library), or reinstall the package"
+        yield wrong(GROUP, module, error, advice)

@@ -45,7 +45,7 @@ def _port_finding(name: str, port: int, flag: str) -> Finding:
     error = bind_error("0.0.0.0", port)
     if error is None:
         return ok(GROUP, name, f"{port} is free")
-    advice = f"stop the process that uses it, or pass {flag}"
+    advice = f"stop the process that uses it, or launch the server with another {flag}"
     return wrong(GROUP, name, f"{port}: {error.strerror}", advice)
 
 
@@ -88,4 +88,5 @@ def _check_store(host: Host, launch: LaunchOptions) -> Iterator[Finding]:
         advice = "expected on a second prefill node; the first must have that address"
         yield warning(GROUP, "store", f"{text} is not an address of this host", advice)
     else:
-        yield wrong(GROUP, "store", f"{text}: {error.strerror or error}", f"change {STORE_URL}")
+        advice = f"stop the process that uses it, or set another port in {STORE_URL}, on all hosts"
+        yield wrong(GROUP, "store", f"{text}: {error.strerror or error}", advice)

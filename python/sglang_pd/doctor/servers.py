@@ -45,8 +45,8 @@ class Server(msgspec.Struct):
     def attn_tp(self) -> int:
         """Number of ranks that share the KV heads.
 
-        `dp_size` counts the groups of DP attention in 0.5.9; in later releases `attn_dp_size`
-        does, and `dp_size` counts replicas.
+        With --enable-dp-attention and no --attn-dp-size, `dp_size` counts the groups of DP
+        attention; else `attn_dp_size` does, and `dp_size` counts replicas.
         """
         old = self.enable_dp_attention and self.attn_dp_size == 1
         groups = (self.dp_size if old else self.attn_dp_size) * self.attn_cp_size
@@ -66,7 +66,7 @@ def check_servers(
         try:
             servers.append(query_server(client, url.rstrip("/")))
         except REQUEST_ERRORS as error:
-            advice = "is it running, is its port open to this host, is it an SGLang server?"
+            advice = "check that it is an SGLang server, runs, and has its port open to this host"
             yield wrong(GROUP, url, f"no answer: {error!r}", advice)
     for server in servers:
         yield from check_server(server, launch, release)
@@ -148,7 +148,7 @@ def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:
         ("draft model", prefill.speculative_algorithm, decode.speculative_algorithm),
     ):
         if left != right:
-            advice = "is this intended? see docs/upgrade.md and docs/recipes.md"
+            advice = "check that this is intended: docs/upgrade.md and docs/recipes.md"
             yield warning(GROUP, name, f"{what}: {left} and {right}", advice)
     if not found:
         yield ok(GROUP, name, "compatible")

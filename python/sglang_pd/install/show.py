@@ -20,7 +20,7 @@ COLOURS = {
     "carried": "blue",
     "missing": "yellow",
 }
-KINDS = {"mission": "mission", "layouts": "other layouts", "hardening": "hardening"}
+KINDS = {"mission": "main purpose", "layouts": "other layouts", "hardening": "hardening"}
 
 
 def as_json(status: Status) -> dict:

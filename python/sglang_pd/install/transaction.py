@@ -145,7 +145,7 @@ def check_writable(root: Path, paths: list[str]) -> None:
             raise Refusal(
                 ExitCode.NO_PERMISSION,
                 f"{folder} is on another file system than {root}: its files cannot be replaced "
-                "in one step",
+                "in one step; reinstall the engine into one file system",
             )
 
 
@@ -166,7 +166,9 @@ def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
     except BaseException as error:
         shutil.rmtree(root / SCRATCH_FOLDER, ignore_errors=True)
         raise _as_refusal(
-            error, f"nothing is applied: staging in {root / SCRATCH_FOLDER} failed"
+            error,
+            f"nothing is applied, because staging in {root / SCRATCH_FOLDER} failed; fix the cause "
+            "(a full disk?) and apply again",
         ) from error
     journal = read_journal(root)
     try:
@@ -179,7 +181,9 @@ def commit(root: Path, edits: list[Edit], release: str, tool: str) -> None:
         os.rmdir(root / STATE_FOLDER / "new")
     except BaseException as error:
         _undo(root, journal)
-        raise _as_refusal(error, "all edits are undone, nothing is applied") from error
+        raise _as_refusal(
+            error, "all edits are undone, nothing is applied; fix the cause and apply again"
+        ) from error
 
 
 def _as_refusal(error: BaseException, what: str) -> BaseException:

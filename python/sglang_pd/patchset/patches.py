@@ -37,7 +37,7 @@ class ReleaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     change: str = ""
     symbols: list[str] = []  # patterns (`*` matches anything) of `path::Symbol`, or of new files
     names: list[str] = []  # that others may call and that are removed, moved or called differently
-    tests: list[str] = []  # of the engine's own that fail, and which promise is another now
+    tests: list[str] = []  # of the engine's own that fail, and what has changed for them
 
     def __post_init__(self) -> None:
         if bool(self.change) != bool(self.symbols):

@@ -101,7 +101,7 @@ class ServerGrid:
         like = {"face": _colour(link.prefill.tp), "hatch": HATCHES[link.prefill.pp % len(HATCHES)]}
         self._draw_box(left, stage.start, part, len(stage), **like)
         self._draw_label(left + part / 2, (stage.start + stage.stop) / 2, link.prefill)
-        drafts = {share.layer for share in link.parts if share.draft}
+        drafts = {one.layer for one in link.parts if one.draft}
         if drafts:
             self._draw_box(left, self.layers, part, len(drafts), **like)
 

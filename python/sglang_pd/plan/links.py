@@ -132,15 +132,15 @@ def _is_packed(plan) -> bool:
     return isinstance(plan, kv_layout.PackedPlan)
 
 
-def _heads(pair, ours, page_size: int) -> tuple[int, int] | None:
+def _heads(match, ours: "kv_layout.Buffer", page_size: int) -> tuple[int, int] | None:
     """Returns the heads that a pair of buffers carries, derived from the copied bytes."""
     if ours.heads is None:
         return None
-    if pair.whole:
+    if match.whole:
         return ours.heads.start, ours.heads.stop
     each = ours.page_bytes // page_size // ours.heads.count
-    start = ours.heads.start + pair.src_offset // each
-    return start, start + pair.row_bytes // each
+    start = ours.heads.start + match.src_offset // each
+    return start, start + match.row_bytes // each
 
 
 def _pages(pair: ServerPair, is_state: bool) -> int:

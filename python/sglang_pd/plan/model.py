@@ -104,14 +104,18 @@ def read_model(path: Path, release: str) -> Model:
         ) from error
     if not isinstance(config, dict):
         raise Refusal(
-            ExitCode.NO_MODEL, f"{file} holds a {type(config).__name__} instead of a configuration"
+            ExitCode.NO_MODEL,
+            f"{file} holds a {type(config).__name__} instead of a configuration; "
+            "pass the config.json of a Hugging Face model",
         )
     name = file.parent.name if file.name == "config.json" else file.stem
     try:
         return config_to_model(config, name or "model", release)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise Refusal(
-            ExitCode.NO_MODEL, f"{file} does not say what the engine keeps per token: {error!r}"
+            ExitCode.NO_MODEL,
+            f"{file} lacks or has an invalid entry ({error!r}), without which the size of KV is "
+            "unknown; pass the config.json of a Hugging Face model",
         ) from error
 
 

@@ -211,8 +211,8 @@ def layers_of(link: Link) -> str:
 def heads_of(link: Link) -> str:
     """Formats the heads, such as `0-1`; by component where they differ."""
     known: dict[tuple[int, int] | None, list[str]] = {}
-    for share in link.parts:
-        known.setdefault(share.heads, []).append(share.component)
+    for part in link.parts:
+        known.setdefault(part.heads, []).append(part.component)
     if len(known) == 1:
         return _heads(next(iter(known)))
     return ", ".join(f"{names[0]} {_heads(heads)}" for heads, names in known.items())

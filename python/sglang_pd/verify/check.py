@@ -68,7 +68,10 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every request was answered, and its KV compared and equal."""
+        """Whether all requests were answered, with KV that was compared and is equal.
+
+        With a reference, its answers must be the same, too.
+        """
         wrong = self.failures or self.mismatches or self.from_reference
         return not wrong and self.compared >= self.requests > 0
 

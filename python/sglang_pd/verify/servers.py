@@ -98,7 +98,9 @@ class FleetClient:
         mode = about.get("disaggregation_mode")
         if mode != "prefill":
             raise Refusal(
-                ExitCode.NOT_VERIFYING, f"{url} is not a prefill server: its mode is {mode!r}"
+                ExitCode.NOT_VERIFYING,
+                f"{url} is not a prefill server: its mode is {mode!r}; pass the URL of a server "
+                "started with --disaggregation-mode prefill",
             )
         chunk = about.get("chunked_prefill_size") or 0
         (model, *_) = (await self._get_json(f"{url}/v1/models")).get("data") or [{}]
@@ -123,7 +125,8 @@ class FleetClient:
         except httpx.HTTPError as error:
             raise Refusal(
                 ExitCode.NOT_VERIFYING,
-                f"no answer from the bootstrap server of {prefill.url}: {url}: {error!r}",
+                f"no answer from the bootstrap server of {prefill.url}: {url}: {error!r}; open "
+                "prefill's bootstrap port to this host",
             ) from error
         if response.status_code != 200:
             raise Refusal(
@@ -176,7 +179,8 @@ class FleetClient:
                 return response.json()
             except (httpx.HTTPError, ValueError) as error:
                 reason = f"{url}: {error}"
-        raise Refusal(ExitCode.NOT_VERIFYING, f"no answer: {reason}")
+        advice = "check the URL, that the server runs, and that its port is open to this host"
+        raise Refusal(ExitCode.NOT_VERIFYING, f"no usable answer: {reason}; {advice}")
 
 
 def _host(url: str) -> str:
