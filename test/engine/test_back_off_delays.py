@@ -91,6 +91,15 @@ def test_lookup_does_not_change_the_delay(clock):
     assert not list(failed)
 
 
+def test_probe_does_not_take_a_session_that_is_tried_again_for_recovered(clock):
+    failed = back_off.FailedSessions()
+    failed.add(PEER)
+    clock.now += 2
+    with failed.with_all():
+        assert PEER in failed and "another" not in failed
+    assert PEER not in failed
+
+
 def test_back_off_starts_only_with_a_second_failure(clock):
     peers = back_off.PeerBackoff()
     peers.note_failure(PEER, 0.0)

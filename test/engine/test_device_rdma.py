@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +123,27 @@ def test_other_protocols_are_not_batched(monkeypatch, protocol):
     write_from_four_threads(library)
     assert library.sizes == [3000] * 4
     assert library.max_concurrent_calls > 1
+
+
+def test_part_that_raises_does_not_leave_others_writing():
+    """Pages must not be freed during a write."""
+    begun, written = threading.Barrier(2), []
+
+    def transfer(session: str, src, dst, lengths) -> int:
+        begun.wait(5)
+        if src[0] == 0:
+            raise RuntimeError("this transfer engine writes no batches")
+        time.sleep(0.2)
+        written.append(len(src))
+        return 0
+
+    token = CopyGroup(False, 1, 8, 8, 8, *np.zeros((2, 1), np.int64))
+    copies = TransferPlan((token,)).copies(range(8), range(8))
+    engine = SimpleNamespace(batch_transfer_sync=transfer)
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(RuntimeError, match="no batches"):
+            copy_batches.write_copies(engine, PEER, copies, pool, True, True)
+        assert written == [4]
 
 
 @pytest.mark.parametrize("protocol, threads", [("device_rdma", 1), ("sdma", 4)])

@@ -150,6 +150,31 @@ def test_connection_that_was_never_established_is_not_lost(listen):
     assert never.silent_for() > 0 and never.lost_for() == 0
 
 
+def test_slow_callback_does_not_count_as_suspension(listen, monkeypatch):
+    """A lost peer would count as back each time that another delays the callback."""
+    monkeypatch.setattr(peer_sockets, "SUSPENDED_SECONDS", 1.0)
+    gone, port = listen()
+    peer = connect(gone, port)
+    seen: list[float] = []
+
+    class Watcher:
+        def check(self) -> None:
+            seen.append(peer.silent_for())
+            time.sleep(1.2)
+
+    watcher = Watcher()
+    peer_sockets.call_periodically(watcher.check)
+    gone.close(linger=0)
+    assert wait_until(lambda: seen and seen[-1] > 3, 2 * PATIENCE)
+    assert sorted(seen) == seen
+    del watcher
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:70000", f"tcp://{'a' * 70}.b:80"])
+def test_invalid_endpoint_is_not_listening(endpoint):
+    assert not PeerSocket(endpoint).is_listening()
+
+
 def test_suspension_of_this_process_does_not_count_as_silence(listen, monkeypatch):
     """Otherwise all requests of a peer would fail that had just lost its connection."""
     monkeypatch.setattr(peer_sockets, "SUSPENDED_SECONDS", 1.0)

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,42 @@ def end_idle_window() -> int:
     for kind in kinds:
         pinned_buffers.release_block(kind)
     return len(kinds)
+
+
+def test_allocation_survives_a_system_without_threads(monkeypatch):
+    """Decode's scheduler copies; the next copy tries to start the thread again."""
+
+    def start(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pinned_buffers, "_release_threads", threads := [])
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        allocate_blocks(1)
+    assert not threads
+
+
+def test_failed_release_does_not_end_the_thread(monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    sleeps = iter([None, None, None, Ended])
+
+    def sleep(_: float) -> None:
+        if (end := next(sleeps)) is not None:
+            raise end
+
+    def release(kind) -> None:
+        released.append(kind)
+        raise RuntimeError("the device is gone")
+
+    released: list = []
+    monkeypatch.setattr(pinned_buffers, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(pinned_buffers, "idle_kinds", lambda: [KIND])
+    monkeypatch.setattr(pinned_buffers, "release_block", release)
+    with pytest.raises(Ended):
+        pinned_buffers._release_idle_blocks()
+    assert len(released) == 2
 
 
 def test_free_blocks_beyond_recent_peak_are_released():

@@ -157,18 +157,19 @@ def _any_name(name: str) -> type:
     return object
 
 
-def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
-    """Returns pairs like `mha_pairs`, of mori's memory descriptors, for one stage.
-
-    A stub of AMD's library provides names only.
-    """
+def import_mori() -> ModuleType:
+    """Imports the engine's module for Mori; a stub of AMD's library provides names only."""
     names_only = {}
     for name in ("mori", "mori.cpp", "mori.io"):
         names_only[name] = ModuleType(name)
         names_only[name].__getattr__ = _any_name
     with mock.patch.dict(sys.modules, names_only):  # other code must not find it
-        kind = importlib.import_module("sglang.srt.disaggregation.mori.conn").MoriKVManager
-    manager = _manager(kind, 0, total_kv_layers=layers)
+        return importlib.import_module("sglang.srt.disaggregation.mori.conn")
+
+
+def mori_pairs(layers: int, decode_drafts: int) -> list[list]:
+    """Returns pairs like `mha_pairs`, of Mori's memory descriptors, for one stage."""
+    manager = _manager(import_mori().MoriKVManager, 0, total_kv_layers=layers)
     manager.kv_mem_descs = [f"{part} {n}" for part in "kv" for n in range(layers)]
     dst = manager.kv_mem_descs + [
         f"draft {part} {n}" for part in "kv" for n in range(decode_drafts)

@@ -236,7 +236,7 @@ def test_peer_without_verification_is_served(serve, backend, side, prefill, deco
 
 
 UNAVAILABLE = {
-    "no digests": "a prefill rank could not compute digests; see its log",
+    "no digests": "a prefill rank sent no digests, or could not compute them; see its log",
     "junk digests": "digests of 5 bytes cannot be read",
 }
 

@@ -52,7 +52,8 @@ def test_copy_is_accepted_only_within_joined_buffers(held, copies, base):
 
 def test_first_copy_outside_is_reported():
     bounds = Bounds("decode 7", [(0x100, 0x100), (0, 0)])
-    said = "a copy of 17 bytes at 0x1f0, which is in none of the buffers that decode 7 registered"
+    said = "a copy of 17 bytes at 0x1f0, which does not lie within any buffer that "
+    said += "decode 7 registered"
     assert bounds.outside_error([0x100, 0x1F0, 0x50], [0x100, 17, 1]) == said
 
 

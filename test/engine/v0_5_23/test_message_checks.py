@@ -4,6 +4,7 @@ The tests run the loops of the engine's own threads: an exception that leaves on
 """
 
 import struct
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import fake_managers
@@ -433,6 +434,18 @@ def test_chunks_to_interleave_are_kept_of_open_rooms_only(backend, decode):
     process_messages(decode, *messages, closed, status(backend))
     assert decode.arrived_units == {ROOM: dict.fromkeys((0, 1), (2, [(0, 2), (2, 4)]))}
     assert is_done(decode)
+
+
+def test_digests_of_a_room_that_is_being_closed_are_not_kept(decode):
+    """They would be compared with what the next request in this room receives."""
+    with ThreadPoolExecutor(1) as reader:
+        with decode.status_lock:  # the scheduler closes the room
+            stored = reader.submit(decode.store_frames, [DIGESTS, b"7", b"0", b"late"])
+            wait([stored], 0.2)
+            del decode.request_status[ROOM]
+            decode.arrived_digests.pop(ROOM, None)
+        assert stored.result(5)
+    assert not decode.arrived_digests
 
 
 # Metadata rows over TCP

@@ -279,6 +279,22 @@ def test_no_reload_within_the_cooldown(connected):
     assert send(connected) == ALL
 
 
+@pytest.mark.parametrize("send", ["dcp", "mixed", "staged"])
+def test_connection_lost_in_the_engines_own_send_is_noted(connected, monkeypatch, send):
+    def lose(handle) -> None:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    method = f"send_kvcache_{send}"
+    engine = fake_managers.ENGINES["nixl"]
+    monkeypatch.setattr(engine, method, lambda self, peer: self._post_xfer("handle", "not posted"))
+    connected.agent.transfer = lose
+    connected.connection.peer = "the last one"
+    with pytest.raises(RuntimeError):
+        getattr(connected, method)(NAME)
+    assert connected.connection.lost == {NAME}
+    connected.connection.lost.clear()
+
+
 def test_reload_keeps_other_peers_of_the_room(connected):
     register(connected, fake_managers.decode_rank("nixl", number=1))
     assert connected.agent.peers == {NAME, f"{NAME}1"}

@@ -3,8 +3,11 @@
 The engine's own thread reads the registration; an exception would crash that thread.
 """
 
+import errno
+
 import fake_managers
 import pytest
+import zmq
 from fake_managers import ENGINES, PATCHED, PEER, mla_layout, posted_copies, registered_peer
 from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -58,6 +61,20 @@ def check_dcp_relayout(prefill) -> None:
     info = registered_peer(prefill)
     assert info.requires_dcp_relayout
     assert info.dcp_token_item_lens == [fake_managers.PAGE_BYTES // fake_managers.PAGE] * 4
+
+
+@pytest.mark.parametrize("backend", ["mooncake"])
+def test_dcp_decode_for_which_memory_is_lacking_is_dropped(backend, prefill):
+    """The engine allocates buffers for it in the thread that reads messages, which must go on."""
+
+    def allocate(*size, **which) -> None:
+        raise RuntimeError("out of memory")
+
+    prefill._init_dcp_pack_buffers_once = allocate
+    fake_managers.register(prefill, fake_managers.decode_rank(backend, dcp_size=2))
+    assert not prefill.decode_kv_args_table
+    fake_managers.register(prefill, fake_managers.decode_rank(backend))
+    assert is_planned(prefill)
 
 
 @described
@@ -182,9 +199,29 @@ def test_only_dram_to_vram_is_refused(own, peer, refusal):
     """On a CPU, NIXL's agent names its own memory as it would name a GPU's."""
     prefill = prefill_with_peer("nixl", mla_layout(memory=own), mla_layout(memory=peer))
     if refusal:
-        assert refusal in registered_peer(prefill).refusal
+        info = registered_peer(prefill)
+        assert info.refusal.startswith(f"KV memory: {refusal}") and not info.needs_retry
+        assert (info.plan, prefill.agent.peers) == (None, set())
     else:
         assert is_planned(prefill)
+
+
+def test_socket_error_fails_only_that_request(decode):
+    """Such as no free file descriptor, or an address that ZeroMQ rejects."""
+
+    def is_silent(rank: dict) -> bool:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    decode.is_silent = is_silent
+    decode.request_status[ROOM] = KVPoll.Bootstrapping
+    receiver = object.__new__(fake_managers.common.CommonKVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_room = decode, ROOM
+    info = {"rank_ip": "127.0.0.1", "rank_port": 1}
+    assert not receiver._send_bootstrap_message(
+        bootstrap_info=info, message=[], operation="send_metadata"
+    )
+    assert decode.request_status[ROOM] == receiver.conclude_state == KVPoll.Failed
+    assert "socket to prefill rank 127.0.0.1:1: Too many open" in decode.failure_records[ROOM]
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["patched", "stock"])

@@ -222,6 +222,14 @@ def test_request_waiting_for_a_lost_rank_fails(requesting_decode):
     receiver.clear()
 
 
+def test_failed_server_is_forgotten(decode, bootstrap):
+    """Servers that come and go leave nothing."""
+    assert is_resolved(decode, bootstrap) and decode.routes
+    decode.incompatible[bootstrap.address] = ("other page sizes", time.monotonic() + PATIENCE)
+    decode._handle_node_failure(bootstrap.address)
+    assert not decode.routes and not decode.incompatible
+
+
 def test_is_silent_works_for_other_backends():
     """Mori's managers do not detect silent decode ranks."""
 

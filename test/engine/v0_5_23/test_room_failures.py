@@ -1,7 +1,7 @@
 """Prefill notifies decode of requests that failed, even if decode requests them only later."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from weakref import WeakValueDictionary
 
 import fake_managers
@@ -248,6 +248,58 @@ def test_abort_while_metadata_is_stored_notifies_decode(prefill, decode):
     assert sent_statuses(prefill) == [FAILED]
     assert not prefill.request_status and not prefill.transfer_infos
     assert not prefill.failure_records
+
+
+class PausingPop(dict):
+    """Calls `meanwhile` before an entry is removed."""
+
+    def pop(self, *key):
+        self.meanwhile()
+        return super().pop(*key)
+
+
+def test_abort_while_a_sender_is_cleared_leaves_no_room(prefill, decode):
+    """The client leaves decode just then; the next request in this room would fail."""
+    sender = new_sender(prefill)
+    send_metadata(prefill, decode, ROOM)
+    prefill.update_status(ROOM, KVPoll.Success)
+    assert sender.poll() == KVPoll.Success
+    prefill.transfer_infos = PausingPop(prefill.transfer_infos)
+    with ThreadPoolExecutor(1) as reader:
+        prefill.transfer_infos.meanwhile = lambda: wait(
+            [reader.submit(prefill._handle_abort_notification, ABORT_MESSAGE)], 0.2
+        )
+        sender.clear()
+    assert not prefill.request_status and not prefill.transfer_infos
+
+
+def test_failing_act_does_not_stop_the_thread_that_reads_messages(prefill):
+    acts, ran = [lambda: 1 / 0, lambda: ran.append("second")], []
+    prefill.failures.begin_message(ROOM, None)
+    for act in acts:
+        prefill.failures.run_when_stored(ROOM, act)
+    prefill.failures.end_message()
+    assert ran == ["second"]
+
+
+def test_reason_that_cannot_be_encoded_is_sent(prefill, decode):
+    """A client's text may have half of a surrogate pair."""
+    register(prefill, decode)
+    send_metadata(prefill, decode, ROOM)
+    prefill.refuse(ROOM, "no \ud800")
+    assert sent_statuses(prefill) == [("5555", ROOM, KVPoll.Failed, "no ?")]
+
+
+def test_oldest_room_is_not_dropped_while_it_is_stored(prefill, decode, monkeypatch):
+    """Stock's thread that reads messages would crash."""
+    monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 1)
+    request_and_abort(prefill, decode, 0)
+    prefill.failures.begin_message(0, None)
+    prefill.request_status[1] = KVPoll.Failed
+    prefill.track_room_without_sender(1)
+    assert 0 in prefill.transfer_infos
+    prefill.failures.end_message()
+    assert not prefill.transfer_infos
 
 
 def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(prefill, decode, monkeypatch):

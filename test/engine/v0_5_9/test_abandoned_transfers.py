@@ -220,6 +220,36 @@ def test_rank_with_a_running_write_is_not_released(manager):
     assert (info.plan, info.is_connected, info.can_retry) == (None, False, True)
 
 
+def test_rank_that_nixl_reads_is_not_released(manager):
+    info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)
+    manager.connecting[LIVE] = Connection(LIVE, "handle", 0.0, next_read_at=None)
+    assert not manager.release_peer(LIVE) and not manager.agent.removed
+    assert info.is_connected and not info.can_retry
+
+
+def test_room_without_a_request_fails_during_a_write_of_an_earlier_one(manager):
+    """No sender will notify its decode ranks; those that are not being written to are at once."""
+    manager.request_status.pop(ROOM)
+    manager.abandoned_transfers = [Transfer(ROOM, STOPPED, "earlier", abandon_reason="silent")]
+    manager.transfers.update(manager.abandoned_transfers)
+    manager.abort_room(ROOM, "refused")
+    assert manager.notified == [LIVE] and not manager.transfer_infos
+    manager.agent.states["earlier"] = "ERR"
+    manager.check_peers()
+    assert manager.notified == [LIVE, STOPPED]
+
+
+def test_dropped_rank_is_not_reconnected(manager):
+    assert not manager._reconnect(LIVE) and not manager.agent.removed
+
+
+def test_reconnected_rank_is_not_registered_again(manager, connected):
+    info = manager.decode_kv_args_table[LIVE]
+    info.is_connected, info.can_retry = False, True
+    assert manager._reconnect(LIVE)
+    assert (info.is_connected, info.can_retry) == (True, False)
+
+
 def test_released_rank_is_registered_again_by_its_metadata(manager):
     """The rank was cut off for long, but its process runs on, so it does not register again."""
     info = manager.decode_kv_args_table[LIVE] = FakeRegistration(name=LIVE)

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.ascend import conn as ascend
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout, encode_layout
 from sglang.srt.disaggregation.mooncake import conn as mooncake
-from sglang.srt.disaggregation.pd import back_off
+from sglang.srt.disaggregation.pd import back_off, peers
 
 from pd_harness.polling import wait_until
 
@@ -202,6 +202,43 @@ def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
     at, room, status, reason = manager.notices[1]
     assert at - begun >= 1.0
     assert (room, status) == (1, KVPoll.Failed) and "the transfer engine returned -1" in reason
+
+
+def test_success_has_no_reason(manager):
+    assert status_after(manager, 1, LIVE, 0.5) == KVPoll.Success
+    assert wait_until(lambda: manager.notices, 5)
+    assert manager.notices[0][1:] == (1, KVPoll.Success, "")
+
+
+def test_rank_registers_again_while_it_is_sent_to(manager, monkeypatch):
+    """Until the new plan is made, workers send by the old one."""
+    info = manager.decode_kv_args_table[LIVE]
+    plan, plans = info.plan, []
+
+    def planned(*given):
+        plans.append(info.plan)
+        return plan
+
+    monkeypatch.setattr(peers, "plan_registered", planned)
+    manager._plan_transfers(info)
+    assert plans == [plan] and info.plan is plan
+
+
+def test_room_refused_before_the_queues_are_made_is_concluded(manager):
+    """The thread that reads messages starts first."""
+    queues = manager.transfer_queues
+    manager._queues = []
+    manager.queues_made.clear()
+    open_room(manager, 1, LIVE, ranks=2)
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        done = reader.submit(manager.abort_room, 1, "refused")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            done.result(0.2)
+        manager._queues = queues
+        manager.queues_made.set()
+        done.result(5)
+    assert wait_until(lambda: manager.notices, 5)
+    assert manager.notices[0][1:] == (1, KVPoll.Failed, "refused")
 
 
 @pytest.mark.parametrize("takes_messages", [True, False])

@@ -218,4 +218,4 @@ def test_wall_clock_jump_frees_no_pages(locate, monkeypatch):
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     assert [receiver.poll() for receiver in made] == [KVPoll.WaitingForInput] * 2
-    assert not made[1].abort_sent
+    assert not made[1].is_aborted

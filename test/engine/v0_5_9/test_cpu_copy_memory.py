@@ -18,27 +18,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_arguments_of_later_releases_are_ignored(kind):
-    round_trip(POOLS[kind](4), [5, 6], [9, 8], torch.tensor([1]), req_pool_idx=3)
-
-
-@pytest.mark.parametrize("kind", POOLS)
 def test_copy_of_no_slots(kind):
     pool = POOLS[kind](4)
     assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == []
     round_trip(pool, [], [])
-
-
-def test_round_trip_with_narrower_v():
-    """Pools of later releases have a narrower V, which no longer shares a tensor with K."""
-    for listed in (False, True):
-        pool = engine_calls.mha_pool(False, 4)
-        pool.k_buffer, pool.v_buffer = pool.k_buffer.clone(), pool.v_buffer[..., :3].contiguous()
-        del pool.kv_buffer
-        if listed:
-            pool.k_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in pool.k_buffer]
-            pool.v_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in pool.v_buffer]
-        round_trip(pool, [5, 4, 9], [7, 6, 1])
 
 
 @pytest.mark.parametrize(

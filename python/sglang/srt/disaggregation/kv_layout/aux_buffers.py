@@ -18,7 +18,8 @@ import numpy.typing as npt
 from .bounds import bytes_until_next
 from .layout import LayoutError, RankLayout
 
-HIDDEN_STATES = 8  # index of the row in every release
+# Index of the row in every release, unless 0.5.23 sends sampling masks, too; see `local_layout`.
+HIDDEN_STATES = 8
 PLAIN_HIDDEN_STATES_BYTES = 64  # bytes of that row without EAGLE
 
 
@@ -77,8 +78,9 @@ def make_aux_plan(src: RankLayout, dst: RankLayout) -> AuxPlan:
     """Returns the plan from `src` (prefill) to `dst` (decode).
 
     Raises:
-        LayoutError: The two differ in the number of rows, or in the width of the first token's or
-            the room's row, without which decode accepts no request.
+        LayoutError: The two differ in the number of rows, or in the width of the first or the last
+            row (the first token's, and the room's or 0.5.23's checksum), without which decode
+            accepts no request.
     """
     theirs = _widths(src, dst)
     if len(theirs) != len(src.aux):

@@ -90,8 +90,8 @@ class Bounds:
             return ""
         which = outside.argmax()
         return (
-            f"a copy of {int(size[which]):,} bytes at {int(first[which]):#x}, which is in none of "
-            f"the buffers that {self.owner} registered"
+            f"a copy of {int(size[which]):,} bytes at {int(first[which]):#x}, which does not lie "
+            f"within any buffer that {self.owner} registered"
         )
 
 

@@ -202,7 +202,7 @@ def position_weights(count: int) -> Words:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def describe_difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> Optional[str]:
+def describe_difference(sent: Digests, arrived: Digests, tokens_per_page: int) -> Optional[str]:
     """Returns what differs, in words; None if all is equal. Both must be of the same parts."""
     wrong = [
         part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
@@ -216,7 +216,7 @@ def describe_difference(sent: Digests, arrived: Digests, tokens_a_page: int) -> 
         return None
     what = wrong[0].name if wrong else "an unidentified one"
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_a_page)
+    where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_per_page)
     return f"{what}{more} of {len(sent.parts)} parts{where}"
 
 

@@ -75,7 +75,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         pp_rank, pp_size: This rank's pipeline stage, and the number of stages.
         page_size: Tokens per page.
         dtype: Element type of the KV pool as torch names it, such as `bfloat16`.
-        memory: `DRAM` for host memory, `VRAM` for an accelerator's: NIXL's two segment kinds.
+        memory: `DRAM` for host memory, `VRAM` for an accelerator's, as NIXL names them.
         total_layers: Layers of the whole target model.
         kv: One entry for each pointer in `KVArgs.kv_data_ptrs`.
         state: One entry for each pointer in `KVArgs.state_data_ptrs`.

@@ -95,7 +95,8 @@ def match_buffers(
 ) -> tuple[BufferPair, ...]:
     """Returns pairs for all that `src` must write into `dst`, in the order of `src_buffers`.
 
-    Leaves out draft buffers that only one side has, and pairs that carry no head.
+    Leaves out unused buffers, draft buffers that only one side has, index keys that either side
+    elides, and pairs that carry no head.
 
     Raises:
         LayoutError: The destination lacks a buffer of the target model, or the two sides' pages

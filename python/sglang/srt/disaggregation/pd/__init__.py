@@ -16,6 +16,7 @@ In both releases, the same in each:
     peer_queue           queues chunks so that a blocked decode server delays no other
     peer_silence         fails requests of decode ranks that do not answer
     peer_sockets         sends messages without waiting, and watches connections
+    per_instance         makes a manager's attribute when it is first used
     pool_views           views buffers as tensors of bytes
     refused_requests     notifies decode of requests that prefill refused
     session_ids          parses session ids of Mooncake and MemFabric

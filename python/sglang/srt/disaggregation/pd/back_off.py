@@ -123,24 +123,39 @@ class FailedSessions(set):
     """The failed sessions of engines from 0.5.20 on, without those to be tried again.
 
     The engine adds a session at its first failure, and removes it when it registers or answers a
-    probe. Its workers check whether a session is in this set right before they write to it; chunks
-    of one session share a queue, so that only one worker tries it.
+    probe. Its workers check whether a session is in this set right before they write to it. A
+    `PeerQueue` never gives two workers chunks of one session, so that only one tries it; with
+    staging buffers two may.
     """
+
+    _threads = threading.local()  # `is_probing`: whether the thread sees all failed sessions
 
     def __init__(self):
         super().__init__()
         self._back_off = PeerBackoff(in_a_row=1)
-        self._asked = threading.local()  # when each worker began its last transfer
+        self._began = threading.local()  # when each worker began its last transfer
+
+    @classmethod
+    @contextlib.contextmanager
+    def with_all(cls) -> Iterator[None]:
+        """Within it, this thread also finds the sessions that are to be tried again."""
+        cls._threads.is_probing = True
+        try:
+            yield
+        finally:
+            cls._threads.is_probing = False
 
     def __contains__(self, session: str) -> bool:
-        self._asked.at = time.monotonic()
+        if getattr(self._threads, "is_probing", False):
+            return super().__contains__(session)
+        self._began.at = time.monotonic()
         return super().__contains__(session) and self._back_off.retry_in(session) > 0
 
     def add(self, session: str) -> None:
         """Adds a session to which a transfer failed."""
         super().add(session)
         now = time.monotonic()
-        self._back_off.note_failure(session, now - getattr(self._asked, "at", now))
+        self._back_off.note_failure(session, now - getattr(self._began, "at", now))
 
     def discard(self, session: str) -> None:
         """Removes a session that has registered, or that answers."""

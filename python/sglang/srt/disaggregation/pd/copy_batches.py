@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from sglang.srt.disaggregation.kv_layout import Copies
@@ -42,6 +42,7 @@ def write_copies(
     if len(parts) == 1 or executor._max_workers == 1 or device_rdma.is_used():
         results = map(write, parts)  # one after the other, which needs no thread
     else:
-        # Waits for all, even if one fails: pages must not be freed during a write.
-        results = list(executor.map(write, parts))
+        futures = [executor.submit(write, part) for part in parts]
+        wait(futures)  # all, even if one fails or raises: pages must not be freed during a write
+        results = [future.result() for future in futures]
     return next((status for status in results if status != 0), 0)

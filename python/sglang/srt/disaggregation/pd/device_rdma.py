@@ -15,8 +15,9 @@ from typing import List
 
 logger = logging.getLogger(__name__)
 
-# The most copies in one call; and, if 1, that calls need not wait for each other.
+# The most copies in one call.
 COPIES_VARIABLE = "SGLANG_PD_DEVICE_RDMA_COPIES"
+# If 1, calls do not wait for each other.
 CONCURRENT_CALLS_VARIABLE = "SGLANG_PD_DEVICE_RDMA_AT_ONCE"
 DEFAULT_COPIES = 2048
 

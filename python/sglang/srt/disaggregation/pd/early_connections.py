@@ -35,7 +35,7 @@ POLL_SECONDS = 0.01
 # Reads after the first one, and how long before each.
 MORE_READS = 4
 PAUSE_SECONDS = 0.2
-# In which they end; until then, a connection that is lost cannot be replaced.
+# Time limit of these reads: during one, NIXL cannot remove the rank to replace a lost connection.
 MORE_READS_SECONDS = 5.0
 
 
@@ -44,7 +44,7 @@ class Connection:
     """A connection that is being made to a decode rank; times are on the monotonic clock.
 
     Attributes:
-        started_at: When the first read was prepared or, after it, when that one ended.
+        started_at: When the first read was prepared; after that read, when it ended.
     """
 
     peer: str

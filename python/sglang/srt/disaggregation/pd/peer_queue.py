@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Deque, Dict, FrozenSet, List, Optional, Set, Tuple
 
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
+
 logger = logging.getLogger(__name__)
 
 Peers = FrozenSet[str]
@@ -121,6 +123,8 @@ class PeerQueues:
     """
 
     _queues: List[PeerQueue] = []
+    # Set once the engine has made its queues, which may be after the first message from decode.
+    queues_made = PerInstance(threading.Event)
     enable_staging = False
     worker_state = WorkerState()
 
@@ -135,9 +139,11 @@ class PeerQueues:
 
         if any(type(one).__name__ != ENGINE_QUEUE for one in made):
             self._queues = list(made)
-            return
-        own = self.enable_staging or not made
-        self._queues = [queue() for _ in made] if own else [queue()] * len(made)
+        elif self.enable_staging or not made:
+            self._queues = [queue() for _ in made]
+        else:
+            self._queues = [queue()] * len(made)
+        self.queues_made.set()
 
     def _note_queued(self, chunk: Any) -> Peers:
         return self._peers_of(chunk)

@@ -73,7 +73,10 @@ class SilenceWatch:
             peer_sockets.call_periodically(self.check_peers)
             self.note_peer_alive(name, info)
         except Exception as error:
-            logger.warning(f"Decode {info.endpoint}:{info.dst_port}: {error}")
+            logger.warning(
+                f"Decode {info.endpoint}:{info.dst_port} is not watched; if it hangs, its "
+                f"requests fail only at their time-out: {error}"
+            )
 
     def _watch_peer(self, name: str, info: Any) -> None:
         place = (info.endpoint, info.dst_port)
@@ -143,12 +146,12 @@ class SilenceWatch:
         forgotten = {
             name for _, name in long_silent[len(long_silent) - more :]
         } | self.replaced_peers
-        waking = [name for _, name in long_silent if name not in self.released_peers]
-        if not (forgotten or waking):
+        unreleased = [name for _, name in long_silent if name not in self.released_peers]
+        if not (forgotten or unreleased):
             return
         busy = self.peers_in_use()
         self.released_peers.update(
-            name for name in waking if name not in busy and self.release_peer(name)
+            name for name in unreleased if name not in busy and self.release_peer(name)
         )
         for name in forgotten & self.released_peers - busy:
             self._drop_silent_peer(name)

@@ -42,7 +42,8 @@ CLOSE_AFTER_SECONDS = 60.0
 # Peers with closed sockets for which it is kept when they were lost.
 MAX_CLOSED_PEERS = 4096
 POLL_INTERVAL_SECONDS = 0.5
-# A longer gap between polls means that this process was suspended: its peers' silence is unknown.
+# A sleep between polls that takes longer means that this process was suspended: whether its peers
+# were silent is unknown.
 SUSPENDED_SECONDS = 3.0
 # A connection that has been lost this long will not come back at once by itself.
 LOST_SECONDS = 1.0
@@ -130,11 +131,12 @@ class _SocketPool:
         """Starts once per process: a fork must not use the sockets that it inherits."""
         if self.process == os.getpid():
             return
-        self.process, self.open, self.callbacks = os.getpid(), {}, []
+        self.open, self.callbacks = {}, []
         self.closed.clear()
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         threading.Thread(target=self._monitor, name="PeerSockets", daemon=True).start()
+        self.process = os.getpid()  # last: if no thread can start, the next call tries again
 
     def _read_events(self) -> None:
         """Reads the events of all sockets; most have none, and hundreds may be open."""
@@ -143,31 +145,31 @@ class _SocketPool:
             known[monitor].read_events()
 
     def _monitor(self) -> None:
-        looked = time.monotonic()
         while not self.context.closed:
+            before = time.monotonic()
             time.sleep(POLL_INTERVAL_SECONDS)
             with self.lock:
-                before, looked = looked, time.monotonic()
-                stood_still = looked - before > SUSPENDED_SECONDS
+                now = time.monotonic()
+                was_suspended = now - before > SUSPENDED_SECONDS
                 self._read_events()
                 for endpoint, known in list(self.open.items()):
-                    if stood_still and known.lost_at is not None:
-                        known.lost_at = looked  # no connection was possible meanwhile
+                    if was_suspended and known.lost_at is not None:
+                        known.lost_at = now  # no connection was possible meanwhile
                     if known.is_gone():
                         known.close(linger=0)
                         del self.open[endpoint]
                         self.closed[endpoint] = known.lost_at
                 while len(self.closed) > MAX_CLOSED_PEERS:
                     self.closed.popitem(last=False)
-                self.callbacks = [look for look in self.callbacks if look() is not None]
-                looks = [look() for look in self.callbacks]
-            for look in looks:
+                self.callbacks = [known for known in self.callbacks if known() is not None]
+                callbacks = [known() for known in self.callbacks]
+            for callback in callbacks:
                 try:
-                    if look is not None:
-                        look()
+                    if callback is not None:
+                        callback()
                 except Exception:
                     logger.exception("A periodic check of peers failed")
-            look = looks = None  # otherwise this thread would keep their owners alive
+            callback = callbacks = None  # otherwise this thread would keep their owners alive
 
 
 _sockets = _SocketPool()
@@ -208,7 +210,7 @@ class PeerSocket:
 
         A connection is lost when the peer exits, and `HEARTBEAT_TIMEOUT_MS` after the peer hangs or
         its packets are lost; `POLL_INTERVAL_SECONDS` may pass before that is noticed. Infinite if
-        the socket was never opened, or the peer has long been gone.
+        the socket was never opened, or closed before the last `MAX_CLOSED_PEERS` ones.
         """
         known = _sockets.find(self.endpoint)
         if known is not None and known.lost_at is None:  # no lock: called for each message
@@ -234,8 +236,9 @@ class PeerSocket:
         return self.silent_for()
 
     def is_listening(self) -> bool:
-        """Returns whether a process accepts connections there; waits `LISTENING_SECONDS` at most.
+        """Returns whether a process accepts connections there.
 
+        Waits `LISTENING_SECONDS` at most for each address, and until a host name is resolved.
         Unlike `silent_for`, it needs no other thread to notice that a process is gone. A process
         that is stopped accepts them.
         """
@@ -243,7 +246,7 @@ class PeerSocket:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), LISTENING_SECONDS):
                 return True
-        except OSError:
+        except (OSError, OverflowError, UnicodeError):  # the others for an invalid port or name
             return False
 
     def note_alive(self) -> None:
@@ -280,12 +283,15 @@ def _seconds_disconnected(host: str, port: int) -> Tuple[float, float]:
     return socket.silent_for(), socket.lost_for()
 
 
-def call_periodically(look: Callable[[], None]) -> None:
-    """Calls a method every half second while its object lives; the method must not wait."""
+def call_periodically(callback: Callable[[], None]) -> None:
+    """Calls a method every half second while its object lives.
+
+    While the method runs, no lost connection is noticed.
+    """
     with _sockets.lock:
         _sockets.start()
-        if look not in [known() for known in _sockets.callbacks]:
-            _sockets.callbacks.append(WeakMethod(look))
+        if callback not in [known() for known in _sockets.callbacks]:
+            _sockets.callbacks.append(WeakMethod(callback))
 
 
 def open_sockets() -> List[str]:

@@ -2,7 +2,7 @@
 
     prefill                                   decode
     last chunk written
-    digest this request's pages, by part  ->  with the room's last message
+    digest this request's pages, by part  ->  with the room's last message (0.5.9) or before it
                                               all has arrived: digest the same parts, compare
                                               equal: schedule the request
                                               else: fail it on all ranks
@@ -186,7 +186,9 @@ class Verifier:
 
 def _read(frame: bytes) -> RoomDigests:
     if not frame:
-        raise LayoutError("a prefill rank could not compute digests; see its log")
+        raise LayoutError(
+            "a prefill rank sent no digests or could not compute them; its log may say why"
+        )
     return decode_digests(frame)
 
 

@@ -51,10 +51,12 @@ def allocate(owner: object, nbytes: int, largest: int, pinned: bool) -> torch.Te
         return torch.empty(nbytes, dtype=torch.uint8)
     weakref.finalize(owner, _free[size, pinned].append, block).atexit = False
     if not _release_threads:
-        _release_threads.append(
-            threading.Thread(target=_release_idle_blocks, name="HostBlocks", daemon=True)
-        )
-        _release_threads[0].start()
+        thread = threading.Thread(target=_release_idle_blocks, name="HostBlocks", daemon=True)
+        try:
+            thread.start()
+            _release_threads.append(thread)
+        except RuntimeError as error:  # out of threads; the scheduler must go on
+            logger.warning(f"Free pinned memory is not released yet: {error}")
     return block[:nbytes]
 
 
@@ -71,7 +73,10 @@ def _release_idle_blocks() -> None:
     while True:
         time.sleep(IDLE_SECONDS)
         for kind in idle_kinds():
-            release_block(kind)
+            try:
+                release_block(kind)
+            except Exception:
+                logger.exception("Pinned memory could not be released")
             time.sleep(PAUSE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""JetNemotron's linear attention, whose window ends with V; Mamba 2's begins with x."""
+"""JetNemotron's linear attention, whose convolution has q, k and v; Mamba 2's has x, B and C."""
 
 from dataclasses import replace
 

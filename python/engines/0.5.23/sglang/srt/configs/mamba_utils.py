@@ -18,7 +18,8 @@ class Mamba2StateShape:
         """Creates the shape. Extends the engine's: adds the whole model's channels of x, B and C.
 
         Args:
-            conv_shard_groups: Channels that the configuration of another kind of model gives.
+            conv_shard_groups: Channels of each part of the convolution in the whole model; None for
+                Mamba 2, whose parts are x, B and C.
         """
         if conv_shard_groups is None and n_groups * state_size:
             conv_shard_groups = [intermediate_size, *[n_groups * state_size] * 2]

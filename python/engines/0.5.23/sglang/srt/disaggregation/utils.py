@@ -44,7 +44,7 @@ def compute_mamba_state_slice_blocks(*args: Any, **options: Any) -> List[Tuple[i
 def setup_state_kv_args(
     kv_args: KVArgs, token_to_kv_pool, draft_token_to_kv_pool=None, total_kv_layers=None, **more
 ) -> None:
-    """Registers state buffers, after KV. Extends the engine's: describes all of them.
+    """Lists state buffers in `kv_args`. Extends the engine's: describes all buffers in it.
 
     Args:
         total_kv_layers: Layers of the whole target model.

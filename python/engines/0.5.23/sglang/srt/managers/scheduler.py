@@ -13,12 +13,12 @@ RENAMED = (("Scheduler", "EngineScheduler"),)
 
 class Scheduler(EngineScheduler):
     def _set_or_validate_priority(self, req: Req) -> bool:
-        """Returns whether a request may have its priority.
+        """Checks a request's priority; returns False if it refuses the request.
 
-        Extends the engine's: on prefill, notifies decode if it may not.
+        Extends the engine's: on prefill, notifies decode of the refusal.
         """
-        is_taken = super()._set_or_validate_priority(req)
-        if not is_taken and self.disaggregation_mode == DisaggregationMode.PREFILL:
+        is_accepted = super()._set_or_validate_priority(req)
+        if not is_accepted and self.disaggregation_mode == DisaggregationMode.PREFILL:
             manager = self.disagg_prefill_bootstrap_queue.kv_manager
             notify_refused(manager, req, "this server does not accept priorities")
-        return is_taken
+        return is_accepted

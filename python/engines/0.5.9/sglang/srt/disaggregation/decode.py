@@ -1,4 +1,4 @@
-"""Decode: the queue's KV manager, set up through `utils`; allocates what whole pages allow."""
+"""Decode: makes the queue's KV manager, and allocates only what whole pages allow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         return make_kv_manager(self, kv_args, DisaggregationMode.DECODE)
 
     def _tokens_beside_its_own(self) -> int:
-        """Returns the tokens to reserve for a request, and what the last one took uncounted.
+        """Returns the tokens to reserve for a request, plus those that the last one took uncounted.
 
         The engine counts requests' tokens, not their pages, when it allocates several at a time: it
         would take more than is left, and its assertion would end the server. It adds this to the

@@ -1,4 +1,4 @@
-"""The prefill queue: its KV manager, set up through `utils`, and requests that it does not send."""
+"""Prefill: makes the queue's KV manager, and notifies decode of requests that it does not send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
-    """Frees the request's metadata slot; aborts the room of a request that leaves unsent."""
+    """Frees the request's metadata slot; if the request was not sent, aborts its room."""
     slot = getattr(req, "metadata_buffer_index", None)
     if slot is not None and slot >= 0:
         allocator.free(slot)
@@ -48,8 +48,8 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def add(self, req: Req, num_kv_heads: int) -> None:
         """Queues a request. Extends the engine's: notifies decode of a request that is refused.
 
-        A request that is too long is aborted here, unlike in the engine, which computes one token
-        and sends the KV to decode.
+        An aborted request, such as one that is too long, ends here; the engine would compute one
+        token, and send the KV to decode.
         """
         end = req.to_finish
         if isinstance(end, FINISH_ABORT):

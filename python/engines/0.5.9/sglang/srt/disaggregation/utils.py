@@ -1,4 +1,4 @@
-"""Fills `KVArgs` from the engine's pools, for prefill and decode alike.
+"""What both queues use: a status that all ranks agree on, and state in `KVArgs`.
 
 `pd.local_layout.make_kv_manager` calls `setup_state_kv_args` before it describes the buffers.
 """

@@ -1,4 +1,4 @@
-"""Reports failed registrations to the caller; limits `device_rdma` calls to its send queue."""
+"""Reports failed registrations to the caller; keeps `device_rdma` calls within its send queue."""
 
 import logging
 from typing import TYPE_CHECKING, List

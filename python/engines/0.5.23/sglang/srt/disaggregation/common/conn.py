@@ -9,6 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Literal
 
+import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout, is_extension_frame
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
@@ -99,7 +100,7 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
         the thread that reads first and writes last would win, and the request would wait forever.
         Likewise, a room that fails just as the scheduler closes it would be kept forever.
         """
-        # Of an object that is not a manager, and no `super()`, for the engine's tests.
+        # No `super()`, and the lock may be missing: the engine's tests call this on other objects.
         with getattr(self, "status_lock", contextlib.nullcontext()):
             if status != KVPoll.Failed:
                 return EngineCommonKVManager.update_status(self, bootstrap_room, status)
@@ -125,7 +126,10 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
             self.failure_records.pop(room, None)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
-        """Returns a room's status; `Failed` for a room that another thread has just dropped."""
+        """Returns a room's status; `Failed` for a room that another thread has just dropped.
+
+        NIXL's manager has its own: `WaitingForInput` for such a room.
+        """
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def _send_multipart_locked(
@@ -283,7 +287,16 @@ class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVRe
         Extends the engine's: omits our extension frames for ranks that do not read them, and fails
         the room of a silent rank, for which this and all later messages would only queue up.
         """
-        if self.kv_mgr.is_silent(bootstrap_info):
+        try:
+            is_silent = self.kv_mgr.is_silent(bootstrap_info)
+        except zmq.ZMQError as error:  # such as no free file descriptor
+            place = f"{bootstrap_info['rank_ip']}:{bootstrap_info['rank_port']}"
+            reason = f"Could not open a socket to prefill rank {place}: {error}"
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.conclude_state = KVPoll.Failed
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            return False
+        if is_silent:
             self.kv_mgr.fail_room_waiting_for(self.bootstrap_room, bootstrap_info)
             self.conclude_state = KVPoll.Failed
             self.kv_mgr.drop_server(self.bootstrap_addr)

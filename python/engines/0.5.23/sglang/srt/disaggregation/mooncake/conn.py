@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Kinds of state that a request keeps in slots, not in pages that pair by position.
-STATE_WITHOUT_PAGES = (None, StateType.MAMBA, StateType.DSA_TAIL)
+# Kinds of state of which the two sides may list different numbers of slots; None is an unknown one.
+STATE_OF_ANY_LENGTH = (None, StateType.MAMBA, StateType.DSA_TAIL)
 
 RENAMED = (
     ("KVArgsRegisterInfo", "EngineKVArgsRegisterInfo"),
@@ -81,7 +81,6 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
     sizes: Sizes | None = None
     # The memory it has registered, see `pd.write_bounds`.
     bounds: Bounds | None = None
-    state_slots = ()
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
@@ -94,7 +93,7 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
 class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
-    # Per transfer worker: the last room that may still be written to.
+    # `room`, of each transfer worker: the last one that it failed and that may still be written to.
     unsettled = threading.local()
     register_memory = staticmethod(register_kv_then_aux)
     failed_sessions: FailedSessions = PerInstance(FailedSessions)
@@ -122,6 +121,14 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """Starts prefill's threads. Extends the engine's: soon retries a session that failed."""
         self.failed_sessions = FailedSessions()
         super().start_prefill_thread()
+
+    def _run_one_probe_pass(self) -> None:
+        """Probes failed sessions. Extends the engine's: also those that workers may try again.
+
+        It would take these for recovered, and probe them for ever.
+        """
+        with FailedSessions.with_all():
+            super()._run_one_probe_pass()
 
     def _register_staging_memory(self, ptr: int, size: int) -> None:
         super()._register_staging_memory(ptr, size)
@@ -153,6 +160,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
                     targets = [info.dst_kv_item_len] * (len(self.kv_args.kv_item_lens) - drafts)
                     lengths = [*targets, *[None] * drafts]
                     self.prepare_dcp_token_item_lens(lengths, info.dst_dcp_size)
+                    # The engine's thread would end if there is no memory left for these.
+                    self._init_dcp_pack_buffers_once(info.dst_dcp_size, include_draft=True)
             else:
                 info = TransferInfo.from_zmq(frames)
                 check_metadata_message(info)
@@ -413,7 +422,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         for kind, ours, ptrs, theirs in zip_longest(
             self.kv_args.state_types, own, registered, req.dst_state_indices
         ):
-            if kind not in STATE_WITHOUT_PAGES and ours is not None and ptrs:
+            if kind not in STATE_OF_ANY_LENGTH and ours is not None and ptrs:
                 check_state_pages(kind, ours, theirs or ())
 
     def _state_slots(self, req: TransferInfo) -> list:

@@ -74,8 +74,8 @@ METADATA_FRAME = 5
 
 
 class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
-    # Whether its next request for a room is to register it again, and from when on; on the
-    # monotonic clock.
+    # Whether the rank's next request for a room registers it again, and the earliest time for that
+    # on the monotonic clock.
     needs_retry = False
     retry_at = 0.0
 
@@ -221,8 +221,13 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             info.awaits_units = awaits_units(info.layout_frame, self.attn_tp_size)
             own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
             info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
+            if info.plan is not None:
+                peer_memory_kind(self.layout, info.plan.layout)
             if not info.refusal:
                 super()._add_remote_peer(info)
+        except LayoutError as error:
+            logger.error(f"Refusing decode {name}: {error}")
+            info.plan, info.refusal = None, str(error)
         except Exception as error:
             logger.exception(f"Decode {name} could not be registered")
             info.refusal = f"prefill could not register this decode rank: {error!r}"
@@ -234,7 +239,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             self.connect_early(name, info.dst_aux_ptrs)
 
     def handle_connect_failure(self, peer: str) -> None:
-        """Adds the peer to NIXL again now, for which its next request would have to wait."""
+        """Adds a peer that NIXL has dropped again; its next request would have to wait for that."""
         self._reload_invalidated_peers({peer: None})
 
     def release_peer(self, name: str) -> bool:
@@ -291,7 +296,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
 
     def _prepare_payload_xfer(self, peer_info: KVArgsRegisterInfo):
-        """Lists for NIXL all blocks that this decode rank may be sent; transfers index them."""
+        """Prepares NIXL's lists of all blocks that may be sent to a rank; transfers index them."""
         peer = peer_info.agent_name
         for what in ("kv", "state"):
             self.prepared.pop((peer, what), None)
@@ -366,6 +371,20 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         if plan is None:
             return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
         return self._post_planned(peer_name, plan, "kv", prefill_kv_indices, dst_kv_indices)
+
+    # What the engine sends in its own ways; see `_post_xfer`.
+
+    def send_kvcache_dcp(self, peer_name: str, *sent, **options):
+        self.connection.peer = peer_name
+        return super().send_kvcache_dcp(peer_name, *sent, **options)
+
+    def send_kvcache_mixed(self, peer_name: str, *sent, **options):
+        self.connection.peer = peer_name
+        return super().send_kvcache_mixed(peer_name, *sent, **options)
+
+    def send_kvcache_staged(self, peer_name: str, *sent, **options):
+        self.connection.peer = peer_name
+        return super().send_kvcache_staged(peer_name, *sent, **options)
 
     def _post_planned(
         self,
@@ -522,9 +541,9 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     def _reload_invalidated_peers(self, room_transfer_infos: dict[str, Any]) -> None:
         """Adds the room's peers that NIXL has dropped to NIXL again.
 
-        Extends the engine's: also peers that NIXL still knows but has no connection to. It removes
-        no others from NIXL, and none within a second of the last time, when the engine adds none.
-        Adds only peers whose processes listen: UCX may abort this one if they refuse a connection.
+        Extends the engine's: first removes peers that NIXL still knows but has no connection to,
+        except within a second of the last time, when the engine would not add them again. Adds only
+        peers whose processes listen: UCX may abort this one if they refuse a connection.
         """
         room_transfer_infos = {
             peer: info
@@ -545,7 +564,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
     @staticmethod
     def _is_listening(info: KVArgsRegisterInfo | None) -> bool:
-        """Whether a rank's process accepts connections; also if its endpoint is unknown."""
+        """Whether a rank's process accepts connections; True if its endpoint is unknown."""
         if info is None or not hasattr(info, "endpoint"):
             return info is not None
         return PeerSocket.to(info.endpoint, info.dst_port).is_listening()

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 # How long to wait for a bootstrap server to accept a connection, and to answer.
 HTTP_TIMEOUT_SECONDS = (2, 5)
-# When prefill is notified, repeatedly: it handles an abort only of a request that has arrived,
-# which on a busy server may be later than decode refuses it.
+# How long after a failure prefill is notified, each time anew: it ignores the abort of a request
+# that has not arrived, and on a busy server it may arrive after decode has refused it.
 NOTIFY_AFTER_SECONDS = (0.5, 2.0, 10.0, 30.0)
 POLL_INTERVAL_SECONDS = 0.1
 MAX_PENDING_NOTICES = 4096

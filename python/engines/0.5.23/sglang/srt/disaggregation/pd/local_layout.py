@@ -56,7 +56,7 @@ def set_local_layout(
     draft_token_to_kv_pool: Optional[KVCache],
     total_layers: int,
 ) -> None:
-    """Sets `kv_args.layout`, which describes each buffer that is now registered, and its `memory`.
+    """Sets `kv_args.layout`, which describes each buffer in `kv_args`, and `kv_args.memory`.
 
     The layout is None if `kv_layout` does not support the pools, or how they are sharded; the
     engine then sends everything. With `SGLANG_PD_VERIFY`, sets `kv_args.verifier`, too.
@@ -104,8 +104,8 @@ def _unsupported_features(kv_args: KVArgs) -> str:
     """Returns why this rank's buffers are not described, other than for their pools."""
     parallel = get_parallel()
     reasons = {
-        "unknown scheduler": _scheduler is None,
-        "layer ids of the engine": kv_args.kv_layer_ids,
+        "pools that are registered without their scheduler": _scheduler is None,
+        "hybrid pools whose layers the engine numbers": kv_args.kv_layer_ids,
         "sharded pages": parallel.enable_kv_cache_sharding,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "unified memory": get_memory().enable_unified_memory,
@@ -169,7 +169,7 @@ def _state(
 def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
     """Returns the bytes of each metadata row; empty if hidden states are not in their usual row.
 
-    In that case, the widths of a peer that does not send them could not be inferred.
+    In that case, the rows of a stock rank, which does not send its widths, could not be inferred.
     """
     moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
     widths: List[int] = args.aux_item_lens

@@ -59,11 +59,16 @@ def drop_invalid(
 
 
 class ValidatingSocket:
-    """Wraps a socket, whose messages pass through `drop_invalid` with these `checks`."""
+    """A socket that skips messages which `check` handles or rejects; see `drop_invalid`."""
 
-    def __init__(self, sock: zmq.Socket, *checks: Callable):
+    def __init__(
+        self,
+        sock: zmq.Socket,
+        check: Callable[[Frames], Optional[bool]],
+        done: Callable[[], None] = lambda: None,
+    ):
         self.sock = sock
-        self.recv_multipart = drop_invalid(sock.recv_multipart, *checks)
+        self.recv_multipart = drop_invalid(sock.recv_multipart, check, done)
 
     def __getattr__(self, name: str):
         return getattr(self.sock, name)

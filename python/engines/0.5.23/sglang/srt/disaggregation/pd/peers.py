@@ -61,15 +61,16 @@ def plan_or_refusal(
 ) -> tuple[PeerPlan | None, str]:
     """Returns the plan for a decode rank that registers, or why it is refused.
 
-    With neither, the engine serves the rank: one that neither describes itself nor looks like a
-    stock rank.
+    With neither, the engine's own code serves the rank: this rank's buffers are not described, no
+    plan could be made, decode uses context parallelism, or the rank neither describes itself nor
+    looks like a stock rank.
 
     Args:
         name: The decode rank's session id or NIXL agent name.
         args, own: This prefill rank's buffers, and their layout.
         info: The decode rank's registration.
         tp: Its attention TP rank and size.
-        is_on_device: Whether all of its KV is where a stock rank has it.
+        is_on_device: Whether it registered all of its KV as `VRAM`, as stock ranks do.
     """
     if own is None or info.requires_dcp_relayout:
         return None, ""

@@ -1,4 +1,4 @@
-"""Prefill: overrides of the engine's methods that the KV managers of all backends share."""
+"""Prefill: what the KV managers of Mooncake, Ascend and NIXL override in the engine's."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
             super()._prefetch_staging_reqs(room)
 
     def poison_deferred_ack_room(self, room: int) -> None:
-        """Marks a room that may still be written to. Extends the engine's: keeps the last 65536.
+        """Marks a room that may still be written to. Extends the engine's: keeps the last ones.
 
         The engine forgets a room only when it is reused.
         """
@@ -215,7 +215,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if oldest is not None:
             self._deferred_ack_poisoned_rooms.discard(oldest)
             self._staging_outstanding.pop(oldest, None)
-        if room not in self.request_status:
+        if room not in self.request_status:  # cleared: nobody asks for the reason
             self.drop_reason(room)
 
     def refuse(self, room: int, reason: str) -> None:
@@ -250,6 +250,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def fail_room(self, room: int, reason: str, notified: set[Endpoint]) -> None:
         """Notifies decode ranks that a request failed, now or when they request its room.
 
+        Ranks that have requested it, and to which writes may go on, wait for their time-out.
+
         Args:
             notified: Decode ranks that know it or are being notified.
         """
@@ -269,8 +271,10 @@ class PrefillManager(SilenceWatch, PeerQueues):
         )
 
     def _send_failed_status(self, room: int, targets: list[Endpoint], reason: str) -> None:
+        # A client's text may have half of a surrogate pair, which cannot be encoded.
+        text = reason.encode("utf-8", "replace").decode("utf-8")
         self.send_kv_status_message(
-            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=text
         )
 
     def _drop_room(self, room: int) -> None:
@@ -311,10 +315,11 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if decode is not None:
             self.failures.note_abort(room, decode)
         is_taken = super()._handle_abort_notification(msg)
-        if room in self.transfer_infos and room not in self.request_status:
-            # Not all of its decode ranks have requested it: the engine would forget the abort, and
-            # the request that is still to come would wait for them.
-            self.request_status[room] = KVPoll.Failed
+        with self.status_lock:  # under which a cleared sender drops both entries
+            if room in self.transfer_infos and room not in self.request_status:
+                # Not all of its decode ranks have requested it: the engine would forget the abort,
+                # and the request that is still to come would wait for them.
+                self.request_status[room] = KVPoll.Failed
         self.track_room_without_sender(room, decode)
         return is_taken
 
@@ -330,7 +335,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
             if room in self.request_status or room in self.transfer_infos:
                 oldest = self.failures.keep_without_sender(room, aborted_by)
                 if oldest is not None:
-                    self._drop_room(oldest)
+                    drop = functools.partial(self._drop_room, oldest)
+                    self.failures.run_when_stored(oldest, drop)
 
     def note_metadata_sender(self, name: str) -> None:
         """Notes that a decode rank that requests a room is alive."""

@@ -153,7 +153,11 @@ class PrefillServers:
                 self.fail_room_waiting_for(room, silent[0])
 
     def drop_server(self, address: str) -> None:
-        logger.warning(f"Prefill {address} lost a rank or was replaced; querying its ranks again")
+        """Forgets a server, which the next request queries again; open rooms go on."""
+        logger.warning(
+            f"Prefill {address} lost a rank or was replaced; querying its ranks again at the next "
+            "request"
+        )
         with self.servers_lock:
             self.prefill_info_table.pop(address, None)
             self.routes.pop(address, None)
@@ -178,9 +182,11 @@ class PrefillServers:
                     self.drop_server(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
-        """Drops a failed server. Extends the engine's: not while a request starts."""
+        """Drops a failed server. Extends the engine's: and its ranks; not during a start."""
         with self.servers_lock:
             super()._handle_node_failure(failed_bootstrap_addr)
+            self.routes.pop(failed_bootstrap_addr, None)
+            self.incompatible.pop(failed_bootstrap_addr, None)
 
     def is_silent(self, rank: dict) -> bool:
         """Returns whether requests to this prefill rank must fail; keeps trying to reach it."""

@@ -13,6 +13,7 @@ a request is aborted before it is sent      the room stays there forever: we dro
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -22,6 +23,8 @@ from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVPoll
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+
+logger = logging.getLogger(__name__)
 
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
@@ -121,7 +124,10 @@ class RoomFailures:
         with self.lock:
             self.message_room, (acts, self.postponed) = None, (self.postponed, [])
             for act in acts:
-                act()
+                try:
+                    act()
+                except Exception:  # the thread that reads messages must not end
+                    logger.exception("A room that has ended could not be dropped")
 
     def record_failed_room(self, room: int, reason: str, notified: set[Endpoint]) -> None:
         """Records that a request failed; `notified` decode ranks know or are being notified."""
@@ -202,7 +208,7 @@ class NotifyingSender:
 
     is_cleared = False
     reason: str | None = None  # why it failed
-    is_reason_raised = False  # nobody asks for the reason any more
+    needs_no_reason = False  # whether nobody will ask for the reason
     finalizer: weakref.finalize | None = None  # runs if it is collected without being cleared
     notified: set[Endpoint] = PerInstance(set)  # decode ranks that know how it ended
 
@@ -234,8 +240,8 @@ class NotifyingSender:
     def failure_exception(self):
         """Raises the failure.
 
-        Replaces the engine's, which takes the reason of the room's next request, if that has failed
-        meanwhile, too.
+        Replaces the engine's, which would take the reason of the room's next request, if that has
+        failed meanwhile.
         """
         if not self._notifies_decode():
             return super().failure_exception()
@@ -250,7 +256,7 @@ class NotifyingSender:
 
     def _drop_reason(self) -> None:
         """Drops the room's reason, which nobody asks for any more, once the room is closed."""
-        self.is_reason_raised = True
+        self.needs_no_reason = True
         if self.bootstrap_room not in self.kv_mgr.request_status:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
@@ -259,7 +265,7 @@ class NotifyingSender:
         return hasattr(self.kv_mgr, "failures") and self.kv_mgr.deferred_bootstrap is None
 
     def notify_failed(self) -> None:
-        """Notifies decode of the failure, if it then keeps its pages until writes are over.
+        """Notifies decode of the failure, if decode keeps its pages until all writes are over.
 
         Skips ranks that have already been notified how the request ended, even of its success.
         """
@@ -296,7 +302,7 @@ class NotifyingSender:
         reason = self.reason or FAILED_ELSEWHERE
         manager.fail_room(room, reason, self.notified)
         self._drop_room()
-        if self.is_reason_raised:
+        if self.needs_no_reason:
             manager.drop_reason(room)
 
     def _drop_room(self) -> None:

@@ -1,4 +1,4 @@
-"""Ascend sends as Mooncake does, by the peer's plan; only the transfer engine differs."""
+"""Ascend sends as Mooncake does, by the peer's plan, over MemFabric, which registers ranges."""
 
 from typing import TYPE_CHECKING
 

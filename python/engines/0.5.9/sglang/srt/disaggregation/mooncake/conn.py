@@ -7,8 +7,8 @@ writes no more for a room, it notifies each decode rank of the room once:
 
     (room, status, sender's number, reason, digests, chunks)
 
-The reason is for ranks that read it, digests are for ranks that compare them (`verify`), chunks for
-ranks that interleave them (`pd.interleaving`).
+Only decode ranks with the patch set get the reason; of these, ranks that verify get digests, and
+ranks that interleave (`pd.interleaving`) get chunks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 class TransferInfo(RoomRequest):
     # Copies of a failed write may arrive until then, on the monotonic clock.
     unsettled_until: float = 0.0
-    # What the room sent to the rank; None if it does not compare.
+    # Digests of what the room sent to the rank; None if the rank does not verify.
     digests: bytes | None = None
     # The chunks that the rank must interleave.
     units: list[Unit] = dataclasses.field(default_factory=list)
@@ -125,10 +125,12 @@ def _aux_goes_over_tcp() -> bool:
 class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
+        "_send_kvcache_generic",
         "_transfer_data",
         "check_status",
         "record_failure",
         "send_kvcache_slice",
+        "sync_status_to_decode_endpoint",
         "update_status",
     )
     _read_registration = KVArgsRegisterInfo.from_zmq
@@ -197,7 +199,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
-        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the engine rejects host memory
+        if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the transfer engine is not used
             return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         slots = (own, prefill_aux_index, dst_aux_ptrs, req.dst_aux_index)
@@ -349,6 +351,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
                 or reason
                 or FAILED_ELSEWHERE
             )
+            reason = reason if status == KVPoll.Failed else ""
         for req in waiting:
             self._notify_when_settled(req, status, reason)
 
@@ -462,13 +465,15 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def conclude_failure(self, room: int, reason: str) -> None:
         """Notifies the room's decode ranks of its failure, after the write that is under way.
 
-        Its queued chunks are not sent. A last chunk without `prefill_aux_index` does this.
+        Its queued chunks are not sent. A last chunk without `prefill_aux_index` makes a worker do
+        this, which reads the reason from the room's records.
         """
         self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
 
     def _enqueue(self, chunk: TransferKVChunk) -> None:
         """Queues a chunk for its decode ranks; does nothing if none has requested the room."""
         if self.transfer_infos.get(chunk.room):
+            self.queues_made.wait()
             self.transfer_queues[0].put(chunk)
 
     def close_failed_room(self, room: int) -> str:

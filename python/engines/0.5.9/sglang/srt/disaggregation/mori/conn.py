@@ -1,11 +1,14 @@
-"""Mori pairs its memory descriptors by layer, as every backend pairs pointers."""
+"""Mori has no transfer plans: it pairs its memory descriptors by layer, and waits for sizes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.room_failures import DUPLICATE_ROOM
+
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mori.conn import CommonKVManager, MemoryDesc
+    from sglang.srt.disaggregation.mori.conn import CommonKVManager, CommonKVReceiver, MemoryDesc
 
 
 class MoriKVManager(CommonKVManager):
@@ -16,3 +19,32 @@ class MoriKVManager(CommonKVManager):
     def _get_mla_mem_desc_slices(self, dst_mem_descs: list[MemoryDesc]):
         """Returns our descriptors, the peer's for the same layers, and how many."""
         return self.get_mla_kv_ptrs_with_pp(self.kv_mem_descs, dst_mem_descs)
+
+
+class MoriKVReceiver(CommonKVReceiver):
+    RENAMED = (
+        ("poll", "_engine_poll"),
+        ("clear", "_engine_clear"),
+        ("abort", "_engine_abort"),
+        ("failure_exception", "_engine_failure_exception"),
+    )
+    # The engine's `__init__` registers with prefill's ranks at once.
+    answer_wait_seconds = None
+
+    # A request whose room another one has must not touch that one's entries.
+
+    def poll(self) -> KVPoll:
+        return KVPoll.Failed if self.is_duplicate_room else self._engine_poll()
+
+    def clear(self) -> None:
+        if not self.is_duplicate_room:
+            self._engine_clear()
+
+    def abort(self) -> None:
+        if not self.is_duplicate_room:
+            self._engine_abort()
+
+    def failure_exception(self) -> None:
+        if self.is_duplicate_room:
+            raise RuntimeError(DUPLICATE_ROOM)
+        self._engine_failure_exception()

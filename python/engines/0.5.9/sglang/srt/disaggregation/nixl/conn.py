@@ -93,6 +93,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     REMOVED = (
         "_handle_node_failure",
         "_start_bootstrap_thread",
+        "_start_heartbeat_checker_thread",
         "check_status",
         "record_failure",
         "send_aux",
@@ -410,13 +411,13 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             decode_kv_args.can_retry = True
 
     def release_peer(self, name: str) -> bool:
-        """Releases a decode rank's NIXL agent and plan, unless a write to it is under way.
+        """Releases a decode rank's NIXL agent and plan, unless NIXL is using its connection.
 
         Returns whether it did. Overrides `SilenceWatch.release_peer`.
         """
         info = self.decode_kv_args_table.get(name)
         with self.agent_lock:
-            if self._is_writing(peer=name):
+            if self._is_writing(peer=name) or not self.end_early_connection(name):
                 return False
             self.drop_peer(name)
         if info is not None and not info.refusal:

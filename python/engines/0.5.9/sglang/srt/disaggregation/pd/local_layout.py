@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_kv_manager(queue: Queue, kv_args: KVArgs, mode: DisaggregationMode) -> BaseKVManager:
-    """Registers a queue's pools with its transfer backend, describes them, starts its KV manager.
+    """Describes a queue's pools, and makes the KV manager, which registers them.
 
     Args:
         kv_args: Has what only the queue knows: this rank's number, and the other side's sizes.
@@ -83,8 +83,8 @@ def setup_kv_args(kv_args: KVArgs, queue: Queue) -> None:
 def set_local_layout(kv_args: KVArgs, queue: Queue) -> None:
     """Sets `kv_args.layout`: what each buffer in `kv_args` holds.
 
-    For pools that the patch set does not know or cannot describe, it has only sizes: they are sent
-    as stock sends them, between servers that split the model alike.
+    Of pools that cannot be described, it has only sizes: their KV is sent as stock sends it, and
+    both servers must split the model the same way.
 
     Raises:
         ValueError: A variable of the patch set is wrong.
@@ -147,7 +147,8 @@ def _describe_buffers(
 def _aux_widths(kv_args: KVArgs, scheduler: Scheduler) -> tuple[int, ...]:
     """Returns the bytes of each metadata row.
 
-    With STANDALONE, hidden states have a row, a wide one on prefill, which stays unused: 0.
+    With STANDALONE speculation the row of hidden states is not used, and is wide only on prefill:
+    its width is 0.
     """
     widths = list(kv_args.aux_item_lens)
     if scheduler.spec_algorithm.is_standalone():

@@ -79,6 +79,7 @@ class NixlTransfers:
     # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
     # locks of its own, and a connection must not be replaced while a write starts to use it.
     agent_lock = PerInstance(threading.RLock)
+    # Decode ranks that get no new connection until they request another room; see `_reconnect`.
     unreachable_peers: set[str] = PerInstance(set)
     # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
     transfers: WeakSet[Transfer] = PerInstance(WeakSet)
@@ -146,11 +147,13 @@ class NixlTransfers:
         """
         if peer in self.unreachable_peers or not self.end_early_connection(peer):
             return False
+        info = self.decode_kv_args_table.get(peer)
+        if info is None:  # it was dropped, and must register again
+            return False
         # A packed transfer has no handle: each of its rounds is a write of its own.
         of_peer = [write for write in self.transfers if write.peer == peer and write.handle]
         if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
             return False
-        info = self.decode_kv_args_table[peer]
         try:
             with contextlib.suppress(Exception):  # NIXL may have dropped it already
                 self.agent.remove_remote_agent(peer)
@@ -165,6 +168,7 @@ class NixlTransfers:
             if seconds:
                 self.unreachable_peers.add(peer)
             self.agent.add_remote_agent(info.agent_metadata)
+            info.is_connected, info.can_retry = True, False
         except Exception as error:
             logger.warning(f"Could not reconnect to decode {peer}: {error}")
             self.unreachable_peers.add(peer)
@@ -258,11 +262,13 @@ class NixlTransfers:
                 self._notify_failed(room, {peer: info}, reason)
 
     def conclude_failure(self, room: int, reason: str) -> None:
-        """Notifies the room's decode ranks of its failure; while writes run, its sender will."""
+        """Notifies the room's decode ranks of its failure; while its sender writes, that will."""
+        has_sender = room in self.request_status  # otherwise its request has not arrived
         with self.agent_lock:
-            if not self._is_writing(room):
+            # A write of an earlier request does not count: see `_notify_failed`.
+            if not (has_sender and self._is_writing(room)):
                 self._notify_failed(room, self.transfer_infos.get(room, {}), reason)
-        if room not in self.request_status:  # its request has not arrived
+        if not has_sender:
             self.transfer_infos.pop(room, None)
 
     def close_failed_room(self, room: int) -> str:
@@ -280,8 +286,8 @@ class NixlTransfers:
     def _notify_failed(self, room: int, peers: Mapping[str, RoomRequest], reason: str) -> None:
         """Notifies decode ranks of a room's failure, once: the room may soon be another request's.
 
-        A rank must keep the room's pages while a write to it may go on, which is abandoned, or
-        belongs to another request with this room; `check_peers` notifies it later.
+        A rank that is notified may free its pages. While a write of this room to it goes on, which
+        was abandoned or is another request's, it is not notified yet: `check_peers` does so later.
 
         Args:
             peers: The ranks' requests for the room, by name.

@@ -41,7 +41,7 @@ Pages = npt.NDArray[np.int32]  # indices into a pool: [pages]
 
 MAX_OPEN_ROOMS = 1 << 16
 MAX_SESSION_NAME = 256
-# Between two attempts to register a decode rank.
+# The shortest time between two attempts to register a decode rank again.
 REGISTRATION_RETRY_SECONDS = 10.0
 
 
@@ -158,22 +158,23 @@ class PeerTable:
             state_pointers=None if state is None else len(state),
             page_bytes=info.dst_kv_item_len,
         )
-        info.plan, info.refusal, info.can_retry = None, "", False
+        plan, refusal, can_retry = None, "", False
         try:
             layout = decode_layout(info.layout_frame)
             info.reads_reasons = layout is not None
             theirs = Pointers(info.dst_kv_ptrs, state)
             given = (own, layout, facts, theirs, args.packing is not None)
-            info.plan = plan_registered(info.name, args.layout, *given)
-            return
+            plan = plan_registered(info.name, args.layout, *given)
         except LayoutError as error:
-            info.refusal = str(error)
+            refusal = str(error)
         except Exception as error:
             # Register the rank nevertheless: without an entry, its rooms would wait forever.
             logger.exception(f"No transfer plan for decode {info.name}")
-            info.refusal = f"prefill could not make a transfer plan: {error!r}"
-            info.can_retry = True
-        logger.error(f"Refusing decode {info.name}: {info.refusal}")
+            refusal, can_retry = f"prefill could not make a transfer plan: {error!r}", True
+        if refusal:
+            logger.error(f"Refusing decode {info.name}: {refusal}")
+        # At once: the scheduler may be sending by this registration.
+        info.plan, info.refusal, info.can_retry = plan, refusal, can_retry
 
     def _open_room(self, info: RoomRequest) -> None:
         refusal = self._registration_of(info).refusal

@@ -93,7 +93,7 @@ class PrefillServers:
     lost_rooms: dict[int, str] = PerInstance(dict)
 
     def query_in_thread(self, address: str, ask: Callable[[], None]) -> Future:
-        """Has a thread query a bootstrap server with `ask`, which must not raise; one at a time.
+        """Has a thread query a bootstrap server with `ask`, one at a time.
 
         Returns a future that is done when this query, or one already under way, has finished.
         """
@@ -102,9 +102,11 @@ class PrefillServers:
             query = self.pending_queries[address] = Future()
 
             def serve() -> None:
-                ask()
-                del self.pending_queries[address]
-                query.set_result(None)
+                try:
+                    ask()
+                finally:
+                    del self.pending_queries[address]
+                    query.set_result(None)
 
             if not start_thread(serve):  # the next poll queries again
                 del self.pending_queries[address]
@@ -156,7 +158,7 @@ class PrefillServers:
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""
 
-        def look(address: str, failures: dict[str, int]) -> None:
+        def check_health(address: str, failures: dict[str, int]) -> None:
             is_healthy = _is_healthy(address)
             failures[address] = 0 if is_healthy else failures.get(address, 0) + 1
             if is_healthy and self.is_replaced(address):
@@ -173,7 +175,7 @@ class PrefillServers:
                 # A dropped server may still have rooms here.
                 for address in {*self.prefill_servers, *(one for one, rooms in tracked if rooms)}:
                     try:
-                        look(address, failures)
+                        check_health(address, failures)
                     except Exception:  # one address must not stop the others' heartbeats
                         logger.exception(f"Could not check prefill server {address}")
 
@@ -194,15 +196,15 @@ class PrefillServers:
 
         Such a server may have restarted, faster than heartbeats notice.
         """
-        look = ConnectionSnapshot(self.silent_seconds)
+        snapshot = ConnectionSnapshot(self.silent_seconds)
         with self.connection_lock:
             pools = dict(self.connection_pool)
         for key, ranks in pools.items():
-            if any(map(look.is_lost, ranks)):
+            if any(map(snapshot.is_lost, ranks)):
                 self._drop_server(key.rpartition("_")[0].rpartition("_")[0])
         silent = {}
         for room, ranks in list(self.requested_ranks.items()):
-            for rank in filter(look.is_silent, ranks):
+            for rank in filter(snapshot.is_silent, ranks):
                 silent[room] = (
                     f"prefill rank {rank['rank_ip']}:{rank['rank_port']} has not answered for "
                     f"{self.silent_seconds:g} s ({VARIABLE})"
@@ -217,7 +219,10 @@ class PrefillServers:
                     del self.connection_pool[key]
             self.seen_ranks.pop(address, None)
             if self.prefill_servers.pop(address, None) is not None:
-                logger.warning(f"Prefill {address} was lost or replaced; querying its ranks again")
+                logger.warning(
+                    f"Prefill {address} was lost or replaced; querying its ranks again at the next "
+                    "request"
+                )
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Fails a prefill server's rooms, and drops its ranks in case it returns.
@@ -231,7 +236,7 @@ class PrefillServers:
         places = {_endpoint(rank) for ranks in asked.values() for rank in ranks}
         gone = asked if all(map(_is_port_closed, places)) else {}
         reason = f"Lost connection to prefill server {failed_bootstrap_addr}"
-        over = (KVPoll.Success, None)
+        over = (KVPoll.Success, KVPoll.Failed, None)
         lost = [room for room in rooms if self.request_status.get(room) not in over]
         for room in lost:
             with self.rooms_lock:

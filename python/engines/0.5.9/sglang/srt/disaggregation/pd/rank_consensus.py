@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, BaseKVSender, KVPoll
 
-# Has `has_pending_transfers`, `fail_with_group` and `is_open` as needed.
+# A sender or receiver; some have no `has_pending_transfers`, `fail_with_group` or `is_open`.
 Poller = BaseKVSender | BaseKVReceiver
 
-# Open rooms that fail on decode in one turn of the scheduler, which frees and reports each: running
-# requests must not wait for a hundred.
+# The most open rooms that fail in one turn of decode's scheduler, which frees and reports each:
+# running requests must not wait for a hundred.
 MAX_FAILURES_PER_POLL = 25
 
 # Within `pinned_polls`: by the id of its poller, the status of a request that is agreed on.

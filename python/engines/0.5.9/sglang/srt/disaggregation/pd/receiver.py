@@ -53,9 +53,11 @@ class Receiver:
     init_time: float | None = None
     conclude_state: KVPoll | None = None
     failing_since: float | None = None
-    abort_sent = False
+    is_aborted = False
     aborted_by_engine = False
     prefill: PrefillServer | None = None
+    # See `ANSWER_WAIT_SECONDS`; None waits for the answer, for a backend that does not poll for it.
+    answer_wait_seconds: float | None = ANSWER_WAIT_SECONDS
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
     pending_query: Future | None = None
     found_ranks: list[dict] | None = None
@@ -86,8 +88,11 @@ class Receiver:
         self.prefill_dp_rank = prefill_dp_rank
         is_first = bootstrap_addr not in mgr.pending_queries
         self._locate_prefill()
-        if self.pending_query is not None and is_first:
-            wait([self.pending_query], ANSWER_WAIT_SECONDS)
+        if self.answer_wait_seconds is None:
+            while self.is_querying():
+                wait([self.pending_query])
+        elif self.pending_query is not None and is_first:
+            wait([self.pending_query], self.answer_wait_seconds)
             self.is_querying()
 
     def is_querying(self) -> bool:
@@ -204,8 +209,9 @@ class Receiver:
                 info = self._prefill_rank(tp_rank, pp_rank)
                 if info is None:
                     self._fail(
-                        f"Prefill {self.bootstrap_addr}: rank DP {self.target_dp_group} "
-                        f"TP {tp_rank} PP {pp_rank} is not registered yet"
+                        f"Prefill {self.bootstrap_addr} did not return the address of rank "
+                        f"DP {self.target_dp_group} TP {tp_rank} PP {pp_rank}: it is not "
+                        "registered yet, or the bootstrap server did not answer"
                     )
                     return None
                 # Other ranks with a copy of MLA's KV are notified of the room, and send nothing.
@@ -297,13 +303,13 @@ class Receiver:
     def abort(self):
         """Aborts the request for the engine; it fails once no sender writes to our pages."""
         self.aborted_by_engine = True
-        if not (self.abort_sent or self.is_duplicate_room):
+        if not (self.is_aborted or self.is_duplicate_room):
             self.poll()  # it may have concluded
             self._abort(ABORTED)
 
     def _abort(self, reason: str) -> None:
         """Aborts the room on prefill; it stays open until no prefill rank writes any more."""
-        self.abort_sent = True
+        self.is_aborted = True
         self._stop_interleaving()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.record_failure(room, reason)

@@ -75,7 +75,7 @@ class RoomTable:
     # Prefill's senders by room, and those whose room a later request has taken.
     senders: WeakValueDictionary[int, Sender] = PerInstance(WeakValueDictionary)
     replaced_senders: WeakSet[Sender] = PerInstance(WeakSet)
-    # Why prefill failed a room; why decode aborted one before its request reached prefill.
+    # Why rooms failed; and why some were aborted, refused or lost decode before their request came.
     failed_rooms: OrderedDict[int, FailedRoom] = PerInstance(OrderedDict)
     aborted_before_request: OrderedDict[int, str] = PerInstance(OrderedDict)
 
@@ -89,7 +89,7 @@ class RoomTable:
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Updates a room's status, one thread at a time; it never moves back, nor off Failed."""
+        """Updates a room's status, one thread at a time; never back, and Failed is final."""
         with self.rooms_lock:
             current = self.request_status.get(bootstrap_room, status)
             failed = KVPoll.Failed in (current, status)

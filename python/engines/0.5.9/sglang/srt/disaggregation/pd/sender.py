@@ -41,7 +41,7 @@ class Sender:
         mgr.register_sender(bootstrap_room, self)
 
     def abandon(self) -> None:
-        """Aborts a request that leaves unsent, as its client is gone: decode must not wait."""
+        """Aborts a request that is dropped before it is sent: decode must not wait for it."""
         if not self.is_closed and hasattr(self.kv_mgr, "close_failed_room"):
             self.kv_mgr.record_failure(self.bootstrap_room, ABORTED)
             self._close_failed_room()

@@ -30,16 +30,11 @@ class NPUMHATokenToKVPool:
             [buffer.nbytes // pages for buffer in buffers],
         )
 
-    def get_cpu_copy(self, indices: torch.Tensor, *unused, **also_unused) -> HostCopy:
-        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249).
-
-        Later releases pass more arguments, which concern other pools.
-        """
+    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
+        """Copies the KV of these token slots, of shape [tokens], to the host (PR #25249)."""
         return copy_to_host(*self._rows(indices))
 
-    def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, *unused, **also_unused
-    ) -> None:
+    def load_cpu_copy(self, kv_cache_cpu: HostCopy, indices: torch.Tensor) -> None:
         """Writes what `get_cpu_copy` returned into these token slots, of shape [tokens].
 
         Raises:
@@ -49,18 +44,13 @@ class NPUMHATokenToKVPool:
 
     def _rows(self, indices: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns buffers as [layers, tokens, ...], rows to copy, and how many at a time."""
-        whole = getattr(self, "kv_buffer", None)
-        if whole is not None:  # K and V of all layers are one tensor
-            buffers = [whole.view(-1, *whole.shape[2:])]
-        elif isinstance(self.k_buffer, torch.Tensor):
-            buffers = [self.k_buffer, self.v_buffer]
-        else:
-            buffers = [layer[None] for layer in (*self.k_buffer, *self.v_buffer)]
-        return [as_tokens(buffer) for buffer in buffers], indices, self.cpu_offloading_chunk_size
+        whole = self.kv_buffer  # K and V of all layers
+        layers = as_tokens(whole.view(-1, *whole.shape[2:]))
+        return [layers], indices, self.cpu_offloading_chunk_size
 
 
 class NPUMLATokenToKVPool:
-    # Also of the index keys, if there are any: they copy `_rows`.
+    # These copy what `_rows` returns: with an indexer, its keys, too.
     get_cpu_copy = NPUMHATokenToKVPool.get_cpu_copy
     load_cpu_copy = NPUMHATokenToKVPool.load_cpu_copy
 
