@@ -5,9 +5,11 @@ later releases have. The stock engine of a later release can run these tests, to
 of them it fails.
 """
 
+import contextlib
 import importlib.util
 import json
 import socket
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,6 +56,22 @@ def stock(tmp_path_factory):
         return json.loads(said.splitlines()[-1])
 
     return ask
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    """A function that returns a context in which no thread can start."""
+
+    def fail(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    @contextlib.contextmanager
+    def without_threads():
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            yield
+
+    return without_threads
 
 
 @pytest.fixture

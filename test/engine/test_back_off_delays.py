@@ -95,7 +95,7 @@ def test_probe_does_not_take_a_session_that_is_tried_again_for_recovered(clock):
     failed = back_off.FailedSessions()
     failed.add(PEER)
     clock.now += 2
-    with failed.with_all():
+    with failed.showing_all():
         assert PEER in failed and "another" not in failed
     assert PEER not in failed
 

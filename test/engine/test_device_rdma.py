@@ -146,6 +146,32 @@ def test_part_that_raises_does_not_leave_others_writing():
         assert written == [4]
 
 
+def test_part_that_cannot_be_queued_does_not_leave_others_writing():
+    """The system is out of threads for the second part."""
+    written = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, write, part):
+            if len(queued) == 1:
+                raise RuntimeError("can't start new thread")
+            queued.append(part)
+            return super().submit(write, part)
+
+    def transfer(session: str, src, dst, lengths) -> int:
+        time.sleep(0.2)
+        written.append(len(src))
+        return 0
+
+    queued: list = []
+    token = CopyGroup(False, 1, 8, 8, 8, *np.zeros((2, 1), np.int64))
+    copies = TransferPlan((token,)).copies(range(8), range(8))
+    engine = SimpleNamespace(batch_transfer_sync=transfer)
+    with Pool(2) as pool:
+        with pytest.raises(RuntimeError, match="new thread"):
+            copy_batches.write_copies(engine, PEER, copies, pool, True, True)
+        assert written == [4]
+
+
 @pytest.mark.parametrize("protocol, threads", [("device_rdma", 1), ("sdma", 4)])
 def test_slices_use_one_thread_over_device_rdma_only(monkeypatch, protocol, threads):
     monkeypatch.setenv("ASCEND_MF_TRANSFER_PROTOCOL", protocol)

@@ -170,6 +170,17 @@ def test_slow_callback_does_not_count_as_suspension(listen, monkeypatch):
     del watcher
 
 
+def test_thread_that_cannot_start_is_an_error_of_the_socket(no_threads, monkeypatch):
+    """Schedulers expect such errors, and fail one request."""
+    monkeypatch.setattr(peer_sockets, "_sockets", peer_sockets._SocketPool())
+    peer = PeerSocket.to(HOST, *free_ports(1))
+    for use in (peer.open, lambda: peer.send_multipart([b"one"])):
+        with no_threads(), pytest.raises(zmq.ZMQError, match="thread"):
+            use()
+    peer.open()
+    assert peer_sockets.open_sockets() == [peer.endpoint]
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:70000", f"tcp://{'a' * 70}.b:80"])
 def test_invalid_endpoint_is_not_listening(endpoint):
     assert not PeerSocket(endpoint).is_listening()

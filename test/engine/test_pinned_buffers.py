@@ -49,15 +49,10 @@ def end_idle_window() -> int:
     return len(kinds)
 
 
-def test_allocation_survives_a_system_without_threads(monkeypatch):
+def test_allocation_survives_a_system_without_threads(monkeypatch, no_threads):
     """Decode's scheduler copies; the next copy tries to start the thread again."""
-
-    def start(thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(pinned_buffers, "_release_threads", threads := [])
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
+    with no_threads():
         allocate_blocks(1)
     assert not threads
 

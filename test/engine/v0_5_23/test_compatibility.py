@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.common.conn import AbortNotification, EngineCommo
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.pd import compatibility, prefill_servers
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
+from sglang.srt.disaggregation.pd.threads import start_thread
 
 from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
@@ -343,14 +344,24 @@ def test_pending_notifications_are_bounded(bootstrap, monkeypatch):
     """The oldest are dropped; their prefill requests time out."""
     monkeypatch.setattr(compatibility, "MAX_PENDING_NOTICES", 3)
     notifier, notified = recording_notifier(monkeypatch)
-    monkeypatch.setattr(notifier.thread, "is_alive", lambda: True)
+    notifier.is_serving = True  # not yet
     for room in range(6):
         notifier.add(bootstrap.address, room)
-    notifier.thread.start()
+    start_thread(notifier._serve)
     assert wait_for(lambda: len(notified) == 3)
     assert [room for _, room in notified] == [3, 4, 5]
     notifier.add(bootstrap.address, 9)
     assert wait_for(lambda: len(notified) == 4)
+
+
+def test_rooms_wait_for_a_thread_that_cannot_start(bootstrap, no_threads, monkeypatch):
+    """The system is out of threads; decode's scheduler goes on."""
+    notifier, notified = recording_notifier(monkeypatch)
+    with no_threads():
+        notifier.add(bootstrap.address, 7)
+    assert not notifier.is_serving
+    notifier.add(bootstrap.address, 8)
+    assert wait_for(lambda: len(notified) == 2)
 
 
 @pytest.mark.parametrize("place", [{"attn_tp_rank": 1}, {"pp_rank": 1}], ids=str)

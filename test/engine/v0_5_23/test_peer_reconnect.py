@@ -295,6 +295,15 @@ def test_connection_lost_in_the_engines_own_send_is_noted(connected, monkeypatch
     connected.connection.lost.clear()
 
 
+def test_rank_that_nixl_reads_is_not_released(connected):
+    removed = record_removed_peers(connected)
+    connected.connecting[NAME] = Connection(NAME, "handle", 0.0, next_read_at=None)
+    assert not connected.release_peer(NAME) and not removed
+    assert send(connected) == ALL
+    connected.connecting[NAME].next_read_at = time.monotonic() + 60
+    assert connected.release_peer(NAME) and removed == [NAME]
+
+
 def test_reload_keeps_other_peers_of_the_room(connected):
     register(connected, fake_managers.decode_rank("nixl", number=1))
     assert connected.agent.peers == {NAME, f"{NAME}1"}

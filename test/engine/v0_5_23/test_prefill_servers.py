@@ -222,6 +222,14 @@ def test_request_waiting_for_a_lost_rank_fails(requesting_decode):
     receiver.clear()
 
 
+def test_query_is_made_once_a_thread_can_start(decode, bootstrap, no_threads):
+    """The system is out of threads; decode's scheduler goes on."""
+    with no_threads():
+        assert not decode.try_ensure_parallel_info(bootstrap.address)
+    assert not decode.pending_queries
+    assert is_resolved(decode, bootstrap)
+
+
 def test_failed_server_is_forgotten(decode, bootstrap):
     """Servers that come and go leave nothing."""
     assert is_resolved(decode, bootstrap) and decode.routes

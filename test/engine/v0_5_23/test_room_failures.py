@@ -288,6 +288,9 @@ def test_reason_that_cannot_be_encoded_is_sent(prefill, decode):
     send_metadata(prefill, decode, ROOM)
     prefill.refuse(ROOM, "no \ud800")
     assert sent_statuses(prefill) == [("5555", ROOM, KVPoll.Failed, "no ?")]
+    send_metadata(prefill, decode, ROOM + 1)
+    prefill.conclude_failure(bootstrap_room=ROOM + 1, failure_reason="no \udfff")
+    assert sent_statuses(prefill) == [("5555", ROOM + 1, KVPoll.Failed, "no ?")]
 
 
 def test_oldest_room_is_not_dropped_while_it_is_stored(prefill, decode, monkeypatch):
@@ -300,6 +303,18 @@ def test_oldest_room_is_not_dropped_while_it_is_stored(prefill, decode, monkeypa
     assert 0 in prefill.transfer_infos
     prefill.failures.end_message()
     assert not prefill.transfer_infos
+
+
+def test_oldest_room_is_kept_if_a_request_comes_while_it_is_stored(prefill, decode, monkeypatch):
+    monkeypatch.setattr(room_failures, "MAX_FAILED_ROOMS", 1)
+    request_and_abort(prefill, decode, 0)
+    prefill.failures.begin_message(0, None)
+    prefill.request_status[1] = KVPoll.Failed
+    prefill.track_room_without_sender(1)
+    sender = new_sender(prefill, 0)
+    prefill.failures.end_message()
+    assert 0 in prefill.request_status and 0 in prefill.transfer_infos
+    assert sender.poll() == KVPoll.Failed
 
 
 def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(prefill, decode, monkeypatch):

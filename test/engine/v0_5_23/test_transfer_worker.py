@@ -1,12 +1,14 @@
 """Mooncake's transfer worker: an error in a chunk fails its room, and no other."""
 
 import time
+from types import SimpleNamespace
 
 import fake_managers
 import pytest
 from fake_managers import add_chunk, decode_rank, posted_copies, prefill_rank, run_mooncake_worker
 from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.mooncake.conn import ABORT_TAG
 from sglang.srt.disaggregation.pd import back_off
 
@@ -206,3 +208,21 @@ def test_room_cleared_during_a_send_is_left_unchanged(prefill):
     run_mooncake_worker(prefill)
     assert not prefill.notified and not prefill.failure_records
     assert BROKEN not in prefill.request_status
+
+
+def test_engine_probes_a_dead_session_less_often_and_drops_it(prefill, monkeypatch):
+    """Although workers may try it again; a decode rank that has exited never registers it anew."""
+    start, failed = time.monotonic(), back_off.FailedSessions()
+    clock, probes = SimpleNamespace(now=start), []
+    for module in (back_off, mooncake):
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    prefill.failed_sessions, prefill.session_failures = failed, {}
+    prefill.failed_session_probe_interval, prefill.failed_session_probe_max_interval = 30.0, 300.0
+    prefill.failed_session_idle_timeout = 600.0
+    prefill.engine.send_probe = lambda session: probes.append(clock.now - start) or -1
+    failed.add(SESSION)
+    while SESSION in list(failed) and clock.now < start + 1000:
+        prefill._run_one_probe_pass()
+        clock.now += 1
+    assert probes == [0, 30 + 30, 180, 420]
+    assert 600 <= clock.now - start <= 602 and not prefill.failed_session_probes

@@ -12,7 +12,12 @@ import pytest
 from serving_checks import record
 from sglang.srt.disaggregation.ascend import conn as ascend
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.kv_layout import Buffer, RankLayout, encode_layout
+from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
+    LayoutError,
+    RankLayout,
+    encode_layout,
+)
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.pd import back_off, peers
 
@@ -221,6 +226,30 @@ def test_rank_registers_again_while_it_is_sent_to(manager, monkeypatch):
     monkeypatch.setattr(peers, "plan_registered", planned)
     manager._plan_transfers(info)
     assert plans == [plan] and info.plan is plan
+
+
+@pytest.mark.parametrize("error", [None, LayoutError("other page sizes")])
+def test_rank_that_registers_again_always_has_a_plan_or_a_refusal(manager, monkeypatch, error):
+    """A worker that sends to it meanwhile would fail a room without a reason."""
+    known, seen = manager.decode_kv_args_table[LIVE], []
+
+    class Watched(type(known)):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            seen.append(self.plan is not None or bool(self.refusal))
+
+    def planned(*given):
+        if error:
+            raise error
+        return plan
+
+    info, plan = Watched(**vars(known)), known.plan
+    if not error:
+        info.plan, info.refusal = None, "other page sizes"
+    seen.clear()
+    monkeypatch.setattr(peers, "plan_registered", planned)
+    manager._plan_transfers(info)
+    assert all(seen) and (info.plan is None) == bool(error) == bool(info.refusal)
 
 
 def test_room_refused_before_the_queues_are_made_is_concluded(manager):

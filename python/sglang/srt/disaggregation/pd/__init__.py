@@ -16,6 +16,7 @@ In both releases, the same in each:
     per_instance         makes a manager's attribute when it is first used
     refused_requests     notifies decode of requests that prefill refused
     session_ids          parses session ids of Mooncake and MemFabric
+    threads              starts threads, or logs that none can start
     verify               compares what decode received with what prefill has
     verify_mode          reads whether to verify
     verify_reports       gathers the results of verify at prefill's bootstrap server

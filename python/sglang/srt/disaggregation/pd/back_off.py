@@ -128,7 +128,7 @@ class FailedSessions(set):
     staging buffers two may.
     """
 
-    _threads = threading.local()  # `is_probing`: whether the thread sees all failed sessions
+    _threads = threading.local()  # `sees_all`: see `showing_all`
 
     def __init__(self):
         super().__init__()
@@ -137,16 +137,16 @@ class FailedSessions(set):
 
     @classmethod
     @contextlib.contextmanager
-    def with_all(cls) -> Iterator[None]:
-        """Within it, this thread also finds the sessions that are to be tried again."""
-        cls._threads.is_probing = True
+    def showing_all(cls) -> Iterator[None]:
+        """Makes this thread also find the sessions that are to be tried again."""
+        cls._threads.sees_all = True
         try:
             yield
         finally:
-            cls._threads.is_probing = False
+            cls._threads.sees_all = False
 
     def __contains__(self, session: str) -> bool:
-        if getattr(self._threads, "is_probing", False):
+        if getattr(self._threads, "sees_all", False):
             return super().__contains__(session)
         self._began.at = time.monotonic()
         return super().__contains__(session) and self._back_off.retry_in(session) > 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, List
 
 from sglang.srt.disaggregation.kv_layout import Copies
 from sglang.srt.disaggregation.pd import device_rdma
@@ -41,7 +41,11 @@ def write_copies(
     if len(parts) == 1 or executor._max_workers == 1 or device_rdma.is_used():
         results = map(write, parts)  # one after the other, which needs no thread
     else:
-        futures = [executor.submit(write, part) for part in parts]
-        wait(futures)  # all, even if one fails or raises: pages must not be freed during a write
+        futures: List[Future] = []
+        try:
+            for part in parts:
+                futures.append(executor.submit(write, part))
+        finally:
+            wait(futures)  # even if one fails or raises: pages must not be freed during a write
         results = [future.result() for future in futures]
     return next((status for status in results if status != 0), 0)

@@ -10,6 +10,7 @@ ConnectionSnapshot    which prefill ranks are lost or silent, as decode sees it
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import math
@@ -135,7 +136,10 @@ class _SocketPool:
         self.closed.clear()
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        threading.Thread(target=self._monitor, name="PeerSockets", daemon=True).start()
+        try:
+            threading.Thread(target=self._monitor, name="PeerSockets", daemon=True).start()
+        except RuntimeError as error:  # out of threads; callers expect errors of sockets
+            raise zmq.ZMQError(errno.EAGAIN, str(error)) from error
         self.process = os.getpid()  # last: if no thread can start, the next call tries again
 
     def _read_events(self) -> None:

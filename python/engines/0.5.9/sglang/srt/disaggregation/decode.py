@@ -32,7 +32,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         kv_args.prefill_pp_size = self.prefill_pp_size
         return make_kv_manager(self, kv_args, DisaggregationMode.DECODE)
 
-    def _tokens_beside_its_own(self) -> int:
+    def _reserved_and_uncounted_tokens(self) -> int:
         """Returns the tokens to reserve for a request, plus those that the last one took uncounted.
 
         The engine counts requests' tokens, not their pages, when it allocates several at a time: it
@@ -45,7 +45,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         self.reserved_tokens = tokens
 
     # The engine's attribute.
-    num_reserved_decode_tokens = property(_tokens_beside_its_own, _set_reserved_tokens)
+    num_reserved_decode_tokens = property(_reserved_and_uncounted_tokens, _set_reserved_tokens)
 
     def _allocatable_tokens(self, *given, **options) -> int:
         """Returns how many tokens are left. Extends the engine's: all are counted again."""

@@ -88,7 +88,7 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
 class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     # Adds a frame, which stock decode ranks of this release read, too.
     kv_status_msg_carries_reason = True
-    # `room`, of each transfer worker: the last one that it failed and that may still be written to.
+    # Per transfer worker: `room`, the last one that failed while writes to it might go on.
     unsettled = threading.local()
     register_memory = staticmethod(register_kv_then_aux)
     failed_sessions: FailedSessions = PerInstance(FailedSessions)
@@ -116,7 +116,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
 
         It would take these for recovered, and probe them for ever.
         """
-        with FailedSessions.with_all():
+        with FailedSessions.showing_all():
             super()._run_one_probe_pass()
 
     def _register_staging_memory(self, ptr: int, size: int) -> None:

@@ -213,12 +213,17 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         self._reload_invalidated_peers({peer: None})
 
     def release_peer(self, name: str) -> bool:
-        """Releases a decode rank's block lists and NIXL agent; see `SilenceWatch.release_peer`."""
+        """Releases a decode rank's block lists and NIXL agent, unless NIXL is reading from it.
+
+        Returns whether it did. Overrides `SilenceWatch.release_peer`.
+        """
+        if not self.end_early_connection(name):
+            return False
         info = self.decode_kv_args_table.get(name)
         if info is not None and not info.needs_retry:
+            info.refusal = "its connection was lost long ago; it is being registered again"
             info.plan = None
             self.drop_peer(name)
-            info.refusal = "its connection was lost long ago; it is being registered again"
             info.retry_at = 0.0
             # Last: the thread that reads messages checks it first.
             info.needs_retry = True

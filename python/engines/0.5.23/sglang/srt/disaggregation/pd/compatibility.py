@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import requests
 from sglang.srt.disaggregation.kv_layout import tp_size_conflict
+from sglang.srt.disaggregation.pd.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +56,14 @@ class AbortNotifier:
         self.arrived = threading.Event()
         # By bootstrap address: its ranks, and until when they are valid.
         self.known: dict[str, tuple[list[dict], float]] = {}
-        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.is_serving = False
 
     def add(self, bootstrap_addr: str, room: int) -> None:
         """Schedules the aborts of a failed room on this server's ranks."""
         self.rooms[0].append((time.monotonic(), bootstrap_addr, room))
         self.arrived.set()
-        if not self.thread.is_alive():
-            self.thread.start()
+        if not self.is_serving:
+            self.is_serving = start_thread(self._serve)  # if not, the next call tries again
 
     def _serve(self) -> None:
         while self.arrived.wait():

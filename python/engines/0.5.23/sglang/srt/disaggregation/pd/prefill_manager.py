@@ -219,10 +219,20 @@ class PrefillManager(SilenceWatch, PeerQueues):
         )
 
     def _send_failed_status(self, room: int, targets: list[Endpoint], reason: str) -> None:
-        # A client's text may have half of a surrogate pair, which cannot be encoded.
-        text = reason.encode("utf-8", "replace").decode("utf-8")
         self.send_kv_status_message(
-            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=text
+            targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+        )
+
+    def _encode_kv_status_message(
+        self, *, bootstrap_room: int, status: KVPoll, failure_reason: str | None
+    ) -> list[bytes]:
+        """Returns a status message's frames. Extends the engine's: replaces what UTF-8 lacks.
+
+        A client's text may have half of a surrogate pair.
+        """
+        reason = (failure_reason or "").encode("utf-8", "replace").decode("utf-8")
+        return super()._encode_kv_status_message(
+            bootstrap_room=bootstrap_room, status=status, failure_reason=reason
         )
 
     def _drop_room(self, room: int) -> None:
@@ -283,8 +293,12 @@ class PrefillManager(SilenceWatch, PeerQueues):
             if room in self.request_status or room in self.transfer_infos:
                 oldest = self.failures.keep_without_sender(room, aborted_by)
                 if oldest is not None:
-                    drop = functools.partial(self._drop_room, oldest)
+                    drop = functools.partial(self._drop_room_without_sender, oldest)
                     self.failures.run_when_stored(oldest, drop)
+
+    def _drop_room_without_sender(self, room: int) -> None:
+        if room not in self.failures.senders:  # else a request has come meanwhile
+            self._drop_room(room)
 
     def note_metadata_sender(self, name: str) -> None:
         """Notes that a decode rank that requests a room is alive."""

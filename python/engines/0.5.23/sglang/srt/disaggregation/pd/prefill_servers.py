@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.pd.compatibility import check_sizes, query_route
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE, read_silent_seconds
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class PrefillServers:
                 return True
             query, patience = Future(), ANSWER_WAIT_SECONDS
             self.pending_queries[bootstrap_addr] = query
-            given = (bootstrap_addr, query)
-            threading.Thread(target=self._query_server, args=given, daemon=True).start()
+            if not start_thread(self._query_server, bootstrap_addr, query):
+                del self.pending_queries[bootstrap_addr]  # the next check tries again
+                return False
         try:
             is_known = query.result(patience)
         except TimeoutError:
@@ -182,7 +184,7 @@ class PrefillServers:
                     self.drop_server(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str):
-        """Drops a failed server. Extends the engine's: and its ranks; not during a start."""
+        """Drops a failed server and its ranks. Extends the engine's: not while a request starts."""
         with self.servers_lock:
             super()._handle_node_failure(failed_bootstrap_addr)
             self.routes.pop(failed_bootstrap_addr, None)

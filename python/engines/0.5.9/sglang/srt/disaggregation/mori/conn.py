@@ -1,4 +1,4 @@
-"""Mori has no transfer plans: it pairs its memory descriptors by layer, and waits for sizes."""
+"""Mori has no transfer plans: it pairs its memory descriptors by layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class MoriKVReceiver(CommonKVReceiver):
         ("abort", "_engine_abort"),
         ("failure_exception", "_engine_failure_exception"),
     )
-    # The engine's `__init__` registers with prefill's ranks at once.
-    answer_wait_seconds = None
+    queries_in_thread = False
 
     # A request whose room another one has must not touch that one's entries.
 

@@ -161,7 +161,8 @@ class PeerTable:
             refusal, can_retry = f"prefill could not make a transfer plan: {error!r}", True
         if refusal:
             logger.error(f"Refusing decode {info.name}: {refusal}")
-        # At once: the scheduler may be sending by this registration.
+        # Only now: workers may be sending by this registration, and need a plan or a refusal.
+        info.refusal = refusal or info.refusal
         info.plan, info.refusal, info.can_retry = plan, refusal, can_retry
 
     def _open_room(self, info: RoomRequest) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.threads import start_thread
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,6 @@ class PrefillServer:
             return None
         announced = {name: bool(answer.get(name)) for name in ("takes_aborts", "verifies")}
         return cls(*sizes, **announced)
-
-
-def start_thread(act: Callable[..., None], *args) -> bool:
-    """Runs `act` in its own thread; returns False, without raising, if no thread can start."""
-    try:
-        threading.Thread(target=act, args=args, daemon=True).start()
-        return True
-    except RuntimeError as error:
-        logger.warning_once(f"Could not start a thread that contacts a prefill server: {error}")
-        return False
 
 
 class PrefillServers:

@@ -15,9 +15,10 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import pp_size_conflict, prefill_ranks_of, tp_size_conflict
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers, start_thread
+from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
 from sglang.srt.disaggregation.pd.sender import ABORTED
+from sglang.srt.disaggregation.pd.threads import start_thread
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.utils import format_tcp_address, is_valid_ipv6_address
 
@@ -49,8 +50,8 @@ class Receiver:
     is_aborted = False
     aborted_by_engine = False
     prefill: PrefillServer | None = None
-    # See `ANSWER_WAIT_SECONDS`; None waits for the answer, for a backend that does not poll for it.
-    answer_wait_seconds: float | None = ANSWER_WAIT_SECONDS
+    # False for a backend whose `__init__` needs prefill's ranks at once.
+    queries_in_thread = True
     # The query to prefill's bootstrap server while it runs, and the ranks that it has found.
     pending_query: Future | None = None
     found_ranks: list[dict] | None = None
@@ -78,11 +79,8 @@ class Receiver:
         self.prefill_dp_rank = prefill_dp_rank
         is_first = bootstrap_addr not in mgr.pending_queries
         self._locate_prefill()
-        if self.answer_wait_seconds is None:
-            while self.is_querying():
-                wait([self.pending_query])
-        elif self.pending_query is not None and is_first:
-            wait([self.pending_query], self.answer_wait_seconds)
+        if self.pending_query is not None and is_first:
+            wait([self.pending_query], ANSWER_WAIT_SECONDS)
             self.is_querying()
 
     def is_querying(self) -> bool:
@@ -102,7 +100,7 @@ class Receiver:
         return self.pending_query is not None
 
     def _locate_prefill(self) -> None:
-        """Uses prefill's known ranks, or has a thread query their bootstrap server."""
+        """Uses prefill's known ranks, or queries their bootstrap server, usually in a thread."""
         known = self.kv_mgr.prefill_servers.get(self.bootstrap_addr)
         if known is not None:
             if not self._check_compatibility(known):
@@ -111,7 +109,13 @@ class Receiver:
             if ranks:
                 self._use_ranks(ranks)
                 return
-        self.pending_query = self.kv_mgr.query_in_thread(self.bootstrap_addr, self._query_prefill)
+        if self.queries_in_thread:
+            ask = self._query_prefill
+            self.pending_query = self.kv_mgr.query_in_thread(self.bootstrap_addr, ask)
+            return
+        self._query_prefill()
+        if self.found_ranks is not None:
+            self._use_ranks(self.found_ranks)
 
     def _query_prefill(self) -> None:
         """Queries prefill's sizes and ranks, in a thread; an error fails the room."""
@@ -175,8 +179,8 @@ class Receiver:
         own, prefill_tp = self.kv_mgr, prefill.attn_tp_size
         if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
             logger.warning_once(
-                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV of "
-                "ranks with other KV heads is sent token by token, slower than with equal sizes."
+                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: ranks "
+                "that hold different KV heads send KV token by token, which is slower."
             )
         own_rank = own.kv_args.engine_rank % own.attn_tp_size
         served_by = prefill_ranks_of(own_rank, prefill_tp, own.attn_tp_size)
