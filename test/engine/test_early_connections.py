@@ -211,6 +211,7 @@ def test_memory_registration_failure_disables_early_connections(manager, caplog)
         caplog, "Decode ranks are connected only at their first requests: NIXL_ERR_BACKEND"
     )
     assert not manager.agent.started
+    assert wait_until(lambda: not manager.connects, 10)  # the next registration tries again
 
 
 @pytest.mark.parametrize("value, connects", [("0", False), ("", True)])

@@ -139,6 +139,26 @@ def test_killed_or_suspended_peer_is_silent(peer_process, stops):
         assert wait_until(lambda: peer.silent_for() == 0, PATIENCE)
 
 
+def test_error_of_one_check_does_not_end_the_others(listen, monkeypatch, caplog):
+    """Without its thread, no silent peer would ever be noticed."""
+    _, port = listen()
+    checks, errors = [], [zmq.ZMQError(zmq.ENOTSOCK)]
+    read = peer_sockets._SocketPool._read_events
+
+    def fail_once(pool):
+        checks.append(None)
+        if errors:
+            raise errors.pop()
+        read(pool)
+
+    monkeypatch.setattr(peer_sockets._SocketPool, "_read_events", fail_once)
+    peer = PeerSocket.to(HOST, port)
+    peer.open()
+    assert wait_until(lambda: len(checks) > 2, PATIENCE)
+    assert "Could not check the connections to peers" in caplog.text
+    assert wait_until(lambda: peer.silent_for() == 0, PATIENCE)
+
+
 def test_connection_that_was_never_established_is_not_lost(listen):
     never = PeerSocket.to(HOST, *free_ports(1))
     never.open()

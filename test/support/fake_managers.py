@@ -457,10 +457,18 @@ def registered_peer(prefill):
     return info
 
 
-def resolve_dp_rank(decode, address: str, room: int) -> int | None:
-    """Returns the DP rank from which decode's scheduler requests a room; None while unknown."""
+def prealloc_queue(decode):
+    """Returns the queue in which decode's scheduler holds requests of unknown servers."""
     queue = object.__new__(DecodePreallocQueue)
     queue.kv_manager = decode
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
+    queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, 15
+    return queue
+
+
+def resolve_dp_rank(decode, address: str, room: int) -> int | None:
+    """Returns the DP rank from which decode's scheduler requests a room; None while unknown."""
+    queue = prealloc_queue(decode)
     host, port = address.split(":")
     req = SimpleNamespace(bootstrap_host=host, bootstrap_port=int(port), bootstrap_room=room)
     req.disagg_prefill_dp_rank = None

@@ -110,12 +110,18 @@ def test_prompt_of_many_pages(serve, backend):
 
 
 CORRUPTIONS = {
-    "pages": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 4 in all"),
-    "another": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
+    "pages": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15 of those sent), 4 in all"),
+    "another": ("k, layer 0", "first wrong page 0 of 4 (tokens 0 to 15 of those sent), 1 in all"),
     "layers": ("k, layer 0", "and 1 more of 4 parts; first wrong page 0 of 4"),
     "heads": ("k, layer 0", "first wrong page 0 of 4"),
-    "last token": ("k, layer 0", "first wrong page 3 of 4 (tokens 48 to 63), 1 in all"),
-    "byte": ("v, layer 1", "of 4 parts; first wrong page 0 of 4 (tokens 0 to 15), 1 in all"),
+    "last token": (
+        "k, layer 0",
+        "first wrong page 3 of 4 (tokens 48 to 63 of those sent), 1 in all",
+    ),
+    "byte": (
+        "v, layer 1",
+        "of 4 parts; first wrong page 0 of 4 (tokens 0 to 15 of those sent), 1 in all",
+    ),
 }
 
 

@@ -35,7 +35,7 @@ def table(pages: int, seed: int = 0):
     return rng.integers(0, 1 << 64, (len(PARTS), pages), dtype=np.uint64, endpoint=False)
 
 
-def compare_tables(before, after, tokens: int = 16) -> str | None:
+def compare_tables(before, after, tokens: int | None = 16) -> str | None:
     return describe_difference(summarize(PARTS, before), summarize(PARTS, after), tokens)
 
 
@@ -52,9 +52,19 @@ def test_changed_page_and_part_are_reported(pages, change, data):
     after[part, page] ^= np.uint64(change)
     place = f"tokens {16 * page} to {16 * page + 15}"
     assert compare_tables(before, after) == (
-        f"{PARTS[part].name} of 4 parts; first wrong page {page} of {pages} ({place}), 1 in all"
+        f"{PARTS[part].name} of 4 parts; first wrong page {page} of {pages} "
+        f"({place} of those sent), 1 in all"
     )
     assert compare_tables(before, before) is None
+
+
+def test_place_in_state_has_no_tokens():
+    before = table(3)
+    after = before.copy()
+    after[0, 1] ^= np.uint64(1)
+    assert compare_tables(before, after, None) == (
+        f"{PARTS[0].name} of 4 parts; first wrong page 1 of 3, 1 in all"
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -76,7 +86,7 @@ def test_difference_names_single_token_of_page():
     after = before.copy()
     after[3, 2] ^= np.uint64(1)
     assert compare_tables(before, after, 1) == (
-        "draft k, layer 0 of 4 parts; first wrong page 2 of 3 (token 2), 1 in all"
+        "draft k, layer 0 of 4 parts; first wrong page 2 of 3 (token 2 of those sent), 1 in all"
     )
 
 

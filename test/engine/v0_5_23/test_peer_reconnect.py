@@ -313,6 +313,27 @@ def test_reload_keeps_other_peers_of_the_room(connected):
     assert removed == [NAME] and connected.agent.peers == {NAME, f"{NAME}1"}
 
 
+def test_reload_survives_an_error_of_nixl(connected, monkeypatch):
+    """Nothing catches what leaves it: the worker would end, and its decode ranks with it."""
+    connected.connecting[NAME] = Connection(NAME, "handle", 0.0, next_read_at=None)
+    lost = ReferenceError("agent")
+    with monkeypatch.context() as broken:
+        broken.setattr(connected, "end_early_connection", fail_with(lost))
+        connected.connection.lost.add(NAME)
+        connected._reload_invalidated_peers({NAME: None})
+    del connected.connecting[NAME]
+    connected._peer_reload_times.clear()
+    connected._reload_invalidated_peers({NAME: None})
+    assert not connected.connection.lost and send(connected) == ALL
+
+
+def fail_with(error: Exception):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
 def test_lost_peer_is_reloaded_only_by_its_own_room(connected):
     connected.connection.lost.add(NAME)
     connected._reload_invalidated_peers({"other": None})

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import fake_managers
 import numpy as np
@@ -93,6 +94,35 @@ def test_server_stopped_before_its_ranks_are_known_does_not_block(decode, bootst
     is_open.set()
     assert is_resolved(decode, bootstrap)
     assert resolve_dp_rank(decode, bootstrap) == 1
+
+
+def check_servers(queue, address: str, checks: int) -> tuple[bool, int]:
+    """The scheduler checks the server of one request; returns if it is known, and the aborts."""
+    aborts = []
+    req = SimpleNamespace(kv_receiver=SimpleNamespace(abort=lambda: aborts.append(address)))
+    for _ in range(checks):
+        known, waiting = queue._ensure_prefill_info({address: [req]})
+        if known or aborts:
+            return bool(known), len(aborts)
+        assert waiting == [req]
+        time.sleep(0.001)
+    return False, 0
+
+
+def test_running_query_does_not_count_as_failed_tries(decode, bootstrap):
+    """The engine aborts requests after 15 tries; a large server's ranks take longer to query."""
+    bootstrap.open.clear()
+    queue = fake_managers.prealloc_queue(decode)
+    assert check_servers(queue, bootstrap.address, 40) == (False, 0)
+    bootstrap.open.set()
+    assert wait_for(decode.pending_queries[bootstrap.address].done)
+    assert check_servers(queue, bootstrap.address, 1) == (True, 0)
+
+
+def test_requests_to_an_absent_server_are_aborted(decode):
+    (port,) = free_ports(1)
+    queue = fake_managers.prealloc_queue(decode)
+    assert check_servers(queue, f"{HOST}:{port}", 10000) == (False, 1)
 
 
 def test_stock_scheduler_waits_for_the_bootstrap_server(bootstrap):
@@ -190,6 +220,13 @@ def test_lost_rank_drops_its_server(requesting_decode, bootstrap, listen):
     assert not decode.connection_pool and not decode.routes
     assert not decode.session_pool and not decode.heartbeat_failures
     assert decode.request_status[ROOM] != KVPoll.Failed
+
+
+def test_dropped_server_is_logged_once(decode, bootstrap, caplog):
+    assert is_resolved(decode, bootstrap)
+    for _ in range(3):
+        decode.drop_server(bootstrap.address)
+    assert caplog.text.count("lost a rank or was replaced") == 1
 
 
 @pytest.mark.parametrize("address", ["prefill_0:8998", "[fd00::1]:8998"])

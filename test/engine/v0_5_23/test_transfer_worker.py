@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fake_managers
 import pytest
@@ -88,6 +89,25 @@ def test_worker_continues_after_an_exception(prefill):
         GOOD: KVPoll.Success,
     }
     assert not prefill._staging_outstanding
+
+
+def test_worker_continues_if_decode_cannot_be_notified(prefill):
+    """A worker that ended would leave the queue of its decode ranks busy for good."""
+    raise_once(prefill, "send_kvcache", OSError("no memory"))
+    raise_once(prefill, "conclude_failure", OSError("no sockets"))
+    add_chunk(prefill, BROKEN)
+    add_chunk(prefill, GOOD)
+    run_mooncake_worker(prefill)
+    assert sent_statuses(prefill)[GOOD] == (KVPoll.Success, None)
+
+
+def test_reason_that_is_no_text_is_sent(prefill, monkeypatch):
+    """As of a path with bytes that are not UTF-8."""
+    monkeypatch.setattr(mooncake, "logger", Mock())  # the tests' report cannot hold such text
+    raise_once(prefill, "send_kvcache", OSError("no \udcff"))
+    add_chunk(prefill, BROKEN)
+    run_mooncake_worker(prefill)
+    assert sent_statuses(prefill)[BROKEN] == (KVPoll.Failed, "Prefill could not send KV: no ?")
 
 
 def test_stock_worker_crashes_on_an_exception():

@@ -208,6 +208,25 @@ def test_decode_is_notified_only_when_a_failed_write_has_settled(manager):
     assert (room, status) == (1, KVPoll.Failed) and "the transfer engine returned -1" in reason
 
 
+def test_decode_is_notified_late_of_a_write_that_raised(manager):
+    """Some of its parts may have been started; a page that a side lacks shows that none was."""
+    manager.unsettled_seconds, begun = 1.0, time.monotonic()
+
+    def write(session, *lists):
+        raise RuntimeError("can't start new thread")
+
+    manager.engine = SimpleNamespace(batch_transfer_sync=write)
+    assert status_after(manager, 1, LIVE, 0.5) == KVPoll.Failed
+    assert wait_until(lambda: manager.notices, 5) and manager.notices[0][0] - begun >= 1.0
+    manager.back_off.reset(LIVE)
+    manager.update_status(2, KVPoll.Bootstrapping)
+    open_room(manager, 2, LIVE)
+    begun = time.monotonic()
+    manager.add_transfer_request(2, np.array([99], np.int32), slice(0, 1), True, 0)
+    assert wait_until(lambda: len(manager.notices) == 2, 5)
+    assert manager.notices[1][0] - begun < 0.5 and "99" in manager.notices[1][3]
+
+
 def test_success_has_no_reason(manager):
     assert status_after(manager, 1, LIVE, 0.5) == KVPoll.Success
     assert wait_until(lambda: manager.notices, 5)

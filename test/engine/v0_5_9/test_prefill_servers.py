@@ -72,6 +72,20 @@ def test_abort_during_a_bootstrap_query_reaches_prefill(server, make_receiver, i
     assert receiver.ABORT in frames and str(made.bootstrap_room).encode() in frames
 
 
+def test_query_of_an_aborted_request_does_not_fail_the_next_one(decode, server, make_receiver):
+    """The router uses the room again, while the query for the first request still runs."""
+    server.open.clear()
+    aborted = make_receiver(7)
+    aborted.abort()
+    assert aborted.poll() == KVPoll.Failed
+    aborted.clear()
+    again = make_receiver(7)
+    aborted._fail("the query of the aborted request failed")
+    assert 7 not in decode.failure_records and again.poll() == KVPoll.Bootstrapping
+    server.open.set()
+    assert receiver.ABORT in server.read() and is_located(again)
+
+
 def test_aborts_during_a_bootstrap_query_start_no_threads(server, make_receiver):
     server.open.clear()
     made = [make_receiver(room) for room in range(200)]

@@ -74,7 +74,7 @@ class RoomDigests(msgspec.Struct, frozen=True, array_like=True):
     """Digests of what one prefill rank sent to one decode rank.
 
     Attributes:
-        sender: Name of the prefill rank, such as `TP 0/2 PP 1/2`.
+        sender: Name of the prefill rank, such as `DP 1 TP 0/2 PP 1/2`.
         left_out: Index keys that the prefill rank does not have, and decode may have.
     """
 
@@ -202,8 +202,14 @@ def position_weights(count: int) -> Words:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def describe_difference(sent: Digests, arrived: Digests, tokens_per_page: int) -> Optional[str]:
-    """Returns what differs, in words; None if all is equal. Both must be of the same parts."""
+def describe_difference(
+    sent: Digests, arrived: Digests, tokens_per_page: Optional[int]
+) -> Optional[str]:
+    """Returns what differs, in words; None if all is equal. Both must be of the same parts.
+
+    Args:
+        tokens_per_page: None for state, whose pages and slots are not counted from a first token.
+    """
     wrong = [
         part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
     ]
@@ -220,9 +226,11 @@ def describe_difference(sent: Digests, arrived: Digests, tokens_per_page: int) -
     return f"{what}{more} of {len(sent.parts)} parts{where}"
 
 
-def _place(page: int, wrong: int, count: int, tokens: int) -> str:
-    at = f"tokens {page * tokens} to {(page + 1) * tokens - 1}" if tokens > 1 else f"token {page}"
-    return f"; first wrong page {page} of {count} ({at}), {wrong} in all"
+def _place(page: int, wrong: int, count: int, tokens: Optional[int]) -> str:
+    last = (page + 1) * (tokens or 1) - 1
+    at = f"tokens {page * (tokens or 1)} to {last}" if tokens != 1 else f"token {page}"
+    at = "" if tokens is None else f" ({at} of those sent)"
+    return f"; first wrong page {page} of {count}{at}, {wrong} in all"
 
 
 def missing_parts(buffers: Sequence[Buffer], parts: Iterable[Part]) -> list[str]:

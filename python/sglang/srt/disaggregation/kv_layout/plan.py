@@ -274,7 +274,7 @@ def make_plan(
 def _check_row(buffer: Buffer, row: float, end: int) -> None:
     if end > row:
         raise LayoutError(
-            f"{buffer.name}: a copy ends {end} bytes after the start of a row of {row:g} bytes; "
+            f"{buffer.name}: a copy ends {end} bytes after the start of a row of {row:.10g} bytes; "
             f"{buffer.page_bytes} bytes per page and {buffer.heads or 'no'} heads do not match"
         )
 

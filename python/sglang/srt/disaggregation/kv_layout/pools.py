@@ -64,8 +64,9 @@ def describe_pools(
     except AttributeError as error:
         raise LayoutError(f"{error}; the patch set does not support this pool") from error
     if len(parts) != len(item_lens):
+        and_draft = "" if draft is None else f" with draft {type(draft).__name__}"
         raise LayoutError(
-            f"{type(target).__name__} with draft {type(draft).__name__} should register "
+            f"{type(target).__name__}{and_draft} should register "
             f"{len(parts)} {'state' if state else 'KV'} buffers, the engine registers "
             f"{len(item_lens)}; the patch set does not support this pool"
         )

@@ -9,7 +9,7 @@ from typing import Any, List
 from sglang.srt.disaggregation.kv_layout import Copies
 from sglang.srt.disaggregation.pd import device_rdma
 
-# The most token slices in one call to the engine; a chunk may have a million.
+# The most token slices in one call to the transfer engine; a chunk may have a million.
 SLICE_BATCH = 16384
 
 
@@ -23,7 +23,8 @@ def write_copies(
 ) -> int:
     """Writes copies to a decode session; returns the transfer engine's status, 0 for success.
 
-    Makes one call, which is best over RDMA, unless there are very many copies or `in_threads`.
+    Makes one call, which is best over RDMA, unless there are more than `SLICE_BATCH` token slices,
+    or `in_threads`.
 
     Args:
         is_sliced: Whether the copies are of single tokens.

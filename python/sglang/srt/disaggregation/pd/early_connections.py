@@ -63,7 +63,7 @@ class EarlyConnections:
 
     agent_lock: Any = contextlib.nullcontext()
     to_connect: SimpleQueue[Tuple[str, int]] = PerInstance(SimpleQueue)
-    connects = False
+    connects = False  # whether its thread runs
     # By decode rank; `connect_lock`, taken after `agent_lock`, is held while NIXL uses a handle.
     connecting: Dict[str, Connection] = PerInstance(dict)
     connect_lock = PerInstance(threading.Lock)
@@ -80,12 +80,13 @@ class EarlyConnections:
             return
         try:
             if not self.connects:
+                self.connects = True  # first: the thread resets it if it cannot connect
                 threading.Thread(
                     target=self._connect_ranks, name="nixl-connect", daemon=True
                 ).start()
-                self.connects = True
             self.to_connect.put((peer, aux_pointers[0]))
         except Exception as error:
+            self.connects = False
             logger.warning(f"Decode {peer} is connected only at its first request: {error}")
 
     def end_early_connection(self, peer: str) -> bool:
@@ -111,6 +112,7 @@ class EarlyConnections:
                 self.agent.register_memory([(byte.ctypes.data, 1, 0, "")], "DRAM")
         except Exception as error:
             logger.warning(f"Decode ranks are connected only at their first requests: {error}")
+            self.connects = False  # the next registration tries again
             return
         while True:
             with contextlib.suppress(Empty):

@@ -27,7 +27,8 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-# The engine's own limit is ZeroMQ's: 1,023, and a large fleet has more ranks.
+# 0.5.9 leaves ZeroMQ's limit, 1,023; 0.5.23 sets 16,384. A large fleet has more ranks, and each
+# socket has a monitor.
 MAX_SOCKETS = 65536
 # Messages that may wait for one peer; further ones are rejected.
 MAX_QUEUED_MESSAGES = 65536
@@ -48,7 +49,8 @@ POLL_INTERVAL_SECONDS = 0.5
 SUSPENDED_SECONDS = 3.0
 # A connection that has been lost this long will not come back at once by itself.
 LOST_SECONDS = 1.0
-# Time limit of `is_listening`, which schedulers call: many round trips within a data centre.
+# Time limit of `is_listening`, for which 0.5.9's scheduler and 0.5.23's transfer workers wait: many
+# round trips within a data center.
 LISTENING_SECONDS = 0.03
 
 
@@ -148,23 +150,30 @@ class _SocketPool:
         for monitor, _ in zmq.zmq_poll([(monitor, zmq.POLLIN) for monitor in known], 0):
             known[monitor].read_events()
 
+    def _check_sockets(self, was_suspended: bool) -> None:
+        """Notes lost connections, and closes sockets whose peers are gone."""
+        self._read_events()
+        now = time.monotonic()
+        for endpoint, known in list(self.open.items()):
+            if was_suspended and known.lost_at is not None:
+                known.lost_at = now  # no connection was possible meanwhile
+            if known.is_gone():
+                del self.open[endpoint]
+                self.closed[endpoint] = known.lost_at
+                known.close(linger=0)
+        while len(self.closed) > MAX_CLOSED_PEERS:
+            self.closed.popitem(last=False)
+
     def _monitor(self) -> None:
         while not self.context.closed:
             before = time.monotonic()
             time.sleep(POLL_INTERVAL_SECONDS)
             with self.lock:
-                now = time.monotonic()
-                was_suspended = now - before > SUSPENDED_SECONDS
-                self._read_events()
-                for endpoint, known in list(self.open.items()):
-                    if was_suspended and known.lost_at is not None:
-                        known.lost_at = now  # no connection was possible meanwhile
-                    if known.is_gone():
-                        known.close(linger=0)
-                        del self.open[endpoint]
-                        self.closed[endpoint] = known.lost_at
-                while len(self.closed) > MAX_CLOSED_PEERS:
-                    self.closed.popitem(last=False)
+                was_suspended = time.monotonic() - before > SUSPENDED_SECONDS
+                try:
+                    self._check_sockets(was_suspended)
+                except Exception:  # without this thread, no peer would ever count as silent
+                    logger.exception("Could not check the connections to peers")
                 self.callbacks = [known for known in self.callbacks if known() is not None]
                 callbacks = [known() for known in self.callbacks]
             for callback in callbacks:

@@ -52,7 +52,7 @@ class Verifier:
     Attributes:
         kv, state: This rank's buffers.
         mode: `fail` or `log`.
-        reports: Decode: results of comparisons, by prefill server and rank.
+        reports: Decode: sends the results of comparisons to the prefill servers.
     """
 
     args: KVArgs
@@ -166,16 +166,16 @@ class Verifier:
             count = pairs.setdefault(one.sender, PairStats())
             count.requests += 1
             found = []
-            for memory, digests, of in (
-                (self.kv, one.kv, pages),
-                (self.state, one.state, state_pages),
+            for memory, digests, of, tokens in (
+                (self.kv, one.kv, pages, self.layout.page_size),
+                (self.state, one.state, state_pages, None),
             ):
                 if digests is None:
                     continue
                 count.parts += len(digests.parts)
                 count.bytes += memory.size(digests.parts, of)
                 arrived = memory.digests(digests.parts, of)
-                found.append(describe_difference(digests, arrived, self.layout.page_size))
+                found.append(describe_difference(digests, arrived, tokens))
             wrong = [text for text in found if text]
             if wrong:
                 count.mismatches += 1

@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.pd.local_layout import scheduler_context
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import (
         CommonKVManager,
+        DecodeRequest,
         EngineDecodePreallocQueue,
         Req,
         _bootstrap_addr,
@@ -22,6 +23,22 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         """Creates the KV manager. Extends the engine's: sets `KVArgs.layout`."""
         with scheduler_context(self.scheduler):
             return super()._init_kv_manager()
+
+    def _ensure_prefill_info(
+        self, addr_to_reqs: dict[str, list[DecodeRequest]]
+    ) -> tuple[dict[str, list[DecodeRequest]], list[DecodeRequest]]:
+        """Returns the requests whose servers are known, by bootstrap address, and those that wait.
+
+        Extends the engine's, which aborts requests after 15 tries: a query that still runs, as of
+        a large server's ranks, is not a try.
+        """
+        queries = getattr(self.kv_manager, "pending_queries", {})
+        running = {address for address, query in list(queries.items()) if not query.done()}
+        others = {a: reqs for a, reqs in addr_to_reqs.items() if a not in running}
+        known, waiting = super()._ensure_prefill_info(others)
+        return known, waiting + [
+            req for a, reqs in addr_to_reqs.items() if a in running for req in reqs
+        ]
 
     def _resolve_prefill_dp_rank(self, req: Req) -> Optional[int]:
         """Returns the request's prefill DP rank; None if it is not known yet.

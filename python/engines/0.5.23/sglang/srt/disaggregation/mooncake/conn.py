@@ -324,7 +324,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """Writes these pages. Returns the transfer engine's status, 0 if all are written.
 
         Raises:
-            LayoutError: A side lacks one of these pages; none of them is written.
+            LayoutError: A side lacks one of these pages, or the lists differ in length; nothing is
+                written.
         """
         at_once = self.max_transfer_batch_indices
         at_once = at_once if at_once > 0 else max(1, len(src_pages))
@@ -414,7 +415,10 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             try:
                 return super().transfer_worker(*own, **options)
             except Exception as error:
-                self._fail_unsettled(error.__context__ or error)
+                try:
+                    self._fail_unsettled(error.__context__ or error)
+                except Exception:  # a worker that ends would block its decode ranks for good
+                    logger.exception(f"Room {self.unsettled.room}: could not notify decode")
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Concludes a room. Extends the engine's: success resets its peers' failure counts."""
@@ -435,5 +439,5 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         if isinstance(error, LayoutError):  # no write was started
             self._deferred_ack_poisoned_rooms.discard(room)
         self._staging_outstanding.pop(room, None)
-        reason = f"Prefill could not send KV: {error}"
+        reason = f"Prefill could not send KV: {error}".encode(errors="replace").decode()
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)

@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -487,21 +488,28 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             for peer, info in room_transfer_infos.items()
             if self._is_listening(self.decode_kv_args_table.get(peer))
         }
-        for peer in self.connecting.keys() & room_transfer_infos:
+        try:
+            self._remove_lost_peers(room_transfer_infos)
+        except Exception:  # nothing catches what leaves this call: the worker would end
+            logger.exception("Could not remove lost decode ranks from NIXL")
+        super()._reload_invalidated_peers(room_transfer_infos)
+
+    def _remove_lost_peers(self, peers: Container[str]) -> None:
+        """Removes those of `peers` from NIXL to which it has no connection."""
+        for peer in filter(peers.__contains__, list(self.connecting)):
             if not self.agent.check_remote_metadata(peer):
                 self.end_early_connection(peer)  # its reads use the connection that was lost
-        for peer in self.connection.lost.intersection(room_transfer_infos):
+        for peer in filter(peers.__contains__, list(self.connection.lost)):
             last = self._peer_reload_times.get(peer)
             is_due = last is None or time.monotonic() - last >= _PEER_RELOAD_MIN_INTERVAL_S
             if is_due and self.end_early_connection(peer):
                 self.connection.lost.discard(peer)
                 with contextlib.suppress(Exception):  # NIXL may have dropped it already
                     self.agent.remove_remote_agent(peer)
-        super()._reload_invalidated_peers(room_transfer_infos)
 
     @staticmethod
     def _is_listening(info: KVArgsRegisterInfo | None) -> bool:
-        """Whether a rank's process accepts connections; True if its endpoint is unknown."""
+        """Whether a rank's process accepts connections, or its registration has no endpoint."""
         if info is None or not hasattr(info, "endpoint"):
             return info is not None
         return PeerSocket.to(info.endpoint, info.dst_port).is_listening()

@@ -156,14 +156,14 @@ class PrefillServers:
 
     def drop_server(self, address: str) -> None:
         """Forgets a server, which the next request queries again; open rooms go on."""
-        logger.warning(
-            f"Prefill {address} lost a rank or was replaced; querying its ranks again at the next "
-            "request"
-        )
         with self.servers_lock:
-            self.prefill_info_table.pop(address, None)
+            if self.prefill_info_table.pop(address, None) is not None:
+                logger.warning(
+                    f"Prefill {address} lost a rank or was replaced; querying its ranks again at "
+                    "the next request"
+                )
             self.routes.pop(address, None)
-            with self.session_pool_lock:  # stops the heartbeats to it
+            with self.session_pool_lock:  # its heartbeats stop with the entry above
                 self.session_pool.pop(address, None)
                 self.heartbeat_failures.pop(address, None)
             with self.connection_lock:

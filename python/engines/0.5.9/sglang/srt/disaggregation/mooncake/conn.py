@@ -12,12 +12,13 @@ Only decode ranks with the patch set get the reason; of these, only ranks that v
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -283,12 +284,11 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
 
         def check(what: str, status: int) -> None:
             if status != 0:
-                req.unsettled_until = time.monotonic() + self.unsettled_seconds
                 raise RuntimeError(
                     f"the transfer engine returned {status} for {what} to decode session {session}"
                 )
 
-        with self.back_off.attempt(session):
+        with self.back_off.attempt(session), self._note_unsettled(req):
             pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
             check("KV", self.send_kvcache(session, *pages, executor))
             if not chunk.is_last:
@@ -298,6 +298,17 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
                 check("state", self.maybe_send_extra(*state))
             check("metadata", self.send_aux(req, chunk.prefill_aux_index, info.dst_aux_ptrs))
         req.digests = self.room_digests(chunk.room, info, chunk.state_indices)
+
+    @contextlib.contextmanager
+    def _note_unsettled(self, req: TransferInfo) -> Iterator[None]:
+        """Notes that writes may go on after an error, unless it shows that none was started."""
+        try:
+            yield
+        except LayoutError:
+            raise
+        except Exception:
+            req.unsettled_until = time.monotonic() + self.unsettled_seconds
+            raise
 
     def _send_conclusion(self, room: int, status: KVPoll, reason: str = "") -> None:
         """Notifies the room's decode ranks of how it concluded on this rank."""

@@ -410,8 +410,10 @@ class Receiver:
         return reason
 
     def _fail(self, reason: str) -> None:
-        logger.error(f"Room {self.bootstrap_room}: {reason}")
-        self.kv_mgr.fail(self.bootstrap_room, reason)
+        """Fails the room, unless it has concluded: another request may have it by now."""
+        if self.conclude_state is None:
+            logger.error(f"Room {self.bootstrap_room}: {reason}")
+            self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def _fail_incompatible(self, reason: str) -> None:
         """Fails the room here, and on prefill, where it would wait for us in vain."""

@@ -18,7 +18,7 @@ if is_npu():
 
 class NPUMHATokenToKVPool:
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns address, bytes and bytes per page of each layer's K, then of its V (PR #15852).
+        """Returns addresses, bytes and bytes per page: K of all layers, then V (PR #15852).
 
         `ASCEND_USE_FIA` views a layer as tokens, so its first element is a token and not a page.
         """
