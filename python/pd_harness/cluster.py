@@ -135,12 +135,12 @@ class Answer:
 def interpreter(environment: str) -> Path:
     """The Python of ``stock``, ``patched`` or ``base``, which has everything but an engine.
 
-    On an NPU ``patched`` and ``base`` are the Python that runs this module.
+    On NPUs and GPUs ``patched`` and ``base`` are the Python that runs this module.
 
     Raises:
-        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU or a GPU.
     """
-    if device() == "npu":
+    if device() != "cpu":
         if environment == "stock":
             raise FileNotFoundError(NO_STOCK_ON_NPU)
         return Path(sys.executable)
@@ -173,10 +173,13 @@ def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | Non
     """Why a fleet with this many ranks cannot run on this device; None if it can."""
     if device() == "cpu":
         return None
-    if backend != "ascend":
-        return f"on an NPU the backend is ascend, not {backend}"
+    needed = {"npu": "ascend", "cuda": "nixl"}[device()]
+    if backend != needed:
+        return f"on this device the backend is {needed}, not {backend}"
     if "stock" in engines:
         return NO_STOCK_ON_NPU
+    if device() == "cuda":
+        return None  # ranks share GPUs
     least = int(os.environ.get(RANKS_FROM, "1"))
     if ranks < least:
         return f"{RANKS_FROM} is {least}: a smaller machine runs fleets of {ranks} ranks"

@@ -1,6 +1,7 @@
-"""The device that servers and tests run on: Ascend NPUs if there are any, else the CPU host."""
+"""The device that tests run on: Ascend NPUs if there are any, else the CPU host; or CUDA GPUs."""
 
 import datetime
+import functools
 import importlib.util
 import os
 import time
@@ -11,15 +12,17 @@ DEVICE_VARIABLE = "SGLANG_PD_DEVICE"
 # 14 s were not always enough on a busy machine.
 PEER_DISCOVERY_S = 20
 # NPU attention does not support float32; of its types float16 is the most precise.
-DTYPES = {"cpu": "float32", "npu": "float16"}
+DTYPES = {"cpu": "float32", "npu": "float16", "cuda": "float16"}
 
 
 def device() -> str:
-    """``cpu`` or ``npu``: what ``SGLANG_PD_DEVICE`` names, else ``npu`` if this process sees one.
+    """What ``SGLANG_PD_DEVICE`` names; by default ``npu`` if this process sees one, else ``cpu``.
+
+    ``cuda``, only if named, is for `test/transport` over NIXL: pools in the memory of GPUs.
 
     Raises:
         ValueError: the variable names something else.
-        RuntimeError: the variable names ``npu`` without an NPU, where a CI runner would otherwise
+        RuntimeError: the variable names a device that is absent, where a CI runner would otherwise
             skip all its tests.
     """
     named = os.environ.get(DEVICE_VARIABLE)
@@ -29,6 +32,8 @@ def device() -> str:
         raise ValueError(f"{DEVICE_VARIABLE} is {named!r}; set it to one of {', '.join(DTYPES)}")
     if named == "npu" and not npus():
         raise RuntimeError(f"{DEVICE_VARIABLE} is npu, but {_missing_npu()}")
+    if named == "cuda" and not gpus():
+        raise RuntimeError(f"{DEVICE_VARIABLE} is cuda, but torch sees no CUDA device")
     return named
 
 
@@ -47,6 +52,14 @@ def npus() -> int:
     import torch_npu  # noqa: F401 - adds `torch.npu`
 
     return torch.npu.device_count()
+
+
+@functools.cache
+def gpus() -> int:
+    """How many CUDA GPUs this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def npu_skip_reason() -> str | None:

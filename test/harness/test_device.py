@@ -52,7 +52,19 @@ def test_device_variable_overrides_detection(four_npus, monkeypatch):
     monkeypatch.setenv(device.DEVICE_VARIABLE, "npu")
     assert device.device() == "npu"
     monkeypatch.setenv(device.DEVICE_VARIABLE, "NPU")
-    with pytest.raises(ValueError, match="'NPU'; set it to one of cpu, npu"):
+    with pytest.raises(ValueError, match="'NPU'; set it to one of cpu, npu, cuda"):
+        device.device()
+
+
+def test_gpus_are_used_only_if_named(no_npu, monkeypatch):
+    monkeypatch.setattr(device, "gpus", lambda: 1)
+    assert device.device() == "cpu"
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "cuda")
+    assert device.device() == "cuda"
+    assert cluster.skip_reason("nixl", 6, ("patched", "patched")) is None  # ranks share a GPU
+    assert "the backend is nixl, not mooncake" in cluster.skip_reason("mooncake", 2, ())
+    monkeypatch.setattr(device, "gpus", lambda: 0)
+    with pytest.raises(RuntimeError, match="is cuda, but torch sees no CUDA device"):
         device.device()
 
 

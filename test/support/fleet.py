@@ -24,7 +24,7 @@ from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.cpu_host.memfabric import MEMFABRIC_VARIABLE as MEMFABRIC
 from pd_harness.cpu_host.memfabric import chosen_memfabric
-from pd_harness.device import device, wait_for_memfabric_peers
+from pd_harness.device import device, gpus, wait_for_memfabric_peers
 from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
 
@@ -106,6 +106,7 @@ class Fleet:
             sizes = [side.model_layers]
         starts = np.cumsum([0, *sizes]).tolist()
         drafts = {one: getattr(self, one).draft_layers > 0 for one in ("prefill", "decode")}
+        devices = gpus() if device() == "cuda" else MAX_DEVICES
         stages_ports = free_ports(side.tp) if side.pp > 1 else [0] * side.tp
         first = 0 if role == "prefill" else self.prefill.ranks
         common = {
@@ -128,7 +129,7 @@ class Fleet:
         return [
             {
                 **common,
-                "gpu_id": (first + pp_rank * side.tp + tp_rank) % MAX_DEVICES,
+                "gpu_id": (first + pp_rank * side.tp + tp_rank) % devices,
                 "tp_rank": tp_rank,
                 "tp_size": side.tp,
                 "pp_rank": pp_rank,
@@ -206,14 +207,14 @@ def missing_ucx_reason(version: str) -> str:
 class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
-    A process that has queried NPUs must not fork processes that use them. With `nixl`, a release,
-    its ranks use that NIXL instead of the base environment's. `log` has the output of its ranks.
+    A process that has queried NPUs or GPUs must not fork processes that use them. With `nixl`, a
+    release, its ranks use that NIXL instead of the base environment's. `log` has their output.
     The ranks have their own folder for temporary files, so they do not wait for locks of other
     tests' ranks.
     """
 
     def __init__(self, engine: str, fresh: bool | None = None, nixl: str = "", program: str = RANK):
-        fresh = device() == "npu" if fresh is None else fresh
+        fresh = device() != "cpu" if fresh is None else fresh
         host = CPU_HOST if device() == "cpu" else {}
         library = nixl_environment(nixl) if nixl else {}
         environment = {**os.environ, **host, **library}
@@ -314,7 +315,7 @@ class Servers:
         self._bootstrap_port, self._store_port = free_ports(2)
         self._early: dict[str, list[Rank]] = {"prefill": [], "decode": []}
         # New interpreters are spawned early, so that they import the engine concurrently.
-        if device() == "npu":
+        if device() != "cpu":
             needed = {"prefill": 1 + fleet.prefill.ranks, "decode": fleet.decode.ranks}
             self._early = {
                 role: [self._spawn(role) for _ in range(ranks)] for role, ranks in needed.items()

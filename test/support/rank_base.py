@@ -93,8 +93,8 @@ class RankBase:
 
     def __init__(self, config: dict):
         c = self.config = SimpleNamespace(**config)
-        if c.device == "npu":
-            torch.npu.set_device(c.gpu_id)
+        if c.device != "cpu":
+            getattr(torch, c.device).set_device(c.gpu_id)
         self.is_prefill = c.role == "prefill"
         self._enter_engine()
         self.kv = KVContents(c)

@@ -1,6 +1,7 @@
 """A rank frees the memory of finished requests and of lost decode ranks."""
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.transport
 
 REQUESTS, WINDOWS = 300, 3
 GROWTH_KIB = 75  # a quarter of a KiB per request
-RESTARTS, WARM_UP_RESTARTS, MAX_RELEASED = 100, 20, 2
-GROWTH_PER_RESTART_KIB = 30  # measured: 7 with the patched engine, 59 with stock
+RESTARTS, WINDOW_RESTARTS, MAX_RELEASED = 100, 20, 2
+GROWTH_PER_RESTART_KIB = 20  # measured: 1 to 4 with the patched engine, 50 with stock
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +58,29 @@ def test_memory_does_not_grow_with_requests(idle_fork_server, backend):
             assert min(growths) <= GROWTH_KIB, sizes
 
 
-def growth_per_restart(servers, restarts: int) -> float:
-    """Restarts decode, each time with one request; returns prefill's growth in KiB per restart."""
+def growth_per_restart(servers, settle: Callable[[], object]) -> float:
+    """Restarts decode, each time with one request; returns prefill's growth in KiB per restart.
+
+    Args:
+        settle: Called before each measurement.
+
+    Returns:
+        The least of several windows of restarts: a leak grows in each of them, while an allocator
+        grows mostly in the first.
+    """
     (prefill,) = servers.prefill
-    before = 0
-    for number in range(restarts):
-        if number == WARM_UP_RESTARTS:
-            before = private_kib(prefill)
-        for pid in servers.pids("decode"):
-            kill(pid)
-        servers.start("decode")
-        assert_right(servers, *PAGES)
-    return (private_kib(prefill) - before) / (restarts - WARM_UP_RESTARTS)
+    sizes = []
+    for number in range(RESTARTS + 1):
+        if number and number % WINDOW_RESTARTS == 0:
+            settle()
+            sizes.append(private_kib(prefill))
+        if number < RESTARTS:
+            for pid in servers.pids("decode"):
+                kill(pid)
+            servers.start("decode")
+            assert_right(servers, *PAGES)
+    growths = [after - before for before, after in pairwise(sizes)]
+    return min(growths) / WINDOW_RESTARTS
 
 
 @pytest.mark.nightly
@@ -78,17 +90,24 @@ def test_lost_decode_servers_are_dropped(serve, engine):
     """Loses a hundred decode servers over NIXL, one after the other; stock drops none of them."""
     if engine == "stock" and not SINCE_0_5_20:
         pytest.skip("stock 0.5.9's prefill raises when a decode server ends")
-    with serve(fleets.Fleet(), engine, engine) as servers:
+    fleet = fleets.Fleet(fleets.Side(environment={"SGLANG_PD_SILENT_SECONDS": "5"}))
+    with serve(fleet, engine, engine) as servers:
         (prefill,) = servers.prefill
+
+        def known_peers() -> int:
+            return prefill.call("health")["peers"]
+
+        def wait_for_release() -> None:
+            """Waits for what is dropped with time; a fast machine restarts more in that time."""
+            assert wait_until(lambda: known_peers() == MAX_RELEASED + 1, 30), known_peers()
+
         if engine == "patched":
             prefill.call("set_constants", module="peer_sockets", CLOSE_AFTER_SECONDS=1.0)
             released = {"RELEASE_AFTER_SECONDS": 1.0, "MAX_RELEASED_PEERS": MAX_RELEASED}
             prefill.call("set_constants", module="peer_silence", **released)
-        kib = growth_per_restart(servers, RESTARTS)
+        kib = growth_per_restart(servers, wait_for_release if engine == "patched" else known_peers)
         print(f"{engine}: {kib:.1f} KiB for each restart")
-        known = prefill.call("health")["peers"]
         if engine == "stock":
-            assert kib > GROWTH_PER_RESTART_KIB and known == RESTARTS, (kib, known)
+            assert kib > GROWTH_PER_RESTART_KIB and known_peers() == RESTARTS, kib
         else:
             assert kib < GROWTH_PER_RESTART_KIB, kib
-            assert wait_until(lambda: prefill.call("health")["peers"] == MAX_RELEASED + 1, 20)
