@@ -85,6 +85,7 @@ def set_local_layout(
         why = "its buffers cannot be described"
         logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
+        kv_args.layout = kv_args.views = None
         logger.info(
             f"Unsupported KV layout of {type(token_to_kv_pool).__name__}: {why}. "
             "Transfers use the engine's own code."
