@@ -2,9 +2,9 @@
 
 Run by `scripts/mutants.sh`. Each fault is applied to a copy of the checkout with its own
 environments, where the tests run, quick ones first, until one fails. The faults are in
-`scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a release's
-own in RELEASE.toml. A table's name is the file's path below `srt`, and the tests that find its
-faults soon, unless these are named after the file. A row is a fault:
+`scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a tree in
+`python/engines/` in a file of its name. A table's name is the file's path below `srt`, and the
+tests that find its faults soon, unless these are named after the file. A row is a fault:
 
     "what is wrong then" = [["old text", "new text"]]
 """
@@ -30,7 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutants"
 DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
-SHARED = "sglang"  # the tree that every release has; its faults run with one release
+SHARED = "sglang"  # the tree that every release has
 SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's tests do not use it
 NOT_COPIED_NAMES = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
 LINKED_FOLDERS = ("packages", "models", "references")
@@ -53,13 +53,13 @@ class Fault:
 
 
 def faults(release: str) -> list[Fault]:
-    """The faults of this release's trees; the shared tree's only for the default release."""
+    """The faults of this release's trees; of trees that it shares only for the default release."""
     engine = tomllib.loads((ROOT / "python" / "engines" / release / "release.toml").read_text())
     found = []
     for tree in engine["trees"]:
-        if tree == SHARED and release != DEFAULT_RELEASE:
-            continue
         table = "shared" if tree == SHARED else Path(tree).parent.name
+        if table != release and release != DEFAULT_RELEASE:
+            continue
         for name, rows in tomllib.loads((FAULTS / f"{table}.toml").read_text()).items():
             file = f"{tree}/srt/{name}"
             for key, value in rows.items():

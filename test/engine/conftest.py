@@ -1,8 +1,8 @@
 """Tests of the engine's real classes in one process; `stock` probes those of the stock engine.
 
-`v0_5_9` tests what the patch set replaces in releases before 0.5.20 only, `v0_5_23` what only
-later releases have. The stock engine of a later release can run these tests, too, and shows which
-of them it fails.
+`v0_5_9` tests what the patch set replaces in 0.5.9 only, `v0_5_23` what later releases have, and
+`v0_5_18` what 0.5.18 lacks of them. The stock engine of a later release can run these tests, too,
+and shows which of them it fails.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
+from engine_release import IS_0_5_18, SINCE_0_5_18
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
 from pd_harness.polling import wait_until
-from pd_harness.releases import release
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 STOCK_SECONDS = 120  # for all probes of one call
 ARRIVAL_MS = 10_000
 
 pytest.importorskip("sglang", reason="no engine here")
-IS_BEFORE_0_5_20 = Version(release()) < Version("0.5.20")
 PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not None
-if IS_BEFORE_0_5_20 and not PATCHED:
+if not (SINCE_0_5_18 or PATCHED):
     pytest.skip("no patched engine here", allow_module_level=True)
 
-collect_ignore = ["v0_5_23" if IS_BEFORE_0_5_20 else "v0_5_9"]
+collect_ignore = ["v0_5_9" if SINCE_0_5_18 else "v0_5_23"]
+if not IS_0_5_18:
+    collect_ignore += ["v0_5_18"]
 if not PATCHED:
     collect_ignore += ["test_npu_dry_run.py", "test_verify.py"]
 

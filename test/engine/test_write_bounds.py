@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_calls import by_kind
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from sglang.srt.disaggregation.kv_layout import LayoutError, Sizes
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.pd import write_bounds
@@ -146,7 +146,7 @@ def test_memory_registered_during_a_transfer_counts_for_the_next(monkeypatch):
 
 
 only_since_0_5_20 = pytest.mark.skipif(
-    not SINCE_0_5_20, reason="0.5.9 has a plan for each decode rank"
+    not SINCE_0_5_18, reason="0.5.9 has a plan for each decode rank"
 )
 
 

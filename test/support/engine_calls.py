@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from pp_stages import run_stages  # noqa: F401 - a probe
 from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
@@ -210,7 +210,7 @@ class RefusingEngine:
 
 def by_kind(numbers: list[int]) -> list:
     """Wraps the numbers for later releases, which have a list per kind of state."""
-    return [numbers] if SINCE_0_5_20 else numbers
+    return [numbers] if SINCE_0_5_18 else numbers
 
 
 def registration(

@@ -19,6 +19,7 @@ import sglang.srt.disaggregation.common.conn as common
 import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
 import torch
+from engine_release import IS_0_5_18
 from null_transfer import NullAgent
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
@@ -34,6 +35,9 @@ from sglang.srt.disaggregation.pd.pool_views import PoolViews
 from sglang.srt.disaggregation.pd.unit_exchange import UNITS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
+
+if IS_0_5_18:
+    import fakes_0_5_18
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 BACKENDS = ("mooncake", "nixl")
@@ -65,10 +69,14 @@ def published_config():
             (mooncake, "get_memory", plain),
             (mooncake, "get_spec", SimpleNamespace(speculative_algorithm=None)),
         ):
-            stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
-        widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
-        widths["enable_kv_cache_sharding"] = False
-        stack.enter_context(get_parallel().override(**widths))
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
+        if IS_0_5_18:
+            stack.enter_context(fakes_0_5_18.parallel_config())
+        else:
+            widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
+            widths["enable_kv_cache_sharding"] = False
+            stack.enter_context(get_parallel().override(**widths))
         yield
 
 
@@ -220,6 +228,10 @@ class FakeNixlAgent(NullAgent):
         self.is_failing = False
         self.memory_of_peer = ("VRAM", "DRAM")
         self.transfers: list = []
+        self.notifications: list[bytes] = []
+
+    def send_notif(self, peer: str, notification: bytes) -> None:
+        self.notifications.append(notification)
 
     def remove_remote_agent(self, name: str) -> None:
         self.peers.remove(name)
@@ -229,10 +241,12 @@ class FakeNixlAgent(NullAgent):
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         return runs, memory
 
-    def make_prepped_xfer(self, _, ours, src, theirs, dst):
-        return self.initialize_xfer("", self._chosen(ours, src), self._chosen(theirs, dst), "")
+    def make_prepped_xfer(self, _, ours, src, theirs, dst, notification=b""):
+        sides = (self._chosen(ours, src), self._chosen(theirs, dst))
+        return self.initialize_xfer("", *sides, "", notification)
 
-    def initialize_xfer(self, _, ours, theirs, peer: str):
+    def initialize_xfer(self, _, ours, theirs, peer: str, notification=b""):
+        self.notifications += [notification] if notification else []
         (src, _), (dst, _) = ours, theirs
         assert src[:, 1].tolist() == dst[:, 1].tolist()
         return list(zip(src[:, 0].tolist(), dst[:, 0].tolist(), src[:, 1].tolist()))
@@ -285,6 +299,8 @@ def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **m
     }
     for name, value in made.items():
         setattr(manager, name, value)
+    if IS_0_5_18:
+        fakes_0_5_18.complete(manager, backend)
     manager.notified = []
     manager.watch_peer = manager.note_peer_alive = lambda *peer: None  # no sockets
     manager.is_silent = lambda rank: False
@@ -416,6 +432,9 @@ _BACKEND_ATTRIBUTES = {"mooncake": _mooncake_attributes, "nixl": _nixl_attribute
 
 def registration_message(decode, is_described: bool = True) -> list[bytes]:
     """Returns this decode rank's registration; a stock rank's if not `is_described`."""
+    if IS_0_5_18:
+        kind = RECEIVERS[backend_of(decode)]
+        return fakes_0_5_18.registration_message(decode, kind, is_described)
     message = decode.build_receiver_registration_message()
     return [frame for frame in message if is_described or not is_extension_frame(frame)]
 
@@ -424,6 +443,9 @@ def metadata_message(decode, room: int, pages=range(4), **more) -> list[bytes]:
     """Returns the message with which this decode rank requests a room's pages from prefill."""
     asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None}
     asked |= {"decode_prefix_len": None, "is_dummy": False, **more}
+    if IS_0_5_18:
+        kind = RECEIVERS[backend_of(decode)]
+        return fakes_0_5_18.metadata_message(decode, kind, room, pages, **asked)
     return decode.build_receiver_metadata_message(
         bootstrap_room=room, kv_indices=np.array(pages, np.int32), **asked
     )
@@ -447,7 +469,7 @@ START_METHODS = {
     ("mooncake", PREFILL): "start_prefill_thread",
     ("mooncake", DECODE): "start_decode_thread",
     ("nixl", PREFILL): "_start_bootstrap_thread",
-    ("nixl", DECODE): "_start_decode_listener_thread",
+    ("nixl", DECODE): "_read_messages" if IS_0_5_18 else "_start_decode_listener_thread",
 }
 
 
@@ -490,7 +512,10 @@ def add_chunk(
     """Queues a chunk of a room: its pages, of which the first is the request's page `start`."""
     numbers = np.array(pages, np.int32)
     where = slice(start, start + len(numbers))
-    prefill.add_transfer_request(room, numbers, where, is_last, **{"aux_index": 0, **more})
+    more = {"aux_index": 0, **more}
+    if IS_0_5_18 and backend_of(prefill) == "nixl":
+        more.setdefault("chunk_id", 0)
+    prefill.add_transfer_request(room, numbers, where, is_last, **more)
 
 
 class UntilEmpty:
@@ -518,8 +543,10 @@ def run_worker(prefill) -> None:
 def run_mooncake_worker(prefill) -> None:
     """Runs a transfer worker until its server stops; raises what would crash its thread."""
     (queue,) = prefill.transfer_queues
-    queue.put(None)
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1) as executor, contextlib.suppress(EndOfMessages):
+        if IS_0_5_18:  # whose workers never end
+            prefill.transfer_worker(UntilEmpty(queue), executor)
+        queue.put(None)
         prefill.transfer_worker(queue, executor)
     assert not queued_chunks(prefill)
 
@@ -585,5 +612,6 @@ def sent_units(manager) -> list[list[bytes]]:
 def sent_statuses(manager) -> list[tuple[int, int, str]]:
     """Returns (room, status, reason) of each status message that was sent to decode."""
     sent = [frames for _, frames in manager.notified if frames[0] != UNITS]
-    parsed = (manager.parse_kv_status_message(frames) for frames in sent)
+    parse = fakes_0_5_18.parse_status if IS_0_5_18 else manager.parse_kv_status_message
+    parsed = map(parse, sent)
     return [(room, status, reason) for room, status, _, reason in parsed]

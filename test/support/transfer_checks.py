@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_20
+from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_18
 from fleet import Fleet, Outcome, Rank, Servers, Side
 
 from pd_harness.polling import is_in_time, wait_until
@@ -37,7 +37,7 @@ REQUESTS = [
 
 def only_0_5_9(why: str):
     """Returns a mark for tests of 0.5.9 only; `why` says why later releases do not need them."""
-    return pytest.mark.skipif(SINCE_0_5_20, reason=f"0.5.9 alone: {why}")
+    return pytest.mark.skipif(SINCE_0_5_18, reason=f"0.5.9 alone: {why}")
 
 
 def nightly_except(cases, *always) -> list:
@@ -130,7 +130,7 @@ def assert_eventually(measure, wanted, seconds: float = SETTLE_SECONDS) -> None:
 
 def assert_recovers(servers: Servers, pages=PAGES) -> None:
     """Asserts that the next request is served; in later releases, once prefill's probe succeeds."""
-    if SINCE_0_5_20:
+    if SINCE_0_5_18:
         assert wait_until(
             lambda: servers.request(*pages).state == "right", SETTLE_SECONDS, PROBE_SECONDS
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import Fleet, Side
 
 
@@ -172,6 +172,6 @@ def stock_cases(column: int) -> dict[str, tuple]:
 
 
 STOCK_0_5_9, STOCK_0_5_23 = stock_cases(0), stock_cases(1)
-STOCK = STOCK_0_5_23 if SINCE_0_5_20 else STOCK_0_5_9
+STOCK = STOCK_0_5_23 if SINCE_0_5_18 else STOCK_0_5_9
 # A fleet in which stock assumes V as wide as K, and the outcome if memory ends behind V.
-STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_20 else (HEADS["tp1_to_1"], "raised")
+STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_18 else (HEADS["tp1_to_1"], "raised")

@@ -12,6 +12,7 @@ from toy import ENGINE, TREE, VERSION, Toy, snapshot, start_forked, wait_forked,
 
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import dist_record, operations, transaction
+from sglang_pd.patchset import patches
 
 POOL, CONN = ENGINE["srt/pool.py"], ENGINE["srt/net/conn.py"]
 
@@ -215,6 +216,34 @@ def test_patches_applied_by_git_are_recognized(toy):
 def test_patch_set_without_matching_fingerprints_is_refused(toy, path, ours, differing):
     write(toy.trees / "sglang" / path, ours)
     toy.assert_refused(Toy.apply, ExitCode.PATCH_SET, differing, "sglang_pd.dev.fingerprints")
+
+
+# Source folders that releases share
+
+
+def test_releases_share_a_folder_and_replace_files_of_it(toy):
+    """The shared folder is no release; a release's own folder, which comes later, wins."""
+    shared, later = "releases/from_9.9/sglang", f"releases/{VERSION}/sglang"
+    (toy.trees / "sglang/srt/net/plan.py").unlink()
+    write(toy.trees / shared / "srt/net/plan.py", "PLAN = 2\n")
+    (toy.releases / "8.8").mkdir()
+    for version, trees in (("8.8", ["sglang", shared]), (VERSION, ["sglang", shared, later])):
+        write(toy.releases / version / "release.toml", f"trees = {trees}\n")
+    write(toy.trees / later / "srt/net/plan.py", "PLAN = 3\n")
+    plans = {
+        version: patches.load_release(version, toy.releases, toy.trees, False).tree
+        for version in patches.supported_releases(toy.releases)
+    }
+    assert {version: tree["srt/net/plan.py"] for version, tree in plans.items()} == {
+        "8.8": b"PLAN = 2\n",
+        VERSION: b"PLAN = 3\n",
+    }
+    assert set(plans["8.8"]) == set(plans[VERSION])
+    toy.make_fingerprints()
+    toy.apply()
+    assert (toy.root / "srt/net/plan.py").read_text() == "PLAN = 3\n"
+    assert toy.revert()
+    assert not (toy.root / "srt/net/plan.py").exists()
 
 
 # Permissions and other processes

@@ -6,7 +6,7 @@ Decode reuses their pages for other requests, so prefill must not write to them 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from error_texts import (
     ABORTED,
     DECODE_ABORTED_EARLY,
@@ -38,7 +38,7 @@ WAITING_TIMEOUT = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "1"}
 # For a prefill server that does not notify decode when it has stopped writing: stock 0.5.9, or a
 # later release with this variable set to 0.
 RELEASE_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
-NO_ACK = {RELEASE_VARIABLE: "0"} if SINCE_0_5_20 else {}
+NO_ACK = {RELEASE_VARIABLE: "0"} if SINCE_0_5_18 else {}
 RELEASE_TIMEOUT = {f"{RELEASE_VARIABLE}_TIMEOUT": "5"}
 BOOTSTRAP_TIMEOUT = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
 MAX_STALL = 0.5  # seconds, next to other processes; the unpatched stall is 1 s per room

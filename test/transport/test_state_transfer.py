@@ -7,7 +7,7 @@ state of a draft model, so decode's draft state stays unwritten.
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import Fleet, Side
 from transfer_checks import (
     BACKENDS,
@@ -85,7 +85,7 @@ RIGHT = {
 
 
 SWA_DRAFT = swa((2, 2))
-if not SINCE_0_5_20:
+if not SINCE_0_5_18:
     RIGHT["swa_draft"] = SWA_DRAFT
 
 
@@ -133,7 +133,7 @@ def test_stock_sliding_window_stages(serve, backend, name):
     with serve(with_backend(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *SCATTERED)
     # Over NIXL, stock from 0.5.20 on does not support pipeline stages with these pools.
-    ends = "hang" if SINCE_0_5_20 and backend == "nixl" else "wrong"
+    ends = "hang" if SINCE_0_5_18 and backend == "nixl" else "wrong"
     assert answer["state"] == ends, answer
 
 
@@ -172,7 +172,7 @@ def test_unequal_state_page_lists_fail(serve, backend, name):
 def test_stock_truncates_unequal_state_page_lists(serve, name):
     """Stock writes the state one page off."""
     fleet, _, ends_0_5_9 = STATE_PAGE_LISTS[name]
-    ends = ("wrong", "right") if SINCE_0_5_20 else ends_0_5_9
+    ends = ("wrong", "right") if SINCE_0_5_18 else ends_0_5_9
     seconds = HANG_SECONDS if ends[0] == "hang" else 10
     outcome, following = request_with_short_state_list(
         serve, with_backend("mooncake", fleet), "stock", seconds
@@ -203,7 +203,7 @@ def test_stock_splits_fused_convolutions_wrongly(serve, name):
 
 
 FUSED = pytest.param(
-    "mamba", marks=pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 refuses them")
+    "mamba", marks=pytest.mark.skipif(not SINCE_0_5_18, reason="0.5.9 refuses them")
 )
 
 
@@ -239,8 +239,8 @@ def test_draft_on_one_side_is_left_out(serve, fork_server, backend, name):
 # Stock alone, and with a patched server on either side, because a rollout goes server by server.
 ENGINES = [("stock", "stock"), ("stock", "patched"), ("patched", "stock")]
 # From 0.5.20 on, stock sends all state but a draft's windows, and so does the patched engine.
-UNWRITTEN_BY = [*ENGINES, ("patched", "patched")] if SINCE_0_5_20 else ENGINES
-NSA_DRAFTS = () if SINCE_0_5_20 else ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2")
+UNWRITTEN_BY = [*ENGINES, ("patched", "patched")] if SINCE_0_5_18 else ENGINES
+NSA_DRAFTS = () if SINCE_0_5_18 else ("nsa_draft", "nsa_draft_pp2_odd", "nsa_draft_pp2_to_pp2")
 UNWRITTEN = {**{name: RIGHT[name] for name in NSA_DRAFTS}, "swa_draft": SWA_DRAFT}
 
 
@@ -317,7 +317,7 @@ STOCK_ENDS = {
 @alternate_backends(STOCK_ENDS)
 def test_stock_with_draft_or_window_split(serve, backend, name):
     fleet, ends = STOCK_ENDS[name]
-    end = (ends if SINCE_0_5_20 else STOCK_ENDS_0_5_9)[backend]
+    end = (ends if SINCE_0_5_18 else STOCK_ENDS_0_5_9)[backend]
     seconds = HANG_SECONDS if end == "hang" else 8
     with serve(with_backend(backend, fleet), "stock", "stock") as servers:
         outcome = servers.request(*SCATTERED, seconds=seconds)

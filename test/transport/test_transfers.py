@@ -1,7 +1,7 @@
 """Transfers over NIXL (UCX), Mooncake (TCP) and MemFabric; every byte on decode is compared."""
 
 import pytest
-from engine_release import SINCE_0_5_20, slow_memfabric_marks, with_marks
+from engine_release import SINCE_0_5_18, slow_memfabric_marks, with_marks
 from fleet import Fleet, Side
 from transfer_checks import (
     HANG_SECONDS,
@@ -143,7 +143,7 @@ MIXED_0_5_23 = {
 MIXED = {
     **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_2", "tp1_to_2")},
     **{f"nixl-{name}": STAGES[name] for name in ("pp2_to_pp2", "draft_on_both")},
-    **(MIXED_0_5_23 if SINCE_0_5_20 else MIXED_0_5_9),
+    **(MIXED_0_5_23 if SINCE_0_5_18 else MIXED_0_5_9),
     **{f"nixl-{name}": STAGES[name] for name in ("mla_tp1_to_2", "nsa")},
     "mooncake-tp1_to_1": tp(1, 1, backend="mooncake"),
     "mooncake-tp2_to_1": tp(2, 1, backend="mooncake"),

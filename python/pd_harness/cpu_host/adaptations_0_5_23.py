@@ -34,7 +34,12 @@ def disable_pinned_page_indices(conn: ModuleType) -> None:
 
 @on_import_of("sglang.srt.disaggregation.common.staging_buffer")
 def stage_in_host_memory(staging_buffer: ModuleType) -> None:
-    """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter."""
+    """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter.
+
+    0.5.18 stages on CUDA only.
+    """
+    if not hasattr(staging_buffer, "_STAGING_SUPPORTED_DEVICE_TYPES"):
+        return
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
     staging_buffer._USE_TRITON_STAGING = False
     make = staging_buffer.StagingBuffer.__init__
@@ -65,6 +70,8 @@ def scatter_from_host_memory(staging_handler: ModuleType) -> None:
     """Let decode scatter a staging buffer into host memory, whose device has no index."""
     import torch
 
+    if not hasattr(staging_handler, "create_device_stream"):  # 0.5.18
+        return
     handler = staging_handler.DecodeStagingHandler
     make = handler.__init__
     indexed = SimpleNamespace(device=torch.device("cpu", 0))

@@ -38,6 +38,7 @@ class PeerQueue:
         note_taken: Callable[[Any], None],
         server_of: Callable[[Any], Peers] = lambda chunk: frozenset(),
         workers: int = 0,
+        note_done: Callable[[Any], None] = lambda chunk: None,
     ):
         """Creates an empty queue.
 
@@ -46,13 +47,15 @@ class PeerQueue:
             note_taken: Called by a worker with each chunk before `get` returns it; may wait.
             server_of: Returns the decode ranks of the server that a chunk goes to.
             workers: How many threads will call `get`; 0 if a server may hold all of them.
+            note_done: Called by the worker with its chunk when it has finished it.
         """
-        self._note_queued, self._note_taken = note_queued, note_taken
+        self._note_queued, self._note_taken, self._note_done = note_queued, note_taken, note_done
         self._server_of, self._workers = server_of, workers
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
         # By worker: the ranks to which it is sending, and all ranks of their server.
         self._busy: Dict[int, Tuple[Peers, Peers]] = {}
+        self._taken = threading.local()  # the worker's chunk
         self._ends = 0
 
     def __len__(self) -> int:
@@ -78,6 +81,9 @@ class PeerQueue:
     def get(self) -> Any:
         """Waits for a chunk to whose ranks no other worker is sending; None stops the worker."""
         worker = threading.get_ident()
+        done, self._taken.chunk = getattr(self._taken, "chunk", None), None
+        if done is not None:
+            self._note(self._note_done, done)
         with self._changed:
             if self._busy.pop(worker, None):
                 self._changed.notify_all()
@@ -92,11 +98,16 @@ class PeerQueue:
             else:
                 del self._lanes[lane]
             self._busy[worker] = lane, self._server_of(chunk)
-        try:
-            self._note_taken(chunk)
-        except Exception:  # the worker handles the room as it finds it
-            logger.exception(f"Room {chunk.room}: a chunk could not be prepared")
+        self._taken.chunk = chunk
+        self._note(self._note_taken, chunk)
         return chunk
+
+    @staticmethod
+    def _note(note: Callable[[Any], None], chunk: Any) -> None:
+        try:
+            note(chunk)
+        except Exception:  # the worker handles the room as it finds it
+            logger.exception(f"Room {chunk.room}: a chunk could not be prepared or finished")
 
     def _free_lane(self) -> Optional[Peers]:
         is_last_worker = len(self._busy) + 1 == self._workers
@@ -135,7 +146,7 @@ class PeerQueues:
     @transfer_queues.setter
     def transfer_queues(self, made: List[Any]) -> None:
         def queue() -> PeerQueue:
-            return PeerQueue(self._note_queued, self._note_taken)
+            return PeerQueue(self._note_queued, self._note_taken, note_done=self._note_done)
 
         if any(type(one).__name__ != ENGINE_QUEUE for one in made):
             self._queues = list(made)
@@ -150,6 +161,9 @@ class PeerQueues:
 
     def _note_taken(self, chunk: Any) -> None:
         self.worker_state.peers = self._peers_of(chunk)
+
+    def _note_done(self, chunk: Any) -> None:
+        """Called by a worker that has finished a chunk; does nothing unless overridden."""
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))

@@ -13,6 +13,11 @@ from sglang.srt.hardware_backend.npu.cpu_copy import (
     copy_to_host,
     whole_pages,
 )
+from sglang.srt.hardware_backend.npu.pool_parts import (
+    mha_layers,
+    move_tokens,
+    raise_missing_kv_buffer,
+)
 
 
 class NPUMHATokenToKVPool:
@@ -30,7 +35,7 @@ class NPUMHATokenToKVPool:
         """
         if self.v_head_dim == self.head_dim:
             return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
-        return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
+        return copy_layers_to_host(mha_layers(self), indices, self.cpu_offloading_chunk_size)
 
     def load_cpu_copy(
         self,
@@ -47,7 +52,9 @@ class NPUMHATokenToKVPool:
         """
         if self.v_head_dim == self.head_dim:
             return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
-        copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
+        copy_layers_from_host(
+            kv_cache_cpu, mha_layers(self), indices, self.cpu_offloading_chunk_size
+        )
 
     def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copies tokens of all layers to other slots, as trees of drafted tokens require.
@@ -55,17 +62,7 @@ class NPUMHATokenToKVPool:
         Replaces the engine's: its kernel needs tables that these pools lack, and its native move
         takes token numbers for page numbers.
         """
-        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
-        for layer in self._layers():
-            for rows in layer:
-                rows[target] = rows[source]
-
-    def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Returns K and V of each layer as [tokens, heads, width]."""
-        return [
-            (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
-            for k, v in zip(self.k_buffer, self.v_buffer)
-        ]
+        move_tokens(mha_layers(self), tgt_loc, src_loc)
 
 
 class NPUMLATokenToKVPool:
@@ -111,11 +108,7 @@ class NPUMLATokenToKVPool:
         Raises:
             AttributeError: Always, so that `hasattr` returns False as for the engine's pool.
         """
-        raise AttributeError(
-            "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
-            "page by page. The code that reads it does not support NPUs; choose an attention "
-            "backend or cache that does, such as --attention-backend ascend"
-        )
+        raise_missing_kv_buffer()
 
     def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
         """Raises AttributeError; CUDA's attention backends call this."""
@@ -136,10 +129,8 @@ class NPUMLATokenToKVPool:
                 f"parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or neither "
                 "of the two"
             )
-        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
-        for layer in range(self.layer_num):
-            for rows in self._get_cpu_offload_layer_buffers(layer):
-                rows[target] = rows[source]
+        layers = map(self._get_cpu_offload_layer_buffers, range(self.layer_num))
+        move_tokens(layers, tgt_loc, src_loc)
 
     def _is_tiled(self) -> bool:
         """Returns whether pages hold latents and RoPE parts in tiles; packed records never are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
@@ -35,6 +36,12 @@ class PeerRegistration:
     refusal: str = ""
     # Whether it waits to be told which chunks it must interleave, if any.
     awaits_units: bool = False
+
+
+def is_dummy(info: Any) -> bool:
+    """Whether a decode rank requests a room without pages, since others serve it."""
+    value = info.is_dummy
+    return value() if callable(value) else value  # a method in 0.5.18's NIXL
 
 
 def awaits_units(layout_frame: bytes, prefill_tp: int) -> bool:

@@ -107,10 +107,10 @@ def _unsupported_features(kv_args: KVArgs) -> str:
     reasons = {
         "pools that are registered without their scheduler": _scheduler is None,
         "hybrid pools whose layers the engine numbers": kv_args.kv_layer_ids,
-        "sharded pages": parallel.enable_kv_cache_sharding,
+        "sharded pages": getattr(parallel, "enable_kv_cache_sharding", False),
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "unified memory": get_memory().enable_unified_memory,
-        "compressed MLA": kv_args.mla_compression_ratios is not None,
+        "compressed MLA": getattr(kv_args, "mla_compression_ratios", None) is not None,
         "HiSparse": getattr(_scheduler, "enable_hisparse", False),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
@@ -121,7 +121,7 @@ def _layout(
 ) -> RankLayout:
     parallel = get_parallel()
     tp = (parallel.attn_tp_rank, parallel.attn_tp_size)
-    if not args.num_draft_entries:
+    if getattr(args, "num_draft_entries", 1) == 0:  # 0.5.18 passes no pool then
         draft = None
     heads = (
         total_heads(_scheduler.model_config, target, False),
@@ -159,7 +159,8 @@ def _state(
     """
     if len(args.state_types) != 1 or args.state_types[0] not in STATE_BY_PLAN:
         return ()
-    if args.state_types[0] == StateType.SWA and args.swa_kv_cache_layout not in (None, "nhd"):
+    order = getattr(args, "swa_kv_cache_layout", None)  # after 0.5.18
+    if args.state_types[0] == StateType.SWA and order not in (None, "nhd"):
         return ()
     registered = (args.state_item_lens[0], args.state_data_lens[0])
     if args.state_types[0] == StateType.SWA or not hasattr(draft, "index_k_with_scale_buffer"):
@@ -172,7 +173,8 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 
     In that case, the rows of a stock rank, which does not send its widths, could not be inferred.
     """
-    moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
+    mask = getattr(envs, "SGLANG_ENABLE_DISAGG_SAMPLING_MASK", None)  # after 0.5.18
+    moved = (envs.SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS if mask is None else mask).get()
     widths: List[int] = args.aux_item_lens
     return () if moved or len(widths) <= HIDDEN_STATES else tuple(widths)
 

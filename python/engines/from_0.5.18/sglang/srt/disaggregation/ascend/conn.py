@@ -24,10 +24,6 @@ class AscendKVManager(EngineAscendKVManager):
         else:
             super(EngineAscendKVManager, self).register_buffer_to_engine()
 
-    def _send_probe(self, session_id: str) -> int:
-        """Returns 0 if the peer answers a probe; -1 also if MemFabric has no probe."""
-        return super()._send_probe(session_id) if hasattr(self.engine.engine, "send_probe") else -1
-
     def send_kvcache(self, mooncake_session_id: str, *sent, **more) -> int:
         """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
         session = mooncake_session_id

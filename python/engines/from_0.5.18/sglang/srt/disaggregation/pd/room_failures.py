@@ -203,6 +203,17 @@ def parse_abort(msg: list[bytes]) -> tuple[int | None, Endpoint | None]:
     return room, endpoint
 
 
+def abort_message(room: int, decode: Endpoint, generation: int | None = None) -> list[bytes]:
+    """Returns the frames with which a decode rank aborts a room on prefill.
+
+    Args:
+        generation: What prefill is to send back once it writes no more; None for no answer.
+    """
+    ip, port = decode
+    frames = [ABORT, b"%d" % room, ip.encode("ascii"), b"%d" % port]
+    return frames if generation is None else [*frames, b"%d" % generation]
+
+
 class NotifyingSender:
     """Base of a prefill rank's KV sender, before the engine's: notifies decode of failures."""
 

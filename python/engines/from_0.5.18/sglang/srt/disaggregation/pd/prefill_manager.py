@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
-from sglang.srt.disaggregation.pd.peers import chunk_refusal
+from sglang.srt.disaggregation.pd.peers import chunk_refusal, is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_failures import (
     ABORTED,
@@ -91,7 +91,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
         """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
-            plan = None if info.is_dummy else self.plan_for(peer)
+            plan = None if is_dummy(info) else self.plan_for(peer)
             if plan is not None:
                 yield peer, info, plan
 
@@ -104,7 +104,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
             return silent
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
             known = self.decode_kv_args_table.get(peer)
-            if known is None or info.is_dummy:  # see `_note_taken`
+            if known is None or is_dummy(info):  # see `_note_taken`
                 continue
             why = chunk_refusal(known, index_slice, len(info.dst_kv_indices))
             if why:
@@ -115,7 +115,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
         """Fails the room of a chunk that a worker takes, if its decode rank has not registered."""
         super()._note_taken(chunk)
         for peer, info in list(self.transfer_infos.get(chunk.room, {}).items()):
-            if not info.is_dummy and peer not in self.decode_kv_args_table:
+            if not is_dummy(info) and peer not in self.decode_kv_args_table:
                 reason = (
                     f"decode {peer} requested room {chunk.room} and is not registered with this "
                     "prefill rank"
@@ -170,7 +170,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
             raise LayoutError("decode was released, or registered anew, while KV was sent")
         for peer, info in list(self.transfer_infos.get(room, {}).items()):
             known = self.decode_kv_args_table.get(peer)
-            if info.is_dummy or known is None or not known.awaits_units:
+            if is_dummy(info) or known is None or not known.awaits_units:
                 continue
             units = sent.units if peer in sent.interleaving else []
             self._send_to_decode(info, units_message(room, rank, self.attn_tp_size, units))

@@ -32,3 +32,8 @@ class AscendTransferEngine(MooncakeTransferEngine):
         if device_rdma.is_used():
             return device_rdma.transfer_serialized(transfer, session_id, *copies)
         return transfer(session_id, *copies)
+
+    def send_probe(self, peer_session_id: str) -> int:
+        """Returns 0 if the peer answers a probe; -1 also if MemFabric has no probe."""
+        probes = hasattr(self.engine, "send_probe")
+        return super().send_probe(peer_session_id) if probes else -1

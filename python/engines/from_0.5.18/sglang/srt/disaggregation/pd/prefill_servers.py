@@ -38,7 +38,7 @@ class PrefillServers:
     """Base of a decode rank's KV manager, before the engine's.
 
     Only the scheduler may call `try_ensure_parallel_info`. `placeholder_prefill_info`, the record
-    of a server of which nothing is known, is `CommonKVManager`'s.
+    of a server of which nothing is known, is `RankManager`'s.
     """
 
     silent_seconds = PerInstance(read_silent_seconds)
