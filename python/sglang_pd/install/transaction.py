@@ -22,6 +22,7 @@ from sglang_pd.patchset.edits import Edit
 
 STATE_FOLDER = ".sglang_pd"
 SCRATCH_FOLDER = ".sglang_pd.new"  # for staging: may be deleted at any time
+IGNORED = ".gitignore", b"*\n"  # hides the state folder in a git checkout
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -119,7 +120,7 @@ def state_files(edits: list[Edit]) -> list[str]:
     names = [
         f"old/{name}" for name, edit in zip(staged_names(edits), edits) if edit.old is not None
     ]
-    return [f"{STATE_FOLDER}/{name}" for name in ["journal.json", *names]]
+    return [f"{STATE_FOLDER}/{name}" for name in ["journal.json", IGNORED[0], *names]]
 
 
 def check_writable(root: Path, paths: list[str]) -> None:
@@ -260,6 +261,7 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
     text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
     _write(scratch / "journal.json", text, root / "__init__.py")
+    _write(scratch / IGNORED[0], IGNORED[1], root / "__init__.py")
     for folder in (scratch / "old", scratch / "new", scratch):
         _sync(folder)
 
