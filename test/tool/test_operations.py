@@ -390,5 +390,9 @@ def test_diff_makes_the_same_changes_as_apply(toy, tmp_path):
 def test_state_folder_contains_journal_and_backups(toy):
     toy.apply()
     folder = toy.root / transaction.STATE_FOLDER
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.json", "old"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".gitignore",
+        "journal.json",
+        "old",
+    ]
     assert VERSION in (folder / "journal.json").read_text()
