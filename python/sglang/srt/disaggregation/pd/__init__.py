@@ -7,6 +7,7 @@ In both releases, the same in each:
     device_rdma          keeps calls within the queue of MemFabric's device_rdma (Ascend A2)
     early_connections    connects to decode ranks when they register (NIXL)
     environment          reads numbers from environment variables
+    file_guard           compares the engine's files with what was applied
     interleaving         interleaves KV heads that decode has received packed
     memory_registration  names buffers, and registers them with a transfer engine
     packed_mode          reads whether to pack KV heads, and in how much memory

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.file_guard import check_engine_files
 from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packing_bytes
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
@@ -67,6 +68,7 @@ def set_local_layout(
     Raises:
         ValueError: KV is to be compared, but cannot be; or a variable of the patch set is wrong.
     """
+    check_engine_files()
     read_silent_seconds()
     is_packed_mode()
     read_packing_bytes()
