@@ -325,13 +325,20 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if decode is not None:
             self.failures.note_abort(room, decode)
         is_taken = super()._handle_abort_notification(msg)
-        with self.status_lock:  # under which a cleared sender drops both entries
-            if room in self.transfer_infos and room not in self.request_status:
-                # Not all of its decode ranks have requested it: the engine would forget the abort,
-                # and the request that is still to come would wait for them.
-                self.request_status[room] = KVPoll.Failed
+        if room in self.transfer_infos:
+            self._fail_incomplete_room(room)
         self.track_room_without_sender(room, decode)
         return is_taken
+
+    def _fail_incomplete_room(self, room: int) -> None:
+        """Fails an aborted room that not all of its decode ranks have requested.
+
+        The engine would forget the abort, and the request that is still to come would wait for
+        them.
+        """
+        with self.status_lock:  # under which a cleared sender drops both entries
+            if room in self.transfer_infos and room not in self.request_status:
+                self.request_status[room] = KVPoll.Failed
 
     def track_room_without_sender(
         self, room: int | None, aborted_by: Endpoint | None = None
