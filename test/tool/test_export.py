@@ -10,6 +10,7 @@ from toy import ENGINE, VERSION, Toy, snapshot, write
 from sglang_pd.errors import ExitCode
 from sglang_pd.install import export as exporting
 from sglang_pd.install.export import export
+from sglang_pd.install.release_detection import detect_release
 from sglang_pd.patchset import patches
 from sglang_pd.patchset.patches import Patch
 from sglang_pd.patchset.series import split_by_record
@@ -178,7 +179,7 @@ def test_command(call, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("command", [GIT, PATCH])
 def test_series_of_the_published_engine(published, version, tmp_path, command):
-    """Byte for byte what `apply` writes, into a git checkout made from the wheel's files."""
+    """It writes byte for byte what `apply` writes."""
     toy = Toy.from_published(published, version, tmp_path / "site")
     by_hand = toy.branch(tmp_path / "by_hand")
     names = export(toy.engine(), toy.release(), tmp_path / "series")
@@ -190,3 +191,24 @@ def test_series_of_the_published_engine(published, version, tmp_path, command):
         assert ran.returncode == 0, ran.stderr
     toy.apply(preview=True)
     assert engine_files(by_hand) == engine_files(toy)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("suffix", ["", ".dev3+g0123abc", "+vendor.1"])
+def test_published_engine_as_an_editable_git_checkout(published, version, tmp_path, suffix):
+    """As in Ascend's images; made from the wheel's files, which upstream builds from a checkout."""
+    toy = Toy.from_published(published, version, tmp_path / "site")
+    checkout = tmp_path / "checkout"
+    (checkout / "python").mkdir(parents=True)
+    toy.root.rename(checkout / "python/sglang")
+    write(checkout / "python/sglang/_version.py", f'__version__ = "{version}{suffix}"\n')
+    commit_all(checkout)
+    moved = replace(toy, site=checkout / "python")
+    before = snapshot(checkout / "python")
+    assert detect_release(moved.engine()).name == version
+    assert moved.engine().dist_record is None
+    changed = {f"python/sglang/{edit.path}" for edit in moved.apply(preview=True)}
+    assert moved.status().state == "applied"
+    shown = run(["git", "status", "--porcelain", "-uall"], checkout).stdout.splitlines()
+    assert {line[3:] for line in shown} == changed
+    assert moved.revert() and snapshot(checkout / "python") == before
