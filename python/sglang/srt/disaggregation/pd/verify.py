@@ -130,16 +130,16 @@ class Verifier:
         try:
             sent = [_read(frame) for frame in frames]
             differences = self._differences(sent, pages, state_pages, report.pairs)
-            said = [*self._missing(sent), *differences]
+            said = {**{text: text for text in self._missing(sent)}, **differences}
         except LayoutError as error:
-            said = [str(error)]
+            said = {str(error): str(error)}
         except Exception as error:
             logger.exception(f"Room {room}: could not compare digests")
-            said = [f"digests could not be compared: {error!r}"]
+            said = {repr(error): f"digests could not be compared: {error!r}"}
         report.add(said, seconds, time.perf_counter() - started_at)
         if not said:
             return None
-        reason = f"KV verification failed: {'; '.join(said)}"
+        reason = f"KV verification failed: {'; '.join(said.values())}"
         logger.error(f"Room {room}: {reason}")
         return reason if self.mode == "fail" else None
 
@@ -160,8 +160,9 @@ class Verifier:
         pages: npt.NDArray[np.int32],
         state_pages: Any,
         pairs: Dict[str, PairStats],
-    ) -> List[str]:
-        said = []
+    ) -> Dict[str, str]:
+        """Returns what differs in words, by buffers and pair of ranks."""
+        said = {}
         for one in sent:
             count = pairs.setdefault(one.sender, PairStats())
             count.requests += 1
@@ -180,7 +181,8 @@ class Verifier:
             if wrong:
                 count.mismatches += 1
                 ranks = f"prefill {one.sender}, decode {self.name}"
-                said.append(f"{', '.join(wrong)} ({ranks})")
+                buffers = ", ".join(text.partition(";")[0] for text in wrong)  # without the pages
+                said[f"{buffers} ({ranks})"] = f"{', '.join(wrong)} ({ranks})"
         return said
 
 

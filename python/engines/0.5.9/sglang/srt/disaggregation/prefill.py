@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
+from sglang.srt.disaggregation.pd.noted_requests import note_request, note_seconds
 from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
@@ -18,11 +20,15 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.prefill import (
         EnginePrefillBootstrapQueue,
+        EngineSchedulerDisaggregationPrefillMixin,
         Req,
         ReqToMetadataIdxAllocator,
     )
 
-RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
+RENAMED = (
+    ("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),
+    ("SchedulerDisaggregationPrefillMixin", "EngineSchedulerDisaggregationPrefillMixin"),
+)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
@@ -57,5 +63,22 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
             self.scheduler.stream_output([req], req.return_logprob)
         else:
             super().add(req, num_kv_heads)
+        note_request(self.kv_manager, req)
         if hasattr(self.kv_manager, "close_failed_room"):  # not Mori's, which cannot notify decode
             notify_refused(self.kv_manager, req)
+
+    def pop_bootstrapped(self, *given, **options):
+        """Returns requests that may start. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        found = super().pop_bootstrapped(*given, **options)
+        note_seconds(self.kv_manager, "bootstrap", start)
+        return found
+
+
+class SchedulerDisaggregationPrefillMixin(EngineSchedulerDisaggregationPrefillMixin):
+    def process_disagg_prefill_inflight_queue(self, *given, **options) -> list[Req]:
+        """Returns requests that are sent. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        done = super().process_disagg_prefill_inflight_queue(*given, **options)
+        note_seconds(self.disagg_prefill_bootstrap_queue.kv_manager, "inflight", start)
+        return done

@@ -50,12 +50,14 @@ class CommonKVManager(StatusReader, RankManager, EngineCommonKVManager):
             is_opened = status in (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
             if known != KVPoll.Failed and (known is not None or is_opened):
                 super().update_status(bootstrap_room, status)
+                self.note_status(bootstrap_room, status)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Records the first reason why an open room failed."""
         with self.failure_lock:
             if bootstrap_room in self.request_status:
                 self.failure_records.setdefault(bootstrap_room, failure_reason)
+                self.transfer_log.failed(bootstrap_room, failure_reason)
 
     def store_frames(self, frames: list[bytes]) -> bool:
         """Stores what prefill sends beside the engine's messages; returns whether that was it."""

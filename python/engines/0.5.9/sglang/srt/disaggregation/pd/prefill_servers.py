@@ -21,8 +21,9 @@ import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
+from sglang.srt.disaggregation.pd.noted_transfers import count_kinds
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE
-from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot
+from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.threads import start_thread
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -145,6 +146,16 @@ class PrefillServers:
                     del self.retry_bootstrap_at[next(iter(self.retry_bootstrap_at))]
         logger.error(f"Bootstrap server {address} failed to answer {query}: {error}")
         return None
+
+    def prefill_kinds(self) -> dict[str, int]:
+        """Returns how many prefill servers are `patched`, `stock` and `silent`; none is refused."""
+        kinds = {}
+        for address, known in list(self.prefill_servers.items()):
+            kinds[address] = "patched" if known.takes_aborts else "stock"
+            _, place = self.seen_ranks.get(address, (None, None))
+            if place and PeerSocket.to(*place).silent_for() >= self.silent_seconds:
+                kinds[address] = "silent"
+        return count_kinds(kinds)
 
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan
+from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan, TransferPlan
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
@@ -56,6 +56,16 @@ class PrefillManager(SilenceWatch, PeerQueues):
         """Returns the plan for a decode rank's metadata; None if the engine sends them."""
         plan = self.plan_for(peer)
         return plan.aux if plan is not None and plan.aux.widths else None
+
+    def note_sending(self, peer: str, kind: str, plan: TransferPlan | None = None) -> None:
+        """Notes what a worker sends next to a decode rank.
+
+        Args:
+            kind: `kv`, `state` or `aux`.
+            plan: None if the engine sends in its own way.
+        """
+        if self.transfer_log.is_on:
+            self.now_sending.note(peer, self.worker_state.room, kind, plan)
 
     def add_transfer_request(
         self,
@@ -220,6 +230,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
     def refuse(self, room: int, reason: str) -> None:
         """Fails a request without a sender; notifies decode ranks now, or when they request it."""
+        self.transfer_log.rejected(room, reason)
         self.drop_collected_rooms()
         self.failures.run_when_stored(room, functools.partial(self._refuse, room, reason))
 

@@ -190,6 +190,11 @@ class PrefillServers:
             self.routes.pop(failed_bootstrap_addr, None)
             self.incompatible.pop(failed_bootstrap_addr, None)
 
+    def has_silent_socket(self, rank: dict) -> bool:
+        """Returns whether this prefill rank is silent, of those that were requested a room."""
+        socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
+        return socket.silent_for() >= self.silent_seconds
+
     def is_silent(self, rank: dict) -> bool:
         """Returns whether requests to this prefill rank must fail; keeps trying to reach it."""
         socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])

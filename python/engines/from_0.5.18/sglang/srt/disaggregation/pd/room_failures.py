@@ -298,6 +298,8 @@ class NotifyingSender:
         if self.finalizer is not None:  # it could run later, when the room is another request's
             self.finalizer.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
+        if hasattr(manager, "failures") and manager.failures.senders.get(room, self) is self:
+            manager.transfer_log.ended(room)
         if self.conclude_state == KVPoll.Failed and self._notifies_decode():
             self.reason = manager.failure_records.get(room)
             manager.failures.run_when_stored(room, self._clear_failed)

@@ -1,0 +1,96 @@
+"""A KV manager's `transfer_log`: what it notes, and the meter in front of its transfer engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Dict
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.transfer_meter import MeteredAgent, MeteredEngine, Sending
+from sglang.srt.disaggregation.transfer_log import TransferLog
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+
+class NotedTransfers:
+    """Base of a KV manager, before the engine's.
+
+    On prefill, `decode_kv_args_table` has each decode rank's registration by name, and
+    `silent_peers` why nothing is sent to some; `failure_records` has why rooms failed. On decode, a
+    release provides `prefill_kinds()`.
+    """
+
+    transfer_log: TransferLog = PerInstance(TransferLog)
+    now_sending: Sending = PerInstance(Sending)
+    # `ascend` for the manager derived from Mooncake's.
+    backend_name = "mooncake"
+
+    def start_transfer_log(self) -> None:
+        """Starts the log, and meters the transfer engine; call it before this rank's threads.
+
+        Raises:
+            OSError: `SGLANG_PD_REQUEST_LOG` names a folder that cannot be written.
+        """
+        if self.transfer_log.is_on:  # buffers are registered again after a pause
+            return
+        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        is_first_rank = not (self.attn_tp_rank or self.pp_rank or getattr(self, "attn_cp_rank", 0))
+        self.transfer_log.start(
+            "prefill" if is_prefill else "decode",
+            self._rank_label(),
+            self.backend_name,
+            is_first_rank,
+            self.decode_kinds if is_prefill else self.prefill_kinds,
+        )
+        if not self.transfer_log.is_on:
+            return
+        meter = (self.transfer_log, self.now_sending, self.server_of)
+        if hasattr(self, "agent"):
+            self.agent = MeteredAgent(self.agent, *meter)
+        else:
+            self.engine = MeteredEngine(self.engine, *meter)
+
+    def _rank_label(self) -> str:
+        dp = getattr(self.kv_args, "system_dp_rank", None)
+        ranks = f"TP {self.attn_tp_rank}/{self.attn_tp_size} PP {self.pp_rank}/{self.pp_size}"
+        return ranks if dp is None else f"DP {dp} {ranks}"
+
+    def note_status(self, room: int, status: KVPoll) -> None:
+        """Notes a status that an open room has got."""
+        log = self.transfer_log
+        if not log.is_on:
+            return
+        if status == KVPoll.Failed:
+            log.failed(room, self.failure_records.get(room, ""))
+        elif self.disaggregation_mode == DisaggregationMode.PREFILL:
+            if status == KVPoll.Success:
+                log.ended(room)
+            elif status != KVPoll.Bootstrapping:
+                log.entered(room, "prefilling")
+
+    def server_of(self, peer: str) -> str:
+        """Returns the name of a decode rank's server; empty if the rank is not registered."""
+        return getattr(self.decode_kv_args_table.get(peer), "server", "")
+
+    def decode_kinds(self) -> Dict[str, int]:
+        """Returns how many decode servers are `patched`, `stock`, `refused` and `silent`."""
+        kinds: Dict[str, str] = {}
+        for name, info in list(self.decode_kv_args_table.items()):
+            kind = "patched" if info.layout_frame else "stock"
+            if name in self.silent_peers:
+                kind = "silent"
+            elif info.refusal:
+                kind = "refused"
+            known = kinds.get(info.server)
+            kinds[info.server] = kind if known in (None, "patched", "stock") else known
+        return count_kinds(kinds)
+
+
+def count_kinds(kinds: Dict[Any, str]) -> Dict[str, int]:
+    """Returns how many servers there are of each kind.
+
+    Args:
+        kinds: Each server's.
+    """
+    found = Counter(kinds.values())
+    return {kind: found[kind] for kind in ("patched", "stock", "refused", "silent")}

@@ -1,0 +1,39 @@
+"""Names of servers in metrics: HOST:PORT, where clients and routers reach them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.kv_layout import LayoutError, decode_layout
+
+WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+MAX_NAME = 100
+
+
+def own_server_name(server_args: Any) -> str:
+    """Returns this server's name; without a host if it listens at all addresses of its only node.
+
+    Args:
+        server_args: The engine's.
+    """
+    host = server_args.host or ""
+    if server_args.nnodes > 1 and server_args.dist_init_addr:
+        host = server_args.dist_init_addr.rpartition(":")[0]
+    return f"{'' if host in WILDCARDS else host}:{server_args.port}"
+
+
+def server_name(layout_frame: bytes, address: str) -> str:
+    """Returns the name of the server that a decode rank belongs to.
+
+    Args:
+        layout_frame: The description that the rank sends; empty from a stock one.
+        address: Where it reads messages, the name of a rank that sends none.
+    """
+    try:
+        layout = decode_layout(layout_frame)
+    except LayoutError:  # its refusal says why
+        layout = None
+    name = layout.server if layout is not None else ""
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        return address
+    return address + name if name.startswith(":") else name

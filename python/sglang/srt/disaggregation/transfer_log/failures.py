@@ -1,0 +1,51 @@
+"""Which kind of failure a reason tells of, for a label that neither a client nor a peer chooses."""
+
+from __future__ import annotations
+
+import re
+
+ABORTED_BY_CLIENT = "aborted_by_client"
+ABORTED_BY_PEER = "aborted_by_peer"
+ANOTHER_RANK = "another_rank"
+OTHER = "other"
+
+# The first that fits counts. Texts are the engine's and ours, of all releases; a peer's text, which
+# has ours in front, is judged by what it quotes, too.
+_PATTERNS = (
+    ("rejected", r"Prefill refused the request"),
+    (ANOTHER_RANK, r"failed on another rank|Failed on another rank|from another rank"),
+    ("mismatch", r"KV verification failed|checksum mismatch|Metadata corruption"),
+    (
+        "refused",
+        r"cannot serve this decode server|could not register this decode rank|is not registered"
+        r"|the two servers disagree|dp_rank conflict|follow_bootstrap_room",
+    ),
+    ("timeout", r"[Tt]imed out|time-out"),
+    (
+        "peer_lost",
+        r"has not answered for|was replaced by another process|[Ll]ost connection|Losing connection"
+        r"|is not alive|is healthy before|might be dead|Could not fetch|Could not open a socket"
+        r"|connection to decode .* was lost|its connection was lost|REMOTE_DISCONNECT"
+        r"|to prefill .* failed$",
+    ),
+    (
+        ABORTED_BY_PEER,
+        r"decode-side abort|Decode aborted|Aborted by decode|Aborted on prefill"
+        r"|abort notification for room",
+    ),
+    (ABORTED_BY_CLIENT, r"[Aa]bort"),
+    (
+        "transport",
+        r"could not send KV|KV could not be sent|Failed to send|write to decode failed|NIXL"
+        r"|could not interleave|could not notify decode|transfer",
+    ),
+)
+KINDS = (*(kind for kind, _ in _PATTERNS), OTHER)
+_COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
+
+
+def failure_kind(reason: str) -> str:
+    """Returns one of `KINDS` for why a room failed; `another_rank` if no reason is known."""
+    if not reason:
+        return ANOTHER_RANK
+    return next((kind for kind, pattern in _COMPILED if pattern.search(reason)), OTHER)

@@ -1,0 +1,158 @@
+"""Notes what happens to a rank's rooms; a thread of its own makes metrics and lines of it.
+
+scheduler, workers,     append an event, which    a thread, every second    /metrics, and one line
+threads for messages    waits for nothing         (`Rooms`, `Series`)       for each request
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Callable, Deque, Dict, Optional, Tuple
+
+from .files import metrics_folder, write_series
+from .records import RecordFile, record_file
+from .rooms import Rooms
+from .series import LOST_EVENTS, Series
+
+logger = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0
+# Events that may wait to be counted; further ones are lost, and that is counted.
+MAX_EVENTS = 1 << 17
+# A scheduler that is held up for longer has stalled.
+STALL_SECONDS = 0.05
+
+_numbers = itertools.count()
+
+
+class TransferLog:
+    """What happens to a rank's rooms. Each method appends an event, and can neither wait nor fail.
+
+    Without `start`, nothing is kept: metrics are off, and no file for requests is set.
+    """
+
+    _events: Optional[Deque[Tuple]] = None
+
+    def start(
+        self,
+        side: str,
+        rank: str,
+        backend: str,
+        is_first_rank: bool,
+        peers: Callable[[], Dict[str, int]],
+    ) -> None:
+        """Starts to keep events, if the server shows metrics or is to write a line per request.
+
+        Args:
+            side, rank, backend, is_first_rank: See `Rooms`.
+            peers: See `Rooms.tick`; called in the log's own thread.
+
+        Raises:
+            OSError: `SGLANG_PD_REQUEST_LOG` names a folder that cannot be written.
+        """
+        folder, records = metrics_folder(), record_file(side, rank)
+        if not folder and records is None:
+            return
+        rooms = Rooms(side, rank, backend, is_first_rank, Series())
+        self._events = deque()
+        writer = _Writer(self._events, rooms, peers, folder, records)
+        threading.Thread(target=writer.run, name="pd-transfer-log", daemon=True).start()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether events are kept."""
+        return self._events is not None
+
+    def opened(self, room: int, rid: str, peer: str, tokens: int) -> None:
+        """See `Rooms.opened`; the methods below likewise."""
+        self._note(Rooms.opened, room, rid, peer, tokens)
+
+    def entered(self, room: int, state: str) -> None:
+        self._note(Rooms.entered, room, state)
+
+    def requested(self, room: int, peer: str) -> None:
+        self._note(Rooms.requested, room, peer)
+
+    def wrote(
+        self, room: int, peer: str, kind: str, path: str, size: int, copies: int, seconds: float
+    ) -> None:
+        self._note(Rooms.wrote, room, peer, kind, path, size, copies, seconds)
+
+    def failed(self, room: int, reason: str) -> None:
+        self._note(Rooms.failed, room, reason)
+
+    def rejected(self, room: int, reason: str) -> None:
+        self._note(Rooms.rejected, room, reason)
+
+    def ended(self, room: int) -> None:
+        self._note(Rooms.ended, room)
+
+    def malformed(self) -> None:
+        self._note(Rooms.malformed)
+
+    def verified(self, peer: str, differs: bool) -> None:
+        self._note(Rooms.verified, peer, differs)
+
+    def took(self, where: str, since: float) -> None:
+        """The scheduler has handled KV transfers since `since`, on the monotonic clock."""
+        if self._events is not None:
+            seconds = time.monotonic() - since
+            if seconds > STALL_SECONDS:
+                self._note(Rooms.stalled, where, seconds)
+
+    def _note(self, happened: Callable[..., None], *facts: Any) -> None:
+        events = self._events
+        if events is not None:
+            if len(events) < MAX_EVENTS:
+                events.append((happened, time.monotonic(), facts))
+            elif len(events) < 2 * MAX_EVENTS:
+                events.append((_lose, 0.0, ()))
+
+
+def _lose(rooms: Rooms, at: float) -> None:
+    rooms.series.add(LOST_EVENTS, 1, rooms.side)
+
+
+class _Writer:
+    def __init__(
+        self,
+        events: Deque[Tuple],
+        rooms: Rooms,
+        peers: Callable[[], Dict[str, int]],
+        folder: str,
+        records: Optional[RecordFile],
+    ):
+        self.events, self.rooms, self.peers = events, rooms, peers
+        self.folder = Path(folder) if folder else None
+        self.records = records
+        self.owner = f"sglang-pd-{os.getpid()}-{next(_numbers)}"
+        self.complained = False
+
+    def run(self) -> None:
+        while True:
+            time.sleep(WRITE_SECONDS)
+            self.write()
+
+    def write(self) -> None:
+        """Counts what has happened, and writes it; an error is logged once, and tried again."""
+        try:
+            while self.events:
+                happened, at, facts = self.events.popleft()
+                happened(self.rooms, at, *facts)
+            self.rooms.tick(time.monotonic(), self.peers)
+            ended, self.rooms.records = self.rooms.records, []
+            if self.records is not None and ended:
+                self.records.write(ended)
+            if self.folder is not None:
+                write_series(self.folder, self.owner, self.rooms.series)
+            self.complained = False
+        except Exception:
+            if not self.complained:
+                logger.exception("Metrics of KV transfers cannot be written")
+            self.complained = True

@@ -1,0 +1,143 @@
+"""The values behind `/metrics`, by metric and labels, for a bounded number of peers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Dict, Iterator, List, Tuple
+
+# Peers with series of their own; those beyond count as one.
+MAX_PEERS = 64
+OTHER_PEERS = "other"
+# A peer's series go when nothing has happened with it for so long.
+PEER_SECONDS = 3600.0
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+Labels = Tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of Prometheus.
+
+    Attributes:
+        name: Without `_total`, which a counter's sample gets.
+        kind: `counter`, `gauge` or `histogram`.
+        labels: Names of its labels; `peer` is the other server.
+    """
+
+    name: str
+    kind: str
+    labels: Labels
+    help: str
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"sglang_pd_{name}", "counter", labels, help)
+
+
+_WRITTEN = ("backend", "peer", "kind", "path")
+BYTES = _counter("transfer_bytes", "Bytes given to the transport.", *_WRITTEN)
+COPIES = _counter("descriptors", "Copies given to the transport.", *_WRITTEN)
+TRANSFERS = Metric(
+    "sglang_pd_transfer_seconds",
+    "histogram",
+    _WRITTEN,
+    "Seconds from giving copies to the transport until they are written.",
+)
+ROOMS = Metric("sglang_pd_rooms", "gauge", ("side", "state"), "Requests in each state.")
+ROOM_SECONDS = Metric(
+    "sglang_pd_room_seconds",
+    "histogram",
+    ("side", "state"),
+    "Seconds that requests were in each state.",
+)
+REQUESTS = _counter("requests", "Requests that ended.", "side", "peer", "ended")
+FAILURES = _counter(
+    "failures", "Failed requests, on the ranks that know why.", "side", "peer", "reason"
+)
+PEERS = Metric(
+    "sglang_pd_peers",
+    "gauge",
+    ("side", "kind"),
+    "Servers that this one knows, by how it serves them.",
+)
+MALFORMED = _counter("malformed_messages", "Messages dropped as unreadable.", "side")
+VERIFIED = _counter("verified_requests", "Requests whose KV was compared.", "peer")
+MISMATCHED = _counter("verified_mismatches", "Requests whose KV differed.", "peer")
+STALLS = _counter(
+    "stalls", "Times that KV transfer held up the scheduler for over 50 ms.", "side", "where"
+)
+STALL_SECONDS = _counter("stall_seconds", "Seconds of these times.", "side", "where")
+LOST_EVENTS = _counter("lost_events", "Events that these metrics lack: too many at once.", "side")
+
+METRICS = (
+    *(BYTES, COPIES, TRANSFERS, ROOMS, ROOM_SECONDS, REQUESTS, FAILURES, PEERS, MALFORMED),
+    *(VERIFIED, MISMATCHED, STALLS, STALL_SECONDS, LOST_EVENTS),
+)
+
+
+@dataclass
+class Histogram:
+    """How many values fell into each bucket of `SECONDS`, the last one without limit."""
+
+    counts: List[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    sum: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Adds a value, in seconds."""
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.sum += value
+
+
+class Series:
+    """Values of counters and gauges, and histograms, by metric and the values of its labels."""
+
+    def __init__(self):
+        self.values: Dict[Tuple[Metric, Labels], float] = {}
+        self.histograms: Dict[Tuple[Metric, Labels], Histogram] = {}
+        self._peers: Dict[str, float] = {}  # when something last happened with each
+
+    def add(self, metric: Metric, amount: float, *labels: str) -> None:
+        """Adds to a counter."""
+        key = (metric, labels)
+        self.values[key] = self.values.get(key, 0.0) + amount
+
+    def set(self, metric: Metric, value: float, *labels: str) -> None:
+        """Sets a gauge."""
+        self.values[metric, labels] = value
+
+    def observe(self, metric: Metric, seconds: float, *labels: str) -> None:
+        """Adds seconds to a histogram."""
+        self.histograms.setdefault((metric, labels), Histogram()).add(seconds)
+
+    def peer(self, name: str, now: float) -> str:
+        """Returns the label of a server with which something happens now."""
+        if name not in self._peers and len(self._peers) >= MAX_PEERS:
+            return OTHER_PEERS
+        self._peers[name] = now
+        return name
+
+    def expire_peers(self, now: float) -> None:
+        """Drops the series of servers with which nothing has happened for `PEER_SECONDS`."""
+        gone = {name for name, last in self._peers.items() if now - last > PEER_SECONDS}
+        for name in gone:
+            del self._peers[name]
+        for table in (self.values, self.histograms) if gone else ():
+            for metric, labels in list(table):
+                if "peer" in metric.labels and labels[metric.labels.index("peer")] in gone:
+                    del table[metric, labels]
+
+    def samples(self) -> Iterator[Tuple[Metric, str, Dict[str, str], float]]:
+        """Yields each sample: its metric, name, labels and value, as Prometheus's files have them.
+
+        A bucket counts the values that fell into it alone.
+        """
+        for (metric, values), value in self.values.items():
+            suffix = "_total" if metric.kind == "counter" else ""
+            yield metric, metric.name + suffix, dict(zip(metric.labels, values)), value
+        for (metric, values), histogram in self.histograms.items():
+            labels = dict(zip(metric.labels, values))
+            yield metric, f"{metric.name}_sum", labels, histogram.sum
+            for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts):
+                yield metric, f"{metric.name}_bucket", {**labels, "le": bound}, count

@@ -1,0 +1,326 @@
+"""Metrics and request lines, from events to what `/metrics` and `sglang-pd trace` read."""
+
+import threading
+import time
+
+import msgspec
+import pytest
+from transfer_log import KINDS, MAX_PEERS, METRICS, STATES, RequestRecord, TransferLog, failure_kind
+from transfer_log import log as transfer_log
+from transfer_log import rooms as rooms_module
+from transfer_log import series as series_module
+from transfer_log.files import write_series
+from transfer_log.rooms import Rooms
+from transfer_log.series import Series
+
+PEER = "10.0.0.2:30000"
+
+
+def rank_rooms(side="prefill", is_first_rank=True) -> Rooms:
+    return Rooms(side, "TP 0/1 PP 0/1", "nixl", is_first_rank, Series())
+
+
+def samples(series: Series) -> dict:
+    """The samples that are not zero, by name and the labels' values."""
+    return {(name, *labels.values()): value for _, name, labels, value in series.samples() if value}
+
+
+def test_prefill_room_passes_its_states():
+    rooms = rank_rooms()
+    rooms.opened(10.0, 7, "rid", "", 100)
+    rooms.entered(11.0, 7, "prefilling")
+    rooms.wrote(15.0, 7, PEER, "kv", "packed", 4096, 2, 1.0)
+    rooms.wrote(15.5, 7, PEER, "aux", "whole", 64, 1, 0.25)
+    assert samples(rooms.series)["sglang_pd_rooms", "prefill", "sending"] == 1
+    rooms.ended(16.0, 7)
+    (record,) = rooms.records
+    assert record.seconds == {"bootstrapping": 1.0, "prefilling": 3.0, "sending": 2.0}
+    assert (record.peer, record.tokens, record.bytes, record.copies) == (PEER, 100, 4160, 3)
+    assert record.paths == ["packed"] and record.ended == "success" and not record.kind
+    found = samples(rooms.series)
+    assert found["sglang_pd_transfer_bytes_total", "nixl", PEER, "kv", "packed"] == 4096
+    assert found["sglang_pd_descriptors_total", "nixl", PEER, "aux", "whole"] == 1
+    assert found["sglang_pd_transfer_seconds_sum", "nixl", PEER, "kv", "packed"] == 1.0
+    assert found["sglang_pd_requests_total", "prefill", PEER, "success"] == 1
+    assert found["sglang_pd_room_seconds_bucket", "prefill", "prefilling", "5.0"] == 1
+    assert not rooms.rooms
+    assert not [key for key in found if key[0] == "sglang_pd_rooms"]  # all zero
+
+
+def test_states_that_a_transport_does_not_tell_are_left_out():
+    rooms = rank_rooms("decode")
+    rooms.opened(0.0, 7, "", PEER, 5)
+    rooms.entered(1.0, 7, "waiting")
+    rooms.entered(4.0, 7, "queued")
+    rooms.entered(5.0, 7, "receiving")  # too late
+    rooms.ended(6.0, 7)
+    assert rooms.records[0].seconds == {"allocating": 1.0, "waiting": 3.0, "queued": 2.0}
+
+
+def test_first_reason_of_a_failure_counts():
+    rooms = rank_rooms()
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "decode 10.0.0.2:9000 has not answered for 10 s")
+    rooms.failed(3.0, 7, "Aborted by AbortReq.")
+    rooms.ended(9.0, 7)
+    (record,) = rooms.records
+    assert (record.kind, record.ended, record.seconds) == (
+        "peer_lost",
+        "failed",
+        {"bootstrapping": 1.0},
+    )
+    assert samples(rooms.series)["sglang_pd_failures_total", "prefill", PEER, "peer_lost"] == 1
+
+
+def test_failure_without_a_reason_is_another_ranks():
+    rooms = rank_rooms()
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "")
+    rooms.ended(3.0, 7)
+    found = samples(rooms.series)
+    assert found["sglang_pd_requests_total", "prefill", PEER, "failed"] == 1
+    assert not [key for key in found if key[0] == "sglang_pd_failures_total"]
+
+
+def test_failed_room_that_nothing_ends_is_ended_later():
+    rooms = rank_rooms()
+    for room in (7, 8):
+        rooms.opened(1.0, room, "", PEER, 5)
+    rooms.failed(2.0, 7, "Aborted by AbortReq.")
+    rooms.tick(2.0 + rooms_module.FAILED_SECONDS, dict)
+    assert set(rooms.rooms) == {7, 8}
+    rooms.tick(2.1 + rooms_module.FAILED_SECONDS, dict)
+    assert set(rooms.rooms) == {8} and rooms.records[0].kind == "aborted_by_client"
+
+
+def test_reused_room_ends_the_earlier_request():
+    rooms = rank_rooms()
+    rooms.opened(1.0, 7, "first", PEER, 5)
+    rooms.opened(2.0, 7, "second", PEER, 5)
+    assert [record.rid for record in rooms.records] == ["first"]
+    assert rooms.rooms[7].rid == "second"
+
+
+def test_rejected_request_counts_without_a_room():
+    rooms = rank_rooms()
+    rooms.rejected(1.0, 7, "Prefill refused the request: too long")
+    assert samples(rooms.series)["sglang_pd_failures_total", "prefill", "unknown", "rejected"] == 1
+    assert not rooms.rooms
+
+
+def test_only_the_first_rank_counts_requests():
+    rooms = rank_rooms(is_first_rank=False)
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.wrote(2.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
+    rooms.failed(3.0, 7, "Prefill could not send KV: NIXL")
+    rooms.ended(3.0, 7)
+    rooms.tick(4.0, lambda: {"patched": 1})
+    names = {name for name, *_ in samples(rooms.series)}
+    assert "sglang_pd_transfer_bytes_total" in names and "sglang_pd_failures_total" in names
+    for name in ("rooms", "requests_total", "room_seconds_sum", "peers"):
+        assert f"sglang_pd_{name}" not in names
+    assert len(rooms.records) == 1
+
+
+def test_events_of_unknown_rooms_change_no_room():
+    rooms = rank_rooms()
+    rooms.entered(1.0, 7, "prefilling")
+    rooms.failed(1.0, 7, "late")
+    rooms.ended(1.0, 7)
+    rooms.wrote(1.0, 7, "", "kv", "whole", 10, 1, 0.5)
+    assert not rooms.rooms and not rooms.records
+    assert samples(rooms.series)["sglang_pd_transfer_bytes_total", "nixl", "unknown", "kv", "whole"]
+
+
+def test_rooms_are_bounded(monkeypatch):
+    monkeypatch.setattr(rooms_module, "MAX_ROOMS", 2)
+    rooms = rank_rooms()
+    for room in range(3):
+        rooms.opened(float(room), room, "", PEER, 5)
+    assert set(rooms.rooms) == {1, 2}
+    assert samples(rooms.series)["sglang_pd_rooms", "prefill", "bootstrapping"] == 2
+
+
+def test_peers_are_bounded_and_expire():
+    rooms = rank_rooms()
+    for number in range(MAX_PEERS + 2):
+        rooms.wrote(1.0, number, f"host:{number}", "kv", "whole", 1, 1, 0.1)
+
+    def peers_with_bytes():
+        return {key[2] for key in samples(rooms.series) if key[0].endswith("bytes_total")}
+
+    assert len(peers_with_bytes()) == MAX_PEERS + 1 and "other" in peers_with_bytes()
+    last = 1.0 + series_module.PEER_SECONDS
+    rooms.wrote(last, 1, "host:1", "kv", "whole", 1, 1, 0.1)
+    rooms.tick(last + 1, dict)
+    assert peers_with_bytes() == {"host:1", "other"}
+    assert {key[2] for key in samples(rooms.series) if "seconds" in key[0]} == {"host:1", "other"}
+
+
+def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
+    prometheus = pytest.importorskip("prometheus_client")
+    from prometheus_client import multiprocess
+
+    for rank in range(2):
+        rooms = rank_rooms(is_first_rank=rank == 0)
+        rooms.opened(0.0, 7, "", "", 5)
+        for seconds in (0.002, 0.7, 100.0):
+            rooms.wrote(1.0, 7, PEER, "kv", "slices", 10, 3, seconds)
+        rooms.tick(1.0, lambda: {"patched": 2, "refused": 1})
+        for _ in range(2):  # replaced, not added
+            write_series(tmp_path, f"sglang-pd-1-{rank}", rooms.series)
+    registry = prometheus.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
+    labels = {"backend": "nixl", "peer": PEER, "kind": "kv", "path": "slices"}
+    value = registry.get_sample_value
+    assert value("sglang_pd_transfer_bytes_total", labels) == 60
+    assert value("sglang_pd_transfer_seconds_count", labels) == 6
+    assert value("sglang_pd_transfer_seconds_bucket", {**labels, "le": "1.0"}) == 4
+    assert value("sglang_pd_transfer_seconds_bucket", {**labels, "le": "+Inf"}) == 6
+    assert value("sglang_pd_rooms", {"side": "prefill", "state": "sending"}) == 1
+    assert value("sglang_pd_peers", {"side": "prefill", "kind": "refused"}) == 1
+    assert {path.suffix for path in tmp_path.iterdir()} == {".db"}
+
+
+REASONS = {
+    "Aborted by AbortReq.": "aborted_by_client",
+    "Aborted by decode-side abort notification.": "aborted_by_peer",
+    "Decode aborted the request: Aborted by AbortReq.": "aborted_by_peer",
+    "Prefill failed: Aborted on prefill": "aborted_by_peer",
+    "Prefill refused the request: Input is too long": "rejected",
+    "Prefill failed: Prefill refused the request: no reason given": "rejected",
+    "Prefill cannot serve this decode server: prefill has page size 1, decode 64": "refused",
+    "Prefill 10.0.0.1:8998 cannot serve this decode server: page sizes differ": "refused",
+    "prefill sends 5 pages where decode has set aside 4; the two servers disagree about": "refused",
+    "Request 7 timed out after 300.1s in KVPoll.WaitingForInput": "timeout",
+    "decode 10.0.0.2:9000 has not answered for 10 s (SGLANG_PD_SILENT_SECONDS)": "peer_lost",
+    "decode 10.0.0.2:9000 was replaced by another process": "peer_lost",
+    "Lost connection with prefill instance (bootstrap_addr: 10.0.0.1:8998)": "peer_lost",
+    "Decode instance could be dead, remote mooncake session a:1 is not alive": "peer_lost",
+    "Prefill could not send KV: NIXL reported an error": "transport",
+    "Failed to send kv chunk of 7 to 10.0.0.2:9000": "transport",
+    "KV verification failed: layer 3 of KV differs": "mismatch",
+    "the request failed on another rank, whose log may have the reason": "another_rank",
+    "": "another_rank",
+    "words that nobody has written yet": "other",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_failure_kind(reason):
+    assert failure_kind(reason) == REASONS[reason]
+
+
+def test_every_kind_of_failure_has_an_example():
+    assert set(REASONS.values()) == set(KINDS)
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Starts a prefill rank's log, which writes at once."""
+    monkeypatch.setattr(transfer_log, "WRITE_SECONDS", 0.01)
+    monkeypatch.setenv("SGLANG_PD_REQUEST_LOG", str(tmp_path / "requests"))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+
+    def started(peers=dict) -> TransferLog:
+        log = TransferLog()
+        log.start("prefill", "DP 1 TP 0/2 PP 0/1", "nixl", True, peers)
+        return log
+
+    return started
+
+
+def lines(tmp_path) -> list[RequestRecord]:
+    (path,) = (tmp_path / "requests").iterdir()
+    assert path.name.startswith("prefill-dp-1-tp-0of2-pp-0of1-")
+    return [msgspec.json.decode(line, type=RequestRecord) for line in path.open("rb")]
+
+
+def wait_for_lines(tmp_path, count: int) -> list[RequestRecord]:
+    deadline = time.monotonic() + 20
+    while len(found := lines(tmp_path)) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_log_writes_a_line_for_each_request(start, tmp_path):
+    log = start()
+    assert log.is_on
+    now = time.time()
+    log.opened(7, "rid", "", 5)
+    log.entered(7, "prefilling")
+    log.wrote(7, PEER, "kv", "whole", 10, 1, 0.0)
+    log.failed(7, "Aborted by AbortReq.")
+    log.ended(7)
+    log.rejected(8, "Prefill refused the request: too long")
+    first, second = wait_for_lines(tmp_path, 2)
+    assert (first.rid, first.peer, first.kind) == ("rid", PEER, "aborted_by_client")
+    assert list(first.seconds) == list(STATES["prefill"]) and abs(first.opened - now) < 5
+    assert (second.room, second.kind) == (8, "rejected")
+
+
+def test_log_survives_errors(start, tmp_path, caplog):
+    """Such as a label of the wrong type, or a manager's tables that change meanwhile."""
+    broken = threading.Event()
+
+    def peers():
+        if not broken.is_set():
+            raise RuntimeError("dictionary changed size during iteration")
+        return {}
+
+    log = start(peers)
+    log.opened(7, "rid", PEER, 5)
+    log._note(lambda rooms, at: 1 / 0)
+    time.sleep(0.1)
+    broken.set()
+    log.ended(7)
+    assert wait_for_lines(tmp_path, 1)[0].rid == "rid"
+    assert 1 <= caplog.text.count("Metrics of KV transfers cannot be written") <= 2
+
+
+def test_events_beyond_the_maximum_are_counted_as_lost(monkeypatch):
+    monkeypatch.setattr(transfer_log, "MAX_EVENTS", 3)
+    log = TransferLog()
+    log._events = transfer_log.deque()
+    for _ in range(20):
+        log.malformed()
+    rooms = rank_rooms()
+    transfer_log._Writer(log._events, rooms, dict, "", None).write()
+    found = samples(rooms.series)
+    assert found["sglang_pd_malformed_messages_total", "prefill"] == 3
+    assert found["sglang_pd_lost_events_total", "prefill"] == 3
+
+
+def test_stalls_are_counted(monkeypatch):
+    log = TransferLog()
+    log._events = transfer_log.deque()
+    log.took("inflight", time.monotonic())
+    log.took("inflight", time.monotonic() - 1.0)
+    rooms = rank_rooms()
+    transfer_log._Writer(log._events, rooms, dict, "", None).write()
+    found = samples(rooms.series)
+    assert found["sglang_pd_stalls_total", "prefill", "inflight"] == 1
+    assert 1.0 <= found["sglang_pd_stall_seconds_total", "prefill", "inflight"] < 5.0
+
+
+def test_log_is_off_by_default(monkeypatch):
+    for name in ("SGLANG_PD_REQUEST_LOG", "PROMETHEUS_MULTIPROC_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    log, threads = TransferLog(), threading.active_count()
+    log.start("prefill", "TP 0/1", "nixl", True, dict)
+    log.opened(7, "rid", PEER, 5)
+    log.took("inflight", 0.0)
+    assert not log.is_on and threading.active_count() == threads
+
+
+def test_wrong_folder_stops_the_server(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SGLANG_PD_REQUEST_LOG", str(tmp_path / "file"))
+    with pytest.raises(OSError):
+        TransferLog().start("prefill", "TP 0/1", "nixl", True, dict)
+
+
+def test_all_metrics_have_a_name_of_the_patch_set():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("sglang_pd_") for name in names)
