@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from transfer_log.files import write_series
 from transfer_log.rooms import Rooms
 from transfer_log.series import Series
 
+ROOT = Path(__file__).resolve().parents[2]
 PEER = "10.0.0.2:30000"
 
 
@@ -324,3 +326,41 @@ def test_all_metrics_have_a_name_of_the_patch_set():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     assert all(name.startswith("sglang_pd_") for name in names)
+
+
+def count_series(side: str, peers: int) -> int:
+    """Series of a server with so many peers, all of which it sends to by all paths that it may."""
+    rooms = rank_rooms(side)
+    for number in range(peers):
+        name = f"host:{number}"
+        if side == "prefill":
+            for kind, path in (
+                ("kv", "packed"),
+                ("kv", "slices"),
+                ("state", "whole"),
+                ("aux",) * 2,
+            ):
+                rooms.wrote(1.0, -1, name, kind, path, 1, 1, 0.1)
+        else:
+            rooms.verified(1.0, name, True)
+        for reason in ("", *REASONS):
+            rooms.opened(1.0, number, "", name, 5)
+            for state in STATES[side][1:]:
+                rooms.entered(2.0, number, state)
+            if reason:
+                rooms.failed(3.0, number, reason)
+            rooms.ended(3.0, number)
+    rooms.malformed(1.0)
+    for where in ("one", "two"):
+        rooms.stalled(1.0, where, 1.0)
+    rooms.tick(1.0, lambda: dict.fromkeys(("patched", "stock", "refused", "silent"), 1))
+    transfer_log._lose(rooms, 0.0)
+    histograms = len(rooms.series.histograms)
+    return sum(1 for _ in rooms.series.samples()) + histograms  # and a `_count` for each
+
+
+def test_documented_number_of_series():
+    counts = [count_series(side, peers) for side in STATES for peers in (1, 8)]
+    bound = f"| prefill | {counts[0]} | {counts[1]} |", f"| decode | {counts[2]} | {counts[3]} |"
+    text = (ROOT / "docs" / "operate.md").read_text()
+    assert all(row in text for row in bound), bound
