@@ -506,6 +506,19 @@ class RankBase(PackingCommands):
         pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
         return {"pairs": pairs, "said": report.said}
 
+    def note_request(self, room: int) -> None:
+        """Notes a request in the manager's log, as the scheduler's queue does."""
+        from sglang.srt.disaggregation.pd.noted_requests import note_request
+
+        req = SimpleNamespace(bootstrap_room=room, rid=f"rid-{room}", origin_input_ids=range(5))
+        note_request(self.manager, req)
+
+    def transfer_log(self) -> dict:
+        """Returns whether the manager keeps a log, and whether its transport is metered."""
+        transport = getattr(self.manager, "agent", None) or self.manager.engine
+        is_metered = type(transport).__name__.startswith("Metered")
+        return {"is_on": self.manager.transfer_log.is_on, "is_metered": is_metered}
+
     def count_early_connections(self) -> dict:
         """Counts NIXL's early connections to decode ranks since the first call."""
         logger = logging.getLogger("sglang.srt.disaggregation.pd.early_connections")

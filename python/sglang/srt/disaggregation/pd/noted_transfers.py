@@ -15,9 +15,9 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 class NotedTransfers:
     """Base of a KV manager, before the engine's.
 
-    On prefill, `decode_kv_args_table` has each decode rank's registration by name, and
-    `silent_peers` why nothing is sent to some; `failure_records` has why rooms failed. On decode, a
-    release provides `prefill_kinds()`.
+    On prefill, `decode_kv_args_table` has each decode rank's registration by name, `transfer_infos`
+    those that have requested each room, and `silent_peers` why nothing is sent to some.
+    `failure_records` has why rooms failed. On decode, a release provides `prefill_kinds()`.
     """
 
     transfer_log: TransferLog = PerInstance(TransferLog)
@@ -66,7 +66,8 @@ class NotedTransfers:
             if status == KVPoll.Success:
                 log.ended(room)
             elif status != KVPoll.Bootstrapping:
-                log.entered(room, "prefilling")
+                peer = next(iter(list(self.transfer_infos.get(room, ()))), "")
+                log.requested(room, self.server_of(peer))
 
     def server_of(self, peer: str) -> str:
         """Returns the name of a decode rank's server; empty if the rank is not registered."""

@@ -10,16 +10,19 @@ WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 MAX_NAME = 100
 
 
-def own_server_name(server_args: Any) -> str:
+def own_server_name(scheduler: Any) -> str:
     """Returns this server's name; without a host if it listens at all addresses of its only node.
 
-    Args:
-        server_args: The engine's.
+    Empty if the scheduler does not know it.
     """
-    host = server_args.host or ""
-    if server_args.nnodes > 1 and server_args.dist_init_addr:
-        host = server_args.dist_init_addr.rpartition(":")[0]
-    return f"{'' if host in WILDCARDS else host}:{server_args.port}"
+    args = getattr(scheduler, "server_args", None)
+    port, first_node = getattr(args, "port", 0), getattr(args, "dist_init_addr", None)
+    if not port:
+        return ""
+    host = getattr(args, "host", None) or ""
+    if getattr(args, "nnodes", 1) > 1 and first_node:
+        host = first_node.rpartition(":")[0]
+    return f"{'' if host in WILDCARDS else host}:{port}"
 
 
 def server_name(layout_frame: bytes, address: str) -> str:

@@ -99,8 +99,8 @@ class Rooms:
             self._count(state, 1)
 
     def requested(self, at: float, room: int, peer: str) -> None:
-        """Decode requests the room from a prefill server."""
-        self.entered(at, room, "waiting")
+        """Decode requests the room from prefill; `peer` is the other server."""
+        self.entered(at, room, STATES[self.side][1])
         if room in self.rooms:
             self.rooms[room].peer = peer
 

@@ -123,7 +123,7 @@ def set_local_layout(kv_args: KVArgs, queue: Queue) -> None:
         aux=_aux_widths(kv_args, scheduler),
         aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
         verifies=bool(verify_mode()),
-        server=own_server_name(scheduler.server_args),
+        server=own_server_name(scheduler),
     )
 
 

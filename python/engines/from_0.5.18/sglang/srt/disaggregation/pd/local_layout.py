@@ -146,7 +146,7 @@ def _layout(
         aux=_aux_widths(args),
         aux_slots=min(map(int.__floordiv__, args.aux_data_lens, args.aux_item_lens)),
         verifies=bool(verify_mode()),
-        server=own_server_name(_scheduler.server_args),
+        server=own_server_name(_scheduler),
     )
 
 
