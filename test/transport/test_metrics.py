@@ -109,6 +109,7 @@ def test_failure_has_a_reason_and_a_peer(serve, tmp_path, backend):
     fleet = metered(with_fields(HEADS["tp1_to_1"], backend=backend), tmp_path)
     with serve(fleet) as servers:
         assert_all_right(servers, REQUESTS[:1])
+        assert_eventually(lambda: len(sums(tmp_path, "sglang_pd_descriptors_total", 3)), 1, 10)
         (peer,) = sums(tmp_path, "sglang_pd_descriptors_total", 3)
         prefill, decode = servers.prefill[0], servers.decode[0]
         prefill.call("start_request", room=ROOM)
@@ -130,9 +131,9 @@ def test_request_has_a_line(serve, tmp_path):
         for rank in (prefill, decode):
             rank.call("start_request", room=ROOM)
             rank.call("note_request", room=ROOM)
-        decode.call("abort", room=ROOM)
         for rank in (prefill, decode):
             rank.call("abort", room=ROOM)
+            rank.call("wait_for_room", room=ROOM, seconds=10)
 
         def lines() -> dict[str, dict]:
             read = [json.loads(file.read_text() or "{}") for file in tmp_path.glob("*.jsonl")]

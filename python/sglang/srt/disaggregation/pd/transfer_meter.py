@@ -6,18 +6,20 @@ about to send (`Sending.note`); everything else passes through.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Dict, NamedTuple, Optional, Union
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from sglang.srt.disaggregation.kv_layout import PackedPlan, TransferPlan
 from sglang.srt.disaggregation.transfer_log import TransferLog
 
-# Handles that are numbers, as older releases of NIXL have them, and have not been seen to end.
+logger = logging.getLogger(__name__)
+
+# Handles of NIXL that are remembered; a rank has fewer under way.
 MAX_HANDLES = 1 << 16
 
 
@@ -64,8 +66,8 @@ class Sending:
         return getattr(self._own, "about", None) or self._by_peer.get(peer, UNKNOWN)
 
 
-class MeteredEngine:
-    """A synchronous transfer engine: Mooncake's or MemFabric's."""
+class Meter:
+    """Base of what stands in front of a transfer engine; no error here may fail a transfer."""
 
     def __init__(
         self, engine: Any, log: TransferLog, sending: Sending, server_of: Callable[[str], str]
@@ -80,6 +82,22 @@ class MeteredEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def _quietly(self, note: Callable[..., None], *facts: Any) -> None:
+        try:
+            note(*facts)
+        except Exception as error:
+            logger.warning_once(f"Metrics of KV transfers are incomplete: {error!r}")
+
+    def _note_written(self, peer: str, about: About, size: int, copies: int, start: float) -> None:
+        seconds = time.monotonic() - start
+        self._log.wrote(
+            about.room, self._server_of(peer), about.kind, about.path, size, copies, seconds
+        )
+
+
+class MeteredEngine(Meter):
+    """A synchronous transfer engine: Mooncake's or MemFabric's."""
+
     def batch_transfer_sync(self, session_id: str, buffers, peer_buffer_addresses, lengths) -> int:
         """Writes copies; returns the engine's status, 0 for success."""
         start = time.monotonic()
@@ -87,7 +105,7 @@ class MeteredEngine:
             session_id, buffers, peer_buffer_addresses, lengths
         )
         if status == 0:
-            self._note(session_id, sum(lengths), len(lengths), start)
+            self._quietly(self._note_copies, session_id, lengths, start)
         return status
 
     def transfer_sync(self, session_id: str, buffer: int, peer_buffer_address: int, length: int):
@@ -95,13 +113,12 @@ class MeteredEngine:
         start = time.monotonic()
         status = self._engine.transfer_sync(session_id, buffer, peer_buffer_address, length)
         if status == 0:
-            self._note(session_id, length, 1, start)
+            self._quietly(self._note_copies, session_id, [length], start)
         return status
 
-    def _note(self, session: str, size: int, copies: int, start: float) -> None:
-        room, kind, path = self._sending.about(session)
-        seconds = time.monotonic() - start
-        self._log.wrote(room, self._server_of(session), kind, path, size, copies, seconds)
+    def _note_copies(self, session: str, lengths: Sequence[int], start: float) -> None:
+        about = self._sending.about(session)
+        self._note_written(session, about, sum(lengths), len(lengths), start)
 
 
 class _Listed(NamedTuple):
@@ -126,123 +143,129 @@ class _Transfer(NamedTuple):
 
 
 class _Handles:
-    """What is known of NIXL's handles; it keeps none alive, since NIXL ends what nobody holds."""
+    """What is known of NIXL's handles; keeps none alive, since NIXL ends what nobody holds.
+
+    They cannot be referred to weakly. One with the number of an earlier one replaces it.
+    """
 
     def __init__(self):
-        self._weak: WeakKeyDictionary = WeakKeyDictionary()
-        self._numbers: OrderedDict[int, Any] = OrderedDict()
+        self._known: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def __setitem__(self, handle: Any, known: Any) -> None:
-        if not isinstance(handle, int):
-            self._weak[handle] = known
-            return
-        self._numbers[handle] = known
-        if len(self._numbers) > MAX_HANDLES:
-            self._numbers.popitem(last=False)
+    def put(self, handle: Any, known: Any) -> None:
+        with self._lock:
+            self._known[self._number(handle)] = known
+            if len(self._known) > MAX_HANDLES:
+                self._known.popitem(last=False)
 
     def get(self, handle: Any) -> Any:
-        return (self._numbers if isinstance(handle, int) else self._weak).get(handle)
+        return self._known.get(self._number(handle))
 
     def pop(self, handle: Any) -> Any:
-        return (self._numbers if isinstance(handle, int) else self._weak).pop(handle, None)
+        with self._lock:
+            return self._known.pop(self._number(handle), None)
+
+    @staticmethod
+    def _number(handle: Any) -> int:
+        return handle if isinstance(handle, int) else id(handle)
 
 
-class MeteredAgent:
+class MeteredAgent(Meter):
     """A NIXL agent. Prefill's meters what is sent; decode's notes each room's first byte."""
 
-    def __init__(
-        self, agent: Any, log: TransferLog, sending: Sending, server_of: Callable[[str], str]
-    ):
-        """Puts a meter in front of `agent`; see `MeteredEngine`."""
-        self._agent, self._log, self._sending, self._server_of = agent, log, sending, server_of
+    def __init__(self, *what):
+        super().__init__(*what)
         self._lists, self._transfers = _Handles(), _Handles()
-        self._described = threading.local()  # the thread's last descriptors: bytes, and copies
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
+        # The thread's last descriptors: their lengths, bytes in all, and how many.
+        self._described = threading.local()
 
     def get_xfer_descs(self, descs: Any, *more, **options) -> Any:
         """Describes one side's blocks."""
-        lengths = _lengths(descs)
-        if lengths is not None:
-            size = lengths * len(descs) if isinstance(lengths, int) else int(lengths.sum())
-            self._described.last = (lengths, size, len(descs))
-        return self._agent.get_xfer_descs(descs, *more, **options)
+        self._quietly(self._note_descriptors, descs)
+        return self._engine.get_xfer_descs(descs, *more, **options)
 
     def prep_xfer_dlist(self, agent_name: str, xfer_list: Any, *more, **options) -> Any:
         """Prepares one side's blocks."""
-        lengths = _lengths(xfer_list)
-        if lengths is None:  # descriptors that were made just before
-            lengths = getattr(self._described, "last", (0,))[0]
-        handle = self._agent.prep_xfer_dlist(agent_name, xfer_list, *more, **options)
-        if handle:
-            self._lists[handle] = _Listed(agent_name, lengths)
+        handle = self._engine.prep_xfer_dlist(agent_name, xfer_list, *more, **options)
+        self._quietly(self._note_list, handle, agent_name, xfer_list)
         return handle
 
     def initialize_xfer(self, operation, local_descs, remote_descs, remote_agent, *more, **options):
         """Makes a transfer of described blocks."""
         given = (operation, local_descs, remote_descs, remote_agent)
-        handle = self._agent.initialize_xfer(*given, *more, **options)
+        handle = self._engine.initialize_xfer(*given, *more, **options)
         if handle and operation == "WRITE":  # not a probe of a connection
-            _, size, copies = getattr(self._described, "last", (0, 0, 0))
-            self._transfers[handle] = _Transfer(remote_agent, size, copies)
+            self._quietly(self._note_described, handle, remote_agent)
         return handle
 
     def make_prepped_xfer(
-        self, operation, local, indices, remote, remote_indices, *more, **options
+        self, operation, ours, own_indices, remote, remote_indices, *more, **options
     ):
         """Makes a transfer of prepared blocks."""
-        given = (operation, local, indices, remote, remote_indices)
-        handle = self._agent.make_prepped_xfer(*given, *more, **options)
-        theirs = self._lists.get(remote)
-        if handle and theirs is not None:
-            size = theirs.size(remote_indices)
-            self._transfers[handle] = _Transfer(theirs.peer, size, len(remote_indices))
+        given = (operation, ours, own_indices, remote, remote_indices)
+        handle = self._engine.make_prepped_xfer(*given, *more, **options)
+        if handle:
+            self._quietly(self._note_prepared, handle, remote, remote_indices)
         return handle
 
     def transfer(self, handle: Any, *more, **options) -> str:
         """Starts a transfer; returns its state."""
-        known = self._transfers.get(handle)
-        if known is not None:
-            about = self._sending.about(known.peer)
-            self._transfers[handle] = known._replace(about=about, start=time.monotonic())
-        state = self._agent.transfer(handle, *more, **options)
+        self._quietly(self._note_start, handle)
+        state = self._engine.transfer(handle, *more, **options)
         if state == "DONE":
-            self._note_done(handle)
+            self._quietly(self._note_done, handle)
         return state
 
     def check_xfer_state(self, handle: Any) -> str:
         """Returns a transfer's state."""
-        state = self._agent.check_xfer_state(handle)
+        state = self._engine.check_xfer_state(handle)
         if state == "DONE":
-            self._note_done(handle)
+            self._quietly(self._note_done, handle)
         return state
 
     def get_new_notifs(self, *more, **options) -> Any:
         """Returns what has arrived: by sender, messages that start with their room."""
-        arrived = self._agent.get_new_notifs(*more, **options)
+        arrived = self._engine.get_new_notifs(*more, **options)
+        self._quietly(self._note_arrived, arrived)
+        return arrived
+
+    def _note_descriptors(self, descs: Any) -> None:
+        lengths = _lengths(descs)
+        if lengths is not None:
+            size = lengths * len(descs) if isinstance(lengths, int) else int(lengths.sum())
+            self._described.last = (lengths, size, len(descs))
+
+    def _note_list(self, handle: Any, peer: str, blocks: Any) -> None:
+        lengths = _lengths(blocks)
+        if lengths is None:  # descriptors that were made just before
+            lengths = self._described.last[0]
+        self._lists.put(handle, _Listed(peer, lengths))
+
+    def _note_described(self, handle: Any, peer: str) -> None:
+        _, size, copies = self._described.last
+        self._transfers.put(handle, _Transfer(peer, size, copies))
+
+    def _note_prepared(self, handle: Any, remote: Any, indices: Any) -> None:
+        theirs = self._lists.get(remote)
+        self._transfers.put(handle, _Transfer(theirs.peer, theirs.size(indices), len(indices)))
+
+    def _note_start(self, handle: Any) -> None:
+        known: Optional[_Transfer] = self._transfers.get(handle)
+        if known is not None:
+            about = self._sending.about(known.peer)
+            self._transfers.put(handle, known._replace(about=about, start=time.monotonic()))
+
+    def _note_done(self, handle: Any) -> None:
+        known: Optional[_Transfer] = self._transfers.pop(handle)
+        if known is not None and known.start:
+            self._note_written(known.peer, known.about, known.size, known.copies, known.start)
+
+    def _note_arrived(self, arrived: Any) -> None:
         for messages in arrived.values():
             for message in messages:
                 room = bytes(message).partition(b"_")[0]
                 if room.isdigit():
                     self._log.entered(int(room), "receiving")
-        return arrived
-
-    def _note_done(self, handle: Any) -> None:
-        known: Optional[_Transfer] = self._transfers.pop(handle)
-        if known is None or not known.start:
-            return
-        seconds = time.monotonic() - known.start
-        server = self._server_of(known.peer)
-        self._log.wrote(
-            known.about.room,
-            server,
-            known.about.kind,
-            known.about.path,
-            known.size,
-            known.copies,
-            seconds,
-        )
 
 
 def _lengths(descs: Any) -> Union[int, np.ndarray, None]:

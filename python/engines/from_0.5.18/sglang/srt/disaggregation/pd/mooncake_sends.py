@@ -58,7 +58,7 @@ class SessionRegistration(PeerRegistration):
 
     def read_own_frames(self, msg: list[bytes]) -> None:
         """Reads the frames of a registration that describe buffers and their sizes."""
-        self.read_layout_frame(msg)
+        super().read_own_frames(msg)
         self.sizes = find_sizes(msg)
 
 

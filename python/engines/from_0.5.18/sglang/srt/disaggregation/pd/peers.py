@@ -41,7 +41,7 @@ class PeerRegistration:
     # Whether it waits to be told which chunks it must interleave, if any.
     awaits_units: bool = False
 
-    def read_layout_frame(self, msg: list[bytes]) -> None:
+    def read_own_frames(self, msg: list[bytes]) -> None:
         """Reads the frame of a registration that describes buffers."""
         self.layout_frame = find_layout_frame(msg)
         self.server = server_name(self.layout_frame, getattr(self, "endpoint", ""))
