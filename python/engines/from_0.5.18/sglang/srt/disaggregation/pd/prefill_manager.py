@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.pd.peers import chunk_refusal, is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_failures import (
     ABORTED,
+    ABORTED_BY_DECODE,
     Endpoint,
     RoomFailures,
     parse_abort,
@@ -338,6 +339,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
         is_taken = super()._handle_abort_notification(msg)
         if room in self.transfer_infos:
             self._fail_incomplete_room(room)
+        if self.request_status.get(room) == KVPoll.Failed:
+            self.transfer_log.failed(room, ABORTED_BY_DECODE)
         self.track_room_without_sender(room, decode)
         return is_taken
 

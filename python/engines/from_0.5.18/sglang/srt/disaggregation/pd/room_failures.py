@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
 ABORTED = "Aborted on prefill"
+ABORTED_BY_DECODE = "Aborted by decode"
 FAILED_ELSEWHERE = "the request failed on another rank, whose log may have the reason"
 # How many decode ranks to remember per room as notified, or as having aborted; a fleet has fewer.
 MAX_NOTIFIED_RANKS = 1024
