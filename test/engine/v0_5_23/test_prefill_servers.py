@@ -109,14 +109,28 @@ def check_servers(queue, address: str, checks: int) -> tuple[bool, int]:
     return False, 0
 
 
-def test_running_query_does_not_count_as_failed_tries(decode, bootstrap):
+def test_running_query_of_ranks_does_not_count_as_failed_tries(decode, bootstrap, monkeypatch):
     """The engine aborts requests after 15 tries; a large server's ranks take longer to query."""
-    bootstrap.open.clear()
+    query, is_open = prefill_servers.query_route, threading.Event()
+    monkeypatch.setattr(
+        prefill_servers, "query_route", lambda *of: is_open.wait(PATIENCE) and query(*of)
+    )
     queue = fake_managers.prealloc_queue(decode)
+    assert not decode.try_ensure_parallel_info(bootstrap.address)
+    assert wait_for(lambda: bootstrap.address in decode.prefill_info_table)
     assert check_servers(queue, bootstrap.address, 40) == (False, 0)
-    bootstrap.open.set()
+    is_open.set()
     assert wait_for(decode.pending_queries[bootstrap.address].done)
     assert check_servers(queue, bootstrap.address, 1) == (True, 0)
+
+
+def test_query_that_a_stopped_server_does_not_answer_counts_as_failed_tries(decode, bootstrap):
+    """Otherwise each try would last until the query's time-out, and 15 of them over a minute."""
+    bootstrap.open.clear()
+    queue = fake_managers.prealloc_queue(decode)
+    assert check_servers(queue, bootstrap.address, 10000) == (False, 1)
+    assert not decode.pending_queries[bootstrap.address].done()
+    bootstrap.open.set()
 
 
 def test_requests_to_an_absent_server_are_aborted(decode):

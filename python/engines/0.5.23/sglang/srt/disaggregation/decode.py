@@ -29,11 +29,12 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
     ) -> tuple[dict[str, list[DecodeRequest]], list[DecodeRequest]]:
         """Returns the requests whose servers are known, by bootstrap address, and those that wait.
 
-        Extends the engine's, which aborts requests after 15 tries: a query that still runs, as of
-        a large server's ranks, is not a try.
+        Extends the engine's, which aborts requests after 15 tries: while a server that has given
+        its sizes is queried for its ranks, which may be many, that is not a try.
         """
         queries = getattr(self.kv_manager, "pending_queries", {})
-        running = {address for address, query in list(queries.items()) if not query.done()}
+        answering = getattr(self.kv_manager, "prefill_info_table", ())
+        running = {a for a, query in list(queries.items()) if a in answering and not query.done()}
         others = {a: reqs for a, reqs in addr_to_reqs.items() if a not in running}
         known, waiting = super()._ensure_prefill_info(others)
         return known, waiting + [
