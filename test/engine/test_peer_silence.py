@@ -187,6 +187,21 @@ def test_longest_silent_ranks_are_dropped_beyond_the_maximum(manager, monkeypatc
         assert set(getattr(manager, table)) == {"rank 1", "rank 2", "rank 3"}, table
 
 
+def test_released_rank_that_requests_a_room_is_not_dropped(manager, monkeypatch):
+    """The room still needs its registration."""
+    manager.register("a", 1)
+    check_silent(manager, monkeypatch, {1: 9e9})
+    assert manager.released_peers == {"a"}
+    monkeypatch.setattr(peer_silence, "MAX_RELEASED_PEERS", 0)
+    manager.fail_room_of_silent_peer = lambda room, reason: None
+    manager.transfer_infos = {5: {"a": None}}
+    manager.check_peers()
+    assert not manager.dropped and set(manager.decode_kv_args_table) == {"a"}
+    manager.transfer_infos.clear()
+    manager.check_peers()
+    assert manager.dropped == ["a"] and not manager.decode_kv_args_table
+
+
 def test_replaced_rank_fails_its_rooms_and_is_dropped(manager, listen):
     """The replaced rank seems to answer, but its replacement at the same endpoint does."""
     _, port = listen()

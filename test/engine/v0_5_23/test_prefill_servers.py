@@ -82,16 +82,22 @@ def test_scheduler_waits_for_a_query_only_once(decode, bootstrap, monkeypatch):
     assert seconds[0] > 0.4 and sum(seconds[1:]) < 0.4
 
 
-def test_server_stopped_before_its_ranks_are_known_does_not_block(decode, bootstrap, monkeypatch):
-    """A request that is opened then would query the ranks itself."""
+@pytest.fixture
+def ranks_open(monkeypatch):
+    """An event for which queries for ranks wait; those for a server's sizes do not."""
     query, is_open = prefill_servers.query_route, threading.Event()
     monkeypatch.setattr(
         prefill_servers, "query_route", lambda *of: is_open.wait(PATIENCE) and query(*of)
     )
+    return is_open
+
+
+def test_server_stopped_before_its_ranks_are_known_does_not_block(decode, bootstrap, ranks_open):
+    """A request that is opened then would query the ranks itself."""
     assert not decode.try_ensure_parallel_info(bootstrap.address)
     assert wait_for(lambda: bootstrap.address in decode.prefill_info_table)
     assert resolve_dp_rank(decode, bootstrap) is None
-    is_open.set()
+    ranks_open.set()
     assert is_resolved(decode, bootstrap)
     assert resolve_dp_rank(decode, bootstrap) == 1
 
@@ -109,14 +115,33 @@ def check_servers(queue, address: str, checks: int) -> tuple[bool, int]:
     return False, 0
 
 
-def test_running_query_does_not_count_as_failed_tries(decode, bootstrap):
+def test_running_query_of_ranks_does_not_count_as_failed_tries(decode, bootstrap, ranks_open):
     """The engine aborts requests after 15 tries; a large server's ranks take longer to query."""
-    bootstrap.open.clear()
     queue = fake_managers.prealloc_queue(decode)
+    assert not decode.try_ensure_parallel_info(bootstrap.address)
+    assert wait_for(lambda: bootstrap.address in decode.prefill_info_table)
     assert check_servers(queue, bootstrap.address, 40) == (False, 0)
-    bootstrap.open.set()
+    ranks_open.set()
     assert wait_for(decode.pending_queries[bootstrap.address].done)
     assert check_servers(queue, bootstrap.address, 1) == (True, 0)
+
+
+def test_requests_to_a_server_that_returns_only_its_sizes_are_aborted(
+    decode, bootstrap, monkeypatch
+):
+    """It may stop, or be cut off, between the two queries, again and again."""
+    monkeypatch.setattr(prefill_servers, "query_route", lambda *of: time.sleep(0.01) or 1 / 0)
+    queue = fake_managers.prealloc_queue(decode)
+    assert check_servers(queue, bootstrap.address, 10000) == (False, 1)
+
+
+def test_query_that_a_stopped_server_does_not_answer_counts_as_failed_tries(decode, bootstrap):
+    """Otherwise each try would last until the query's time-out, and 15 of them over a minute."""
+    bootstrap.open.clear()
+    queue = fake_managers.prealloc_queue(decode)
+    assert check_servers(queue, bootstrap.address, 10000) == (False, 1)
+    assert not decode.pending_queries[bootstrap.address].done()
+    bootstrap.open.set()
 
 
 def test_requests_to_an_absent_server_are_aborted(decode):

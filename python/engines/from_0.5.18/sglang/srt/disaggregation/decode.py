@@ -40,11 +40,14 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
     ) -> tuple[dict[str, list[DecodeRequest]], list[DecodeRequest]]:
         """Returns the requests whose servers are known, by bootstrap address, and those that wait.
 
-        Extends the engine's, which aborts requests after 15 tries: a query that still runs, as of
-        a large server's ranks, is not a try.
+        Extends the engine's, which aborts requests after 15 tries: a server that has returned its
+        sizes may take longer to return the addresses of its ranks, and is not tried meanwhile.
         """
-        queries = getattr(self.kv_manager, "pending_queries", {})
-        running = {address for address, query in list(queries.items()) if not query.done()}
+        manager = self.kv_manager
+        queries = list(getattr(manager, "pending_queries", {}).items())
+        running = {
+            a for a, query in queries if a in manager.prefill_info_table and not query.done()
+        }
         others = {a: reqs for a, reqs in addr_to_reqs.items() if a not in running}
         known, waiting = super()._ensure_prefill_info(others)
         return known, waiting + [
