@@ -135,15 +135,16 @@ def test_finished_room_is_left_to_the_engine(is_cleared, backend):
     assert ROOM not in prefill.request_status or not is_cleared
 
 
-def test_dummy_rank_needs_no_pages(backend, prefill, decode):
+def test_dummy_rank_needs_no_pages_and_no_registration(backend, prefill, decode):
     """Another prefill rank sends the heads; dummy metadata only lets this one count its peers."""
     dummy = {"pages": [], "is_dummy": True, "decode_prefix_len": 0}
     fake_managers.request_rooms(prefill, decode, ROOM, **dummy)
     assert prefill.request_status[ROOM] == KVPoll.WaitingForInput
     assert prefill.transfer_infos[ROOM][fake_managers.PEER[backend]].is_dummy
+    prefill.decode_kv_args_table.clear()
     add(prefill)
-    assert queued_chunks(prefill) == 1
-    assert not prefill.notified
+    assert prefill.transfer_queues[0].get().room == ROOM
+    assert not prefill.notified and prefill.request_status[ROOM] == KVPoll.WaitingForInput
 
 
 def test_each_chunk_is_recorded_for_its_digests(backend):
