@@ -219,3 +219,13 @@ def test_wall_clock_jump_frees_no_pages(locate, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     assert [receiver.poll() for receiver in made] == [KVPoll.WaitingForInput] * 2
     assert not made[1].is_aborted
+
+
+def test_each_prefill_rank_has_a_number_of_its_own(make_prefill):
+    """By which decode counts those that have confirmed."""
+    ranks = [(tp, pp) for tp in range(3) for pp in range(2)]
+    numbers = {
+        make_prefill(MooncakeKVManager, attn_tp_rank=tp, pp_rank=pp, pp_size=2).sender_rank
+        for tp, pp in ranks
+    }
+    assert len(numbers) == len(ranks)
