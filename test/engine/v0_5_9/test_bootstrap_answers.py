@@ -223,9 +223,9 @@ def test_wall_clock_jump_frees_no_pages(locate, monkeypatch):
 
 def test_each_prefill_rank_has_a_number_of_its_own(make_prefill):
     """By which decode counts those that have confirmed."""
-    ranks = [(tp, pp) for tp in range(3) for pp in range(2)]
-    numbers = {
-        make_prefill(MooncakeKVManager, attn_tp_rank=tp, pp_rank=pp, pp_size=2).sender_rank
-        for tp, pp in ranks
-    }
-    assert len(numbers) == len(ranks)
+    manager, numbers = make_prefill(MooncakeKVManager), set()
+    manager.pp_size = 2
+    for manager.attn_tp_rank in range(3):
+        for manager.pp_rank in range(2):
+            numbers.add(manager.sender_rank)
+    assert len(numbers) == 6
