@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, multiprocess
 from transfer_log import KINDS, MAX_PEERS, METRICS, STATES, RequestRecord, TransferLog, failure_kind
 from transfer_log import log as transfer_log
 from transfer_log import rooms as rooms_module
@@ -159,10 +160,36 @@ def test_peers_are_bounded_and_expire():
     assert {key[2] for key in samples(rooms.series) if "seconds" in key[0]} == {"host:1", "other"}
 
 
-def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
-    prometheus = pytest.importorskip("prometheus_client")
-    from prometheus_client import multiprocess
+def test_failures_of_the_last_hour():
+    rooms = rank_rooms()
+    for minute in (1, 31, 60):
+        rooms.opened(60.0 * minute, 7, "", PEER, 5)
+        rooms.failed(60.0 * minute, 7, "decode 10.0.0.2:9000 has not answered for 10 s")
+        rooms.ended(60.0 * minute, 7)
 
+    def recent(minute: float) -> float:
+        rooms.series.expire(60.0 * minute)
+        key = "sglang_pd_failures_last_hour", "prefill", PEER, "peer_lost"
+        return samples(rooms.series).get(key, 0)
+
+    assert [recent(minute) for minute in (60, 62, 92, 119.9)] == [3, 2, 1, 1]
+    assert recent(122) == 0
+
+
+def test_file_of_series_that_are_gone_is_replaced(tmp_path):
+    series = Series()
+    series.add_failure(0.0, "prefill", PEER, "timeout")
+    series.expire(60.0)
+    write_series(tmp_path, "sglang-pd-1-0", series)
+    series.expire(2 * 3600.0)
+    write_series(tmp_path, "sglang-pd-1-0", series)
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
+    found = {family.name for family in registry.collect() if family.samples}
+    assert found == {"sglang_pd_failures"}  # a counter of no peer goes with its peer
+
+
+def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
     for rank in range(2):
         rooms = rank_rooms(is_first_rank=rank == 0)
         rooms.opened(0.0, 7, "", "", 5)
@@ -171,7 +198,7 @@ def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
         rooms.tick(1.0, lambda: {"patched": 2, "refused": 1})
         for _ in range(2):  # replaced, not added
             write_series(tmp_path, f"sglang-pd-1-{rank}", rooms.series)
-    registry = prometheus.CollectorRegistry()
+    registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     labels = {"backend": "nixl", "peer": PEER, "kind": "kv", "path": "slices"}
     value = registry.get_sample_value

@@ -9,7 +9,6 @@ written anew as a whole, which drops what is no longer there, and renamed, so th
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Dict, List, Tuple
 
@@ -26,7 +25,7 @@ def metrics_folder() -> str:
 
 
 def write_series(folder: Path, owner: str, series: Series) -> None:
-    """Replaces an owner's files.
+    """Replaces an owner's files, one for each kind, also one without samples.
 
     Args:
         owner: Unique in the folder; without `_`, at which the library splits names.
@@ -37,7 +36,7 @@ def write_series(folder: Path, owner: str, series: Series) -> None:
     # Not at the top: imported before the variable is set, the library would not write files.
     from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
-    by_kind: Dict[str, List[Tuple[str, float]]] = defaultdict(list)
+    by_kind: Dict[str, List[Tuple[str, float]]] = {kind: [] for kind in _PREFIXES}
     for metric, name, labels, value in series.samples():
         key = mmap_key(metric.name, name, list(labels), list(labels.values()), metric.help)
         by_kind[metric.kind].append((key, value))

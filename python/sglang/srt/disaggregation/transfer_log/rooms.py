@@ -22,7 +22,6 @@ from .records import RequestRecord
 from .series import (
     BYTES,
     COPIES,
-    FAILURES,
     MALFORMED,
     MISMATCHED,
     PEERS,
@@ -178,7 +177,7 @@ class Rooms:
         long_ago = now - FAILED_SECONDS
         for room in [one for one, known in self.rooms.items() if 0 < known.failed < long_ago]:
             self._end(now, room)
-        self.series.expire_peers(now)
+        self.series.expire(now)
         for kind, count in peers().items() if self.is_first_rank else ():
             self.series.set(PEERS, count, self.side, kind)
 
@@ -210,7 +209,7 @@ class Rooms:
             for state, seconds in known.seconds.items():
                 self.series.observe(ROOM_SECONDS, seconds, self.side, state)
         if kind not in ("", ANOTHER_RANK):
-            self.series.add(FAILURES, 1, self.side, peer, kind)
+            self.series.add_failure(at, self.side, peer, kind)
         self.records.append(
             RequestRecord(
                 self.side,

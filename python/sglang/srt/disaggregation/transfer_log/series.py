@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Dict, Iterator, List, Tuple
 
@@ -56,6 +57,12 @@ REQUESTS = _counter("requests", "Requests that ended.", "side", "peer", "ended")
 FAILURES = _counter(
     "failures", "Failed requests, on the ranks that know why.", "side", "peer", "reason"
 )
+RECENT_FAILURES = Metric(
+    "sglang_pd_failures_last_hour",
+    "gauge",
+    ("side", "peer", "reason"),
+    "Failed requests of the last hour, on the ranks that know why.",
+)
 PEERS = Metric(
     "sglang_pd_peers",
     "gauge",
@@ -72,8 +79,8 @@ STALL_SECONDS = _counter("stall_seconds", "Seconds of these times.", "side", "wh
 LOST_EVENTS = _counter("lost_events", "Events that these metrics lack: too many at once.", "side")
 
 METRICS = (
-    *(BYTES, COPIES, TRANSFERS, ROOMS, ROOM_SECONDS, REQUESTS, FAILURES, PEERS, MALFORMED),
-    *(VERIFIED, MISMATCHED, STALLS, STALL_SECONDS, LOST_EVENTS),
+    *(BYTES, COPIES, TRANSFERS, ROOMS, ROOM_SECONDS, REQUESTS, FAILURES, RECENT_FAILURES),
+    *(PEERS, MALFORMED, VERIFIED, MISMATCHED, STALLS, STALL_SECONDS, LOST_EVENTS),
 )
 
 
@@ -97,11 +104,17 @@ class Series:
         self.values: Dict[Tuple[Metric, Labels], float] = {}
         self.histograms: Dict[Tuple[Metric, Labels], Histogram] = {}
         self._peers: Dict[str, float] = {}  # when something last happened with each
+        self._failures: Dict[int, Counter[Labels]] = {}  # by the minute
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Adds to a counter."""
         key = (metric, labels)
         self.values[key] = self.values.get(key, 0.0) + amount
+
+    def add_failure(self, at: float, *labels: str) -> None:
+        """Counts a failed request: its side, peer and reason."""
+        self.add(FAILURES, 1, *labels)
+        self._failures.setdefault(int(at // 60), Counter())[labels] += 1
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         """Sets a gauge."""
@@ -118,8 +131,22 @@ class Series:
         self._peers[name] = now
         return name
 
-    def expire_peers(self, now: float) -> None:
-        """Drops the series of servers with which nothing has happened for `PEER_SECONDS`."""
+    def expire(self, now: float) -> None:
+        """Drops what is older than an hour: recent failures, and the series of silent servers."""
+        self._expire_failures(now)
+        self._expire_peers(now)
+
+    def _expire_failures(self, now: float) -> None:
+        for minute in [one for one in self._failures if one < now // 60 - 60]:
+            del self._failures[minute]
+        recent = sum(self._failures.values(), Counter())
+        for metric, labels in [one for one in self.values if one[0] is RECENT_FAILURES]:
+            if labels not in recent:
+                del self.values[metric, labels]
+        for labels, count in recent.items():
+            self.set(RECENT_FAILURES, count, *labels)
+
+    def _expire_peers(self, now: float) -> None:
         gone = {name for name, last in self._peers.items() if now - last > PEER_SECONDS}
         for name in gone:
             del self._peers[name]
