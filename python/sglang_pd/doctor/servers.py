@@ -153,13 +153,11 @@ def check_failures(client: httpx.Client, server: Server) -> Iterator[Finding]:
         return
     if not any(one.name == "sglang_pd_rooms" for one in series):
         return
-    counts: dict[tuple[str, str], float] = {}  # of all ranks
-    for one in (sample for one in series if one.name == RECENT_FAILURES for sample in one.samples):
-        key = one.labels["peer"], one.labels["reason"]
-        counts[key] = counts.get(key, 0) + one.value
-    if not counts:
+    recent = [sample for one in series if one.name == RECENT_FAILURES for sample in one.samples]
+    if not recent:
         yield ok(GROUP, server.name, "no request failed in the last hour")
-    for (peer, reason), count in sorted(counts.items(), key=lambda one: -one[1]):
+    for sample in sorted(recent, key=lambda one: -one.value):
+        peer, reason, count = sample.labels["peer"], sample.labels["reason"], sample.value
         found = f"failures in the last hour, with {peer}: {count:.0f} {reason}"
         advice = f"docs/operate.md, `{reason}`; the server's log has the texts"
         if reason in HARMLESS:
