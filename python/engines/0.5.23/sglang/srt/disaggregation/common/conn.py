@@ -214,7 +214,7 @@ class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVRe
     def init(self, prefill_dp_rank: int):
         """Starts the request with its prefill server.
 
-        Extends the engine's: if the server is incompatible, fails the request on both sides.
+        Extends the engine's: if the server is incompatible, fails the request.
         """
         why = self.kv_mgr.incompatibility(self.bootstrap_addr)
         if why is None or self.conclude_state == KVPoll.Failed:
@@ -223,7 +223,6 @@ class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVRe
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
 
     def send_metadata(self, *where, **more):
         """Sends the metadata. Extends the engine's: notes which prefill ranks are awaited."""
@@ -232,7 +231,14 @@ class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVRe
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
 
     def failure_exception(self):
+        """Raises the reason. Extends the engine's: aborts the request on prefill, too.
+
+        The engine notifies only prefill ranks that this rank knows. It knows none if the request
+        failed before it knew the server, perhaps on another rank, and prefill would wait.
+        """
         self.takes_reason = True  # which the engine does after it clears the room
+        if self._owns_bootstrap_room and getattr(self, "bootstrap_infos", None) is None:
+            self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
         super().failure_exception()
 
     def _clear(self) -> None:
