@@ -5,9 +5,14 @@ import time
 import fake_managers
 import pytest
 import zmq
+from engine_release import IS_0_5_18
 from fake_managers import RECEIVERS, decode_rank, process_messages
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import AbortNotification, EngineCommonKVManager
+from sglang.srt.disaggregation.common.conn import (
+    AbortNotification,
+    EngineCommonKVManager,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.pd import compatibility, prefill_servers
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
@@ -86,6 +91,29 @@ def test_incompatible_server_fails_its_requests_with_the_reason(says, has, why, 
     assert decode.aborted_rooms == [(bootstrap.address, 7), (bootstrap.address, 8)]
     assert count_size_queries(bootstrap) == 1
     assert not decode.failure_records
+
+
+def test_request_that_fails_before_its_server_is_known_is_aborted_on_prefill(decode, bootstrap):
+    """It has failed on another decode rank, to which the server's sizes came first."""
+    receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, ROOM)
+    with pytest.raises(KVTransferError):
+        receiver.failure_exception()
+    assert decode.aborted_rooms == [(bootstrap.address, ROOM)]
+
+
+KNOWN_OR_NOT_OWNED = [{"bootstrap_infos": [{}]}]
+if not IS_0_5_18:
+    KNOWN_OR_NOT_OWNED.append({"_owns_bootstrap_room": False})
+
+
+@pytest.mark.parametrize("has", KNOWN_OR_NOT_OWNED, ids=str)
+def test_request_is_not_aborted_on_prefill_twice(has, decode, bootstrap):
+    """The engine notifies ranks that it knows; a room of two requests is the first one's."""
+    receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, ROOM)
+    vars(receiver).update(has)
+    with pytest.raises(KVTransferError):
+        receiver.failure_exception()
+    assert not decode.aborted_rooms
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError, AttributeError])
@@ -178,7 +206,7 @@ def test_request_that_failed_before_keeps_its_reason(backend, decode, bootstrap)
     decode.update_status(ROOM, KVPoll.Failed)
     receiver.init(0)
     assert reason_of(receiver) == "given up"
-    assert not decode.aborted_rooms
+    assert decode.aborted_rooms == [(bootstrap.address, ROOM)]
 
 
 @pytest.mark.parametrize("answer", [None, [], "", {}, {"attn_tp_size": "x"}], ids=repr)

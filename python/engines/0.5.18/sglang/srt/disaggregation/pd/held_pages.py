@@ -164,7 +164,9 @@ class HoldingReceiver(VerifyingReceiver, InterleavingReceiver):
             manager.acks.rooms.pop(room, None)
 
     def failure_exception(self):
+        """Raises the reason. Extends the engine's: aborts the request on prefill, too."""
         self.takes_reason = True  # which the engine does after it clears the room
+        self.abort_on_unknown_ranks()
         super().failure_exception()
 
 

@@ -98,7 +98,10 @@ class CommonKVReceiver(
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
 
     def failure_exception(self):
+        """Raises the reason. Extends the engine's: aborts the request on prefill, too."""
         self.takes_reason = True  # which the engine does after it clears the room
+        if self._owns_bootstrap_room:
+            self.abort_on_unknown_ranks()
         super().failure_exception()
 
     def _clear(self) -> None:

@@ -31,7 +31,7 @@ class PrefillReceiver:
     def init(self, prefill_dp_rank: int):
         """Starts the request with its prefill server.
 
-        Extends the engine's: if the server is incompatible, fails the request on both sides.
+        Extends the engine's: if the server is incompatible, fails the request.
         """
         why = self.kv_mgr.incompatibility(self.bootstrap_addr)
         if why is None or self.conclude_state == KVPoll.Failed:
@@ -40,7 +40,15 @@ class PrefillReceiver:
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
+
+    def abort_on_unknown_ranks(self) -> None:
+        """Aborts a failed request on prefill if this rank does not know the ranks of prefill.
+
+        The engine notifies only ranks that it knows. It knows none if the request failed before it
+        knew the server, perhaps on another decode rank, and prefill would wait.
+        """
+        if getattr(self, "bootstrap_infos", None) is None:
+            self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
