@@ -11,7 +11,9 @@ from transfer_log import KINDS, MAX_PEERS, METRICS, STATES, RequestRecord, Trans
 from transfer_log import log as transfer_log
 from transfer_log import rooms as rooms_module
 from transfer_log import series as series_module
-from transfer_log.files import write_series
+from transfer_log.files import SeriesFiles
+from transfer_log.peers import PeerActivity
+from transfer_log.records import RecordFile
 from transfer_log.rooms import Rooms
 from transfer_log.series import Series
 
@@ -90,9 +92,9 @@ def test_failed_room_that_nothing_ends_is_ended_later():
     for room in (7, 8):
         rooms.opened(1.0, room, "", PEER, 5)
     rooms.failed(2.0, 7, "Aborted by AbortReq.")
-    rooms.tick(2.0 + rooms_module.FAILED_SECONDS, dict)
+    rooms.tick(2.0 + rooms_module.FAILED_SECONDS, 2, dict)
     assert set(rooms.rooms) == {7, 8}
-    rooms.tick(2.1 + rooms_module.FAILED_SECONDS, dict)
+    rooms.tick(2.1 + rooms_module.FAILED_SECONDS, 2, dict)
     assert set(rooms.rooms) == {8} and rooms.records[0].kind == "aborted_by_client"
 
 
@@ -117,7 +119,7 @@ def test_only_the_first_rank_counts_requests():
     rooms.wrote(2.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
     rooms.failed(3.0, 7, "Prefill could not send KV: NIXL")
     rooms.ended(3.0, 7)
-    rooms.tick(4.0, lambda: {"patched": 1})
+    rooms.tick(4.0, 4, lambda: {"patched": 1})
     names = {name for name, *_ in samples(rooms.series)}
     assert "sglang_pd_transfer_bytes_total" in names and "sglang_pd_failures_total" in names
     for name in ("rooms", "requests_total", "room_seconds_sum", "peers"):
@@ -140,7 +142,7 @@ def test_rooms_are_bounded(monkeypatch):
     rooms = rank_rooms()
     for room in range(3):
         rooms.opened(float(room), room, "", PEER, 5)
-    assert set(rooms.rooms) == {1, 2}
+    assert set(rooms.rooms) == {1, 2} and rooms.records[0].ended == "failed"
     assert samples(rooms.series)["sglang_pd_rooms", "prefill", "bootstrapping"] == 2
 
 
@@ -153,15 +155,17 @@ def test_peers_are_bounded_and_expire():
         return {key[2] for key in samples(rooms.series) if key[0].endswith("bytes_total")}
 
     assert len(peers_with_bytes()) == MAX_PEERS + 1 and "other" in peers_with_bytes()
+    rooms.tick(1.0, 1, dict)
     last = 1.0 + series_module.PEER_SECONDS
     rooms.wrote(last, 1, "host:1", "kv", "whole", 1, 1, 0.1)
-    rooms.tick(last + 1, dict)
+    rooms.tick(last + 1, last + 1, dict)
     assert peers_with_bytes() == {"host:1", "other"}
     assert {key[2] for key in samples(rooms.series) if "seconds" in key[0]} == {"host:1", "other"}
 
 
 def test_failures_of_the_last_hour():
     rooms = rank_rooms()
+    rooms._epoch = 0.0
     for minute in (1, 31, 60):
         rooms.opened(60.0 * minute, 7, "", PEER, 5)
         rooms.failed(60.0 * minute, 7, "decode 10.0.0.2:9000 has not answered for 10 s")
@@ -180,13 +184,104 @@ def test_file_of_series_that_are_gone_is_replaced(tmp_path):
     series = Series()
     series.add_failure(0.0, "prefill", PEER, "timeout")
     series.expire(60.0)
-    write_series(tmp_path, "sglang-pd-1-0", series)
+    files = SeriesFiles(tmp_path, "sglang-pd-1-0")
+    files.write(series)
     series.expire(2 * 3600.0)
-    write_series(tmp_path, "sglang-pd-1-0", series)
+    files.write(series)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     found = {family.name for family in registry.collect() if family.samples}
     assert found == {"sglang_pd_failures"}  # a counter of no peer goes with its peer
+
+
+def test_ranks_drop_a_peer_at_the_same_time(tmp_path):
+    """Else the sum of their series would fall, which Prometheus takes for a restart."""
+    ranks = [Series(PeerActivity(tmp_path)) for _ in range(2)]
+    for series in ranks:
+        series.add(series_module.BYTES, 10, "nixl", series.peer(PEER), "kv", "whole")
+        series.expire(1000)
+    ranks[1].peer(PEER)
+    ranks[1].expire(2000)
+
+    def known(second: float) -> list[bool]:
+        for series in ranks:
+            series.expire(second)
+        return [bool(series.values) for series in ranks]
+
+    assert known(2000 + series_module.PEER_SECONDS) == [True, True]
+    assert known(2001 + series_module.PEER_SECONDS) == [False, False]
+
+
+def test_unchanged_series_are_not_written(tmp_path):
+    series = Series()
+    series.add(series_module.MALFORMED, 1, "prefill")
+    files = SeriesFiles(tmp_path, "sglang-pd-1-0")
+    files.write(series)
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    files.write(series)
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    series.add(series_module.MALFORMED, 1, "prefill")
+    files.write(series)
+    after = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert {name for name in before if before[name] != after[name]} == {"counter_sglang-pd-1-0.db"}
+
+
+def test_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
+    series = Series()
+    series.add(series_module.MALFORMED, 1, "prefill")
+    files = SeriesFiles(tmp_path, "sglang-pd-1-0")
+    files.write(series)
+    whole = (tmp_path / "counter_sglang-pd-1-0.db").read_bytes()
+    series.add(series_module.MALFORMED, 1, "prefill")
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", _no_space)
+        with pytest.raises(OSError):
+            files.write(series)
+    assert (tmp_path / "counter_sglang-pd-1-0.db").read_bytes() == whole
+    assert not list(tmp_path.glob("*.new"))
+    files.write(series)
+    assert (tmp_path / "counter_sglang-pd-1-0.db").read_bytes() != whole
+
+
+def _no_space(path: Path, data: bytes):
+    with path.open("wb") as file:
+        file.write(data[:10])
+    raise OSError(28, "No space left on device")
+
+
+def test_request_lines_that_find_no_space_are_counted(tmp_path, monkeypatch):
+    rooms, records = rank_rooms(), RecordFile(tmp_path / "lines.jsonl")
+    writer = transfer_log._Writer(transfer_log.deque(), rooms, dict, "", records)
+    for room in (1, 2):
+        rooms.opened(1.0, room, "", PEER, 5)
+        rooms.ended(2.0, room)
+    with monkeypatch.context() as full, open("/dev/full", "ab", buffering=0) as file:
+        full.setattr(records, "_file", file)
+        writer.write()
+    assert samples(rooms.series)["sglang_pd_lost_events_total", "prefill"] == 2
+    rooms.opened(1.0, 3, "", PEER, 5)
+    rooms.ended(2.0, 3)
+    writer.write()
+    text = (tmp_path / "lines.jsonl").read_text()
+    assert text.startswith("\n") and text.count('"room":3') == 1  # the line before may be torn
+
+
+def test_room_that_nothing_ends_is_ended():
+    rooms = rank_rooms()
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.tick(1.0 + rooms_module.SILENT_SECONDS, 1, dict)
+    assert rooms.rooms
+    rooms.tick(1.1 + rooms_module.SILENT_SECONDS, 1, dict)
+    assert not rooms.rooms and rooms.records[0].ended == "failed"
+
+
+def test_failed_room_enters_no_state():
+    rooms = rank_rooms("decode")
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "prefill rank h:1 has not answered for 10 s")
+    rooms.entered(5.0, 7, "receiving")
+    rooms.ended(6.0, 7)
+    assert rooms.records[0].seconds == {"allocating": 1.0}
 
 
 def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
@@ -195,9 +290,10 @@ def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
         rooms.opened(0.0, 7, "", "", 5)
         for seconds in (0.002, 0.7, 100.0):
             rooms.wrote(1.0, 7, PEER, "kv", "slices", 10, 3, seconds)
-        rooms.tick(1.0, lambda: {"patched": 2, "refused": 1})
+        rooms.tick(1.0, 1, lambda: {"patched": 2, "refused": 1})
+        files = SeriesFiles(tmp_path, f"sglang-pd-1-{rank}")
         for _ in range(2):  # replaced, not added
-            write_series(tmp_path, f"sglang-pd-1-{rank}", rooms.series)
+            files.write(rooms.series)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     labels = {"backend": "nixl", "peer": PEER, "kind": "kv", "path": "slices"}
@@ -304,7 +400,8 @@ def test_log_survives_errors(start, tmp_path, caplog):
     broken.set()
     log.ended(7)
     assert wait_for_lines(tmp_path, 1)[0].rid == "rid"
-    assert 1 <= caplog.text.count("Metrics of KV transfers cannot be written") <= 2
+    for step in ("count", "tick"):
+        assert 1 <= caplog.text.count(f"Metrics of KV transfers: cannot {step}") <= 2
 
 
 def test_events_beyond_the_maximum_are_counted_as_lost(monkeypatch):
@@ -380,7 +477,7 @@ def count_series(side: str, peers: int) -> int:
     rooms.malformed(1.0)
     for where in ("one", "two"):
         rooms.stalled(1.0, where, 1.0)
-    rooms.tick(1.0, lambda: dict.fromkeys(("patched", "stock", "refused", "silent"), 1))
+    rooms.tick(1.0, 1, lambda: dict.fromkeys(("patched", "stock", "refused", "silent"), 1))
     transfer_log._lose(rooms, 0.0)
     histograms = len(rooms.series.histograms)
     return sum(1 for _ in rooms.series.samples()) + histograms  # and a `_count` for each

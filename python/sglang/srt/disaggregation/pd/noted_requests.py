@@ -10,6 +10,7 @@ from typing import Any, Dict, Optional
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.transfer_log import TransferLog
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 
 def log_of(manager: Any) -> Optional[TransferLog]:
@@ -19,7 +20,7 @@ def log_of(manager: Any) -> Optional[TransferLog]:
 
 
 def note_request(manager: Any, req: Any, peer: str = "") -> None:
-    """Notes a request that the scheduler has got.
+    """Notes a request that the scheduler has got, unless it is a health check or a warm-up.
 
     Args:
         manager: This rank's KV manager.
@@ -27,7 +28,7 @@ def note_request(manager: Any, req: Any, peer: str = "") -> None:
         peer: The prefill server, on decode.
     """
     log, room = log_of(manager), req.bootstrap_room
-    if log is None or room is None:
+    if log is None or room is None or req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
         return
     log.opened(room, str(req.rid), peer, len(req.origin_input_ids))
     status = manager.request_status.get(room)  # its peer may have asked before

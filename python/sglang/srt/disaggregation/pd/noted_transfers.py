@@ -11,6 +11,8 @@ from sglang.srt.disaggregation.pd.transfer_meter import MeteredAgent, MeteredEng
 from sglang.srt.disaggregation.transfer_log import TransferLog
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+KINDS = ("patched", "stock", "refused", "silent")  # how a server serves another one, best first
+
 
 class NotedTransfers:
     """Base of a KV manager, before the engine's.
@@ -41,6 +43,7 @@ class NotedTransfers:
             self.backend_name,
             is_first_rank,
             self.decode_kinds if is_prefill else self.prefill_kinds,
+            getattr(getattr(self, "server_args", None), "enable_metrics", True),
         )
         if not self.transfer_log.is_on:
             return
@@ -74,7 +77,10 @@ class NotedTransfers:
         return getattr(self.decode_kv_args_table.get(peer), "server", "")
 
     def decode_kinds(self) -> Dict[str, int]:
-        """Returns how many decode servers are `patched`, `stock`, `refused` and `silent`."""
+        """Returns how many decode servers are `patched`, `stock`, `refused` and `silent`.
+
+        A server's best rank counts: silent ranks may be those of a process that was replaced.
+        """
         kinds: Dict[str, str] = {}
         for name, info in list(self.decode_kv_args_table.items()):
             kind = "patched" if info.layout_frame else "stock"
@@ -82,8 +88,7 @@ class NotedTransfers:
                 kind = "silent"
             elif info.refusal:
                 kind = "refused"
-            known = kinds.get(info.server)
-            kinds[info.server] = kind if known in (None, "patched", "stock") else known
+            kinds[info.server] = min(kind, kinds.get(info.server, kind), key=KINDS.index)
         return count_kinds(kinds)
 
 
@@ -94,4 +99,4 @@ def count_kinds(kinds: Dict[Any, str]) -> Dict[str, int]:
         kinds: Each server's.
     """
     found = Counter(kinds.values())
-    return {kind: found[kind] for kind in ("patched", "stock", "refused", "silent")}
+    return {kind: found[kind] for kind in KINDS}

@@ -13,9 +13,10 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Optional, Set, Tuple
 
-from .files import metrics_folder, write_series
+from .files import SeriesFiles, metrics_folder
+from .peers import PeerActivity
 from .records import RecordFile, record_file
 from .rooms import Rooms
 from .series import LOST_EVENTS, Series
@@ -46,20 +47,24 @@ class TransferLog:
         backend: str,
         is_first_rank: bool,
         peers: Callable[[], Dict[str, int]],
+        shows_metrics: bool = True,
     ) -> None:
         """Starts to keep events, if the server shows metrics or is to write a line per request.
 
         Args:
             side, rank, backend, is_first_rank: See `Rooms`.
             peers: See `Rooms.tick`; called in the log's own thread.
+            shows_metrics: Whether the server has `/metrics`, if the folder for it is known.
 
         Raises:
             OSError: `SGLANG_PD_REQUEST_LOG` names a folder that cannot be written.
         """
-        folder, records = metrics_folder(), record_file(side, rank)
+        folder = metrics_folder() if shows_metrics else ""
+        records = record_file(side, rank)
         if not folder and records is None:
             return
-        rooms = Rooms(side, rank, backend, is_first_rank, Series())
+        activity = PeerActivity(Path(folder) if folder else None)
+        rooms = Rooms(side, rank, backend, is_first_rank, Series(activity))
         self._events = deque()
         writer = _Writer(self._events, rooms, peers, folder, records)
         threading.Thread(target=writer.run, name="pd-transfer-log", daemon=True).start()
@@ -128,31 +133,47 @@ class _Writer:
         folder: str,
         records: Optional[RecordFile],
     ):
-        self.events, self.rooms, self.peers = events, rooms, peers
-        self.folder = Path(folder) if folder else None
-        self.records = records
-        self.owner = f"sglang-pd-{os.getpid()}-{next(_numbers)}"
-        self.complained = False
+        self.events, self.rooms, self.peers, self.records = events, rooms, peers, records
+        owner = f"sglang-pd-{os.getpid()}-{next(_numbers)}"
+        self.files = SeriesFiles(Path(folder), owner) if folder else None
+        self.failing: Set[str] = set()
 
     def run(self) -> None:
         while True:
-            time.sleep(WRITE_SECONDS)
+            # All ranks write at the same time, so that their sums drop a peer at once.
+            time.sleep(WRITE_SECONDS - time.time() % WRITE_SECONDS)
             self.write()
 
     def write(self) -> None:
-        """Counts what has happened, and writes it; an error is logged once, and tried again."""
+        """Counts what has happened, and writes it. What fails is logged once, and tried again."""
+        for step in (self._count, self._tick, self._write_records, self._write_series):
+            name = step.__name__.strip("_")
+            try:
+                step()
+                self.failing.discard(name)
+            except Exception:
+                if name not in self.failing:
+                    logger.exception(f"Metrics of KV transfers: cannot {name.replace('_', ' ')}")
+                self.failing.add(name)
+
+    def _count(self) -> None:
+        while self.events:
+            happened, at, facts = self.events.popleft()
+            happened(self.rooms, at, *facts)
+
+    def _tick(self) -> None:
+        self.rooms.tick(time.monotonic(), round(time.time()), self.peers)
+
+    def _write_records(self) -> None:
+        ended, self.rooms.records = self.rooms.records, []
+        if self.records is None or not ended:
+            return
         try:
-            while self.events:
-                happened, at, facts = self.events.popleft()
-                happened(self.rooms, at, *facts)
-            self.rooms.tick(time.monotonic(), self.peers)
-            ended, self.rooms.records = self.rooms.records, []
-            if self.records is not None and ended:
-                self.records.write(ended)
-            if self.folder is not None:
-                write_series(self.folder, self.owner, self.rooms.series)
-            self.complained = False
-        except Exception:
-            if not self.complained:
-                logger.exception("Metrics of KV transfers cannot be written")
-            self.complained = True
+            self.records.write(ended)
+        except OSError:
+            self.rooms.series.add(LOST_EVENTS, len(ended), self.rooms.side)
+            raise
+
+    def _write_series(self) -> None:
+        if self.files is not None:
+            self.files.write(self.rooms.series)

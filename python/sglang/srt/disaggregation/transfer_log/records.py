@@ -50,12 +50,20 @@ class RecordFile:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # `tail -f` shows lines at once
+        self._start = b""
 
     def write(self, records: List[RequestRecord]) -> None:
-        """Appends these records, and flushes: `tail -f` shows them."""
-        self._file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-        self._file.flush()
+        """Appends these records.
+
+        Raises:
+            OSError: Not all of them are written, such as on a full disk; the last line may be torn.
+        """
+        lines = self._start + b"".join(msgspec.json.encode(one) + b"\n" for one in records)
+        self._start = b"\n"
+        if self._file.write(lines) != len(lines):
+            raise OSError(f"{self._file.name}: no space for all lines")
+        self._start = b""
 
 
 def record_file(side: str, rank: str) -> Optional[RecordFile]:

@@ -43,6 +43,8 @@ STATES = {
 MAX_ROOMS = 1 << 16
 # A failed room ends so long after its failure if nothing else ends it.
 FAILED_SECONDS = 60.0
+# No request stays longer in one state: each has a time-out of its own, of minutes.
+SILENT_SECONDS = 3600.0
 UNKNOWN_PEER = "unknown"
 
 
@@ -60,6 +62,12 @@ class _Room:
     seconds: Dict[str, float] = field(default_factory=dict)
     failed: float = 0.0  # when
     reason: str = ""
+
+    def is_over(self, now: float) -> bool:
+        """Whether the room has ended, though nothing has said so."""
+        if self.failed:
+            return now - self.failed > FAILED_SECONDS
+        return now - self.since > SILENT_SECONDS
 
 
 class Rooms:
@@ -92,7 +100,9 @@ class Rooms:
         """The room enters a later state; one that it has passed changes nothing."""
         known = self.rooms.get(room)
         states = STATES[self.side]
-        if known is not None and states.index(state) > states.index(known.state):
+        if known is None or known.failed:
+            return
+        if states.index(state) > states.index(known.state):
             self._leave(known, at)
             known.state, known.since = state, at
             self._count(state, 1)
@@ -122,7 +132,7 @@ class Rooms:
             size: Their bytes.
             seconds: Since they were given to the transport.
         """
-        labels = (self.backend, self.series.peer(peer or UNKNOWN_PEER, at), kind, path)
+        labels = (self.backend, self.series.peer(peer or UNKNOWN_PEER), kind, path)
         self.series.add(BYTES, size, *labels)
         self.series.add(COPIES, copies, *labels)
         self.series.observe(TRANSFERS, seconds, *labels)
@@ -159,7 +169,7 @@ class Rooms:
 
     def verified(self, at: float, peer: str, differs: bool) -> None:
         """A request's KV was compared with what a prefill server has."""
-        label = self.series.peer(peer, at)
+        label = self.series.peer(peer)
         self.series.add(VERIFIED, 1, label)
         self.series.add(MISMATCHED, differs, label)
 
@@ -168,16 +178,21 @@ class Rooms:
         self.series.add(STALLS, 1, self.side, where)
         self.series.add(STALL_SECONDS, seconds, self.side, where)
 
-    def tick(self, now: float, peers: Callable[[], Dict[str, int]]) -> None:
-        """Ends rooms that failed long ago, and updates what nothing notes; call it regularly.
+    def tick(self, now: float, second: float, peers: Callable[[], Dict[str, int]]) -> None:
+        """Ends rooms that nothing has ended, and updates what nothing notes; call it regularly.
 
         Args:
+            now: On the monotonic clock.
+            second: Since the epoch, the same on all ranks.
             peers: Returns how many servers this rank knows, by how it serves them.
+
+        Raises:
+            OSError: See `PeerActivity.note`.
         """
-        long_ago = now - FAILED_SECONDS
-        for room in [one for one, known in self.rooms.items() if 0 < known.failed < long_ago]:
+        for room in [one for one, known in self.rooms.items() if known.is_over(now)]:
+            self.failed(now, room, "")
             self._end(now, room)
-        self.series.expire(now)
+        self.series.expire(second)
         for kind, count in peers().items() if self.is_first_rank else ():
             self.series.set(PEERS, count, self.side, kind)
 
@@ -186,10 +201,12 @@ class Rooms:
         self.rooms[room] = _Room(self._epoch + at, state, at, peer, rid, tokens)
         self._count(state, 1)
         if len(self.rooms) > MAX_ROOMS:
-            self._leave(self.rooms.popitem(last=False)[1], at)
+            oldest = next(iter(self.rooms))
+            self.failed(at, oldest, "too many requests are open")
+            self._end(at, oldest)
 
     def _leave(self, known: _Room, at: float) -> None:
-        known.seconds[known.state] = at - known.since
+        known.seconds[known.state] = max(0.0, at - known.since)  # threads' events may overtake
         self._count(known.state, -1)
 
     def _count(self, state: str, change: int) -> None:
@@ -203,13 +220,13 @@ class Rooms:
         self._leave(known, known.failed or at)
         kind = failure_kind(known.reason) if known.failed else ""
         ended = "failed" if known.failed else "success"
-        peer = self.series.peer(known.peer or UNKNOWN_PEER, at)
+        peer = self.series.peer(known.peer or UNKNOWN_PEER)
         if self.is_first_rank:
             self.series.add(REQUESTS, 1, self.side, peer, ended)
             for state, seconds in known.seconds.items():
                 self.series.observe(ROOM_SECONDS, seconds, self.side, state)
         if kind not in ("", ANOTHER_RANK):
-            self.series.add_failure(at, self.side, peer, kind)
+            self.series.add_failure(self._epoch + at, self.side, peer, kind)
         self.records.append(
             RequestRecord(
                 self.side,

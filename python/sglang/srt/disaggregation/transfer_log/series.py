@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Optional, Set, Tuple
+
+from .peers import PeerActivity
 
 # Peers with series of their own; those beyond count as one.
 MAX_PEERS = 64
@@ -25,12 +27,14 @@ class Metric:
         name: Without `_total`, which a counter's sample gets.
         kind: `counter`, `gauge` or `histogram`.
         labels: Names of its labels; `peer` is the other server.
+        is_of_server: Each rank has the whole server's value: the largest counts, not their sum.
     """
 
     name: str
     kind: str
     labels: Labels
     help: str
+    is_of_server: bool = False
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
@@ -68,6 +72,7 @@ PEERS = Metric(
     "gauge",
     ("side", "kind"),
     "Servers that this one knows, by how it serves them.",
+    is_of_server=True,
 )
 MALFORMED = _counter("malformed_messages", "Messages dropped as unreadable.", "side")
 VERIFIED = _counter("verified_requests", "Requests whose KV was compared.", "peer")
@@ -76,7 +81,9 @@ STALLS = _counter(
     "stalls", "Times that KV transfer held up the scheduler for over 50 ms.", "side", "where"
 )
 STALL_SECONDS = _counter("stall_seconds", "Seconds of these times.", "side", "where")
-LOST_EVENTS = _counter("lost_events", "Events that these metrics lack: too many at once.", "side")
+LOST_EVENTS = _counter(
+    "lost_events", "Events and request lines that are missing: too many, or a full disk.", "side"
+)
 
 METRICS = (
     *(BYTES, COPIES, TRANSFERS, ROOMS, ROOM_SECONDS, REQUESTS, FAILURES, RECENT_FAILURES),
@@ -100,10 +107,13 @@ class Histogram:
 class Series:
     """Values of counters and gauges, and histograms, by metric and the values of its labels."""
 
-    def __init__(self):
+    def __init__(self, activity: Optional[PeerActivity] = None):
+        """activity: Of peers, shared with the ranks whose series are added to these."""
         self.values: Dict[Tuple[Metric, Labels], float] = {}
         self.histograms: Dict[Tuple[Metric, Labels], Histogram] = {}
-        self._peers: Dict[str, float] = {}  # when something last happened with each
+        self._activity = activity or PeerActivity()
+        self._peers: Set[str] = set()
+        self._active: Set[str] = set()  # since the last call of `expire`
         self._failures: Dict[int, Counter[Labels]] = {}  # by the minute
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
@@ -112,7 +122,12 @@ class Series:
         self.values[key] = self.values.get(key, 0.0) + amount
 
     def add_failure(self, at: float, *labels: str) -> None:
-        """Counts a failed request: its side, peer and reason."""
+        """Counts a failed request.
+
+        Args:
+            at: When it failed, in seconds since the epoch.
+            labels: Its side, peer and reason.
+        """
         self.add(FAILURES, 1, *labels)
         self._failures.setdefault(int(at // 60), Counter())[labels] += 1
 
@@ -124,17 +139,27 @@ class Series:
         """Adds seconds to a histogram."""
         self.histograms.setdefault((metric, labels), Histogram()).add(seconds)
 
-    def peer(self, name: str, now: float) -> str:
+    def peer(self, name: str) -> str:
         """Returns the label of a server with which something happens now."""
         if name not in self._peers and len(self._peers) >= MAX_PEERS:
             return OTHER_PEERS
-        self._peers[name] = now
+        self._peers.add(name)
+        self._active.add(name)
         return name
 
-    def expire(self, now: float) -> None:
-        """Drops what is older than an hour: recent failures, and the series of silent servers."""
-        self._expire_failures(now)
-        self._expire_peers(now)
+    def expire(self, second: float) -> None:
+        """Drops what is older than an hour: recent failures, and series of peers.
+
+        Args:
+            second: Since the epoch, the same on all ranks.
+
+        Raises:
+            OSError: See `PeerActivity.note`.
+        """
+        self._expire_failures(second)
+        while self._active:
+            self._activity.note(self._active.pop(), second)
+        self._expire_peers(second)
 
     def _expire_failures(self, now: float) -> None:
         for minute in [one for one in self._failures if one < now // 60 - 60]:
@@ -147,9 +172,10 @@ class Series:
             self.set(RECENT_FAILURES, count, *labels)
 
     def _expire_peers(self, now: float) -> None:
-        gone = {name for name, last in self._peers.items() if now - last > PEER_SECONDS}
+        gone = {name for name in self._peers if now - self._activity.last(name) > PEER_SECONDS}
         for name in gone:
-            del self._peers[name]
+            self._peers.discard(name)
+            self._activity.forget(name)
         for table in (self.values, self.histograms) if gone else ():
             for metric, labels in list(table):
                 if "peer" in metric.labels and labels[metric.labels.index("peer")] in gone:
