@@ -1,5 +1,6 @@
 """Metrics and request lines, from events to what `/metrics` and `sglang-pd trace` read."""
 
+import ast
 import threading
 import time
 from pathlib import Path
@@ -325,10 +326,56 @@ REASONS = {
     "Prefill could not send KV: NIXL reported an error": "transport",
     "Failed to send kv chunk of 7 to 10.0.0.2:9000": "transport",
     "KV verification failed: layer 3 of KV differs": "mismatch",
+    "bootstrap_room 7 is already in use": "rejected",
+    "prefill page size 1 and decode page size 64 differ": "refused",
+    "another prefill rank failed": "another_rank",
+    "KV did not arrive within 300 s; SGLANG_DISAGGREGATION_WAITING_TIMEOUT sets": "timeout",
     "the request failed on another rank, whose log may have the reason": "another_rank",
     "": "another_rank",
     "words that nobody has written yet": "other",
 }
+
+
+# Failures that are none of the kinds: errors of the patch set itself.
+UNEXPECTED = {
+    "decode X requested room X and is not registered with this prefill rank",
+    "Prefill could not wait for the pages of a cached prefix: X",
+    "Prefill failed: X",  # what prefill says decides
+}
+CALLS = ("record_failure", "fail", "_fail", "abort_room", "conclude_failure", "fail_room")
+
+
+def recorded_reasons() -> set[str]:
+    """The texts for which the patch set fails a room, with an X for each value in them."""
+    found = set()
+    for file in (ROOT / "python").glob("*/**/disaggregation/**/*.py"):
+        if file.parts[-2] == "kv_layout":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            texts: list[ast.AST] = []
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in CALLS:
+                    texts = [*node.args, *(word.value for word in node.keywords)]
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "reason":
+                texts = [node.value]
+            found |= {text for one in texts if (text := with_values(one))}
+    return found
+
+
+def with_values(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(with_values(part) or "X" for part in node.values)
+    return ""
+
+
+def test_reasons_of_the_patch_set_have_a_kind():
+    found = recorded_reasons()
+    assert len(found) > 15
+    unknown = {reason for reason in found if reason and failure_kind(reason) == "other"}
+    assert unknown <= UNEXPECTED, unknown - UNEXPECTED
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -12,22 +12,28 @@ OTHER = "other"
 # The first that fits counts. Texts are the engine's and ours, of all releases; a peer's text, which
 # has ours in front, is judged by what it quotes, too.
 _PATTERNS = (
-    ("rejected", r"Prefill refused the request"),
-    (ANOTHER_RANK, r"failed on another rank|Failed on another rank|from another rank"),
-    ("mismatch", r"KV verification failed|checksum mismatch|Metadata corruption"),
     (
-        "refused",
-        r"cannot serve this decode server|could not register this decode rank|is not registered"
-        r"|the two servers disagree|dp_rank conflict|follow_bootstrap_room",
+        "rejected",
+        r"Prefill refused the request|already in use|[Dd]uplicate .*room",
     ),
-    ("timeout", r"[Tt]imed out|time-out"),
+    (ANOTHER_RANK, r"[Ff]ailed on another rank|from another rank|another \w+ rank failed"),
+    ("mismatch", r"KV verification failed"),
     (
         "peer_lost",
         r"has not answered for|was replaced by another process|[Ll]ost connection|Losing connection"
         r"|is not alive|is healthy before|might be dead|Could not fetch|Could not open a socket"
-        r"|connection to decode .* was lost|its connection was lost|REMOTE_DISCONNECT"
-        r"|to prefill .* failed$",
+        r"|Could not send a message|could not be reached|Could not query bootstrap server"
+        r"|did not return|connection to decode .* was lost|its connection was lost"
+        r"|REMOTE_DISCONNECT|to prefill .* failed$",
     ),
+    (
+        "refused",
+        r"cannot serve this decode server|could not register this decode rank"
+        r"|the two servers disagree|dp_rank conflict|follow_bootstrap_room|[Pp]age size .*differ"
+        r"|(Page size|KV cache dtype|policy) mismatch|neither divides the other|start both servers"
+        r"|should be equal|invalid sizes|requires peer",
+    ),
+    ("timeout", r"[Tt]imed out|time-out|within \S+ s"),
     (
         ABORTED_BY_PEER,
         r"decode-side abort|Decode aborted|Aborted by decode|Aborted on prefill"
@@ -37,7 +43,7 @@ _PATTERNS = (
     (
         "transport",
         r"could not send KV|KV could not be sent|Failed to send|write to decode failed|NIXL"
-        r"|could not interleave|could not notify decode|transfer",
+        r"|could not interleave|could not notify decode|confirmed that they stopped|transfer",
     ),
 )
 KINDS = (*(kind for kind, _ in _PATTERNS), OTHER)
