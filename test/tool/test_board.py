@@ -19,7 +19,7 @@ SERIES = {
     for metric in METRICS
     for suffix in SUFFIXES[metric.kind]
 }
-SCRAPED = {"job"}  # labels that Prometheus adds
+SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 
 def queries(file) -> list[str]:

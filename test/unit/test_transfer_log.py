@@ -48,7 +48,7 @@ def test_prefill_room_passes_its_states():
     assert found["sglang_pd_descriptors_total", "nixl", PEER, "aux", "whole"] == 1
     assert found["sglang_pd_transfer_seconds_sum", "nixl", PEER, "kv", "packed"] == 1.0
     assert found["sglang_pd_requests_total", "prefill", PEER, "success"] == 1
-    assert found["sglang_pd_room_seconds_bucket", "prefill", "prefilling", "5.0"] == 1
+    assert found["sglang_pd_room_seconds_bucket", "prefill", "prefilling", "3.0"] == 1
     assert not rooms.rooms
     assert not [key for key in found if key[0] == "sglang_pd_rooms"]  # all zero
 

@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 
 RANGE = "[$__rate_interval]"
-SELECTOR = '{job=~"$job"}'
+JOB = 'job=~"$job"'
+BYTES, COPIES = "sglang_pd_transfer_bytes_total", "sglang_pd_descriptors_total"
+KV = 'kind="kv"'
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
 
@@ -23,19 +25,24 @@ class Panel:
     description: str
 
 
-def rate(metric: str, *by: str) -> str:
-    """Returns the sum of a counter's rates, by these labels."""
-    return f"sum by ({', '.join(by)}) (rate({metric}{SELECTOR}{RANGE}))"
+def rate(metric: str, *by: str, only: str = "") -> str:
+    """Returns the sum of a counter's rates, by these labels.
+
+    Args:
+        only: A label's value, such as `kind="kv"`.
+    """
+    chosen = ", ".join(filter(None, (JOB, only)))
+    return f"sum by ({', '.join(by)}) (rate({metric}{{{chosen}}}{RANGE}))"
 
 
-def quantile(share: float, metric: str, *by: str) -> str:
-    """Returns a quantile of a histogram, by these labels."""
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *by)})"
+def quantile(share: float, metric: str, *by: str, only: str = "") -> str:
+    """Returns a quantile of a histogram, by these labels; see `rate`."""
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *by, only=only)})"
 
 
 def total(metric: str, *by: str) -> str:
     """Returns the sum of a gauge, by these labels."""
-    return f"sum by ({', '.join(by)}) ({metric}{SELECTOR})"
+    return f"sum by ({', '.join(by)}) ({metric}{{{JOB}}})"
 
 
 PANELS = (
@@ -60,34 +67,29 @@ PANELS = (
     Panel(
         "Bytes to each decode server",
         "Bps",
-        {"{{peer}}": rate("sglang_pd_transfer_bytes_total", "peer")},
+        {"{{peer}}": rate(BYTES, "peer")},
         "What all ranks gave to the transport.",
     ),
     Panel(
         "Bytes by path",
         "Bps",
-        {"{{kind}} {{path}}": rate("sglang_pd_transfer_bytes_total", "kind", "path")},
+        {"{{kind}} {{path}}": rate(BYTES, "kind", "path")},
         "whole: pages. packed: KV heads as rows. slices: token by token. engine: its own code.",
     ),
     Panel(
-        "Bytes per copy",
+        "KV bytes per copy",
         "bytes",
-        {
-            "{{path}}": f"{rate('sglang_pd_transfer_bytes_total', 'path')} / "
-            f"{rate('sglang_pd_descriptors_total', 'path')}"
-        },
-        "Below 4 KiB a transport is far from the wire's speed.",
+        {"{{path}}": f"{rate(BYTES, 'path', only=KV)} / {rate(COPIES, 'path', only=KV)}"},
+        "The smaller, the more a transport's cost for each copy counts.",
     ),
     Panel(
-        "Transfer time",
+        "Transfer time of KV",
         "s",
         {
-            "p50 {{backend}} {{path}}": quantile(
-                0.5, "sglang_pd_transfer_seconds", "backend", "path"
-            ),
-            "p99 {{backend}} {{path}}": quantile(
-                0.99, "sglang_pd_transfer_seconds", "backend", "path"
-            ),
+            f"p{percent} {{{{backend}}}} {{{{path}}}}": quantile(
+                percent / 100, "sglang_pd_transfer_seconds", "backend", "path", only=KV
+            )
+            for percent in (50, 99)
         },
         "From giving copies to the transport until they are written.",
     ),

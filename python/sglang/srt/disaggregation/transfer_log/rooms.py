@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Set
 
-from .failures import ANOTHER_RANK, failure_kind
+from .failures import ABORTED_BY_CLIENT, ABORTED_BY_PEER, ANOTHER_RANK, failure_kind
 from .records import RequestRecord
 from .series import (
     BYTES,
@@ -222,7 +222,8 @@ class Rooms:
         ended = "failed" if known.failed else "success"
         peer = self.series.peer(known.peer or UNKNOWN_PEER)
         if self.is_first_rank:
-            self.series.add(REQUESTS, 1, self.side, peer, ended)
+            is_aborted = kind in (ABORTED_BY_CLIENT, ABORTED_BY_PEER)
+            self.series.add(REQUESTS, 1, self.side, peer, "aborted" if is_aborted else ended)
             for state, seconds in known.seconds.items():
                 self.series.observe(ROOM_SECONDS, seconds, self.side, state)
         if kind not in ("", ANOTHER_RANK):

@@ -14,7 +14,7 @@ MAX_PEERS = 64
 OTHER_PEERS = "other"
 # A peer's series go when nothing has happened with it for so long.
 PEER_SECONDS = 3600.0
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 Labels = Tuple[str, ...]
 
