@@ -88,6 +88,9 @@ class Meter:
         except Exception as error:
             logger.warning_once(f"Metrics of KV transfers are incomplete: {error!r}")
 
+    def _note_sending(self, about: About) -> None:
+        self._log.entered(about.room, "sending")
+
     def _note_written(self, peer: str, about: About, size: int, copies: int, start: float) -> None:
         seconds = time.monotonic() - start
         self._log.wrote(
@@ -100,7 +103,7 @@ class MeteredEngine(Meter):
 
     def batch_transfer_sync(self, session_id: str, buffers, peer_buffer_addresses, lengths) -> int:
         """Writes copies; returns the engine's status, 0 for success."""
-        start = time.monotonic()
+        start = self._start_write(session_id)
         status = self._engine.batch_transfer_sync(
             session_id, buffers, peer_buffer_addresses, lengths
         )
@@ -110,11 +113,16 @@ class MeteredEngine(Meter):
 
     def transfer_sync(self, session_id: str, buffer: int, peer_buffer_address: int, length: int):
         """Writes one copy; returns the engine's status, 0 for success."""
-        start = time.monotonic()
+        start = self._start_write(session_id)
         status = self._engine.transfer_sync(session_id, buffer, peer_buffer_address, length)
         if status == 0:
             self._quietly(self._note_copies, session_id, [length], start)
         return status
+
+    def _start_write(self, session: str) -> float:
+        """Notes that a write begins, which may hang; returns when."""
+        self._quietly(lambda: self._note_sending(self._sending.about(session)))
+        return time.monotonic()
 
     def _note_copies(self, session: str, lengths: Sequence[int], start: float) -> None:
         about = self._sending.about(session)
@@ -194,8 +202,10 @@ class MeteredAgent(Meter):
         """Makes a transfer of described blocks."""
         given = (operation, local_descs, remote_descs, remote_agent)
         handle = self._engine.initialize_xfer(*given, *more, **options)
-        if handle and operation == "WRITE":  # not a probe of a connection
+        if operation == "WRITE" and handle:
             self._quietly(self._note_described, handle, remote_agent)
+        else:  # a probe of a connection; its handle may have an earlier one's number
+            self._quietly(self._transfers.pop, handle)
         return handle
 
     def make_prepped_xfer(
@@ -254,6 +264,7 @@ class MeteredAgent(Meter):
         if known is not None:
             about = self._sending.about(known.peer)
             self._transfers.put(handle, known._replace(about=about, start=time.monotonic()))
+            self._note_sending(about)
 
     def _note_done(self, handle: Any) -> None:
         known: Optional[_Transfer] = self._transfers.pop(handle)
