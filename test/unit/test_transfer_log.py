@@ -78,6 +78,16 @@ def test_first_reason_of_a_failure_counts():
     assert samples(rooms.series)["sglang_pd_failures_total", "prefill", PEER, "peer_lost"] == 1
 
 
+def test_abort_gives_way_to_its_reason():
+    """The engine aborts requests to a prefill server that does not answer as clients do."""
+    rooms = rank_rooms("decode")
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "Aborted by AbortReq.")
+    rooms.failed(2.0, 7, "Bootstrap server h:1 did not return the prefill server's sizes and ranks")
+    rooms.ended(3.0, 7)
+    assert rooms.records[0].kind == "peer_lost"
+
+
 def test_failure_without_a_reason_is_another_ranks():
     rooms = rank_rooms()
     rooms.opened(1.0, 7, "", PEER, 5)

@@ -105,7 +105,8 @@ def test_server_stopped_before_its_ranks_are_known_does_not_block(decode, bootst
 def check_servers(queue, address: str, checks: int) -> tuple[bool, int]:
     """The scheduler checks the server of one request; returns if it is known, and the aborts."""
     aborts = []
-    req = SimpleNamespace(kv_receiver=SimpleNamespace(abort=lambda: aborts.append(address)))
+    receiver = SimpleNamespace(abort=lambda: aborts.append(address), bootstrap_room=ROOM)
+    req = SimpleNamespace(kv_receiver=receiver)
     for _ in range(checks):
         known, waiting = queue._ensure_prefill_info({address: [req]})
         if known or aborts:
@@ -148,6 +149,21 @@ def test_requests_to_an_absent_server_are_aborted(decode):
     (port,) = free_ports(1)
     queue = fake_managers.prealloc_queue(decode)
     assert check_servers(queue, f"{HOST}:{port}", 10000) == (False, 1)
+
+
+def test_client_is_told_of_an_absent_server(decode):
+    """The engine's reason, `Aborted by AbortReq.`, is that of a client's own abort."""
+    (port,) = free_ports(1)
+    address = f"{HOST}:{port}"
+    queue = fake_managers.prealloc_queue(decode)
+    receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, address, ROOM)
+    decode.abort_on_prefill = lambda *_: None
+    req = SimpleNamespace(kv_receiver=receiver)
+    assert wait_until(
+        lambda: queue._ensure_prefill_info({address: [req]}) == ({}, []), PATIENCE, 0.001
+    )
+    reason = f"Bootstrap server {address} did not return the prefill server's sizes and ranks"
+    assert fake_managers.finish_failed(receiver) == reason
 
 
 def test_stock_scheduler_waits_for_the_bootstrap_server(bootstrap):

@@ -146,11 +146,13 @@ class Rooms:
                 known.paths.add(path)
 
     def failed(self, at: float, room: int, reason: str) -> None:
-        """The room has failed; the first reason counts."""
+        """The room has failed; the first reason counts, but for an abort, which may have one."""
         known = self.rooms.get(room)
-        if known is not None:
-            known.failed = known.failed or at
-            known.reason = known.reason or reason
+        if known is None:
+            return
+        known.failed = known.failed or at
+        if not known.reason or failure_kind(known.reason) == ABORTED_BY_CLIENT:
+            known.reason = reason or known.reason
 
     def rejected(self, at: float, room: int, reason: str) -> None:
         """A request was refused before anything of it was open."""

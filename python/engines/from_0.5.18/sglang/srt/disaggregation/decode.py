@@ -42,6 +42,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
 
         Extends the engine's, which aborts requests after 15 tries: a server that has returned its
         sizes may take longer to return the addresses of its ranks, and is not tried meanwhile.
+        Aborted requests fail with that reason, not as if a client had aborted them.
         """
         manager = self.kv_manager
         queries = list(getattr(manager, "pending_queries", {}).items())
@@ -50,9 +51,19 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         }
         others = {a: reqs for a, reqs in addr_to_reqs.items() if a not in running}
         known, waiting = super()._ensure_prefill_info(others)
+        still = set(map(id, waiting))
+        for address, reqs in others.items():
+            if address not in known and id(reqs[0]) not in still:
+                self._note_unanswered(address, reqs)
         return known, waiting + [
             req for a, reqs in addr_to_reqs.items() if a in running for req in reqs
         ]
+
+    def _note_unanswered(self, address: str, aborted: list[DecodeRequest]) -> None:
+        reason = f"Bootstrap server {address} did not return the prefill server's sizes and ranks"
+        for request in aborted:
+            if request.kv_receiver is not None:
+                self.kv_manager.record_failure(request.kv_receiver.bootstrap_room, reason)
 
     def _resolve_prefill_dp_rank(self, req: Req) -> Optional[int]:
         """Returns the request's prefill DP rank; None if it is not known yet.
