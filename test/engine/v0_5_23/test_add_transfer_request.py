@@ -143,6 +143,7 @@ def test_dummy_rank_needs_no_pages_and_no_registration(backend, prefill, decode)
     assert prefill.transfer_infos[ROOM][fake_managers.PEER[backend]].is_dummy
     prefill.decode_kv_args_table.clear()
     add(prefill)
+    assert queued_chunks(prefill) == 1
     assert prefill.transfer_queues[0].get().room == ROOM
     assert not prefill.notified and prefill.request_status[ROOM] == KVPoll.WaitingForInput
 

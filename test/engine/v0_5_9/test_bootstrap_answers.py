@@ -1,6 +1,7 @@
 """Whatever a client or a peer sends, no scheduler crashes: real managers, without a server."""
 
 import contextlib
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -222,10 +223,10 @@ def test_wall_clock_jump_frees_no_pages(locate, monkeypatch):
 
 
 def test_each_prefill_rank_has_a_number_of_its_own(make_prefill):
-    """By which decode counts those that have confirmed."""
+    """Decode counts by these numbers which ranks have confirmed."""
     manager, numbers = make_prefill(MooncakeKVManager), set()
     manager.pp_size = 2
-    for manager.attn_tp_rank in range(3):
-        for manager.pp_rank in range(2):
-            numbers.add(manager.sender_rank)
+    for tp_rank, pp_rank in itertools.product(range(3), range(2)):
+        manager.attn_tp_rank, manager.pp_rank = tp_rank, pp_rank
+        numbers.add(manager.sender_rank)
     assert len(numbers) == 6
