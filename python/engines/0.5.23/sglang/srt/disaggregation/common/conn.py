@@ -233,8 +233,9 @@ class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVRe
     def failure_exception(self):
         """Raises the reason. Extends the engine's: aborts the request on prefill, too.
 
-        The engine notifies only prefill ranks that this rank knows. It knows none if the request
-        failed before it knew the server, perhaps on another rank, and prefill would wait.
+        The engine notifies only prefill ranks that this decode rank knows. It knows none of them
+        if the request failed before it knew the server, perhaps on another decode rank. Prefill
+        would then wait until the request times out.
         """
         self.takes_reason = True  # which the engine does after it clears the room
         if self._owns_bootstrap_room and getattr(self, "bootstrap_infos", None) is None:
