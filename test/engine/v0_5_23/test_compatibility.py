@@ -342,7 +342,8 @@ def failing_vote(tmp_path):
     made = (
         "import sys, torch, torch.distributed as dist; "
         "dist.init_process_group('gloo', init_method=sys.argv[1], rank=1, world_size=2); "
-        "dist.all_reduce(torch.tensor([int(sys.argv[2])], dtype=torch.int32), dist.ReduceOp.MIN)"
+        "dist.all_reduce(torch.tensor([int(sys.argv[2])], dtype=torch.int32), dist.ReduceOp.MIN); "
+        "dist.destroy_process_group()"
     )
     store = f"file://{tmp_path / 'store'}"
     other = subprocess.Popen([sys.executable, "-c", made, store, str(int(KVPoll.Failed))])
