@@ -1,9 +1,13 @@
 """Decode: requests to an incompatible prefill server fail with the reason, on both sides."""
 
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import fake_managers
 import pytest
+import torch.distributed as dist
 import zmq
 from engine_release import IS_0_5_18
 from fake_managers import RECEIVERS, decode_rank, process_messages
@@ -13,6 +17,7 @@ from sglang.srt.disaggregation.common.conn import (
     EngineCommonKVManager,
     KVTransferError,
 )
+from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.pd import compatibility, prefill_servers
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
@@ -108,7 +113,7 @@ if not IS_0_5_18:
 
 @pytest.mark.parametrize("has", KNOWN_OR_NOT_OWNED, ids=str)
 def test_request_is_not_aborted_on_prefill_twice(has, decode, bootstrap):
-    """The engine notifies ranks that it knows; a room of two requests is the first one's."""
+    """The engine notifies ranks that it knows; a duplicate room belongs to its first request."""
     receiver = RECEIVERS[fake_managers.backend_of(decode)](decode, bootstrap.address, ROOM)
     vars(receiver).update(has)
     with pytest.raises(KVTransferError):
@@ -332,6 +337,48 @@ def test_late_prefill_request_is_aborted(backend, prefill, bootstrap, rank_socke
     rank_socket.setsockopt(zmq.RCVTIMEO, 4000)
     with pytest.raises(zmq.Again):
         rank_socket.recv_multipart()
+
+
+@pytest.fixture
+def failing_vote(tmp_path):
+    """Makes this process the first of two ranks, of which the other one votes Failed."""
+    made = (
+        "import sys, torch, torch.distributed as dist; "
+        "dist.init_process_group('gloo', init_method=sys.argv[1], rank=1, world_size=2); "
+        "dist.all_reduce(torch.tensor([int(sys.argv[2])], dtype=torch.int32), dist.ReduceOp.MIN); "
+        "dist.destroy_process_group()"
+    )
+    store = f"file://{tmp_path / 'store'}"
+    other = subprocess.Popen([sys.executable, "-c", made, store, str(int(KVPoll.Failed))])
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=2)
+        yield dist.group.WORLD
+        assert other.wait(HANG_TIMEOUT_SECONDS) == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        other.kill()
+        other.wait()
+
+
+def test_vote_of_another_decode_rank_aborts_the_request_on_prefill(
+    backend, bootstrap, rank_socket, monkeypatch, failing_vote
+):
+    """This rank still queries the server when another one's vote fails the request."""
+    monkeypatch.setattr(compatibility, "NOTIFY_AFTER_SECONDS", (0,))
+    decode = decode_rank(backend)
+    receiver = RECEIVERS[backend](decode, bootstrap.address, ROOM)
+    req = SimpleNamespace(rid="1", bootstrap_room=ROOM, return_logprob=False, finished_reason=None)
+    queue = fake_managers.prealloc_queue(decode)
+    queue.queue = [DecodeRequest(req, receiver)]
+    queue.pp_size, queue.tp_rank, queue.gloo_group = 1, 0, failing_vote
+    reporter = SimpleNamespace(enable_metrics=False)
+    queue.scheduler = SimpleNamespace(metrics_reporter=reporter)
+    assert receiver.poll() == KVPoll.Bootstrapping
+    queue._update_handshake_waiters()
+    assert "another rank" in req.finished_reason.message
+    frames = rank_socket.recv_multipart()
+    assert AbortNotification.from_zmq(frames) == AbortNotification(ROOM, *fake_managers.ENDPOINT)
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost server", "lost rank"])

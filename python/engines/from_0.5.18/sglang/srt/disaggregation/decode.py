@@ -42,7 +42,8 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
 
         Extends the engine's, which aborts requests after 15 tries: a server that has returned its
         sizes may take longer to return the addresses of its ranks, and is not tried meanwhile.
-        Aborted requests fail with that reason, not as if a client had aborted them.
+        A request that it aborts then fails because its server did not answer; the engine would
+        say that its client aborted it.
         """
         manager = self.kv_manager
         queries = list(getattr(manager, "pending_queries", {}).items())
@@ -60,6 +61,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         ]
 
     def _note_unanswered(self, address: str, aborted: list[DecodeRequest]) -> None:
+        """Records why the engine has aborted these requests."""
         reason = f"Bootstrap server {address} did not return the prefill server's sizes and ranks"
         for request in aborted:
             if request.kv_receiver is not None:

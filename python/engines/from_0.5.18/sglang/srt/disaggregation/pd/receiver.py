@@ -44,8 +44,9 @@ class PrefillReceiver:
     def abort_on_unknown_ranks(self) -> None:
         """Aborts a failed request on prefill if this rank does not know the ranks of prefill.
 
-        The engine notifies only ranks that it knows. It knows none if the request failed before it
-        knew the server, perhaps on another decode rank, and prefill would wait.
+        The engine notifies only prefill ranks that this decode rank knows. It knows none of them
+        if the request failed before it knew the server, perhaps on another decode rank. Prefill
+        would then wait until the request times out.
         """
         if getattr(self, "bootstrap_infos", None) is None:
             self.kv_mgr.abort_on_prefill(self.bootstrap_addr, self.bootstrap_room)
