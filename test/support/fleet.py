@@ -94,7 +94,9 @@ class Fleet:
     def ranks(
         self, role: str, bootstrap_port: int, store_port: int, memfabric: str = ""
     ) -> list[dict]:
-        """Returns each rank's configuration for `rank_base.RankBase`, each on its own NPU.
+        """Returns each rank's configuration for `rank_base.RankBase`, each on its own device.
+
+        Ranks share GPUs if there are fewer.
 
         Args:
             role: `prefill` or `decode`.
@@ -208,8 +210,8 @@ class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     A process that has queried NPUs or GPUs must not fork processes that use them. With `nixl`, a
-    release, its ranks use that NIXL instead of the base environment's. `log` has their output.
-    The ranks have their own folder for temporary files, so they do not wait for locks of other
+    release, its ranks use that NIXL instead of the base environment's. `log` has their output. The
+    ranks have their own folder for temporary files, so they do not wait for locks of other
     tests' ranks.
     """
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_packed
 import bench_plan as bench
 import kv_layout
 import numpy as np
@@ -124,6 +125,22 @@ def test_speedup_below_target_is_reported():
     assert ["ours 5.90" in missed[0], "arrays 24.00" in missed[1]] == [True, True]
     assert bench.regressions([{**row, "pages": 1, "faster": {"ours": 1.01, "arrays": 1.0}}]) == []
     assert "1 pages" in bench.regressions([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
+
+
+@pytest.mark.parametrize("direction", bench_packed.DIRECTIONS)
+def test_packed_and_sliced_heads_carry_the_same_bytes(direction):
+    plans = bench_packed.make_plans(kv_layout, direction, page_size=16)
+    pages = [bench_packed.make_pages(5, is_scattered=True, seed=seed) for seed in (1, 2)]
+    buffers = 2 * bench_packed.LAYERS
+    wanted = {"packed": 5 * buffers, "sliced": 5 * 16 * buffers, "whole pages": 5 * buffers}
+    assert bench_packed.check(plans, *pages) == wanted
+
+
+def test_slow_planning_of_packed_heads_is_reported():
+    row = {"direction": "TP 2 to 1", "pages": 8192, "page_size": 1, "lie": "in a row"}
+    assert bench_packed.misses([{**row, "ms": {"packed": 4.9}}]) == []
+    assert "5.1 ms, goal 5" in bench_packed.misses([{**row, "ms": {"packed": 5.1}}])[0]
+    assert bench_packed.misses([{**row, "lie": "scattered", "ms": {"packed": 50.0}}]) == []
 
 
 @pytest.mark.engine

@@ -150,7 +150,8 @@ class NixlTransfers:
         info = self.decode_kv_args_table.get(peer)
         if info is None:  # it was dropped, and must register again
             return False
-        of_peer = [write for write in self.transfers if write.peer == peer]
+        # A packed transfer has no handle: each of its rounds is a write of its own.
+        of_peer = [write for write in self.transfers if write.peer == peer and write.handle]
         if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
             return False
         try:
@@ -182,6 +183,8 @@ class NixlTransfers:
                 return True
             if write.abandon_reason and not write.is_invalidated:
                 self._invalidate(write)
+            if write.handle is None and not write.is_partly_posted:
+                return False  # a thread sends it round by round (`packed_sends`)
             try:
                 if write.is_partly_posted:
                     raise RuntimeError(write.abandon_reason)
@@ -221,10 +224,16 @@ class NixlTransfers:
         with self.agent_lock:
             if write.abandon_reason or self.has_finished(write):
                 return True
-            write.abandon_reason = self.silent_peers.get(write.peer, "")
-            if write.abandon_reason:
-                self.abandoned_transfers.append(write)
-            return bool(write.abandon_reason)
+            reason = self.silent_peers.get(write.peer, "")
+            if reason:
+                self.abandon(write, reason)
+            return bool(reason)
+
+    def abandon(self, write: Transfer, reason: str) -> None:
+        """Keeps a transfer until it has finished, though no sender waits for it."""
+        with self.agent_lock:
+            write.abandon_reason = reason
+            self.abandoned_transfers.append(write)
 
     def _is_writing(self, room: int | None = None, peer: str | None = None) -> bool:
         """Whether a write may go on, of this room or any, to this decode rank or any."""

@@ -1,0 +1,36 @@
+"""Log that KV heads are packed or interleaved, which the patch set does not log.
+
+Slices bring the same bytes, so the answers do not show how these were sent.
+"""
+
+import functools
+import logging
+from types import ModuleType
+
+from pd_harness.cpu_host.import_hooks import on_import_of
+
+PACKED_LOG_LINE = "KV heads are packed"  # in prefill's log
+INTERLEAVED_LOG_LINE = "KV heads are interleaved"  # in decode's log
+
+
+@on_import_of("sglang.srt.disaggregation.pd.packing")
+def log_packing(packing: ModuleType) -> None:
+    """Log the first time that a rank packs."""
+    packing.pack = _logged_once(packing.pack, PACKED_LOG_LINE)
+
+
+@on_import_of("sglang.srt.disaggregation.pd.interleaving")
+def log_interleaving(interleaving: ModuleType) -> None:
+    """Log the first time that a rank interleaves."""
+    interleaving.interleave = _logged_once(interleaving.interleave, INTERLEAVED_LOG_LINE)
+
+
+def _logged_once(act, line: str):
+    log = functools.cache(logging.getLogger(__name__).info)
+
+    @functools.wraps(act)
+    def logged(*given, **named) -> None:
+        act(*given, **named)
+        log(line)
+
+    return logged
