@@ -301,15 +301,18 @@ def test_request_fails_with_its_thread(fleet, monkeypatch):
 # Requests that end meanwhile
 
 
-@pytest.mark.parametrize("end", ["abort", "clear"])
-def test_request_that_ends_waits_for_its_thread(end, fleet, gate):
-    """Its pages are freed then. It is cleared if it has failed on another rank."""
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_request_that_ends_waits_for_its_thread(is_aborted, fleet, gate):
+    """When it is cleared, before its pages are freed; the message that aborts it waits for none."""
     receiver = fleet.request()
     fleet.deliver(fleet.send())
     assert receiver.poll() == KVPoll.Transferring
     assert gate.is_reached()
     job = receiver.interleaving
-    ending = threading.Thread(target=getattr(receiver, end), daemon=True)
+    if is_aborted:
+        receiver.abort()
+        assert job.is_cancelled and receiver.poll() == KVPoll.Failed
+    ending = threading.Thread(target=receiver.clear, daemon=True)
     ending.start()
     assert wait_until(lambda: job.is_cancelled, PATIENCE, 0.01)
     assert ending.is_alive() and not job.result.done()
