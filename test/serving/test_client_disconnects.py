@@ -94,6 +94,8 @@ STOCK = {
         (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
         (fleet("ascend", **PP_2), "right"),
         (fleet("ascend", "router", **PP_3), "right"),
+        (fleet("nixl", "either", **PP_2_TO_2), "hang"),
+        (fleet("mooncake", **PP_2_TO_2), "hang"),
     ],
 }
 
