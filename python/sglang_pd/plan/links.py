@@ -93,9 +93,7 @@ def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
 
 def _link(pair: ServerPair, prefill: RankId, decode: RankId) -> Link:
     own, peer = pair.layout("prefill", *prefill), pair.layout("decode", *decode)
-    packed, sliced = (
-        _plans(own, peer, is_packed) for is_packed in (pair.sends_kv_by_plan, False)
-    )
+    packed, sliced = (_plans(own, peer, is_packed) for is_packed in (pair.sends_kv_by_plan, False))
     parts, size, min_copies, max_copies, sliced_copies = [], 0, 0, 0, 0
     for which, (mine, theirs) in enumerate(((own.kv, peer.kv), (own.state, peer.state))):
         pages = _pages(pair, is_state=which == 1)

@@ -33,8 +33,9 @@ class PeerPlan:
     Attributes:
         layout: The decode rank's, as described or inferred.
         state: None if the transport sends state by other means.
-        needs_interleaving: Whether decode must interleave what the ranks of this prefill server send, and so
-            be notified of the units by each, also by one that only has copies of others' heads.
+        needs_interleaving: Whether decode must interleave what the ranks of this prefill server
+            send, and so be notified of the units by each, also by one that only has copies of
+            others' heads.
     """
 
     layout: RankLayout

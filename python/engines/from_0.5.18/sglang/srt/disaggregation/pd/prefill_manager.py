@@ -86,7 +86,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
     def _interleaving_peers(self, room: int) -> frozenset[str]:
         """Returns the room's decode ranks that must interleave what they receive."""
-        return frozenset(peer for peer, _, plan in self._planned_peers(room) if plan.needs_interleaving)
+        planned = self._planned_peers(room)
+        return frozenset(peer for peer, _, plan in planned if plan.needs_interleaving)
 
     def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
         """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
