@@ -127,6 +127,23 @@ NO_STAGING = Unsupported("0.5.9 has no staging buffers")
 NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
+def moves_heads(size: Topology, model: TinyModel, *engines: str) -> str:
+    """Returns which side packs or interleaves KV heads: `prefill`, `decode`, or neither.
+
+    Args:
+        engines: Prefill's engine, and decode's.
+    """
+    ranks = (size.prefill_tp // size.prefill_dp, size.decode_tp // size.decode_dp)
+    heads = getattr(model, "kv_heads", 1)  # MLA has none to split
+    prefill, decode = (max(1, heads // count) for count in ranks)
+    if prefill == decode or size.staging:
+        return ""
+    packs = prefill > decode
+    needed = engines[:1] if packs else engines
+    side = "prefill" if packs else "decode"
+    return side if set(needed) == {"patched"} else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """A fleet with a model and prompts, and its outcomes.
@@ -172,16 +189,7 @@ class Scenario:
         Args:
             engines: Prefill's engine, and decode's.
         """
-        size = self.topology
-        ranks = (size.prefill_tp // size.prefill_dp, size.decode_tp // size.decode_dp)
-        heads = getattr(self.model, "kv_heads", 1)  # MLA has none to split
-        prefill, decode = (max(1, heads // count) for count in ranks)
-        if prefill == decode or size.staging or not self.packed:
-            return ""
-        packs = prefill > decode
-        needed = engines[:1] if packs else engines
-        side = "prefill" if packs else "decode"
-        return side if set(needed) == {"patched"} else ""
+        return moves_heads(self.topology, self.model, *engines) if self.packed else ""
 
     @property
     def unsupported_reason(self) -> str | None:
