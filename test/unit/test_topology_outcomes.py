@@ -8,7 +8,8 @@ from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_23
 
 from pd_harness.cluster import Topology
 from pd_harness.cpu_host.models import TinyMLA, TinyModel
-from sglang_pd.patchset.patches import read_records
+from sglang_pd.patchset.patches import read_records, supported_releases
+from sglang_pd.plan import verdict
 from sglang_pd.plan.known_failures import (
     CRASHES,
     FAILS,
@@ -201,15 +202,86 @@ def test_indivisible_kv_heads_prevent_startup():
     """4 ranks cannot share 6 heads."""
     model = plain_model(2, KVHeads(6, 8, 8))
     pair = make_pair(model, ServerSizes(tp=4), ONE, "nixl", "0.5.23", False)
-    for verdict in (stock(pair), patched(pair)):
-        assert verdict.outcome == NO_START
-        assert "6 KV heads" in verdict.reasons[0] and "TP size 4" in verdict.reasons[0]
+    for one in (stock(pair), patched(pair)):
+        assert one.outcome == NO_START
+        assert "6 KV heads" in one.reasons[0] and "TP size 4" in one.reasons[0]
+
+
+# What 0.5.18's code does over NIXL, Mooncake and Ascend: model, prefill, decode, outcomes.
+GQA, MLA = plain_model(4, KVHeads(4, 8, 8)), plain_model(4, MLADims(512, 64))
+ONE_HEAD, NARROW_V = plain_model(4, KVHeads(1, 8, 8)), plain_model(2, KVHeads(4, 8, 4))
+TP_4, PP_2_OF_7 = ServerSizes(tp=4), ServerSizes(pp=2, layers=(3, 4))
+SEVEN, SEVEN_MLA = plain_model(7, KVHeads(4, 8, 8)), plain_model(7, MLADims(512, 64))
+TP_2_PP_2 = ServerSizes(tp=2, pp=2, layers=(3, 4))
+OTHER_STAGES, DRAFT_2 = ServerSizes(pp=2, layers=(4, 3)), ServerSizes(draft=2)
+CASES_0_5_18 = {
+    "plain": (GQA, ONE, ONE, (RIGHT, RIGHT, RIGHT)),
+    "tp2_to_1": (GQA, TP_2, ONE, (RIGHT, RIGHT, RIGHT)),
+    "pp2_even": (GQA, PP_2, ONE, (HANGS, RIGHT, RIGHT)),
+    "pp2_odd": (SEVEN, PP_2_OF_7, ONE, (HANGS, WRONG, WRONG)),
+    "pp2_odd_tp2_to_1": (SEVEN, TP_2_PP_2, ONE, (WRONG, WRONG, WRONG)),
+    "pp2_to_pp2": (GQA, PP_2, PP_2, (RIGHT, RIGHT, RIGHT)),
+    "pp2_to_other_stages": (SEVEN, PP_2_OF_7, OTHER_STAGES, (HANGS, WRONG, WRONG)),
+    "mla_pp2_odd": (SEVEN_MLA, PP_2_OF_7, ONE, (HANGS, RIGHT, RIGHT)),
+    "mla_pp2_tp2_to_1": (SEVEN_MLA, TP_2_PP_2, ONE, (HANGS, RIGHT, RIGHT)),
+    "tp2_to_4_one_head": (ONE_HEAD, TP_2, TP_4, (HANGS, RIGHT, RIGHT)),
+    "narrow_v": (NARROW_V, ONE, ONE, (RIGHT, RIGHT, RIGHT)),
+    "narrow_v_tp2_to_1": (NARROW_V, TP_2, ONE, (HANGS, WRONG, WRONG)),
+    "draft_on_decode": (GQA, ONE, DRAFT, (RIGHT, RIGHT, RIGHT)),
+    "draft_on_prefill": (GQA, DRAFT, ONE, (HANGS, HANGS, HANGS)),
+    "drafts_1_to_2": (GQA, DRAFT, DRAFT_2, (WRONG, WRONG, WRONG)),
+    "drafts_2_to_1": (GQA, DRAFT_2, DRAFT, (HANGS, HANGS, HANGS)),
+    "mla_drafts_1_to_2": (MLA, DRAFT, DRAFT_2, (RIGHT, RIGHT, WRONG)),
+    "draft_in_stages": (GQA, ServerSizes(pp=2, draft=1), DRAFT, (NO_START, NO_START, NO_START)),
+    "windows": (WINDOWS, TP_2, TP_2, (RIGHT, RIGHT, RIGHT)),
+    "windows_tp2_to_1": (WINDOWS, TP_2, ONE, (HANGS, HANGS, HANGS)),
+    "windows_pp2": (WINDOWS, PP_2, ONE, (HANGS, WRONG, WRONG)),
+    "index_keys": (INDEXED_MLA, DRAFT, DRAFT, (RIGHT, RIGHT, RIGHT)),
+    "mamba_tp2_to_1": (MAMBA, TP_2, ONE, (WRONG, WRONG, WRONG)),
+    "linear_tp2_to_1": (LINEAR, TP_2, ONE, (RIGHT, RIGHT, RIGHT)),
+    "linear_pp2": (LINEAR, PP_2, ONE, (UNKNOWN, UNKNOWN, UNKNOWN)),
+    "tp3_to_2": (plain_model(2, KVHeads(6, 8, 8)), ServerSizes(tp=3), TP_2, (HANGS, HANGS, HANGS)),
+    "page_sizes": (GQA, ServerSizes(page=16), ServerSizes(page=32), (CRASHES, CRASHES, CRASHES)),
+    "pp4_to_pp2": (GQA, ServerSizes(pp=4), PP_2, (CRASHES, CRASHES, CRASHES)),
+}
+REFUSED_PAIRS = ("tp3_to_2", "page_sizes", "pp4_to_pp2", "pp2_to_other_stages")
+
+
+@pytest.mark.parametrize("name", CASES_0_5_18)
+def test_plan_knows_0_5_18(name: str):
+    model, prefill, decode, outcomes = CASES_0_5_18[name]
+    ours = REFUSED if name in REFUSED_PAIRS else RIGHT
+    for backend, shown in zip(("nixl", "mooncake", "ascend"), outcomes):
+        pair = make_pair(model, prefill, decode, backend, "0.5.18", False)
+        assert stock(pair).outcome == shown, backend
+        assert patched(pair).outcome == (shown if shown in (NO_START, UNKNOWN) else ours)
+
+
+def test_patched_server_fails_where_its_release_lacks_an_edit(monkeypatch):
+    pair = make_pair(GQA, PP_2, PP_2, "nixl", "0.5.9", False)
+    assert (stock(pair).when(LOGPROBS), patched(pair).when(LOGPROBS)) == (CRASHES, RIGHT)
+    monkeypatch.setattr(verdict, "records_without_edit", lambda release: {"decode-logprobs"})
+    assert patched(pair).when(LOGPROBS) == CRASHES
+
+
+@pytest.mark.parametrize("release", supported_releases())
+def test_every_supported_release_was_examined(release: str):
+    assert all(release in one.outcomes for one in KNOWN_FAILURES)
+    pages = (ServerSizes(page=16), ServerSizes(page=32))
+    assert stock(make_pair(GQA, *pages, "nixl", release, False)).outcome == CRASHES
+
+
+def test_release_that_was_not_examined_is_unknown():
+    pair = make_pair(GQA, ONE, ONE, "nixl", "0.5.24", False)
+    for one in (stock(pair), patched(pair)):
+        assert (one.outcome, one.when(STRAY)) == (UNKNOWN, UNKNOWN)
+        assert "was not examined" in one.reasons[0]
 
 
 def test_every_known_failure_refers_to_a_needed_patch():
     records = {record.id: record for record in read_records()}
     for limit in KNOWN_FAILURES:
-        for release, outcomes in zip(RELEASES, (limit.v0_5_9, limit.v0_5_23)):
+        for release, outcomes in limit.outcomes.items():
             if limit.record and any(outcomes.values()):
                 status = records[limit.record].at(release)
                 assert status.state != "carried", (limit.record, limit.reason, release)
