@@ -99,10 +99,7 @@ def snapshot_of(folder) -> dict[str, bytes]:
 
 def test_checkout_is_named_with_its_revision(toy, toy_patch_set, tmp_path):
     checkout = tmp_path / "checkout"
-    (checkout / "python").mkdir(parents=True)
-    toy.root.rename(checkout / "python/sglang")
-    commit_all(checkout)
-    moved = replace(toy, site=checkout / "python")
+    moved = toy.as_checkout(checkout)
     export(moved.engine(), moved.release(), tmp_path / "series")
     revision = run(["git", "rev-parse", "HEAD"], checkout).stdout.strip()
     assert f"revision {revision}" in (tmp_path / "series/README.md").read_text()
@@ -112,19 +109,9 @@ def test_checkout_is_named_with_its_revision(toy, toy_patch_set, tmp_path):
     assert moved.status().state == "applied"
 
 
-def commit_all(checkout) -> None:
-    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "engine"]):
-        ran = run(["git", *words], checkout)
-        assert ran.returncode == 0, ran.stderr
-
-
 def test_git_status_of_a_checkout_shows_our_files_alone(toy, tmp_path):
     checkout = tmp_path / "checkout"
-    (checkout / "python").mkdir(parents=True)
-    toy.root.rename(checkout / "python/sglang")
-    commit_all(checkout)
-    moved = replace(toy, site=checkout / "python")
+    moved = toy.as_checkout(checkout)
     before = snapshot(checkout / "python")
     changed = {f"python/sglang/{edit.path}" for edit in moved.apply()}
     shown = run(["git", "status", "--porcelain", "-uall"], checkout).stdout.splitlines()
