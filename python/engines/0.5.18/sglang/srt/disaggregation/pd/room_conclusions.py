@@ -80,9 +80,9 @@ class RoomConclusions:
                 return None
             if self.request_status[room] == KVPoll.Failed or room in self.failure_records:
                 status = KVPoll.Failed
-            if status == KVPoll.Failed:
+            if status == KVPoll.Failed and room not in self.failure_records:
                 self.record_failure(room, failure_reason or "KV could not be sent")
-                failure_reason = self.failure_records.get(room)
+            failure_reason = self.failure_records.get(room)
             super().update_status(room, status)
         if targets is None:
             targets = self._room_notify_targets(room)
@@ -251,6 +251,12 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
             self.poison_deferred_ack_room(room)
         self._staging_outstanding.pop(room, None)  # the engine would count the chunk forever
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def drop_peer(self, name: str) -> None:
+        """Drops what is kept of a rank. Extends `SilenceWatch`'s: also what messages it reads."""
+        super().drop_peer(name)
+        known = list(self.decode_kv_args_table.values())
+        self.status_readers &= {(info.endpoint, info.dst_port) for info in known}
 
     def note_reader(self, info: Any) -> None:
         """Notes whether a decode rank that registers reads `pd.status_messages`."""
