@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from engine_release import SINCE_0_5_18
+from engine_release import RANK_MODULE
 
 from pd_harness import forks
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
@@ -29,7 +29,7 @@ from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
-RANK = "rank_0_5_23.py" if SINCE_0_5_18 else "rank_0_5_9.py"
+RANK = f"{RANK_MODULE}.py"
 # Per machine. MemFabric rejects higher device numbers, and senders to such a device hang.
 MAX_DEVICES = 16
 NIXL_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # where a process finds NIXL

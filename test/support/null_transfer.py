@@ -1,6 +1,6 @@
 """Transfer libraries that write nothing, so that only the ranks' messages remain of a request.
 
-They have no NIXL notifications, which end requests in 0.5.9.
+They have no NIXL notifications, which end requests in 0.5.9 and stock 0.5.18.
 """
 
 import socket
