@@ -282,7 +282,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
 class NixlKVSender:
     REMOVED = ("failure_exception",)  # in favour of `NotifyingSender`'s
-    trace_ctx = TraceNullContext()
+    trace_ctx = PerInstance(TraceNullContext)  # itself, it would make the class abstract
 
     def abort(self) -> None:
         """Aborts the request. Extends `NotifyingSender`'s: polls fail though the room is reused."""
