@@ -9,6 +9,8 @@ from pathlib import Path
 
 from sglang_pd.errors import ExitCode, Refusal
 
+CHECKOUT_PREFIX = "python/sglang/"
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -23,7 +25,7 @@ class Engine:
         is_checkout = (
             self.root.parent.name == "python" and (self.root.parent.parent / ".git").exists()
         )
-        return "python/sglang/" if is_checkout else "sglang/"
+        return CHECKOUT_PREFIX if is_checkout else "sglang/"
 
 
 def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
