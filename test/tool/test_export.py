@@ -32,13 +32,17 @@ def series(toy, toy_patch_set, tmp_path):
     return folder
 
 
-def run_readme(series: Path, command: str, folder: Path) -> subprocess.CompletedProcess:
-    """Runs README's lines for `git`, `patch` or `quilt` in a folder."""
+def run_readme(
+    series: Path, command: str, folder: Path, check: bool = False
+) -> subprocess.CompletedProcess:
+    """Runs README's lines for `git`, `patch` or `quilt` in a folder; `check`: only checks."""
     readme = (series / "README.md").read_text()
     blocks = [block.split("```")[0] for block in readme.split("```sh\n")[1:]]
     first = re.sub("PATCHES=.*", f"PATCHES={series}", blocks[0])
     lines = [line for line in first.splitlines() if line.startswith("PATCHES=")]
     script = first if command == "git" else "\n".join([*lines, blocks[COMMANDS[command]]])
+    if check:
+        script = script.replace("git apply", "git apply --check").rsplit(" &&\n", 1)[0]
     return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
 
 
@@ -72,6 +76,15 @@ def test_commands_of_readme_write_what_apply_writes(toy, series, by_hand, comman
     toy.apply()
     assert engine_files(by_hand) == engine_files(toy)
     assert by_hand.status().state == "applied"
+
+
+def test_series_is_only_checked(series, by_hand):
+    before = engine_files(by_hand)
+    assert run_readme(series, "git", by_hand.site, check=True).returncode == 0
+    assert engine_files(by_hand) == before
+    (by_hand.root / "srt/pool.py").write_text("SIZE = 5\n")
+    ran = run_readme(series, "git", by_hand.site, check=True)
+    assert ran.returncode != 0 and "sglang/srt/pool.py: patch does not apply" in ran.stderr
 
 
 @pytest.mark.parametrize("command", EVERY_COMMAND)

@@ -106,7 +106,8 @@ def _readme(
         "together they write what `sglang-pd apply` writes, byte for byte. The engine is not meant "
         "to run with only some of them.",
         "",
-        f"In {place}, this writes all of them or none, and compares the result:",
+        f"In {place}, this writes all of them or none, and compares the result (without the last "
+        "line, and with `git apply --check`, it only checks):",
         "",
         "```sh",
         "PATCHES=FOLDER_OF_THIS_FILE    # an absolute path",
