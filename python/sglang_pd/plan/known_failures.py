@@ -305,7 +305,6 @@ KNOWN_FAILURES = [
         "the decode server crashes: its last stage has no logprobs at first",
         lambda pair: pair.decode.pp > 1,
         v0_5_9=all_backends(CRASHES),
-        v0_5_18=all_backends(CRASHES),
         event=LOGPROBS,
     ),
 ]
