@@ -14,6 +14,11 @@ RANK_MODULE = f"rank_{release().replace('.', '_')}"
 NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly]
 
 
+def not_0_5_18(why: str):
+    """Returns a mark for tests of what 0.5.18 lacks; `why` says what that is."""
+    return pytest.mark.skipif(IS_0_5_18, reason=f"0.5.18 {why}")
+
+
 def without_extension_frames(registration: list[bytes]) -> list[bytes]:
     """Returns a registration message without the frames that stock does not send."""
     if SINCE_0_5_18:

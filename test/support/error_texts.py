@@ -1,6 +1,6 @@
 """Error texts of failed requests, by release."""
 
-from engine_release import SINCE_0_5_18
+from engine_release import IS_0_5_18, SINCE_0_5_18
 from rank_faults import INJECTED_ERROR
 
 # Texts of a failed transfer, by (backend, fault of `rank_faults.TransferFaults`).
@@ -35,7 +35,12 @@ LOST_DECODE = (
 CONNECTION_CUT = (
     LOST_DECODE if SINCE_0_5_18 else {"mooncake": TRANSFER_FAILURES["mooncake", "status"]}
 )
-OTHER_RANK_FAILED = "another rank" if SINCE_0_5_18 else "another decode rank failed"
+# Decode's text for a request that failed on another of its ranks only, by backend.
+OTHER_RANK_FAILED = dict.fromkeys(
+    ("nixl", "mooncake"), "another rank" if SINCE_0_5_18 else "another decode rank failed"
+)
+if IS_0_5_18:
+    OTHER_RANK_FAILED["nixl"] = "NIXL KVReceiver Exception"
 ABORTED = "Aborted by AbortReq."
 # Prefill's text for a request that decode aborted, by backend. Later releases get no reason from
 # decode, and their Mooncake backend records none.

@@ -53,6 +53,9 @@ class NullAgent:
 
     check_xfer_state = transfer
 
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
     def release_xfer_handle(self, handle) -> None:
         pass
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import rank_process
+from rank_base import failure
 from rank_since_0_5_18 import DEFERRED_SECONDS, LaterRank, server_args
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
@@ -84,6 +85,13 @@ class Rank(LaterRank):
         end = super()._await(poller, seconds, leave_at)
         if end["state"] == "hang" and getattr(poller, "held_until", None) is not None:
             return super()._await(poller, DEFERRED_SECONDS, leave_at)
+        return end
+
+    def _failed(self, poller) -> dict:
+        """Returns a failed room's end; decode's scheduler then clears the room."""
+        end = failure(poller)
+        if not self.is_prefill:
+            poller.clear()
         return end
 
     def _leave_unsent(self, sender) -> str:

@@ -33,6 +33,7 @@ class Rank(LaterRank):
         *("addr_to_rooms_tracker", "sent_pages", "arrived_digests", "arrived_units"),
         *("_deferred_ack_targets", "_deferred_abort_ack_tracker"),
     )
+    METADATA = {"max_sampling_mask_tokens": 16}
 
     def _enter_engine(self) -> None:
         c = self.config

@@ -19,8 +19,6 @@ DEFERRED_SECONDS = 40  # longer than decode keeps an aborted request's pages
 class LaterRank(RankBase):
     """A rank of a release after 0.5.9; `slots` has the metadata slot of each receiver."""
 
-    METADATA = {"max_sampling_mask_tokens": 16}
-
     def __init__(self, config: dict):
         self.slots = weakref.WeakKeyDictionary()
         super().__init__(config)
