@@ -4,6 +4,7 @@ import fake_managers
 import pytest
 from fake_managers import ENDPOINT, RECEIVERS, add_chunk, decode_rank, register
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd import room_conclusions
 
 pytestmark = pytest.mark.engine
 
@@ -47,19 +48,33 @@ def drop(prefill) -> None:
     prefill._drop_silent_peer(name)
 
 
-def test_endpoint_of_a_decode_rank_is_forgotten_with_the_rank(prefill, decode):
-    register(prefill, decode)
-    assert prefill.status_readers == {ENDPOINT}
-    drop(prefill)
-    assert not prefill.status_readers
-
-
-def test_endpoint_that_another_rank_has_by_now_is_kept(backend, prefill, decode):
-    register(prefill, decode)
+def other_rank(backend: str):
     other = decode_rank(backend, number=1)
-    other.rank_port = decode.rank_port
     if backend == "nixl":
         other.agent.agent.name = other.agent.name  # which is in the agent's metadata
-    register(prefill, other)
-    drop(prefill)
+    return other
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_endpoints_of_dropped_decode_ranks_are_forgotten_in_time(
+    is_dropped, backend, prefill, decode, monkeypatch
+):
+    """A rank that comes back without registering is to be told that its requests fail."""
+    monkeypatch.setattr(room_conclusions, "MAX_STATUS_READERS", 1)
+    register(prefill, decode)
+    if is_dropped:
+        drop(prefill)
     assert prefill.status_readers == {ENDPOINT}
+    other = other_rank(backend)
+    register(prefill, other)
+    second = (ENDPOINT[0], other.rank_port)
+    assert prefill.status_readers == ({second} if is_dropped else {ENDPOINT, second})
+
+
+def test_stock_rank_at_the_endpoint_of_another_gets_no_status_messages(backend, prefill, decode):
+    """They would end its thread that reads messages."""
+    register(prefill, decode)
+    stock = other_rank(backend)
+    stock.rank_port = decode.rank_port
+    register(prefill, stock, is_described=False)
+    assert not prefill.status_readers

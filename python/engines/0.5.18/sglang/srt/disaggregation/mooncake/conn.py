@@ -46,8 +46,6 @@ CHUNK_READY = b"CHUNK_READY"
 
 
 class KVArgsRegisterInfo(SessionRegistration, EngineKVArgsRegisterInfo):
-    reads_status = False
-
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: also our frames."""
@@ -181,9 +179,7 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
             self.failed_sessions.discard(name)
             self.session_failures.pop(name, None)
 
-    def drop_peer(self, name: str) -> None:
-        super().drop_peer(name)
-        self.handle_peer_recovered(name)
+    drop_peer = handle_peer_recovered
 
     # Transfers
 

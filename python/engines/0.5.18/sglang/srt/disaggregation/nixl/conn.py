@@ -44,8 +44,6 @@ RELOAD_SECONDS = 1.0
 
 
 class KVArgsRegisterInfo(AgentRegistration, EngineKVArgsRegisterInfo):
-    reads_status = False
-
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: also our frames."""
@@ -149,13 +147,20 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         return self.agent.prep_xfer_dlist(peer, self.agent.get_xfer_descs(blocks, memory), memory)
 
     def send_kvcache(
-        self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif, **more
+        self,
+        peer_name: str,
+        prefill_kv_indices,
+        dst_kv_ptrs,
+        dst_kv_indices,
+        dst_gpu_id: int,
+        notif: str,
+        dst_mem_kind: str = "VRAM",
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         self.connection.peer = peer_name
         if self.plan_for(peer_name) is None:
             sent = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif)
-            return super().send_kvcache(peer_name, *sent, **more)
+            return super().send_kvcache(peer_name, *sent, dst_mem_kind)
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 

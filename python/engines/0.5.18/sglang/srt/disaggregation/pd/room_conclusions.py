@@ -26,6 +26,8 @@ from sglang.srt.disaggregation.pd.status_messages import ENDED, status_message
 logger = logging.getLogger(__name__)
 
 ABORTED_BY_DECODE = "Aborted by decode"
+# How many decode ranks to remember that read `pd.status_messages`, besides those registered now.
+MAX_STATUS_READERS = 4096
 
 
 class RoomConclusions:
@@ -117,7 +119,7 @@ class RoomConclusions:
             try:
                 if endpoint in self.status_readers:
                     socket = PeerSocket.to(*endpoint)
-                    self._send_multipart_locked(socket.endpoint, frames, socket.is_ipv6)
+                    self._send_multipart_locked(socket.endpoint, frames, is_ipv6=socket.is_ipv6)
                 elif not self._is_postponed(endpoint, bootstrap_room, status):
                     self.notify_stock(endpoint, bootstrap_room, status)
             except Exception as error:
@@ -163,7 +165,7 @@ class RoomConclusions:
             socket = PeerSocket.to(*endpoint)
             frames = ack_message(room, self._prefill_unique_rank(), generation)
             try:
-                self._send_multipart_locked(socket.endpoint, frames, socket.is_ipv6)
+                self._send_multipart_locked(socket.endpoint, frames, is_ipv6=socket.is_ipv6)
             except Exception as error:
                 logger.warning(f"Room {room}: could not acknowledge its abort: {error}")
         self.send_kv_status_message(targets=list(late), bootstrap_room=room, status=KVPoll.Failed)
@@ -202,7 +204,7 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
     a worker whose room has failed: returns whether none of its writes goes on.
     """
 
-    sending = SendingState()
+    sending = PerInstance(SendingState)
 
     def forward_event(self, chunk: Any) -> Any:
         """Takes the event from the request's sender, where the scheduler leaves it."""
@@ -252,16 +254,13 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
         self._staging_outstanding.pop(room, None)  # the engine would count the chunk forever
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)
 
-    def drop_peer(self, name: str) -> None:
-        """Drops what is kept of a rank. Extends `SilenceWatch`'s: also what messages it reads."""
-        super().drop_peer(name)
-        known = list(self.decode_kv_args_table.values())
-        self.status_readers &= {(info.endpoint, info.dst_port) for info in known}
-
     def note_reader(self, info: Any) -> None:
         """Notes whether a decode rank that registers reads `pd.status_messages`."""
         endpoint = (info.endpoint, info.dst_port)
         (self.status_readers.add if info.reads_status else self.status_readers.discard)(endpoint)
+        if len(self.status_readers) > MAX_STATUS_READERS:
+            known = list(self.decode_kv_args_table.values())
+            self.status_readers &= {(one.endpoint, one.dst_port) for one in known}
 
     def reads_status(self, room: int) -> bool:
         """Whether all decode ranks of a room read `pd.status_messages`."""
