@@ -130,7 +130,9 @@ def quick_tests(fault: Fault, release: str) -> list[str]:
     """Tests to run first: the fault's, or those named after its file."""
     if fault.first:
         return [fault.first]
-    folders = ("test/unit", "test/engine", f"test/engine/v{release.replace('.', '_')}")
+    folders = ["test/unit", "test/engine", f"test/engine/v{release.replace('.', '_')}"]
+    if release != "0.5.9":
+        folders.append("test/engine/from_0_5_18")
     named = [f"{folder}/test_{Path(fault.file).stem}.py" for folder in folders]
     return [name for name in named if (ROOT / name).exists()]
 

@@ -195,7 +195,7 @@ def revert(engine: EnginePath = None) -> None:
     """Undoes `apply`: restores every byte of the engine's files."""
     found = find_engine(engine)
     done = operations.revert(found)
-    out.print("restored" if done else "nothing to revert at", Text(str(found.root)))
+    out.print(done or "nothing to revert at", Text(str(found.root)))
 
 
 @command

@@ -26,7 +26,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 COPY_TESTS_0_5_9 = ("memory_of_a_dropped_copy_is_reused", "copy_of_no_slots")
 SYNC_TESTS = "test/engine/host_copy_sync.py"
 COPY_TESTS = (
-    ["test/engine/v0_5_23/test_cpu_copy_layouts.py"]
+    ["test/engine/from_0_5_18/test_cpu_copy_layouts.py"]
     if SINCE_0_5_18
     else [f"test/engine/v0_5_9/test_cpu_copy_memory.py::test_{name}" for name in COPY_TESTS_0_5_9]
 )

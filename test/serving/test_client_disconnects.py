@@ -8,8 +8,15 @@ from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
 from engine_release import IS_DEFAULT
 from scheduler_dumps import dump_environment, pending_by_rank
 from server_pairs import LOGS, ended, make_pair
-from serving_checks import outcome, record, retry_memfabric_faults, running, server_load
-from serving_scenarios import NEW_TOKENS, prompts
+from serving_checks import (
+    heads_moved_by,
+    outcome,
+    record,
+    retry_memfabric_faults,
+    running,
+    server_load,
+)
+from serving_scenarios import NEW_TOKENS, moves_heads, prompts
 
 from pd_harness import cluster
 from pd_harness.device import device
@@ -27,8 +34,8 @@ pytestmark = [
 # or with other processes.
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for the next prompts, to distinguish late answers from none
-# 0.5.9 may take minutes to answer; 0.5.23 never serves what it has not served by then.
-STOCK_PATIENCE = {"0.5.9": 400, "0.5.23": 60}
+# 0.5.9 may take minutes to answer; later releases never serve what they have not served by then.
+STOCK_PATIENCE = {"0.5.9": 400, "0.5.18": 60, "0.5.23": 60}
 # For a request whose client disconnects from one server before that server reads it.
 ENGINE_TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
@@ -40,10 +47,11 @@ ENGINE_TIMEOUTS = {
 FREE_SECONDS = 10
 MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
 SEEDS = 5
-PUSH_CASES = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
+PUSH_CASES = {"0.5.9": (), "0.5.18": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
+PP_2_TO_2 = {**PP_2, "decode_pp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
 # All sizes with each backend, and each pair of backend, size, way and overlap once. This release
 # does not support overlap with pipeline stages.
@@ -56,13 +64,17 @@ FLEETS = [
     fleet("mooncake", "router", **PP_2),
     fleet("mooncake", **PP_3),
     fleet("mooncake", "either", **TP_2),
-    # To TP 1, one TCP message per token, layer and head would take 15 s for six prompts.
-    fleet("mooncake", "either", **PP_2_TP_2, decode_tp=2),
+    fleet("mooncake", "either", **PP_2_TP_2),
     fleet("mooncake", overlap=True, **TP_2_TO_2),
     fleet("ascend", **PP_2),
     fleet("ascend", "router", **PP_3),
     fleet("ascend", overlap=True, **TP_2),
     fleet("ascend", "router", **PP_2_TP_2),
+    fleet("ascend", gqa=True, **TP_2),
+    fleet("nixl", "router", decode_tp=2),  # prefill packs KV heads
+    fleet("mooncake", "either", decode_tp=2),
+    fleet("nixl", "either", **PP_2_TO_2),
+    fleet("mooncake", **PP_2_TO_2),
     fleet("ascend", "either", **TP_2_TO_2),
     fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
     fleet("ascend", **PP_2, **TO_DP_2),
@@ -72,17 +84,19 @@ FLEETS = [
 
 # (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
 # test is about how soon they come.
+LATER = [
+    (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
+    (fleet("nixl", **TP_2), "right"),
+    (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
+    (fleet("mooncake", **PP_2), "wrong"),
+    (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
+    (fleet("ascend", **PP_2), "right"),
+    (fleet("ascend", "router", **PP_3), "right"),
+]
 STOCK = {
     "0.5.9": [(fleet(backend, **PP_2), "wrong") for backend in ("nixl", "mooncake", "ascend")],
-    "0.5.23": [
-        (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
-        (fleet("nixl", **TP_2), "right"),
-        (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
-        (fleet("mooncake", **PP_2), "wrong"),
-        (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
-        (fleet("ascend", **PP_2), "right"),
-        (fleet("ascend", "router", **PP_3), "right"),
-    ],
+    "0.5.18": LATER,  # not measured yet: see `NOT_MEASURED` in serving_scenarios.py
+    "0.5.23": LATER,
 }
 
 
@@ -153,6 +167,9 @@ def state_after_disconnects(
                 row["busy"] = round(max(row["busy"], pace, busy()), 1)
                 if not (row["alive"] and _is_free(servers, row)):
                     break
+            if row["alive"]:
+                wanted = moves_heads(fleet.topology, fleet.model, engine, engine)
+                assert heads_moved_by(*servers[:2]) == wanted
         finally:
             record("hang_ups", **row)
         for server in servers:

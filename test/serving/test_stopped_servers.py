@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from engine_release import SINCE_0_5_18
+from engine_release import SINCE_0_5_23
 from scheduler_dumps import dump_schedulers, longest_pause_ms, paused_in_mid_prompt
 from server_pairs import assert_freed
 from serving_checks import holds_nothing, stopped
@@ -38,9 +38,10 @@ AT_ONCE = 3  # seconds, for an answer of the surviving server
 ADDED_MS = 50
 ADDED_TO_STAGES_MS = 150
 BOOTSTRAP_QUERY_SECONDS = 5  # for which stock's scheduler waits for a bootstrap server
-# Seconds, for requests to the stopped server. On 0.5.9 they fail after 40: 5 until ZeroMQ notices,
-# 5 of silence, and 30 in which their pages may be written to; with Mooncake 30 s later.
-FAILURE_SECONDS = 40 if SINCE_0_5_18 else 80
+# Seconds, for requests to the stopped server. Before 0.5.23 they fail after 40: 5 until ZeroMQ
+# notices, 5 of silence, and 30 in which their pages may be written to; with 0.5.9's Mooncake 30 s
+# later.
+FAILURE_SECONDS = 40 if SINCE_0_5_23 else 80
 ROUNDS = 12  # of one request to each server, a second apart
 
 

@@ -6,9 +6,17 @@ from pd_harness.releases import default_release, release
 
 SINCE_0_5_18 = release() != "0.5.9"  # from 0.5.18 on
 IS_0_5_18 = release() == "0.5.18"
+SINCE_0_5_23 = SINCE_0_5_18 and not IS_0_5_18
 IS_DEFAULT = release() == default_release()
+# The module whose `Rank` is one of this release.
+RANK_MODULE = f"rank_{release().replace('.', '_')}"
 # Marks of tests that every run has in the default release, and only nightly runs in the others.
 NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly]
+
+
+def not_0_5_18(why: str):
+    """Returns a mark for tests of what 0.5.18 lacks; `why` says what that is."""
+    return pytest.mark.skipif(IS_0_5_18, reason=f"0.5.18 {why}")
 
 
 def without_extension_frames(registration: list[bytes]) -> list[bytes]:

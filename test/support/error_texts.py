@@ -1,7 +1,9 @@
 """Error texts of failed requests, by release."""
 
-from engine_release import SINCE_0_5_18
+from engine_release import IS_0_5_18, SINCE_0_5_18
 from rank_faults import INJECTED_ERROR
+
+from pd_harness.releases import release
 
 # Texts of a failed transfer, by (backend, fault of `rank_faults.TransferFaults`).
 TRANSFER_FAILURES_0_5_9 = {
@@ -35,18 +37,26 @@ LOST_DECODE = (
 CONNECTION_CUT = (
     LOST_DECODE if SINCE_0_5_18 else {"mooncake": TRANSFER_FAILURES["mooncake", "status"]}
 )
-OTHER_RANK_FAILED = "another rank" if SINCE_0_5_18 else "another decode rank failed"
+# Decode's text for a request that failed on another of its ranks only, by backend.
+OTHER_RANK_FAILED = dict.fromkeys(
+    ("nixl", "mooncake", "ascend"),
+    "another rank" if SINCE_0_5_18 else "another decode rank failed",
+)
+if IS_0_5_18:
+    OTHER_RANK_FAILED["nixl"] = "NIXL KVReceiver Exception"
 ABORTED = "Aborted by AbortReq."
 # Prefill's text for a request that decode aborted, by backend. Later releases get no reason from
-# decode, and their Mooncake backend records none.
-DECODE_ABORTED = (
-    {
+# decode, and Mooncake's backend of 0.5.23 records none.
+DECODE_ABORTED = {
+    "0.5.9": dict.fromkeys(("nixl", "mooncake"), ABORTED),
+    "0.5.18": dict.fromkeys(("nixl", "mooncake"), "Aborted by decode"),
+    "0.5.23": {
         "nixl": "Aborted by decode-side abort notification",
         "mooncake": "the request failed on another rank",
-    }
-    if SINCE_0_5_18
-    else dict.fromkeys(("nixl", "mooncake"), ABORTED)
-)
+    },
+}[release()]
+# Decode's text for a request that prefill's scheduler has removed unsent.
+REMOVED_UNSENT = "Aborted on prefill" if IS_0_5_18 else ABORTED
 # The text if the request reaches prefill after the abort. Later releases do not remember the abort
 # and wait until the request times out.
 DECODE_ABORTED_EARLY = "timed out" if SINCE_0_5_18 else f"Decode aborted the request: {ABORTED}"

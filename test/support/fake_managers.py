@@ -21,6 +21,7 @@ import sglang.srt.disaggregation.nixl.conn as nixl
 import torch
 from engine_release import IS_0_5_18
 from null_transfer import NullAgent
+from rank_faults import nixl_agent
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -51,6 +52,8 @@ ROWS, SLOTS = (64,) * 10, 16
 BASE = {PREFILL: 1 << 32, DECODE: 1 << 40}
 PEER = {"mooncake": "127.0.0.1:7000", "nixl": "peer"}
 ENDPOINT = ("127.0.0.1", 5555)
+ADDRESS = "127.0.0.1:8998"  # of prefill's bootstrap server
+NOTICE = ("7_kv_0_1_0",) if IS_0_5_18 else ()  # for decode, which 0.5.18's NIXL sends with KV
 BUFFER, STATE = 1 << 26, 1 << 36  # address distance of two buffers, and of KV and state
 # Of `gqa_layout`: KV heads, tokens per page, pages per buffer, and bytes of a head.
 GQA_HEADS, GQA_PAGE, GQA_PAGES = 4, 4, 16
@@ -216,8 +219,9 @@ def move_bytes(prefill) -> None:
     if backend_of(prefill) == "mooncake":
         prefill.engine.batch_transfer_sync = write
     else:
-        prefill.agent.transfer = lambda handle: (posted.append(handle), "PROC")[1]
-        prefill.agent.check_xfer_state = check
+        agent = nixl_agent(prefill)
+        agent.transfer = lambda handle: (posted.append(handle), "PROC")[1]
+        agent.check_xfer_state = check
 
 
 class FakeNixlAgent(NullAgent):
@@ -258,11 +262,10 @@ class FakeNixlAgent(NullAgent):
     @staticmethod
     def _chosen(listed, numbers):
         runs, memory = listed
-        blocks = [
-            (address + n * stride, length, device)
-            for address, length, device, stride, count in runs.tolist()
-            for n in range(count)
-        ]
+        blocks = []
+        for address, length, device, *run in runs.tolist():
+            stride, count = run or (0, 1)  # 0.5.18's engine lists block by block
+            blocks += [(address + n * stride, length, device) for n in range(count)]
         return np.array([blocks[n] for n in numbers], dtype=np.uint64).reshape(-1, 3), memory
 
 
@@ -325,7 +328,7 @@ def decode_rank(backend: str, layout: RankLayout | None = None, number: int = 0,
     decode = make_manager(backend, layout or mla_layout(), DECODE, **more)
     decode.rank_port += number
     if number and backend == "nixl":
-        decode.agent.name += str(number)
+        nixl_agent(decode).name += str(number)
     elif number:
         decode.engine.session = f"127.0.0.1:{7000 + number}"
     return decode
@@ -451,6 +454,27 @@ def metadata_message(decode, room: int, pages=range(4), **more) -> list[bytes]:
     )
 
 
+def status_message(prefill, room: int, status: KVPoll, reason: str) -> list[bytes]:
+    """Returns the message with which this prefill rank tells decode how a room ended."""
+    if IS_0_5_18:
+        prefill.status_readers.add(ENDPOINT)
+    prefill.send_kv_status_message(
+        targets=[ENDPOINT], bootstrap_room=room, status=status, failure_reason=reason
+    )
+    ((_, frames),) = prefill.notified
+    return frames
+
+
+def apply_failure(decode, room: int, rank: int, reason: str) -> None:
+    """Lets a decode rank note that a room has failed on this prefill rank."""
+    if IS_0_5_18:
+        decode.apply_status(room, KVPoll.Failed, rank, reason)
+        return
+    decode.apply_prefill_status(
+        bootstrap_room=room, status=KVPoll.Failed, prefill_rank=rank, failure_reason=reason
+    )
+
+
 class EndOfMessages(BaseException):
     """Raised by `FakeSocket` when all messages have been read."""
 
@@ -471,6 +495,7 @@ START_METHODS = {
     ("nixl", PREFILL): "_start_bootstrap_thread",
     ("nixl", DECODE): "_read_messages" if IS_0_5_18 else "_start_decode_listener_thread",
 }
+STAGING_START_METHOD = "_start_decode_staging_thread"  # of 0.5.18's NIXL on decode
 
 
 def process_messages(manager, *messages: list[bytes]) -> None:
@@ -481,6 +506,8 @@ def process_messages(manager, *messages: list[bytes]) -> None:
     """
     manager.server_socket = FakeSocket(messages)
     start = START_METHODS[backend_of(manager), manager.disaggregation_mode]
+    if start == "_read_messages" and manager.enable_staging:
+        start = STAGING_START_METHOD
     with (
         mock.patch.object(threading.Thread, "start", threading.Thread.run),
         contextlib.suppress(EndOfMessages),
@@ -496,6 +523,13 @@ def register(prefill, decode, is_described: bool = True) -> None:
 def send_metadata(prefill, decode, room: int, **more) -> None:
     """Lets prefill read a decode rank's request for a room."""
     process_messages(prefill, metadata_message(decode, room, **more))
+
+
+def new_sender(prefill, room: int, kind: type | None = None):
+    """Makes the sender of a prefill request; of the backend's class by default."""
+    kind = kind or SENDERS[backend_of(prefill)]
+    more = {"dest_tp_ranks": [0], "pp_rank": 0} if IS_0_5_18 else {}
+    return kind(prefill, ADDRESS, room, **more)
 
 
 def request_rooms(prefill, decode, *rooms: int, is_described: bool = True, **more) -> None:
@@ -561,6 +595,8 @@ def finish_failed(side) -> str:
     try:
         side.failure_exception()
     except common.KVTransferError as error:
+        if IS_0_5_18:
+            side.clear()  # NIXL's receivers leave it to the scheduler
         return error.failure_reason
     raise AssertionError("the request raises no failure")
 
@@ -579,6 +615,20 @@ def registered_peer(prefill):
     """Returns the registration of this prefill rank's only decode rank."""
     (info,) = prefill.decode_kv_args_table.values()
     return info
+
+
+def send_nixl_pages(prefill, own, theirs):
+    """Starts to write these pages of KV to a NIXL rank's only peer; returns NIXL's handle."""
+    pointers = registered_peer(prefill).dst_kv_ptrs
+    return prefill.send_kvcache(PEER["nixl"], own, pointers, theirs, 0, *NOTICE)
+
+
+def send_nixl_state(prefill, own, theirs) -> list:
+    """Starts to write these pages of each kind of state; returns NIXL's handles."""
+    info = registered_peer(prefill)
+    more = {"dst_state_item_lens": info.dst_state_item_lens, "decode_tp_rank": 0}
+    where = (own, info.dst_state_data_ptrs, theirs)
+    return list(prefill.maybe_send_extra(PEER["nixl"], *where, 0, *NOTICE, 1, **more))
 
 
 def prealloc_queue(decode):

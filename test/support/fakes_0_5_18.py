@@ -7,7 +7,10 @@ from unittest import mock
 
 import numpy as np
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, TransferStatus
 from sglang.srt.disaggregation.pd import held_pages
+from sglang.srt.disaggregation.pd.back_off import FailedSessions
 from sglang.srt.disaggregation.pd.status_messages import STATUS
 from sglang.srt.disaggregation.pd.watched_agent import WatchedAgent
 from sglang.srt.runtime_context import get_parallel
@@ -25,11 +28,17 @@ def parallel_config():
 
 
 def complete(manager, backend: str) -> None:
-    """Gives a manager what the engine's constructor makes in this release only."""
+    """Gives a manager what is made by its constructor in this release only."""
     manager.is_complete = True
     if backend == "nixl":
+        manager.exceptions, manager.transfer_statuses = {}, defaultdict(TransferStatus)
+        manager.transfer_source_rank = 0
+    if hasattr(manager, "prefill_response_tracker"):
+        manager.prefill_response_tracker = defaultdict(set)
+    if isinstance(manager, MooncakeKVManager):
+        manager.failed_sessions = FailedSessions()
+    if isinstance(manager, NixlKVManager):
         manager.agent = WatchedAgent(manager.agent, manager)
-        manager.exceptions, manager.transfer_statuses = {}, defaultdict(SimpleNamespace)
 
 
 @contextlib.contextmanager
@@ -84,7 +93,8 @@ def metadata_message(
     return message
 
 
-def parse_status(frames: list[bytes]) -> tuple[int, int, int, str]:
-    """Returns a status message's room, status, prefill rank and reason."""
-    assert frames[0] == STATUS
-    return (*map(int, frames[1:4]), frames[4].decode())
+def parse_status(frames: list[bytes]) -> tuple[int, int, int, str | None]:
+    """Returns a status message's room, status, prefill rank and reason; also a stock rank's."""
+    if frames[0] != STATUS:
+        return (*map(int, frames), None)
+    return (*map(int, frames[1:4]), frames[4].decode() or None)

@@ -83,7 +83,7 @@ class PackingCommands:
     def report_units(self, does: bool) -> None:
         """Makes this prefill rank report, or not, which chunks decode must interleave."""
         for info in self.manager.decode_kv_args_table.values():
-            info.plan = replace(info.plan, has_parts=does)
+            info.plan = replace(info.plan, needs_interleaving=does)
 
     def plan_interleaving_faults(self, **plan) -> None:
         self._instrument(InterleavingFaults).plan(**plan)

@@ -119,7 +119,7 @@ def _apart(got: cluster.Answer, want: cluster.Answer) -> float:
 
 
 def heads_moved_by(prefill: cluster.Server, decode: cluster.Server) -> str:
-    """Returns which of the two has packed or interleaved KV heads; both, or neither, are an error.
+    """Returns which of the two has packed or interleaved KV heads: empty if neither has.
 
     On NPUs, whose servers do not log it, the answer is always empty.
     """

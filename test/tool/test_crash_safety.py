@@ -20,7 +20,6 @@ from toy import VERSION, Toy, start_forked, wait_forked, write
 from pd_harness.releases import default_release
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
-from sglang_pd.install.transaction import STATE_FOLDER
 from sglang_pd.patchset import edits, patches
 
 PUBLISHED = [
@@ -141,10 +140,7 @@ def actual_state(now: dict, before: dict, after: dict, owned: set[str] | None = 
 
 def check_status(toy, before: dict, after: dict) -> str:
     status, now = toy.status(), contents(toy)
-    expected = actual_state(now, before, after)
-    if expected == "absent" and (toy.root / STATE_FOLDER / "journal.json").exists():
-        expected = "half-applied"  # no file is changed, but the journal still exists
-    assert status.state == expected
+    assert status.state == actual_state(now, before, after)
     for patch, state in status.patches:
         assert state == actual_state(now, before, after, files_of(toy.release(), patch)), patch.id
     assert not status.edited

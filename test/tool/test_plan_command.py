@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from sglang_pd import cli
 from sglang_pd.cli import app
 from sglang_pd.errors import ExitCode
-from sglang_pd.plan import links
 from sglang_pd.plan.show import PACKING
 
 runner = CliRunner()
@@ -59,7 +58,7 @@ def test_plan_of_pair_unservable_by_stock(plan):
     assert re.search(r"TP 2 PP 1 +TP 0 PP 0 +32-63 +4-5 +32\.0 +64 to 65,536", text)
     assert (
         "256.0 MiB over 8 pairs of ranks, in 512 copies (contiguous pages) to 524,288 copies "
-        "(scattered); 16 messages" in unwrap(text)
+        "(scattered); 24 messages" in unwrap(text)
     )
 
 
@@ -96,12 +95,11 @@ def test_plan_of_whole_pages_mentions_no_packing(plan, name, prefill, decode):
     assert "KV heads go" not in plan(name, prefill, decode)[1]
 
 
-def test_plan_reports_sliced_heads(plan, monkeypatch):
-    """As of pools whose heads cannot be packed; no model that `plan` can read has any."""
-    make = links._plans
-    monkeypatch.setattr(links, "_plans", lambda own, peer, is_packed: make(own, peer, False))
-    assert "KV heads go sliced: a copy for each token" in unwrap(plan("qwen3", "tp=2", "tp=1")[1])
-    shown = json.loads(plan("qwen3", "tp=2", "tp=1", "--json")[1])
+def test_plan_reports_sliced_heads(plan):
+    """As of hybrids on 0.5.23, which the engine sends its own way."""
+    sizes = ("qwen3_next", "tp=2", "tp=1", "--release", "0.5.23")
+    assert "KV heads go sliced: a copy for each token" in unwrap(plan(*sizes)[1])
+    shown = json.loads(plan(*sizes, "--json")[1])
     assert shown["kv_heads"] == {"sent": "sliced", "packed_by": None}
 
 

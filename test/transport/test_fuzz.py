@@ -14,7 +14,12 @@ from itertools import count
 
 import numpy as np
 import pytest
-from engine_release import IS_DEFAULT, SINCE_0_5_18, without_extension_frames
+from engine_release import (
+    IS_DEFAULT,
+    SINCE_0_5_18,
+    SINCE_0_5_23,
+    without_extension_frames,
+)
 from fleet import Fleet, Servers, Side
 from raw_socket import DST, FIRST_MARKER_ROOM, Message, RawSocket, await_read, recorded_messages
 from transfer_checks import HANG_SECONDS, assert_right, nightly_except
@@ -294,7 +299,7 @@ def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
 @pytest.mark.parametrize("backend", nightly_except(STATUS_BACKENDS, "nixl", "mooncake"))
 def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
     """Mutates a room's status messages and chunks, and then, between requests, any metadata."""
-    reasons = BATCHES if SINCE_0_5_18 else 0
+    reasons = BATCHES if SINCE_0_5_23 else 0
     with (
         connected_fleet(backend, "decode") as (servers, sock),
         unharmed(servers, sock, reasons=reasons),

@@ -20,11 +20,18 @@ from transfer_checks import (
 )
 from transport_cases import NSA
 
+from pd_harness.releases import release
+
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
 # NIXL 0.9 holds the GIL during its calls. 1.0 and 1.1 do not, and have no option to synchronize
-# their callers. Later NIXL releases have one, and later engines require it.
-VERSIONS = ["1.2.0", "1.3.2"] if SINCE_0_5_18 else ["0.9.0", "1.0.1", "1.1.0"]
+# their callers. Later NIXL releases have one, and later engines require it. With 0.5.18, servers in
+# the field have 1.4.
+VERSIONS = {
+    "0.5.9": ["0.9.0", "1.0.1", "1.1.0"],
+    "0.5.18": ["1.4.0"],
+    "0.5.23": ["1.2.0", "1.3.2"],
+}[release()]
 
 
 @pytest.fixture(params=VERSIONS)

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from engine_release import SINCE_0_5_18
+from engine_release import IS_0_5_18, SINCE_0_5_18, SINCE_0_5_23
 from fleet import Fleet, Side
 from transfer_checks import BACKENDS, assert_no_room_kept, assert_right
 
@@ -73,13 +73,21 @@ OF_BACKEND = {
     "nixl": {"transfer_statuses"},
     "mooncake": {"prefill_response_tracker", "requested_rooms", "failing_rooms", "arrived_units"},
 }
+PREFILL_OF_BACKEND = dict.fromkeys(BACKENDS, set())
 if SINCE_0_5_18:
-    BOTH |= {"_deferred_ack_targets", "arrived_units"}
+    BOTH |= {"arrived_units"}
     PREFILL |= {"req_to_decode_prefix_len"}
-    DECODE |= {"prefill_response_tracker", "_deferred_abort_ack_tracker"}
+    DECODE |= {"prefill_response_tracker"}
     # Reading it creates it: a default on the class, for managers that tests fill by hand.
     DECODE |= {"transfer_infos"}
     OF_BACKEND = dict.fromkeys(BACKENDS, set())
+if SINCE_0_5_23:
+    BOTH |= {"_deferred_ack_targets"}
+    DECODE |= {"_deferred_abort_ack_tracker"}
+if IS_0_5_18:
+    BOTH |= {"requested_ranks", "acks", "ack_targets", "late_notices", "writing"}
+    OF_BACKEND["nixl"] = {"transfer_statuses"}
+    PREFILL_OF_BACKEND["nixl"] = {"exceptions"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,7 +95,8 @@ def test_room_tables_exist(serve, backend):
     """Leak checks would miss a table under another name."""
     with serve(Fleet(backend=backend)) as servers:
         found = [set(kept) for kept in servers.room_counts()]
-    assert found == [BOTH | PREFILL, BOTH | DECODE | OF_BACKEND[backend]]
+    of_prefill, of_decode = PREFILL_OF_BACKEND[backend], OF_BACKEND[backend]
+    assert found == [BOTH | PREFILL | of_prefill, BOTH | DECODE | of_decode]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -311,7 +311,7 @@ def test_pages_in_a_row_take_one_copy_per_buffer(tp, page_size):
 @example(capacity=(1 << 16) - 1, pages=4, widths=(256, 256))
 @example(capacity=512, pages=1, widths=(256, 128))  # one token a round
 def test_rounds_fit_into_packing_buffer(capacity, pages, widths):
-    """Each token of each buffer is packed once, in as few rounds as a whole buffer allows."""
+    """Each token of each buffer is packed once, in rounds that are as full as can be."""
     plan, packed = plan_of(1, 4, layers=3, widths=widths), []
     rounds = plan.rounds(np.arange(pages), apart(pages), capacity)
     for one in rounds:
@@ -322,10 +322,12 @@ def test_rounds_fit_into_packing_buffer(capacity, pages, widths):
         packed += product(one.group.buffers, one.slots.tolist())
     assert sorted(packed) == sorted(product(range(6 * (pages > 0)), range(pages * 16)))
     for group in plan.packs:
-        held = capacity // (group.length * 16 * max(1, pages))  # buffers
-        if held and pages:
-            found = sum(one.group.length == group.length for one in rounds)
-            assert found == -(-len(group.buffers) // held)
+        found, tokens, rows = 0, 16 * pages, capacity // group.length
+        while tokens:  # as many as fit, of as many buffers as fit with them
+            some = min(tokens, rows)
+            found += -(-len(group.buffers) // (rows // some))
+            tokens -= some
+        assert found == sum(one.group.length == group.length for one in rounds)
 
 
 def test_packing_buffer_smaller_than_a_row_is_refused():

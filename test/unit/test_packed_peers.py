@@ -57,7 +57,7 @@ def test_whole_rows_are_sent_if_both_sides_can(prefill, decode, can_pack, sends)
     made = plan(src, dst, can_pack)
     assert isinstance(made.kv, PackedPlan) == sends
     assert made.kv.is_sliced == (not sends and prefill[0] != decode[0])
-    assert made.has_parts == (sends and prefill[0] > decode[0])
+    assert made.needs_interleaving == (sends and prefill[0] > decode[0])
 
 
 MLA = Buffer("kv", False, 0, 1024)
@@ -90,7 +90,7 @@ def test_stock_decode_is_sent_slices_or_packed_rows(prefill_tp, decode_tp):
     src = rank_of(prefill_tp - 1, prefill_tp, more=WHOLE_ROWS)
     dst = rank_of(decode_tp - 1, decode_tp)
     made = plan_for_peer(src, pointers(src), registration(dst), pointers(dst), can_pack=True)
-    assert not made.has_parts and not made.layout.whole_rows
+    assert not made.needs_interleaving and not made.layout.whole_rows
     described = plan(src, dst, can_pack=True)
     assert made.kv.copies(*PAGES).lists() == described.kv.copies(*PAGES).lists()
     if prefill_tp > decode_tp:
@@ -114,14 +114,14 @@ def test_state_with_heads_is_sent_as_whole_rows_too(totals):
     """KV and state may have other numbers of heads, so that only one of them has parts."""
     src, dst = with_windows(1, 4, *totals), with_windows(0, 2, *totals)
     made = plan(src, dst)
-    assert made.has_parts
+    assert made.needs_interleaving
     assert not (made.kv.is_sliced or made.state.is_sliced)
     assert (made.kv.has_parts, made.state.has_parts) == tuple(total == 8 for total in totals)
     back = plan(dst, src, can_pack=True)
-    assert not back.has_parts
+    assert not back.needs_interleaving
     assert (bool(back.kv.packs), bool(back.state.packs)) == tuple(total == 8 for total in totals)
     unsent = plan_for_peer(src, Pointers(addresses(src.kv)), dst, pointers(dst))
-    assert unsent.state is None and unsent.has_parts == (totals[0] == 8)
+    assert unsent.state is None and unsent.needs_interleaving  # as other stages say
 
 
 @pytest.mark.parametrize("draft_heads", [None, 1, 8])
@@ -147,7 +147,7 @@ def test_all_prefill_ranks_agree_whether_they_report_chunks(draft_heads, decode_
                 ours = replace(sender.layout, whole_rows=True)
                 given = (ours, Pointers(sender.pointers), theirs, Pointers(receiver.pointers))
                 plans.append(plan_for_peer(*given))
-            (reports,) = {each.has_parts for each in plans}
+            (reports,) = {each.needs_interleaving for each in plans}
             permutations = make_permutations(theirs, theirs.kv, receiver.pointers, prefill)
             assert reports == bool(permutations)
             answers.add(reports)
@@ -157,4 +157,4 @@ def test_all_prefill_ranks_agree_whether_they_report_chunks(draft_heads, decode_
 def test_chunks_of_packed_rows_are_not_reported():
     src, dst = rank_of(0, 1, more=WHOLE_ROWS), rank_of(1, 2, more=WHOLE_ROWS)
     made = plan(src, dst, can_pack=True)
-    assert made.kv.packs and not (made.has_parts or made.kv.has_parts)
+    assert made.kv.packs and not (made.needs_interleaving or made.kv.has_parts)

@@ -1,4 +1,7 @@
-"""Adaptations that releases after 0.5.9, and their packages, need in addition to `adaptations`."""
+"""Adaptations that releases after 0.5.9, and their packages, need in addition to `adaptations`.
+
+Where 0.5.18 and 0.5.23 keep the same function in different modules, both modules are named.
+"""
 
 import functools
 import logging
@@ -14,6 +17,12 @@ SLOT_MODULES = (
     "sglang.kernels.ops.speculative.cache_locs",
     "sglang.kernels.ops.speculative.eagle",
     "sglang.srt.mem_cache.allocation",
+    "sglang.srt.speculative.eagle_worker_common",  # 0.5.18
+    "sglang.srt.speculative.spec_utils",  # 0.5.18
+)
+TREE_MODULES = (
+    "sglang.kernels.ops.speculative.spec_tree",
+    "sglang.srt.speculative.eagle_utils",  # 0.5.18
 )
 
 
@@ -94,13 +103,14 @@ def install_slot_functions(module: ModuleType) -> None:
     speculation_slots.install(module)
 
 
-@on_import_of("sglang.kernels.ops.speculative.spec_tree")
-def use_draft_chains(spec_tree: ModuleType) -> None:
+@on_import_of(*TREE_MODULES)
+def use_draft_chains(module: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation
 
-    spec_tree.sgl_build_tree_kernel_efficient_cpu = speculation.build_chains
-    spec_tree.sgl_verify_tree_greedy_cpu = speculation.verify_chains
+    if hasattr(module, "sgl_build_tree_kernel_efficient_cpu"):
+        module.sgl_build_tree_kernel_efficient_cpu = speculation.build_chains
+        module.sgl_verify_tree_greedy_cpu = speculation.verify_chains
 
 
 class NpuPoolTorch(ModuleType):

@@ -65,8 +65,8 @@ def apply(
         return edits
 
 
-def revert(engine: Engine) -> bool:
-    """Restores every byte of the engine; False if the patch set was not applied. Raises Refusal."""
+def revert(engine: Engine) -> str:
+    """Restores every byte of the engine, see `transaction.undo`. Raises Refusal."""
     with transaction.locked(engine.root):
         return transaction.undo(engine.root)
 
@@ -74,10 +74,12 @@ def revert(engine: Engine) -> bool:
 def status(engine: Engine, release: Release) -> Status:
     """Determines the status from the engine's own files, symbol by symbol."""
     root, journal = engine.root, read_journal(engine.root)
-    entries = journal.entries if journal else []
+    is_replaced = journal is not None and transaction.is_replaced(root, journal)
+    before = originals(root, journal)
+    edits, drifts = plan(release, before)
+    symbols = symbol_states(release, before if is_replaced else lambda path: read_file(root / path))
+    entries = journal.entries if journal and not is_replaced else []
     files = {entry.path: transaction.file_state(root, entry) for entry in entries}
-    symbols = symbol_states(release, lambda path: read_file(root / path))
-    edits, drifts = plan(release, originals(root, journal))
     if not journal and set(symbols.values()) == {"applied"}:
         drifts = []  # the patch set cannot be applied twice
     is_complete = journal is not None and set(files.values()) == {"new"}
@@ -97,6 +99,12 @@ def status(engine: Engine, release: Release) -> Status:
         for patch in release.patches
     ]
     notes = [*release_notes(engine, release), *_notes(engine, journal, state)]
+    if is_replaced:
+        notes.append(
+            "the last apply is not in effect: SGLang was reinstalled, upgraded or moved to another "
+            "revision since, or an apply or revert was interrupted; apply patches SGLang again, "
+            "revert removes what is left of the last one"
+        )
     edited = [path for path, at in files.items() if at == "edited"]
     return Status(engine, release, state, patches, symbols, edited, drifts, notes)
 
@@ -154,7 +162,9 @@ def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> li
     folder = engine.root.name
     listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
     with_record = [*edits, Edit(name, old, b"")]
-    listed |= {f"{folder}/{path}": None for path in transaction.state_files(with_record)}
+    # Without the journal: left by an upgrade, it tells that the patches are gone.
+    kept = [path for path in transaction.state_files(with_record) if path != transaction.JOURNAL]
+    listed |= {f"{folder}/{path}": None for path in kept}
     return [*edits, Edit(name, old, dist_record.with_entries(old, listed))]
 
 

@@ -35,9 +35,12 @@ def unequal_drafts(pair: ServerPair) -> bool:
 def misplaces_v(pair: ServerPair) -> bool:
     """Whether the engine guesses wrongly, from both sides' pointer counts, where decode's V begins.
 
-    NIXL's plans in 0.5.23 do not guess: they refuse what they cannot pair by position.
+    NIXL's plans of later releases do not guess: they refuse what they cannot pair by position. In
+    0.5.18 they guess between TP sizes.
     """
-    if pair.model.is_mla or (pair.backend, pair.release) == ("nixl", "0.5.23"):
+    guesses = {"0.5.9": True, "0.5.18": pair.tp_differs and pair.decode.pp == 1}
+    is_refused = pair.backend == "nixl" and not guesses.get(pair.release, False)
+    if pair.model.is_mla or is_refused:
         return False
     for at, stage in enumerate(pair.stages[0]):
         is_last = at == pair.prefill.pp - 1

@@ -52,11 +52,13 @@ class Link:
     max_copies: int = 0  # if no two pages are
     sliced_copies: int = 0  # the same with `SGLANG_PD_PACKED=0`
     kv_heads: str = WHOLE  # or PACKED, or SLICED
+    # Whether prefill names, in a message of its own, the chunks that decode is to interleave.
+    names_chunks: bool = False
 
     @property
     def messages(self) -> int:
-        """Number of messages: decode's request, and prefill's notification if it sends one."""
-        return 1 + self.sends_status
+        """Number of messages: decode's request, and those that prefill sends when it is done."""
+        return 1 + self.sends_status + self.names_chunks
 
 
 def refusal_reasons(pair: ServerPair) -> list[str]:
@@ -91,7 +93,7 @@ def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
 
 def _link(pair: ServerPair, prefill: RankId, decode: RankId) -> Link:
     own, peer = pair.layout("prefill", *prefill), pair.layout("decode", *decode)
-    packed, sliced = (_plans(own, peer, is_packed) for is_packed in (True, False))
+    packed, sliced = (_plans(own, peer, is_packed) for is_packed in (pair.sends_kv_by_plan, False))
     parts, size, min_copies, max_copies, sliced_copies = [], 0, 0, 0, 0
     for which, (mine, theirs) in enumerate(((own.kv, peer.kv), (own.state, peer.state))):
         pages = _pages(pair, is_state=which == 1)
@@ -104,7 +106,10 @@ def _link(pair: ServerPair, prefill: RankId, decode: RankId) -> Link:
             size += pages * one.row_bytes * (1 if one.whole else own.page_size)
             parts.append(SentPart(*buffer.key, _heads(one, buffer, own.page_size)))
     counts = (size, min_copies, max_copies, sliced_copies)
-    return Link(prefill, decode, True, tuple(parts), *counts, _kv_heads(packed))
+    names_chunks = (
+        pair.names_chunks and pair.tp[0] > pair.tp[1] and kv_layout.is_split_by_heads(peer)
+    )
+    return Link(prefill, decode, True, tuple(parts), *counts, _kv_heads(packed), names_chunks)
 
 
 def _plans(own, peer, is_packed: bool) -> tuple:

@@ -33,7 +33,17 @@ class ServerPair:
     @property
     def sends_state_by_plan(self) -> bool:
         """Whether a transfer plan covers recurrent state; later releases send it their own way."""
-        return version_key(self.release) < version_key("0.5.20")
+        return version_key(self.release) < version_key("0.5.18")
+
+    @property
+    def sends_kv_by_plan(self) -> bool:
+        """Whether a transfer plan covers the KV; later releases send that of hybrids their way."""
+        return self.model.recurrent is None or self.sends_state_by_plan
+
+    @property
+    def names_chunks(self) -> bool:
+        """Whether chunks to interleave are named in a message, and not with prefill's status."""
+        return self.sends_kv_by_plan and not self.sends_state_by_plan
 
     @property
     def tp(self) -> tuple[int, int]:

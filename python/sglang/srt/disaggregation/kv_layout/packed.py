@@ -94,8 +94,9 @@ class PackGroup:
         for first in range(0, slots.size, tokens):
             some = slots[first : first + tokens]
             pieces = _pieces(packed, runs, first * self.length, some.size * self.length)
-            for i in range(0, len(self.buffers), rows // tokens):
-                which = slice(i, i + rows // tokens)
+            at_once = rows // some.size
+            for i in range(0, len(self.buffers), at_once):
+                which = slice(i, i + at_once)
                 group = replace(self, buffers=self.buffers[which], dst=self.dst[which])
                 yield PackingRound(group, some, pieces)
 

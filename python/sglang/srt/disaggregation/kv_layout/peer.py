@@ -33,15 +33,16 @@ class PeerPlan:
     Attributes:
         layout: The decode rank's, as described or inferred.
         state: None if the transport sends state by other means.
-        has_parts: Whether decode must interleave what the ranks of this prefill server send, and so
-            be notified of the units by each, also by one that only has copies of others' heads.
+        needs_interleaving: Whether decode must interleave what the ranks of this prefill server
+            send, and so be notified of the units by each, also by one that only has copies of
+            others' heads.
     """
 
     layout: RankLayout
     kv: TransferPlan
     state: Optional[TransferPlan]
     aux: AuxPlan
-    has_parts: bool = False
+    needs_interleaving: bool = False
 
 
 def plan_for_peer(
@@ -78,15 +79,17 @@ def plan_for_peer(
     if own_pointers.state is not None and peer_pointers.state is not None:
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
     kv = plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv)
-    has_parts = (
+    # From decode's buffers alone, so that all prefill ranks come to the same answer: also a stage
+    # without sliding windows, if these are all that decode interleaves.
+    needs_interleaving = (
         own.tp_size > layout.tp_size
         and sends_whole_rows(own, layout, can_pack)
         and any(
             unpacked_reason(buffer, layout, own.tp_size) is None
-            for buffer in (*layout.kv, *(layout.state if state is not None else ()))
+            for buffer in (*layout.kv, *layout.state)
         )
     )
-    return PeerPlan(layout, kv, state, make_aux_plan(own, layout), has_parts)
+    return PeerPlan(layout, kv, state, make_aux_plan(own, layout), needs_interleaving)
 
 
 def sends_whole_rows(own: RankLayout, decode: RankLayout, can_pack: bool) -> bool:

@@ -24,8 +24,9 @@ from .layout import Buffer, LayoutError, RankLayout
 
 MAX_WORD = 16  # bytes that one instruction moves on accelerators
 
-# Tokens of all blocks of a unit but its last one. A part of the protocol: both sides cut. It bounds
-# the memory in which decode interleaves.
+# Tokens of all blocks of a unit but its last one, which bounds the memory in which decode
+# interleaves. A part of the protocol, because both sides cut units, and no message carries it:
+# another number needs another field beside `RankLayout.whole_rows`.
 BLOCK_TOKENS = 8192
 
 # Which of a request's pages, `[first, end)`, prefill has sent as one chunk.

@@ -28,7 +28,8 @@ class Notification:
         kind: `kv`, `aux`, `state`, `failed` or `digests`.
         chunk: Number of the KV chunk, from 0.
         digests: Encoded `RoomDigests`.
-        unit: Which of the request's pages decode must interleave; None for no page.
+        unit: The chunk's pages within the request, `[first, end)`, which decode interleaves; None
+            if it interleaves nothing of the chunk.
     """
 
     room: int

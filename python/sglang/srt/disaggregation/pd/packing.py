@@ -23,6 +23,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
+    LayoutError,
     PackedPlan,
     PackingRound,
 )
@@ -143,11 +144,20 @@ def copies_of_unit(
     src_pages: npt.ArrayLike,
     dst_pages: npt.ArrayLike,
 ) -> Iterator[tuple[Copies, bool]]:
-    """Yields the copies of one unit: see `PackingBuffers.copies`, which a plan may not need."""
-    if plan.packs:
-        yield from packing.copies(what, plan, src_pages, dst_pages)
-    else:
+    """Yields the copies of one unit: see `PackingBuffers.copies`, which a plan may not need.
+
+    Raises:
+        LayoutError: As for `PackingBuffers.copies`; or there is no memory to pack in any more.
+    """
+    if not plan.packs:
         yield plan.copies(src_pages, dst_pages), True
+        return
+    if packing is None:
+        raise LayoutError(
+            "the transfer engine did not register the memory to pack KV heads in again; restart "
+            f"this prefill server, with {MEMORY_VARIABLE}=0 if it cannot lock as much memory"
+        )
+    yield from packing.copies(what, plan, src_pages, dst_pages)
 
 
 def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:

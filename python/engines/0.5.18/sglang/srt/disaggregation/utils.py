@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, List, Tuple
 
-from sglang.srt.disaggregation.pd.local_layout import set_local_layout
+from sglang.srt.disaggregation.pd.local_layout import set_up_state
 from sglang.srt.disaggregation.pd.state_slices import slice_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import (
-        KVArgs,
         dist,
         engine_compute_mamba_state_slice_blocks,
         engine_poll_and_all_reduce,
@@ -52,14 +51,9 @@ def compute_mamba_state_slice_blocks(*args: Any, **options: Any) -> List[Tuple[i
     return slice_state(engine_compute_mamba_state_slice_blocks, *args, **options)
 
 
-def setup_state_kv_args(
-    kv_args: KVArgs, token_to_kv_pool, draft_token_to_kv_pool=None, total_kv_layers=None, **more
-) -> None:
-    """Registers state buffers, after KV. Extends the engine's: describes all of them.
+def setup_state_kv_args(*args: Any, **options: Any) -> None:
+    """Lists state buffers, and describes all buffers, see `set_up_state`."""
+    from sglang.srt.disaggregation.pd.held_pages import read_release_seconds
 
-    Args:
-        total_kv_layers: Layers of the whole target model.
-    """
-    pools = (token_to_kv_pool, draft_token_to_kv_pool)
-    engine_setup_state_kv_args(kv_args, *pools, total_kv_layers, **more)
-    set_local_layout(kv_args, *pools, total_kv_layers)
+    read_release_seconds()  # a wrong value must stop the server at its start
+    set_up_state(engine_setup_state_kv_args, *args, **options)

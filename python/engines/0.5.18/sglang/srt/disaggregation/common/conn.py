@@ -35,6 +35,7 @@ class CommonKVManager(StatusReader, RankManager, EngineCommonKVManager):
     acks: AckInbox = PerInstance(AckInbox)
     release_seconds = PerInstance(read_release_seconds)
     # Override the engine's, whose text the patch set checks.
+    record_failure = RankManager.record_failure
     check_status = RankManager.check_status
     _send_multipart_locked = RankManager._send_multipart_locked
 
@@ -52,13 +53,6 @@ class CommonKVManager(StatusReader, RankManager, EngineCommonKVManager):
                 super().update_status(bootstrap_room, status)
                 self.note_status(bootstrap_room, status)
 
-    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
-        """Records the first reason why an open room failed."""
-        with self.failure_lock:
-            if bootstrap_room in self.request_status:
-                self.failure_records.setdefault(bootstrap_room, failure_reason)
-                self.transfer_log.failed(bootstrap_room, failure_reason)
-
     def store_frames(self, frames: list[bytes]) -> bool:
         """Stores what prefill sends beside the engine's messages; returns whether that was it."""
         return self.acks.store(frames) or super().store_frames(frames)
@@ -71,6 +65,16 @@ class CommonKVManager(StatusReader, RankManager, EngineCommonKVManager):
 
 class CommonKVSender(NotifyingSender, EngineCommonKVSender):
     """Notifies decode of requests that ended on prefill."""
+
+    # Override the engine's, whose text the patch set checks.
+    abort = NotifyingSender.abort
+    _check_bootstrap_timeout = NotifyingSender._check_bootstrap_timeout
+
+    def _drop_room(self) -> None:
+        """Drops the room. Extends `NotifyingSender`'s: also its chunk count, as later engines."""
+        super()._drop_room()
+        if self._notifies_decode():
+            self.kv_mgr._drop_chunk_count(self.bootstrap_room)
 
 
 class CommonKVReceiver(PrefillReceiver, EngineCommonKVReceiver):

@@ -14,7 +14,6 @@ from sglang.srt.disaggregation.pd.message_checks import (
     STAGING,
     ValidatingSocket,
     check_frame_sizes,
-    check_metadata_message,
     check_session_id,
     check_staging_message,
 )
@@ -23,7 +22,7 @@ from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.pd.room_conclusions import WorkerRooms
 from sglang.srt.disaggregation.pd.room_failures import ABORT, Endpoint
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
-from sglang.srt.disaggregation.pd.status_messages import STATUS_READER
+from sglang.srt.disaggregation.pd.status_messages import ENDED, STATUS_READER
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ CHUNK_READY = b"CHUNK_READY"
 
 
 class KVArgsRegisterInfo(SessionRegistration, EngineKVArgsRegisterInfo):
-    reads_status = False
-
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: also our frames."""
@@ -72,7 +69,6 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
         super().__init__(*given, **more)
         self.is_complete = True
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.failed_sessions = FailedSessions()  # soon retries a session that failed
             self.start_prefill_thread()
 
     def register_buffer_to_engine(self) -> None:
@@ -94,6 +90,7 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
         The engine starts it before it makes what the thread uses.
         """
         if self.is_complete:
+            self.failed_sessions = FailedSessions()  # soon retries a session that failed
             self.server_socket = ValidatingSocket(
                 self.server_socket,
                 self._check_prefill_message,
@@ -127,12 +124,9 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
             self._register_peer(KVArgsRegisterInfo.from_zmq(frames))
             return True
         info = TransferInfo.from_zmq(frames)
-        check_metadata_message(info)
-        self.note_metadata_sender(info.mooncake_session_id)
         if unreachable_reason(info.mooncake_session_id):
             frames[7] = b"1"  # ranks without a port share a session id: one opens the room
-        decode = None if info.is_dummy else (info.endpoint, info.dst_port)
-        return self.reject_failed_room(info.room, decode)
+        return self.reject_request(info.mooncake_session_id, info)
 
     def _register_peer(self, info: KVArgsRegisterInfo) -> None:
         """Registers a decode rank, even one that is refused, with a plan and its memory."""
@@ -166,10 +160,14 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
                 raise ValueError("a staged chunk, for which nothing is set up")
             session.decode("ascii")
         else:
-            room, status, _ = map(int, frames)
+            room, status, rank = map(int, frames)
             is_open = room in self.request_status
             if not is_open or room not in self.required_prefill_response_num_table:
                 raise ValueError(f"status {status} of room {room}, which was not requested")
+            if status in ENDED and not self.enable_staging:
+                # The engine's thread would end if the room is cleared just now.
+                self.apply_status(room, status, rank, "its server does not say why")
+                return True
         return False
 
     def _on_heartbeat_success(self, bootstrap_addr: str):
@@ -187,8 +185,7 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
             self.failed_sessions.discard(name)
             self.session_failures.pop(name, None)
 
-    def drop_peer(self, name: str) -> None:
-        self.handle_peer_recovered(name)
+    drop_peer = handle_peer_recovered
 
     # Transfers
 
@@ -206,8 +203,11 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
                     self.fail_chunk(room, reason, isinstance(cause, LayoutError))
 
     def settle_writes(self) -> bool:
-        """Returns False: copies may still arrive after the transfer engine returned an error."""
-        return False
+        """Returns whether the chunk failed because its session pauses; nothing of it was written.
+
+        After the transfer engine returned an error, copies may still arrive.
+        """
+        return self.failed_sessions.has_refused()
 
     def conclude_transfer(self, *, bootstrap_room: int, status: KVPoll, **more) -> KVPoll | None:
         """Ends a room. Extends `PrefillManager`'s: success resets its peers' failure counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -12,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.held_pages import HoldingReceiver
-from sglang.srt.disaggregation.pd.message_checks import (
-    ValidatingSocket,
-    drop_invalid,
-)
+from sglang.srt.disaggregation.pd.message_checks import ValidatingSocket, drop_invalid
 from sglang.srt.disaggregation.pd.nixl_sends import AgentRegistration, NixlSends
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_conclusions import WorkerRooms
@@ -48,8 +44,6 @@ RELOAD_SECONDS = 1.0
 
 
 class KVArgsRegisterInfo(AgentRegistration, EngineKVArgsRegisterInfo):
-    reads_status = False
-
     @classmethod
     def from_zmq(cls, msg: list[bytes]):
         """Reads a registration. Extends the engine's: also our frames."""
@@ -70,6 +64,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
     # Override the engine's, whose text the patch set checks.
     _start_bootstrap_thread = NixlSends._start_bootstrap_thread
     _prepare_payload_xfer = NixlSends._prepare_payload_xfer
+    transfer_worker = EngineNixlKVManager.transfer_worker  # the same, but its text is checked
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's, see `NixlSends` and `WatchedAgent`."""
@@ -106,17 +101,22 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, see `NixlSends`; notes whether it reads `pd.status_messages`."""
-        self.note_reader(decode_kv_args)
         super()._add_remote_peer(decode_kv_args)
+        self.note_reader(decode_kv_args)
+
+    def update_transfer_status(self) -> None:
+        """Reads NIXL's notifications. Extends the engine's: drops those that it cannot read."""
+        for notification in self.agent.each_notification():
+            try:
+                room = int(notification.split(b"_", 1)[0])
+                if room in self.request_status:  # else it is over, and must not be opened again
+                    super().update_transfer_status()
+            except Exception as error:
+                logger.error(f"Dropped a notification: {error!r}: {notification[:80]!r}")
 
     def drop_peer(self, name: str) -> None:
-        """Drops what the manager and NIXL keep of a rank; see `SilenceWatch.drop_peer`."""
-        for what in ("kv", "state"):
-            self.prepared.pop((name, what), None)
-        for table in (self.prep_handles, self.prep_handles_slice_dst, self.reload_times):
-            table.pop(name, None)
-        with contextlib.suppress(Exception):  # NIXL may have dropped it already
-            self.agent.remove_remote_agent(name)
+        super().drop_peer(name)
+        self.reload_times.pop(name, None)
 
     def notify_stock(self, endpoint: Endpoint, room: int, status: KVPoll) -> None:
         """Does nothing: a stock decode rank gets NIXL's notifications, and none of a failure."""
@@ -154,14 +154,21 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         return self.agent.prep_xfer_dlist(peer, self.agent.get_xfer_descs(blocks, memory), memory)
 
     def send_kvcache(
-        self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif, **more
+        self,
+        peer_name: str,
+        prefill_kv_indices,
+        dst_kv_ptrs,
+        dst_kv_indices,
+        dst_gpu_id: int,
+        notif: str,
+        dst_mem_kind: str = "VRAM",
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
         plan = self.plan_for(peer_name)
         self.note_sending(peer_name, "kv", plan and plan.kv)
         if plan is None:
             sent = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif)
-            return super().send_kvcache(peer_name, *sent, **more)
+            return super().send_kvcache(peer_name, *sent, dst_mem_kind)
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
@@ -239,6 +246,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
     def settle_writes(self) -> bool:
         """Waits for the transfers of a chunk that has failed; returns whether all have settled."""
+        self.exceptions.pop(self.sending.room, None)  # its traceback would keep the transfers
         is_settled, _ = self._await_handles(self.sending.handles, failure_seen=True)
         self.reload_peers(self.worker_state.peers)
         return is_settled
@@ -290,7 +298,12 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
 class NixlKVSender:
     REMOVED = ("failure_exception",)  # in favour of `NotifyingSender`'s
-    trace_ctx = TraceNullContext()
+    trace_ctx = PerInstance(TraceNullContext)  # itself, it would make the class abstract
+
+    def abort(self) -> None:
+        """Aborts the request. Extends `NotifyingSender`'s: polls fail though the room is reused."""
+        super().abort()
+        self._send_failed = True
 
 
 class NixlKVReceiver(HoldingReceiver, EngineNixlKVReceiver):

@@ -97,14 +97,10 @@ class RankSocket:
             zmq.Again: The rank is silent, for which this and all later messages would only queue
                 up; its room has failed. Or see `PeerSocket.send_multipart`.
         """
-        receiver, manager = self.receiver, self.receiver.kv_mgr
-        if manager.is_silent(self.info):
-            manager.fail_room_waiting_for(receiver.bootstrap_room, self.info)
-            receiver.conclude_state = KVPoll.Failed
-            manager.drop_server(receiver.bootstrap_addr)
+        if self.receiver.fails_for_silence_of(self.info):
             raise zmq.Again
         if b"None" in frames[:2] and self.info.get("reads_layouts"):
-            frames = [*frames, *manager.own_frames()]
+            frames = [*frames, *self.receiver.kv_mgr.own_frames()]
         PeerSocket.to(self.info["rank_ip"], self.info["rank_port"]).send_multipart(frames)
 
 

@@ -30,6 +30,9 @@ from sglang.srt.disaggregation.pd.status_messages import ENDED, status_message
 
 logger = logging.getLogger(__name__)
 
+# How many decode ranks to remember that read `pd.status_messages`, besides those registered now.
+MAX_STATUS_READERS = 4096
+
 
 class RoomConclusions:
     """Base of a prefill rank's KV manager, after `PrefillManager` and before the engine's.
@@ -83,9 +86,9 @@ class RoomConclusions:
                 return None
             if self.request_status[room] == KVPoll.Failed or room in self.failure_records:
                 status = KVPoll.Failed
-            if status == KVPoll.Failed:
+            if status == KVPoll.Failed and room not in self.failure_records:
                 self.record_failure(room, failure_reason or "KV could not be sent")
-                failure_reason = self.failure_records.get(room)
+            failure_reason = self.failure_records.get(room)
             super().update_status(room, status)
         if targets is None:
             targets = self._room_notify_targets(room)
@@ -120,7 +123,7 @@ class RoomConclusions:
             try:
                 if endpoint in self.status_readers:
                     socket = PeerSocket.to(*endpoint)
-                    self._send_multipart_locked(socket.endpoint, frames, socket.is_ipv6)
+                    self._send_multipart_locked(socket.endpoint, frames, is_ipv6=socket.is_ipv6)
                 elif not self._is_postponed(endpoint, bootstrap_room, status):
                     self.notify_stock(endpoint, bootstrap_room, status)
             except Exception as error:
@@ -166,7 +169,7 @@ class RoomConclusions:
             socket = PeerSocket.to(*endpoint)
             frames = ack_message(room, self._prefill_unique_rank(), generation)
             try:
-                self._send_multipart_locked(socket.endpoint, frames, socket.is_ipv6)
+                self._send_multipart_locked(socket.endpoint, frames, is_ipv6=socket.is_ipv6)
             except Exception as error:
                 logger.warning(f"Room {room}: could not acknowledge its abort: {error}")
         self.send_kv_status_message(targets=list(late), bootstrap_room=room, status=KVPoll.Failed)
@@ -205,7 +208,7 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
     a worker whose room has failed: returns whether none of its writes goes on.
     """
 
-    sending = SendingState()
+    sending = PerInstance(SendingState)
 
     def forward_event(self, chunk: Any) -> Any:
         """Takes the event from the request's sender, where the scheduler leaves it."""
@@ -259,6 +262,9 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
         """Notes whether a decode rank that registers reads `pd.status_messages`."""
         endpoint = (info.endpoint, info.dst_port)
         (self.status_readers.add if info.reads_status else self.status_readers.discard)(endpoint)
+        if len(self.status_readers) > MAX_STATUS_READERS:
+            known = list(self.decode_kv_args_table.values())
+            self.status_readers &= {(one.endpoint, one.dst_port) for one in known}
 
     def reads_status(self, room: int) -> bool:
         """Whether all decode ranks of a room read `pd.status_messages`."""

@@ -44,15 +44,16 @@ class StatusReader:
 
     def apply_status(self, room: int, status: KVPoll, sender: int, reason: str) -> None:
         """Notes how an open room ended on a prefill rank; the last of them to succeed ends it."""
-        if status == KVPoll.Failed:
-            self.record_failure(room, f"Prefill failed: {reason}")
-            self.update_status(room, status)
-            return
         with self.status_lock:
+            if status == KVPoll.Failed:
+                if room not in self.failure_records:
+                    self.record_failure(room, f"Prefill failed: {reason}")
+                self.update_status(room, status)
+                return
             needed = self.required_prefill_response_num_table.get(room)
             if room not in self.request_status or needed is None:
                 return  # it is over, or was not requested
-            done = self.prefill_response_tracker[room]
+            done = self.prefill_response_tracker.setdefault(room, set())
             done.add(sender)
             if len(done) >= needed:
                 self.update_status(room, status)

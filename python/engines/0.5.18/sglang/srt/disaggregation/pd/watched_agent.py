@@ -3,22 +3,15 @@
 prefill's workers    their transfers are noted, to wait for them if one fails; a silent decode rank
                      fails them; a lost connection is noted; decode ranks that read
                      `pd.status_messages` get no notifications
-decode's scheduler   gets notifications of open rooms that it can read
+decode's scheduler   gets one notification at a time
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.disaggregation.pd.nixl_sends import CONNECTION_LOST
-
-logger = logging.getLogger(__name__)
-
-# By tag: which parts of a notification, separated by underscores, are numbers.
-NUMBERS = {"kv": slice(2, 5), "stg": slice(2, 8), "state": slice(2, 3), "aux": slice(3, 5)}
-# The parts of a `kv` notification that tell which segment of a chunk has arrived, of how many.
-SEGMENT = slice(6, 8)
 
 
 class WatchedAgent:
@@ -30,6 +23,7 @@ class WatchedAgent:
 
     def __init__(self, agent: Any, manager: Any):
         self.agent, self.manager = agent, manager
+        self.current: dict[str, list[bytes]] = {}
 
     def __getattr__(self, name: str):
         return getattr(self.agent, name)
@@ -86,22 +80,13 @@ class WatchedAgent:
                     raise RuntimeError(self.manager.silent_peers[peer])
         return self.agent.check_xfer_state(handle)
 
-    def get_new_notifs(self, *more) -> dict[str, list[bytes]]:
-        """Returns new notifications by peer: those of open rooms, which the engine can read."""
-        arrived = self.agent.get_new_notifs(*more)
-        return {peer: [*filter(self._is_readable, some)] for peer, some in arrived.items()}
+    def each_notification(self) -> Iterator[bytes]:
+        """Yields what has arrived, one by one; `get_new_notifs` returns only that one meanwhile."""
+        for peer, some in self.agent.get_new_notifs().items():
+            for notification in some:
+                self.current = {peer: [notification]}
+                yield notification
 
-    def _is_readable(self, notification: bytes) -> bool:
-        try:
-            room, tag, *_ = parts = notification.decode("ascii").split("_", 8)
-            if int(room) not in self.manager.request_status:
-                return False  # it is over, and must not be opened again
-            _ = [int(part) for part in parts[NUMBERS.get(tag, slice(0))]]
-            if tag == "kv" and "part" in parts[5:6]:
-                number, count = map(int, parts[SEGMENT])
-                if not 0 <= number < count:
-                    raise ValueError("no such segment")
-        except ValueError as error:
-            logger.error(f"Dropped a notification: {error}: {notification[:80]!r}")
-            return False
-        return True
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        """Returns the notification that the engine is to read now, by peer."""
+        return self.current

@@ -62,25 +62,16 @@ class CommonKVManager(RankManager, EngineCommonKVManager):
 class CommonKVSender(NotifyingSender, EngineCommonKVSender):
     """Notifies decode of requests that ended on prefill."""
 
-    # These two name the engine's class, because its tests call them on other objects.
+    # These two are ours, and the engine's on other objects, on which its tests call them.
 
     def abort(self):
-        """Aborts the request, notifies the decode ranks that requested it, and drops the room.
-
-        Extends the engine's, which drops it when it polls the request again, perhaps never.
-        """
-        if getattr(self, "is_cleared", False):
-            return
-        EngineCommonKVSender.abort(self)
-        if isinstance(self, NotifyingSender):
-            self.handle_abort()
+        """Aborts the request, see `NotifyingSender.abort`."""
+        (NotifyingSender if isinstance(self, NotifyingSender) else EngineCommonKVSender).abort(self)
 
     def _check_bootstrap_timeout(self) -> KVPoll | None:
-        """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
-        status = EngineCommonKVSender._check_bootstrap_timeout(self)
-        if status is not None and isinstance(self, NotifyingSender):
-            self.notify_failed()
-        return status
+        """Checks for a time-out, see `NotifyingSender`'s."""
+        kind = NotifyingSender if isinstance(self, NotifyingSender) else EngineCommonKVSender
+        return kind._check_bootstrap_timeout(self)
 
 
 class CommonKVReceiver(
@@ -120,18 +111,14 @@ class CommonKVReceiver(
         the room of a silent rank, for which this and all later messages would only queue up.
         """
         try:
-            is_silent = self.kv_mgr.is_silent(bootstrap_info)
+            if self.fails_for_silence_of(bootstrap_info):
+                return False
         except zmq.ZMQError as error:  # such as no free file descriptor
             place = f"{bootstrap_info['rank_ip']}:{bootstrap_info['rank_port']}"
             reason = f"Could not open a socket to prefill rank {place}: {error}"
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.conclude_state = KVPoll.Failed
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            return False
-        if is_silent:
-            self.kv_mgr.fail_room_waiting_for(self.bootstrap_room, bootstrap_info)
-            self.conclude_state = KVPoll.Failed
-            self.kv_mgr.drop_server(self.bootstrap_addr)
             return False
         if not bootstrap_info.get("reads_layouts"):
             message = [frame for frame in message if not is_extension_frame(frame)]

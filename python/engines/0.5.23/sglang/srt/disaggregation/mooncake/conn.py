@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.pd.back_off import FailedSessions
 from sglang.srt.disaggregation.pd.message_checks import (
     STAGING,
     check_frame_sizes,
-    check_metadata_message,
     check_session_id,
     check_staging_message,
     drop_invalid,
@@ -117,12 +116,9 @@ class MooncakeKVManager(MooncakeSends, EngineMooncakeKVManager):
                     self._init_dcp_pack_buffers_once(info.dst_dcp_size, include_draft=True)
             else:
                 info = TransferInfo.from_zmq(frames)
-                check_metadata_message(info)
-                self.note_metadata_sender(info.mooncake_session_id)
                 if unreachable_reason(info.mooncake_session_id):
                     frames[7] = b"1"  # ranks without a port share a session id: one opens the room
-                decode = None if info.is_dummy else (info.endpoint, info.dst_port)
-                return self.reject_failed_room(info.room, decode)
+                return self.reject_request(info.mooncake_session_id, info)
         return False
 
     def _check_decode_message(self, frames: list[bytes]) -> bool:

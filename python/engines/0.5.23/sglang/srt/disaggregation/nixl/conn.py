@@ -10,9 +10,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.pd.forward_events import ForwardEvents
-from sglang.srt.disaggregation.pd.message_checks import (
-    ValidatingSocket,
-)
+from sglang.srt.disaggregation.pd.message_checks import ValidatingSocket
 from sglang.srt.disaggregation.pd.nixl_sends import (
     CONNECTION_LOST,
     AgentRegistration,
@@ -78,14 +76,11 @@ class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
         self._reload_invalidated_peers({peer: None})
 
     def drop_peer(self, name: str) -> None:
-        """Drops what the manager and NIXL keep of a rank; see `SilenceWatch.drop_peer`."""
-        for what in ("kv", "state"):
-            self.prepared.pop((name, what), None)
-        lists = (self.prep_handles, self.prep_handles_slice_dst, self._prepared_state_plans)
-        for table in (*lists, self._peer_reload_times, self._state_layout_rejections):
+        """Drops a rank, see `NixlSends.drop_peer`, also what 0.5.23 keeps of it."""
+        super().drop_peer(name)
+        tables = (self._prepared_state_plans, self._peer_reload_times)
+        for table in (*tables, self._state_layout_rejections):
             table.pop(name, None)
-        with contextlib.suppress(Exception):  # NIXL may have dropped it already
-            self.agent.remove_remote_agent(name)
 
     def build_receiver_registration_message(self) -> list[bytes]:
         """Builds the registration. Extends the engine's: adds the buffers' layout."""

@@ -21,7 +21,7 @@ class KVArgs:
     layout: RankLayout
     # The buffers as tensors; None of pools that nobody knows.
     views: PoolViews | None = None
-    # A prefill rank's memory for packed rows; None if it sends slices.
+    # A prefill rank's memory for packed rows; None if it packs nothing.
     packing: PackingBuffers | None = None
     # Compares digests of what is sent; None without comparison.
     verifier: Verifier | None = None

@@ -333,7 +333,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         with self.back_off.attempt(session), self._note_unsettled(req):
             pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
             check("KV", self.send_kvcache(session, *pages, executor))
-            if info.plan.has_parts:
+            if info.plan.needs_interleaving:
                 req.units.append((chunk.index_slice.start, chunk.index_slice.stop))
             if not chunk.is_last:
                 return

@@ -310,7 +310,9 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
                 if req.is_dummy():
                     continue
                 peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
-                unit = (index_slice.start, index_slice.stop) if info.plan.has_parts else None
+                unit = None
+                if info.plan.needs_interleaving:
+                    unit = (index_slice.start, index_slice.stop)
                 kind = {"chunk": chunk_id, "is_last": is_last, "unit": unit}
                 notif = self._notification(req.room, "kv", **kind)
                 pages = (kv_indices, info.dst_kv_ptrs, req.dst_kv_indices[index_slice])

@@ -76,12 +76,13 @@ class NixlTransfers:
     remove a rank.
     """
 
-    # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
-    # locks of its own, and a connection must not be replaced while a write starts to use it.
+    # The scheduler, the bootstrap thread and those that pack take turns with the agent: NIXL before
+    # 1.2 has no locks, and a connection must not be replaced while a write starts to use it.
     agent_lock = PerInstance(threading.RLock)
     # Decode ranks that get no new connection until they request another room; see `_reconnect`.
     unreachable_peers: set[str] = PerInstance(set)
-    # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
+    # Transfers under way. Those of a garbage-collected sender go with it, and NIXL cancels
+    # them; a packed one is kept until its thread has finished with it.
     transfers: WeakSet[Transfer] = PerInstance(WeakSet)
     # Transfers that no sender waits for, and failure notices to send once transfers finish: room,
     # decode rank, the rank's request for the room, reason.
@@ -140,9 +141,9 @@ class NixlTransfers:
     def _reconnect(self, peer: str) -> bool:
         """Makes a new connection, unless a write over the old one is under way; returns success.
 
-        The scheduler calls this, so nothing here waits for the peer. UCX keeps a socket for each
-        refused connection, and may abort this process: only a peer whose process listens gets an
-        attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
+        The scheduler calls this, too, so nothing here waits for the peer. UCX keeps a socket for
+        each refused connection, and may abort this process: only a peer whose process listens gets
+        an attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
         for longer gets none, until it requests another room.
         """
         if peer in self.unreachable_peers or not self.end_early_connection(peer):

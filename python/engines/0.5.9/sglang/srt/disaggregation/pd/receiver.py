@@ -14,6 +14,7 @@ import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
     agreed_units,
     pp_size_conflict,
     prefill_ranks_of,
@@ -381,7 +382,8 @@ class Receiver:
             try:
                 self.is_interleaved = self._has_interleaved()
             except Exception as error:
-                logger.exception(f"Room {room}: KV heads could not be interleaved")
+                if not isinstance(error, LayoutError):
+                    logger.exception(f"Room {room}: KV heads could not be interleaved")
                 self._fail(f"decode could not interleave KV heads: {error}")
                 status = KVPoll.Failed
             else:

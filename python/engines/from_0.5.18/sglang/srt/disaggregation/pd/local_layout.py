@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 from sglang.srt.disaggregation.base.conn import StateType
@@ -96,6 +96,25 @@ def set_local_layout(
     if verify_mode():
         require_verifiable(kv_args.layout, why)
         kv_args.verifier = make_verifier(kv_args, pools)
+
+
+def set_up_state(
+    engine: Callable[..., None],
+    kv_args: KVArgs,
+    token_to_kv_pool: KVCache,
+    draft_token_to_kv_pool: Optional[KVCache] = None,
+    total_kv_layers: Optional[int] = None,
+    **more: Any,
+) -> None:
+    """Lists state buffers in `kv_args`, after KV. Extends the engine's: describes all buffers.
+
+    Args:
+        engine: The engine's function, which takes the other parameters.
+        total_kv_layers: Layers of the whole target model.
+    """
+    pools = (token_to_kv_pool, draft_token_to_kv_pool)
+    engine(kv_args, *pools, total_kv_layers, **more)
+    set_local_layout(kv_args, *pools, total_kv_layers)
 
 
 def _sends_whole_rows() -> bool:

@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.pd.message_checks import (
     ValidatingSocket,
     check_agent_metadata,
     check_frame_sizes,
-    check_metadata_message,
     check_rank_name,
     check_staging_message,
 )
@@ -41,7 +40,6 @@ from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import (
     PeerRegistration,
     awaits_units,
-    is_dummy,
     pair_state_pages,
     plan_or_refusal,
 )
@@ -151,11 +149,7 @@ class NixlSends(EarlyConnections, PrefillManager):
                 self.requires_dcp_relayout(info.dst_dcp_size, info.dst_dcp_rank)
             else:
                 info = self.request_type.from_zmq(frames[1:])
-                check_metadata_message(info)
-                self.note_metadata_sender(info.agent_name)
-                self._retry_registration(info.agent_name)
-                decode = None if is_dummy(info) else (info.endpoint, info.dst_port)
-                return self.reject_failed_room(info.room, decode)
+                return self.reject_request(info.agent_name, info)
         return False
 
     def _check_decode_message(self, frames: list[bytes]) -> bool:
@@ -177,6 +171,11 @@ class NixlSends(EarlyConnections, PrefillManager):
             )
             return False
         return True
+
+    def note_metadata_sender(self, name: str) -> None:
+        """Notes that a decode rank is alive; registers it if it could not be registered before."""
+        super().note_metadata_sender(name)
+        self._retry_registration(name)
 
     def _retry_registration(self, name: str) -> None:
         """Registers a decode rank that requests a room and could not be registered before.
@@ -222,6 +221,16 @@ class NixlSends(EarlyConnections, PrefillManager):
         self.watch_peer(name, info)
         if not info.refusal:
             self.connect_early(name, info.dst_aux_ptrs)
+
+    def drop_peer(self, name: str) -> None:
+        """Drops what the manager and NIXL keep of a rank; see `SilenceWatch.drop_peer`."""
+        super().drop_peer(name)
+        for what in ("kv", "state"):
+            self.prepared.pop((name, what), None)
+        for table in (self.prep_handles, self.prep_handles_slice_dst):
+            table.pop(name, None)
+        with contextlib.suppress(Exception):  # NIXL may have dropped it already
+            self.agent.remove_remote_agent(name)
 
     def release_peer(self, name: str) -> bool:
         """Releases a decode rank's block lists and NIXL agent, unless NIXL is reading from it.

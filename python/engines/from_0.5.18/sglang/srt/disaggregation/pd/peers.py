@@ -138,7 +138,9 @@ def _make_plan(
 
 def _has_page_sizes_of(layout: RankLayout, info: PeerRegistration) -> bool:
     """Whether a registration has the page sizes of the layout that was inferred for it."""
-    known = list(zip(layout.kv, info.dst_kv_item_lens))
+    # 0.5.18's Mooncake tells only that of the first buffer.
+    lengths = getattr(info, "dst_kv_item_lens", [info.dst_kv_item_len])
+    known = list(zip(layout.kv, lengths))
     if len(info.dst_state_item_lens) == 1:
         known += zip(layout.state, info.dst_state_item_lens[0])
     return all(length == buffer.page_bytes for buffer, length in known if buffer.page_bytes)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan, TransferPlan
+from sglang.srt.disaggregation.pd.message_checks import check_metadata_message
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
@@ -38,7 +39,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     """Base of a prefill rank's KV manager, before the engine's.
 
     `decode_kv_args_table` has the `PeerRegistration` of each decode rank. `verifier`, `sent_pages`,
-    `status_lock` and `drop_reason` are `CommonKVManager`'s.
+    `status_lock` and `drop_reason` are `RankManager`'s.
     """
 
     failures: RoomFailures = PerInstance(RoomFailures)
@@ -97,7 +98,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
     def _interleaving_peers(self, room: int) -> frozenset[str]:
         """Returns the room's decode ranks that must interleave what they receive."""
-        return frozenset(peer for peer, _, plan in self._planned_peers(room) if plan.has_parts)
+        planned = self._planned_peers(room)
+        return frozenset(peer for peer, _, plan in planned if plan.needs_interleaving)
 
     def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
         """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
@@ -247,17 +249,28 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
         Call it before anything else: what arrives for such a room concerns another request.
         """
-        for room, notified in self.failures.take_collected():
-            drop = functools.partial(self._drop_collected_room, room, notified)
-            self.failures.run_when_stored(room, drop)
+        with self.failures.lock:  # until a room is dropped, no message for it may be stored
+            for room, notified in self.failures.take_collected():
+                drop = functools.partial(self._drop_collected_room, room, notified)
+                self.failures.run_when_stored(room, drop)
 
     def _drop_collected_room(self, room: int, notified: set[Endpoint]) -> None:
         if room in self.failures.senders:  # another request has the room
             return
-        if self.request_status.get(room) == KVPoll.Failed:
+        status = self.request_status.get(room)
+        if status not in (None, KVPoll.Bootstrapping, KVPoll.Success):
+            # It failed, or the scheduler has dropped a request for which decode waits.
             self.fail_room(room, self.failure_records.get(room, ABORTED), notified)
         self._drop_room(room)
         self._drop_chunk_count(room)
+
+    def check_peers(self) -> None:
+        """Checks decode ranks. Extends `SilenceWatch`'s: also drops collected senders' rooms.
+
+        Without other requests, nothing else would, and decode would wait.
+        """
+        self.drop_collected_rooms()
+        super().check_peers()
 
     def fail_room(self, room: int, reason: str, notified: set[Endpoint]) -> None:
         """Notifies decode ranks that a request failed, now or when they request its room.
@@ -329,6 +342,21 @@ class PrefillManager(SilenceWatch, PeerQueues):
         if reason is not None:
             self._send_failed_status(room, [decode], reason)
         return reason is not None
+
+    def reject_request(self, name: str, info: Any) -> bool:
+        """Returns whether the room that a decode rank requests has failed; see above.
+
+        Args:
+            name: The rank's session id or NIXL agent name.
+            info: The request.
+
+        Raises:
+            ValueError: The request has negative numbers.
+        """
+        check_metadata_message(info)
+        self.note_metadata_sender(name)
+        decode = None if is_dummy(info) else (info.endpoint, info.dst_port)
+        return self.reject_failed_room(info.room, decode)
 
     def _handle_abort_notification(self, msg: list[bytes]) -> bool:
         """Handles an abort. Extends the engine's: the aborting rank is not notified of it."""

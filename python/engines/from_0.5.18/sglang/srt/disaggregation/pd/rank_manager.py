@@ -99,7 +99,7 @@ class RankManager(NotedTransfers, PrefillServers, EngineAttributes):
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Returns a room's status; `Failed` for a room that another thread has just dropped.
 
-        NIXL's manager has its own: `WaitingForInput` for such a room.
+        In 0.5.23 NIXL's manager has its own: `WaitingForInput` for such a room.
         """
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 

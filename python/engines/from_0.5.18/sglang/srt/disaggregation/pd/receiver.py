@@ -41,6 +41,22 @@ class PrefillReceiver:
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
+    def fails_for_silence_of(self, rank: dict) -> bool:
+        """Returns whether this prefill rank is silent; the request has then failed.
+
+        Messages to it would only queue up. Its server is queried again at the next request.
+
+        Raises:
+            zmq.ZMQError: No socket can be opened.
+        """
+        manager = self.kv_mgr
+        if not manager.is_silent(rank):
+            return False
+        manager.fail_room_waiting_for(self.bootstrap_room, rank)
+        self.conclude_state = KVPoll.Failed
+        manager.drop_server(self.bootstrap_addr)
+        return True
+
     def abort_on_unknown_ranks(self) -> None:
         """Aborts a failed request on prefill if this rank does not know the ranks of prefill.
 
@@ -94,5 +110,7 @@ class PrefillReceiver:
             clear()
         if room not in manager.request_status:  # else another request has it
             manager.arrived_units.pop(room, None)
+            # 0.5.18's NIXL keeps all rooms that do not end by its notifications.
+            manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
         if not self.takes_reason:
             manager.drop_reason(room)

@@ -232,12 +232,25 @@ class NotifyingSender:
             mgr.failures.register_sender(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *more, **options)
 
-    def handle_abort(self) -> None:
-        """Notifies the decode ranks that requested an aborted request, and drops its room."""
+    def abort(self) -> None:
+        """Aborts the request, notifies the decode ranks that requested it, and drops the room.
+
+        Extends the engine's, which drops it when it polls the request again, perhaps never.
+        """
+        if self.is_cleared:
+            return
+        super().abort()
         self.notify_failed()
         if self._notifies_decode():
             self.clear()
             self._drop_reason()
+
+    def _check_bootstrap_timeout(self) -> KVPoll | None:
+        """Checks for a time-out. Extends the engine's: notifies decode ranks that requested it."""
+        status = super()._check_bootstrap_timeout()
+        if status is not None:
+            self.notify_failed()
+        return status
 
     def get_max_transfer_tokens(self) -> int | None:
         """Returns how many tokens a chunk may have; None without a limit.

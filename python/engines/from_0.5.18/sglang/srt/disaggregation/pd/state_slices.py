@@ -17,8 +17,11 @@ Blocks = List[Tuple[int, int, int]]
 def slice_state(engine: Callable[..., Blocks], *args: Any, **options: Any) -> Blocks:
     """Returns the channels of one state to copy between TP sizes, as (from, to, count).
 
-    Extends the engine's, and takes its parameters: supports Mamba 2 models with one group, whose B
-    and C are on every rank.
+    Supports also Mamba 2 models with one group, whose B and C are on every rank.
+
+    Args:
+        engine: The engine's `compute_mamba_state_slice_blocks`, which `disaggregation/utils.py`
+            calls this instead of; the other arguments are its own.
     """
     given = inspect.signature(engine).bind(*args, **options).arguments
     groups: Optional[List[int]] = given.get("conv_shard_groups")  # channels in the whole model

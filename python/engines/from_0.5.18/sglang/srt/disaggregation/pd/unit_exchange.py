@@ -25,8 +25,7 @@ from sglang.srt.disaggregation.pd.interleaving import InterleavingJob
 logger = logging.getLogger(__name__)
 
 UNITS = b"PD_UNITS"
-# Decode goes through all prefill ranks that serve it.
-MAX_TP_SIZE = 1 << 12
+MAX_TP_SIZE = 1 << 12  # of a server; a larger number is not one
 
 
 def units_message(room: int, sender: int, tp_size: int, units: Iterable[Unit]) -> list[bytes]:
@@ -124,8 +123,9 @@ class InterleavingReceiver:
         return self.prefill_info.attn_tp_size > layout.tp_size
 
     def abort(self):
-        """Aborts the request. Extends the engine's: from then on, nothing writes to its pages."""
-        self.stop_interleaving()
+        """Aborts the request. Extends the engine's: has the thread stop, but does not wait."""
+        if self.interleaving is not None:
+            self.interleaving.is_cancelled = True
         super().abort()
 
     def stop_interleaving(self) -> None:

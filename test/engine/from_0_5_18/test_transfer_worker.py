@@ -6,12 +6,13 @@ from unittest.mock import Mock
 
 import fake_managers
 import pytest
+from engine_release import IS_0_5_18, not_0_5_18
 from fake_managers import add_chunk, decode_rank, posted_copies, prefill_rank, run_mooncake_worker
 from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake import conn as mooncake
-from sglang.srt.disaggregation.mooncake.conn import ABORT_TAG
 from sglang.srt.disaggregation.pd import back_off
+from sglang.srt.disaggregation.pd.room_failures import abort_message
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -53,7 +54,7 @@ def sent_statuses(prefill) -> dict[int, tuple[int, str]]:
 def abort(prefill, room: int) -> bool:
     """Aborts the room as decode; returns whether prefill acknowledges that no write is left."""
     prefill.notified.clear()
-    prefill._handle_abort_notification([ABORT_TAG, b"%d" % room, b"127.0.0.1", b"5555", b"3"])
+    prefill._handle_abort_notification(abort_message(room, fake_managers.ENDPOINT, 3))
     return [frames for _, frames in prefill.notified] == [[b"ABORT_ACK", b"%d" % room, b"0", b"3"]]
 
 
@@ -94,7 +95,8 @@ def test_worker_continues_after_an_exception(prefill):
 def test_worker_continues_if_decode_cannot_be_notified(prefill):
     """A worker that ended would leave the queue of its decode ranks busy for good."""
     raise_once(prefill, "send_kvcache", OSError("no memory"))
-    raise_once(prefill, "conclude_failure", OSError("no sockets"))
+    name = "_send_multipart_locked" if IS_0_5_18 else "conclude_failure"
+    raise_once(prefill, name, OSError("no sockets"))
     add_chunk(prefill, BROKEN)
     add_chunk(prefill, GOOD)
     run_mooncake_worker(prefill)
@@ -138,6 +140,7 @@ def test_abort_ack_after_pages_out_of_range(prefill):
     assert abort(prefill, BROKEN)
 
 
+@not_0_5_18("never ends its workers")
 def test_worker_stops_with_its_server(prefill):
     run_mooncake_worker(prefill)
     assert not prefill.notified
@@ -174,13 +177,15 @@ def test_stock_never_retries_a_failed_session():
     assert prefill.request_status[GOOD] == KVPoll.Failed
 
 
-def test_exception_before_any_chunk_fails_no_room(prefill):
+def test_exception_before_a_chunk_is_taken_fails_no_room(prefill):
     """The worker's thread continues."""
-    (queue,) = prefill.transfer_queues
+    add_chunk(prefill, LATER)
+    run_mooncake_worker(prefill)
+    (queue,) = set(prefill.transfer_queues)
     raise_once(queue, "get", OSError("queue"))
     add_chunk(prefill, GOOD)
     run_mooncake_worker(prefill)
-    assert sent_statuses(prefill) == {GOOD: (KVPoll.Success, None)}
+    assert sent_statuses(prefill) == dict.fromkeys((LATER, GOOD), (KVPoll.Success, None))
 
 
 def test_pages_are_written_in_several_batches(prefill):
@@ -230,6 +235,7 @@ def test_room_cleared_during_a_send_is_left_unchanged(prefill):
     assert BROKEN not in prefill.request_status
 
 
+@not_0_5_18("probes a dead session every 30 s, and forever")
 def test_engine_probes_a_dead_session_less_often_and_drops_it(prefill, monkeypatch):
     """Although workers may try it again; a decode rank that has exited never registers it anew."""
     start, failed = time.monotonic(), back_off.FailedSessions()

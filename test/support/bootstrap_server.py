@@ -1,66 +1,11 @@
-"""Ranks and a bootstrap server for tests; leaves out of runs on the stock engine what it lacks."""
+"""A bootstrap server of a prefill server, as decode ranks of releases after 0.5.9 query it."""
 
 import http.server
-import importlib.util
 import json
 import threading
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
-
 from pd_harness.ports import HOST, free_ports
-
-PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not None
-if not PATCHED:
-    collect_ignore = [
-        "test_add_transfer_request.py",
-        "test_compatibility.py",
-        "test_draft_kv_heads.py",
-        "test_early_prefix.py",
-        "test_failure_records.py",
-        "test_interleaving_receiver.py",
-        "test_local_layout.py",
-        "test_memory_registration_at_runtime.py",
-        "test_message_checks.py",
-        "test_packed_transfers.py",
-        "test_peer_reconnect.py",
-        "test_peers.py",
-        "test_prefill_servers.py",
-        "test_room_failures.py",
-        "test_room_state_machine.py",
-        "test_room_status.py",
-        "test_state_page_counts.py",
-        "test_transfer_worker.py",
-        "test_verify_elided_index_keys.py",
-    ]
-
-
-@pytest.fixture(params=["mooncake", "nixl"])
-def backend(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def published():
-    """Publishes the engine configuration that managers read."""
-    import fake_managers
-
-    with fake_managers.published_config():
-        yield
-
-
-@pytest.fixture
-def prefill(backend, published):
-    import fake_managers
-
-    return fake_managers.prefill_rank(backend)
-
-
-@pytest.fixture
-def decode(backend, published):
-    import fake_managers
-
-    return fake_managers.decode_rank(backend)
 
 
 class BootstrapServer(http.server.ThreadingHTTPServer):
@@ -116,10 +61,3 @@ class BootstrapHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-@pytest.fixture
-def bootstrap():
-    server = BootstrapServer()
-    yield server
-    server.stop()

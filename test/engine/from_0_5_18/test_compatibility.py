@@ -10,17 +10,15 @@ import pytest
 import torch.distributed as dist
 import zmq
 from engine_release import IS_0_5_18
-from fake_managers import RECEIVERS, decode_rank, process_messages
+from error_texts import OTHER_RANK_FAILED
+from fake_managers import ENDPOINT, RECEIVERS, decode_rank, process_messages
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    AbortNotification,
-    EngineCommonKVManager,
-    KVTransferError,
-)
+from sglang.srt.disaggregation.common.conn import EngineCommonKVManager, KVTransferError
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.pd import compatibility, prefill_servers
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
+from sglang.srt.disaggregation.pd.room_failures import parse_abort
 from sglang.srt.disaggregation.pd.threads import start_thread
 
 from pd_harness.polling import wait_until
@@ -81,10 +79,15 @@ INCOMPATIBLE = {
     "AssertionError": ({"pp_size": 3}, {"pp_size": 2}, "Decode pp size (2) should be equal to"),
     "AssertionError of CP": ({}, {"attn_cp_size": 2}, "Decode cp size (2) should be equal to 1"),
     "ZeroDivisionError": ({"attn_tp_size": 0}, {}, ""),
-    "AttributeError": ({"dsv41_spec_layout": [1]}, {}, "object has no attribute 'keys'"),
     "TP 3 to 2": ({"attn_tp_size": 3}, {"layout": TP2}, "3"),
     "TP 2 to 3": ({"attn_tp_size": 2}, {"attn_tp_size": 3}, "3"),
 }
+STOCK_RAISES = [RuntimeError, AssertionError]
+if not IS_0_5_18:
+    INCOMPATIBLE["AttributeError"] = (
+        *({"dsv41_spec_layout": [1]}, {}, "object has no attribute 'keys'"),
+    )
+    STOCK_RAISES.append(AttributeError)
 
 
 @pytest.mark.parametrize("says, has, why", INCOMPATIBLE.values(), ids=INCOMPATIBLE)
@@ -121,7 +124,7 @@ def test_request_is_not_aborted_on_prefill_twice(has, decode, bootstrap):
     assert not decode.aborted_rooms
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError, AttributeError])
+@pytest.mark.parametrize("error", STOCK_RAISES)
 def test_stock_raises_for_an_incompatible_server(error, bootstrap):
     says, has, _ = INCOMPATIBLE[error.__name__]
     bootstrap.sizes |= says
@@ -327,10 +330,10 @@ def test_late_prefill_request_is_aborted(backend, prefill, bootstrap, rank_socke
     decode = decode_rank(backend)
     decode.abort_on_prefill(bootstrap.address, ROOM)
     frames = rank_socket.recv_multipart()
-    assert AbortNotification.from_zmq(frames) == AbortNotification(ROOM, *fake_managers.ENDPOINT)
+    assert parse_abort(frames) == (ROOM, ENDPOINT)
     process_messages(prefill, frames)
     assert not prefill.request_status
-    sender = fake_managers.SENDERS[backend](prefill, bootstrap.address, ROOM)
+    sender = fake_managers.new_sender(prefill, ROOM)
     process_messages(prefill, rank_socket.recv_multipart())
     assert sender.poll() == KVPoll.Failed
     decode.request_status[ROOM] = KVPoll.Bootstrapping  # another request of the room
@@ -342,14 +345,18 @@ def test_late_prefill_request_is_aborted(backend, prefill, bootstrap, rank_socke
 @pytest.fixture
 def failing_vote(tmp_path):
     """Makes this process the first of two ranks, of which the other one votes Failed."""
+    votes = f"[{int(KVPoll.Failed)}], dtype=torch.{'uint8' if IS_0_5_18 else 'int32'}"
+    # In 0.5.18 it also votes to let decode free the pages.
+    frees = "dist.all_reduce(torch.tensor([0], dtype=torch.uint8), dist.ReduceOp.MAX); "
     made = (
         "import sys, torch, torch.distributed as dist; "
         "dist.init_process_group('gloo', init_method=sys.argv[1], rank=1, world_size=2); "
-        "dist.all_reduce(torch.tensor([int(sys.argv[2])], dtype=torch.int32), dist.ReduceOp.MIN); "
+        f"dist.all_reduce(torch.tensor({votes}), dist.ReduceOp.MIN); "
+        f"{frees if IS_0_5_18 else ''}"
         "dist.destroy_process_group()"
     )
     store = f"file://{tmp_path / 'store'}"
-    other = subprocess.Popen([sys.executable, "-c", made, store, str(int(KVPoll.Failed))])
+    other = subprocess.Popen([sys.executable, "-c", made, store])
     try:
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=2)
         yield dist.group.WORLD
@@ -376,9 +383,9 @@ def test_vote_of_another_decode_rank_aborts_the_request_on_prefill(
     queue.scheduler = SimpleNamespace(metrics_reporter=reporter)
     assert receiver.poll() == KVPoll.Bootstrapping
     queue._update_handshake_waiters()
-    assert "another rank" in req.finished_reason.message
+    assert OTHER_RANK_FAILED[backend] in req.finished_reason.message
     frames = rank_socket.recv_multipart()
-    assert AbortNotification.from_zmq(frames) == AbortNotification(ROOM, *fake_managers.ENDPOINT)
+    assert parse_abort(frames) == (ROOM, ENDPOINT)
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost server", "lost rank"])

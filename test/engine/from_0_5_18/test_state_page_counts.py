@@ -5,6 +5,7 @@ Stock NIXL refuses such lists, too; stock Mooncake truncates the longer one.
 
 import fake_managers
 import pytest
+from engine_release import not_0_5_18
 from fake_managers import ENGINES, PATCHED, mla_layout, posted_copies, registered_peer
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import Heads, LayoutError
@@ -88,14 +89,12 @@ def test_stock_mooncake_truncates_the_longer_list(kind, own, theirs):
 )
 def test_nixl_sends_no_state_with_different_page_counts(kind, own, theirs, classes, error):
     prefill = requested_prefill("nixl", kind, theirs, classes)
-    info = registered_peer(prefill)
-    sent = (fake_managers.PEER["nixl"], [own], info.dst_state_data_ptrs, [theirs], 0, 1)
-    more = {"dst_state_item_lens": info.dst_state_item_lens, "decode_tp_rank": 0}
     with pytest.raises(error, match=rf"(?s){len(own)}.*{len(theirs)}"):
-        list(prefill.maybe_send_extra(*sent, **more))
+        fake_managers.send_nixl_state(prefill, [own], [theirs])
     assert not posted_copies(prefill)
 
 
+@not_0_5_18("does not compare how many buffers both sides have")
 def test_state_that_decode_did_not_register_is_left_to_the_engine():
     """The engine's reason names what is missing."""
     prefill = requested_prefill("mooncake", "dsa", [], is_planned=False, peer=mla_layout())

@@ -6,12 +6,25 @@ import time
 import fake_managers
 import numpy as np
 import pytest
-from fake_managers import BUFFER, PAGE_BYTES, mla_layout, register, registered_peer, send_metadata
+from engine_release import IS_0_5_18, not_0_5_18
+from fake_managers import (
+    BUFFER,
+    NOTICE,
+    PAGE_BYTES,
+    mla_layout,
+    register,
+    registered_peer,
+    send_metadata,
+    send_nixl_pages,
+    send_nixl_state,
+)
 from msgspec.structs import replace
+from rank_faults import nixl_agent
 from sglang.srt.disaggregation.kv_layout import Heads
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.pd import message_checks, peer_silence, peer_sockets
 from sglang.srt.disaggregation.pd.early_connections import Connection
+from sglang.srt.disaggregation.pd.nixl_sends import METADATA_FRAME
 
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_ports
@@ -22,6 +35,7 @@ described = pytest.mark.parametrize("is_described", [True, False])
 
 ROOM, NAME = 7, fake_managers.PEER["nixl"]
 PAGES = np.array([4, 5], np.int32), np.array([8, 9], np.int32)
+SETTLE_LIMIT = "SETTLE_SECONDS" if IS_0_5_18 else "NIXL_ERR_SETTLE_TIMEOUT_S"
 
 
 def writes(pages=PAGES, layers=range(4), size=PAGE_BYTES, start=0) -> list[tuple[int, int, int]]:
@@ -71,17 +85,30 @@ def connected(published):
 
 def send(prefill):
     """Sends a chunk; returns its writes, sorted."""
-    prefill.agent.transfers.clear()
-    pointers = registered_peer(prefill).dst_kv_ptrs
-    handle = prefill.send_kvcache(NAME, PAGES[0], pointers, PAGES[1], 0)
-    assert (handle is None) == (not prefill.agent.transfers)
-    return sorted(prefill.agent.transfers)
+    transfers = nixl_agent(prefill).transfers
+    transfers.clear()
+    handle = send_nixl_pages(prefill, *PAGES)
+    assert (handle is None) == (not transfers)
+    return sorted(transfers)
+
+
+def reload_times(prefill) -> dict[str, float]:
+    """When each peer was reloaded."""
+    return prefill.reload_times if IS_0_5_18 else prefill._peer_reload_times
+
+
+def reload_peers(prefill, *names: str) -> None:
+    """Reloads decode ranks as after a failure in a room that they have requested."""
+    if IS_0_5_18:
+        prefill.reload_peers(set(names))
+    else:
+        prefill._reload_invalidated_peers(dict.fromkeys(names))
 
 
 def reload_peer(prefill) -> None:
     """Reloads a decode rank as after a failure in one of its rooms, more than a second ago."""
-    prefill._peer_reload_times.clear()
-    prefill._reload_invalidated_peers({NAME: None})
+    reload_times(prefill).clear()
+    reload_peers(prefill, NAME)
 
 
 def lose_and_reload_peer(prefill) -> None:
@@ -92,8 +119,9 @@ def lose_and_reload_peer(prefill) -> None:
 
 def record_removed_peers(prefill) -> list[str]:
     """Returns a list of the peers that will be removed from NIXL's agent."""
-    removed, remove = [], prefill.agent.remove_remote_agent
-    prefill.agent.remove_remote_agent = lambda name: (removed.append(name), remove(name))
+    agent, removed = nixl_agent(prefill), []
+    remove = agent.remove_remote_agent
+    agent.remove_remote_agent = lambda name: (removed.append(name), remove(name))
     return removed
 
 
@@ -106,12 +134,12 @@ def test_pages_are_written_before_and_after_a_reload(connected):
 
 def test_chunk_raises_after_a_failed_reload(connected):
     """Otherwise prefill would notify decode that the chunk has arrived."""
-    connected.agent.is_failing = True
+    nixl_agent(connected).is_failing = True
     lose_and_reload_peer(connected)
     assert not connected.agent.peers
     with pytest.raises(RuntimeError, match="connection to decode peer was lost"):
         send(connected)
-    connected.agent.is_failing = False
+    nixl_agent(connected).is_failing = False
     lose_and_reload_peer(connected)
     assert send(connected) == ALL
 
@@ -119,8 +147,9 @@ def test_chunk_raises_after_a_failed_reload(connected):
 @pytest.mark.parametrize("nixl_knows_it", [True, False])
 def test_peer_whose_process_is_gone_is_not_added(connected, is_listening, nixl_knows_it):
     """UCX may abort prefill if the peer refuses the connection; stock adds it at once."""
-    added, add = [], connected.agent.add_remote_agent
-    connected.agent.add_remote_agent = lambda metadata: (added.append(metadata), add(metadata))[1]
+    agent, added = nixl_agent(connected), []
+    add = agent.add_remote_agent
+    agent.add_remote_agent = lambda metadata: (added.append(metadata), add(metadata))[1]
     is_listening["now"] = False
     if nixl_knows_it:
         connected.connection.lost.add(NAME)
@@ -146,6 +175,7 @@ def test_peer_is_added_once_its_registered_port_listens(connected, listen, monke
     assert send(connected) == ALL
 
 
+@not_0_5_18("never adds a peer again")
 def test_stock_adds_a_peer_whose_process_is_gone(is_listening):
     is_listening["now"] = False
     prefill = prefill_with_peer(kinds=fake_managers.ENGINES)
@@ -153,10 +183,11 @@ def test_stock_adds_a_peer_whose_process_is_gone(is_listening):
     assert prefill.agent.peers == {NAME}
 
 
+@not_0_5_18("never adds a peer again")
 def test_stock_sends_to_an_unknown_peer_after_a_failed_reload():
     """Stock lists the chunk's pages for a peer that NIXL does not know; NIXL refuses them."""
     prefill = prefill_with_peer(kinds=fake_managers.ENGINES)
-    prefill.agent.is_failing = True
+    nixl_agent(prefill).is_failing = True
     lose_and_reload_peer(prefill)
     assert NAME not in prefill.prep_handles
     assert [length for *_, length in send(prefill)] == [2 * PAGE_BYTES] * 4
@@ -170,10 +201,10 @@ def test_peer_is_reloaded_after_a_disconnect_error(connected, monkeypatch):
         raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
 
     with monkeypatch.context() as disconnected:
-        disconnected.setattr(connected.agent, "transfer", refuse)
+        disconnected.setattr(nixl_agent(connected), "transfer", refuse)
         with pytest.raises(Exception, match="NIXL_ERR_REMOTE_DISCONNECT"):
             send(connected)
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert removed == [NAME] and connected.agent.peers == {NAME}
     assert send(connected) == ALL
     reload_peer(connected)
@@ -209,16 +240,16 @@ def test_dropped_peer_leaves_no_entries(connected):
     connected.release_peer(NAME)
     connected._drop_silent_peer(NAME)
     tables = ("decode_kv_args_table", "prepared", "watched_peers", "prep_handles")
-    assert not any(getattr(connected, name) for name in (*tables, "_peer_reload_times"))
+    assert not any(getattr(connected, name) for name in tables) and not reload_times(connected)
     assert not connected.agent.peers
 
 
 def test_worker_does_not_wait_for_silent_peer_of_a_cleared_room(connected, decode, monkeypatch):
     """The client leaves before its decode rank counts as silent; then the worker is free."""
-    monkeypatch.setattr(nixl, "NIXL_ERR_SETTLE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nixl, SETTLE_LIMIT, 0.1)
     connected.watched_peers[NAME] = registered_peer(connected)
-    connected.agent.check_xfer_state = lambda handle: "PROC"
-    sender = nixl.NixlKVSender(connected, "127.0.0.1:8998", ROOM)
+    nixl_agent(connected).check_xfer_state = lambda handle: "PROC"
+    sender = fake_managers.new_sender(connected, ROOM)
     send_metadata(connected, decode, ROOM, pages=PAGES[1])
     fake_managers.add_chunk(connected, ROOM, PAGES[0])
     (queue,) = connected.transfer_queues
@@ -244,8 +275,7 @@ def test_peer_with_more_pages_than_prefill_is_sent_all(is_described, prefill):
     peer = replace(own, kv=tuple(replace(buffer, pages=3 * buffer.pages) for buffer in own.kv))
     register(prefill, fake_managers.decode_rank("nixl", peer), is_described)
     last = np.array([3 * fake_managers.PAGES - 1], np.int32)
-    pointers = registered_peer(prefill).dst_kv_ptrs
-    prefill.send_kvcache(NAME, PAGES[0][:1], pointers, last, 0)
+    send_nixl_pages(prefill, PAGES[0][:1], last)
     assert sorted(prefill.agent.transfers) == writes((PAGES[0][:1], last))
 
 
@@ -258,7 +288,7 @@ def test_rank_without_heads_for_a_peer_sends_nothing():
     prefill = prefill_with_peer(REPLICAS[1], BOTH_HEADS)
     assert registered_peer(prefill).plan is not None
     assert send(prefill) == []
-    assert prefill.send_kvcache_slice(NAME, *PAGES) is None
+    assert prefill.send_kvcache_slice(NAME, *PAGES, *NOTICE) is None
     lose_and_reload_peer(prefill)
     assert send(prefill) == []
 
@@ -272,13 +302,14 @@ def test_no_reload_within_the_cooldown(connected):
     """The engine reloads a peer at most once a second; a peer dropped sooner is unreachable."""
     lose_and_reload_peer(connected)
     connected.connection.lost.add(NAME)
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert connected.agent.peers == {NAME} and connected.connection.lost == {NAME}
     reload_peer(connected)
     assert connected.agent.peers == {NAME} and not connected.connection.lost
     assert send(connected) == ALL
 
 
+@not_0_5_18("notes it where it calls NIXL")
 @pytest.mark.parametrize("send", ["dcp", "mixed", "staged"])
 def test_connection_lost_in_the_engines_own_send_is_noted(connected, monkeypatch, send):
     def lose(handle) -> None:
@@ -309,7 +340,7 @@ def test_reload_keeps_other_peers_of_the_room(connected):
     assert connected.agent.peers == {NAME, f"{NAME}1"}
     removed = record_removed_peers(connected)
     connected.connection.lost.add(NAME)
-    connected._reload_invalidated_peers({NAME: None, f"{NAME}1": None})
+    reload_peers(connected, NAME, f"{NAME}1")
     assert removed == [NAME] and connected.agent.peers == {NAME, f"{NAME}1"}
 
 
@@ -320,10 +351,10 @@ def test_reload_survives_an_error_of_nixl(connected, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(connected, "end_early_connection", fail_with(lost))
         connected.connection.lost.add(NAME)
-        connected._reload_invalidated_peers({NAME: None})
+        reload_peers(connected, NAME)
     del connected.connecting[NAME]
-    connected._peer_reload_times.clear()
-    connected._reload_invalidated_peers({NAME: None})
+    reload_times(connected).clear()
+    reload_peers(connected, NAME)
     assert not connected.connection.lost and send(connected) == ALL
 
 
@@ -336,9 +367,9 @@ def fail_with(error: Exception):
 
 def test_lost_peer_is_reloaded_only_by_its_own_room(connected):
     connected.connection.lost.add(NAME)
-    connected._reload_invalidated_peers({"other": None})
+    reload_peers(connected, "other")
     assert connected.connection.lost == {NAME}
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert not connected.connection.lost
 
 
@@ -348,11 +379,11 @@ def test_state_is_sent_with_prepared_descriptor_lists(is_described):
     layout = mla_layout(index_keys=(512, 0, 512, 512))
     prefill = fake_managers.prefill_rank("nixl", layout)
     register(prefill, fake_managers.decode_rank("nixl", layout), is_described)
-    listed, made = [], prefill.agent.make_prepped_xfer
-    prefill.agent.make_prepped_xfer = lambda *given: (listed.append(given), made(*given))[1]
+    agent, listed = nixl_agent(prefill), []
+    made = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda *given: (listed.append(given), made(*given))[1]
     pages = (4, 6), (8, 11)  # adjacent pages would be one copy
-    state = ([list(pages[0])], [], [list(pages[1])])
-    handles = list(prefill.maybe_send_extra(NAME, *state, 0))
+    handles = send_nixl_state(prefill, [list(pages[0])], [list(pages[1])])
     assert len(handles) == 1 and len(listed) == is_described
     written = writes(pages, layers=(0, 2, 3), size=512, start=fake_managers.STATE)
     assert sorted(prefill.agent.transfers) == written
@@ -366,14 +397,14 @@ def test_failing_registration_is_retried_every_ten_seconds(prefill, decode):
         tried.append(metadata)
         raise RuntimeError("NIXL_ERR_BACKEND")
 
-    prefill.agent.add_remote_agent = fail
+    nixl_agent(prefill).add_remote_agent = fail
     register(prefill, decode)
     for _ in range(3):
         send_metadata(prefill, decode, ROOM)
     assert len(tried) == 2
     assert "NIXL_ERR_BACKEND" in registered_peer(prefill).refusal
     registered_peer(prefill).retry_at = 0.0  # ten seconds later
-    del prefill.agent.add_remote_agent
+    del nixl_agent(prefill).add_remote_agent
     send_metadata(prefill, decode, ROOM + 1)
     assert registered_peer(prefill).refusal == ""
     assert send(prefill) == ALL
@@ -381,9 +412,9 @@ def test_failing_registration_is_retried_every_ten_seconds(prefill, decode):
 
 def test_agent_metadata_without_a_name_is_not_checked(prefill, decode, caplog):
     """Another release of NIXL may encode it differently; decode ranks must not be dropped then."""
-    for agent in (prefill.agent, decode.agent):
-        agent.get_agent_metadata = lambda: b"length: 4" + b"peer"
-    prefill.agent.add_remote_agent = lambda metadata: prefill.agent.peers.add(NAME)
+    for manager in (prefill, decode):
+        nixl_agent(manager).get_agent_metadata = lambda: b"length: 4" + b"peer"
+    nixl_agent(prefill).add_remote_agent = lambda metadata: prefill.agent.peers.add(NAME)
     register(prefill, decode)
     assert registered_peer(prefill).refusal == "" and send(prefill) == ALL
     assert "metadata is not checked" in caplog.text
@@ -393,8 +424,8 @@ def test_agent_metadata_without_a_name_is_not_checked(prefill, decode, caplog):
 def test_oversized_frame_is_not_parsed(limit, prefill, decode, monkeypatch):
     """Its parsed numbers would take several times the memory of the frame."""
     message = fake_managers.registration_message(decode)
-    lengths = [len(frame) for at, frame in enumerate(message) if at != nixl.METADATA_FRAME]
-    metadata = len(message[nixl.METADATA_FRAME])
+    lengths = [len(frame) for at, frame in enumerate(message) if at != METADATA_FRAME]
+    metadata = len(message[METADATA_FRAME])
     longest = metadata if limit == "MAX_METADATA" else max(lengths)
     monkeypatch.setattr(message_checks, limit, longest)
     register(prefill, decode)
@@ -411,20 +442,20 @@ def test_lost_peer_is_removed_after_its_early_connection_ends(connected):
     removed = record_removed_peers(connected)
     connected.connection.lost.add(NAME)
     connected.connecting[NAME] = reading = Connection(NAME, "handle", 0.0, next_read_at=None)
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert not removed and connected.connecting
     reading.next_read_at = time.monotonic() + 60
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert removed == [NAME] and not connected.connecting and reading.handle is None
 
 
 def test_early_connection_ends_when_nixl_has_dropped_its_peer(connected):
     """The engine adds the peer again; a read would use the connection that was lost."""
     connected.connecting[NAME] = Connection(NAME, "handle", 0.0, next_read_at=60.0)
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert connected.connecting
     connected.agent.remove_remote_agent(NAME)
-    connected._reload_invalidated_peers({NAME: None})
+    reload_peers(connected, NAME)
     assert not connected.connecting
 
 

@@ -20,13 +20,27 @@ class PausingDict(dict):
         super().__init__(states)
         self.first, self.has_read, self.written = None, threading.Event(), threading.Event()
 
-    def get(self, room, default=None):
-        state = super().get(room, default)
+    def _pause_once(self) -> None:
         if self.first is None:
             self.first = threading.current_thread()
             self.has_read.set()
             self.written.wait(PAUSE_SECONDS)
+
+    def get(self, room, default=None):
+        state = super().get(room, default)
+        self._pause_once()
         return state
+
+    def __getitem__(self, room):
+        state = super().__getitem__(room)
+        self._pause_once()
+        return state
+
+    def __contains__(self, room) -> bool:
+        is_known = super().__contains__(room)
+        if not is_known:
+            self._pause_once()
+        return is_known
 
     def __setitem__(self, room, state):
         super().__setitem__(room, state)

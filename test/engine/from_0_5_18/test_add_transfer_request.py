@@ -2,13 +2,14 @@
 
 import fake_managers
 import pytest
+from engine_release import not_0_5_18
 from fake_managers import ENGINES, add_chunk, decode_rank, mla_layout, prefill_rank, queued_chunks
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import EngineCommonKVSender
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-ROOM, ADDRESS = 7, "127.0.0.1:8998"
+ROOM = 7
 
 
 def requested_prefill(backend, layout=None, pages=4, is_registered=True, **more):
@@ -74,11 +75,12 @@ def test_unregistered_peer_fails_the_room(backend):
     assert check_failed_on_both_sides(prefill) == f"decode {peer} {said}"
 
 
+@not_0_5_18("limits no chunk's tokens in the scheduler")
 def test_unregistered_dcp_peer_fails_the_room(backend):
     """The chunk size depends on the registration, so the engine raises in the scheduler."""
     prefill = requested_prefill(backend, is_registered=False)
     prefill._dcp_pack_max_tokens = 512
-    sender = fake_managers.SENDERS[backend](prefill, ADDRESS, ROOM)
+    sender = fake_managers.new_sender(prefill, ROOM)
     with pytest.raises(KeyError):
         EngineCommonKVSender.get_max_transfer_tokens(sender)
     assert sender.get_max_transfer_tokens() == 512
@@ -159,7 +161,7 @@ def test_each_chunk_is_recorded_for_its_digests(backend):
 def test_recorded_chunks_are_dropped_with_their_room(status, backend):
     prefill = requested_prefill(backend)
     prefill.kv_args.verifier = object()
-    sender = fake_managers.SENDERS[backend](prefill, ADDRESS, ROOM)
+    sender = fake_managers.new_sender(prefill, ROOM)
     add(prefill)
     assert list(prefill.sent_pages) == [ROOM]
     prefill.update_status(ROOM, status)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
+from engine_calls import kv_buffer_infos
+from engine_release import SINCE_0_5_23, not_0_5_18
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKOnlyPool,
     NPUMHATokenToKVPool,
@@ -92,25 +93,28 @@ POOLS = {
     "dsa, keys of some layers": (lambda: dsa(4, skip_topk_layers=[False, True]), {"kv": [4, 5]}),
     "mla on npu": (lambda: mla(4, **NPU_MLA), KV),
     "index keys": (lambda: mla(4, **NPU_MLA, **KEYS), {**KV, "index_k": [4, 5]}),
-    "index keys of some layers": (
-        lambda: mla(4, 4, **NPU_MLA, **KEYS, indexer_layer_ids=[4, 6]),
-        {"k": [4, 5, 6, 7], "v": [4, 5, 6, 7], "index_k": [4, 6]},
-    ),
-    "index keys of no layer": (lambda: mla(4, **NPU_MLA, **KEYS, indexer_layer_ids=[]), KV),
-    "packed fp8": (
-        lambda: mla(4, 3, **NPU_MLA, **RECORD, indexer_layer_ids=[5]),
-        {"k": [4, 5, 6], "index_k": [5], "index_k_scale": [5]},
-    ),
     "fp8": (lambda: mla(4, **NPU_MLA, dtype=torch.float8_e4m3fn), KV),
     "window": (window, {"k": [5, 8], "v": [5, 8]}),
     "window on npu": (lambda: window(NPUMHATokenToKVPool), {"k": [5, 8], "v": [5, 8]}),
     "hybrid": (hybrid, HYBRID_KV),
     "hybrid of mla": (lambda: hybrid(**MLA_HYBRID), {"kv": [3, 7]}),
-    "hybrid of mla on npu": (
-        lambda: hybrid(**MLA_HYBRID, full_kv_pool_class=NPUMLATokenToKVPool),
-        HYBRID_KV,
-    ),
 }
+if SINCE_0_5_23:
+    POOLS |= {
+        "index keys of some layers": (
+            lambda: mla(4, 4, **NPU_MLA, **KEYS, indexer_layer_ids=[4, 6]),
+            {"k": [4, 5, 6, 7], "v": [4, 5, 6, 7], "index_k": [4, 6]},
+        ),
+        "index keys of no layer": (lambda: mla(4, **NPU_MLA, **KEYS, indexer_layer_ids=[]), KV),
+        "packed fp8": (
+            lambda: mla(4, 3, **NPU_MLA, **RECORD, indexer_layer_ids=[5]),
+            {"k": [4, 5, 6], "index_k": [5], "index_k_scale": [5]},
+        ),
+        "hybrid of mla on npu": (
+            lambda: hybrid(**MLA_HYBRID, full_kv_pool_class=NPUMLATokenToKVPool),
+            HYBRID_KV,
+        ),
+    }
 
 
 def reader(pool, component: str):
@@ -122,10 +126,7 @@ def reader(pool, component: str):
 def described(target, draft=None, is_state: bool = False) -> list[tuple]:
     """The description and the address of each registered buffer of KV, or of state."""
     pools = [pool for pool in (target, draft) if pool is not None]
-    infos = [
-        pool.get_state_buf_infos() if is_state else get_kv_transfer_buf_infos(pool)
-        for pool in pools
-    ]
+    infos = [pool.get_state_buf_infos() if is_state else kv_buffer_infos(pool) for pool in pools]
     pointers, lengths, items = (sum(parts, []) for parts in zip(*infos))
     buffers = kv_layout.describe_pools(target, draft, items, lengths, is_state, (0, 1), 2, 2)
     assert len(buffers) == len(pointers)
@@ -155,8 +156,10 @@ def test_every_buffer_is_what_attention_reads(name):
 DRAFTS = {
     "mha": lambda: mha(0, 1),
     "mla on npu": lambda: mla(0, 1, **NPU_MLA),
-    "index keys of some layers": lambda: mla(0, 1, **NPU_MLA, index_head_dim=128),
+    "index keys": lambda: mla(0, 1, **NPU_MLA, **KEYS),
 }
+if SINCE_0_5_23:
+    DRAFTS["index keys of some layers"] = DRAFTS["index keys"]
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -177,6 +180,7 @@ def test_windows_are_described_as_state():
         assert read.data_ptr() == pointer
 
 
+@not_0_5_18("has no windows of latents")
 def test_windows_of_mla_latents_are_described_as_state():
     sizes = {**TOKENS, **LATENTS}
     sizes.pop("dtype")
@@ -246,7 +250,7 @@ UNKNOWN = {
 
 def count_registered_buffers(pool) -> int:
     """The number of registered buffers; without any, that of MHA with two layers."""
-    return len(get_kv_transfer_buf_infos(pool)[0]) if hasattr(pool, "page_size") else 4
+    return len(kv_buffer_infos(pool)[0]) if hasattr(pool, "page_size") else 4
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -3,13 +3,12 @@
 The engine's own thread reads the registration; an exception would crash that thread.
 """
 
-import errno
-
 import fake_managers
 import pytest
-import zmq
+from engine_release import IS_0_5_18, not_0_5_18
 from fake_managers import ENGINES, PATCHED, PEER, mla_layout, posted_copies, registered_peer
 from msgspec.structs import replace
+from rank_faults import nixl_agent
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import Heads, RankLayout
 
@@ -63,6 +62,7 @@ def check_dcp_relayout(prefill) -> None:
     assert info.dcp_token_item_lens == [fake_managers.PAGE_BYTES // fake_managers.PAGE] * 4
 
 
+@not_0_5_18("needs no memory for it")
 @pytest.mark.parametrize("backend", ["mooncake"])
 def test_dcp_decode_for_which_memory_is_lacking_is_dropped(backend, prefill):
     """The engine allocates buffers for it in the thread that reads messages, which must go on."""
@@ -97,7 +97,11 @@ def test_stock_requires_a_relayout_for_a_dcp_decode():
 def test_unsupported_dcp_decode_is_dropped(backend):
     """The engine supports DCP for MLA only: for MHA it raises, and its thread crashes."""
     dcp = {"peer_has": {"dcp_size": 2}}
-    assert not prefill_with_peer(backend, MHA, **dcp).decode_kv_args_table
+    prefill = prefill_with_peer(backend, MHA, **dcp)
+    if IS_0_5_18 and backend == "mooncake":  # refused instead, which fails its requests
+        assert "Unsupported PD DCP topology" in registered_peer(prefill).refusal
+    else:
+        assert not prefill.decode_kv_args_table
     with pytest.raises(RuntimeError, match="Unsupported PD DCP topology"):
         prefill_with_peer(backend, MHA, is_described=False, kinds=ENGINES, **dcp)
 
@@ -108,7 +112,7 @@ def test_unsupported_dcp_decode_is_dropped(backend):
 def prefill_with_peer_memory(memory: list[str], kinds=PATCHED, is_described=False):
     """A prefill rank whose NIXL finds the peer's memory only by the kinds that it registered."""
     prefill = fake_managers.prefill_rank("nixl", kinds=kinds)
-    prefill.agent.memory_of_peer = set(memory)
+    nixl_agent(prefill).memory_of_peer = set(memory)
     decode = fake_managers.decode_rank("nixl")
     decode.kv_args.kv_data_mem_kinds = memory
     fake_managers.register(prefill, decode, is_described)
@@ -206,37 +210,6 @@ def test_only_dram_to_vram_is_refused(own, peer, refusal):
         assert is_planned(prefill)
 
 
-def test_socket_error_fails_only_that_request(decode):
-    """Such as no free file descriptor, or an address that ZeroMQ rejects."""
-
-    def is_silent(rank: dict) -> bool:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    decode.is_silent = is_silent
-    decode.request_status[ROOM] = KVPoll.Bootstrapping
-    receiver = object.__new__(fake_managers.common.CommonKVReceiver)
-    receiver.kv_mgr, receiver.bootstrap_room = decode, ROOM
-    info = {"rank_ip": "127.0.0.1", "rank_port": 1}
-    assert not receiver._send_bootstrap_message(
-        bootstrap_info=info, message=[], operation="send_metadata"
-    )
-    assert decode.request_status[ROOM] == receiver.conclude_state == KVPoll.Failed
-    assert "socket to prefill rank 127.0.0.1:1: Too many open" in decode.failure_records[ROOM]
-
-
-@pytest.mark.parametrize("reads", [True, False], ids=["patched", "stock"])
-def test_layout_is_sent_only_to_ranks_that_read_it(reads, decode, monkeypatch):
-    sent = []
-    engine = fake_managers.common.EngineCommonKVReceiver
-    monkeypatch.setattr(engine, "_send_bootstrap_message", lambda self, **said: sent.append(said))
-    receiver = object.__new__(fake_managers.common.CommonKVReceiver)
-    receiver.kv_mgr = decode
-    info = {"rank_ip": "127.0.0.1", "rank_port": 1, **({"reads_layouts": True} if reads else {})}
-    said = {"bootstrap_info": info, "operation": "_register_kv_args"}
-    receiver._send_bootstrap_message(message=fake_managers.registration_message(decode), **said)
-    assert sent == [{**said, "message": fake_managers.registration_message(decode, reads)}]
-
-
 # State
 
 
@@ -245,9 +218,7 @@ def sent_state_layers(prefill, own_page: int, page: int) -> list[tuple[int, int]
     info = registered_peer(prefill)
     posted_copies(prefill).clear()
     if fake_managers.backend_of(prefill) == "nixl":
-        pointers, lengths = info.dst_state_data_ptrs, info.dst_state_item_lens
-        more = {"dst_state_item_lens": lengths, "decode_tp_rank": 0}
-        list(prefill.maybe_send_extra(PEER["nixl"], [[own_page]], pointers, [[page]], 0, 1, **more))
+        fake_managers.send_nixl_state(prefill, [[own_page]], [[page]])
     else:
         decode = fake_managers.decode_rank("mooncake")
         ask = fake_managers.metadata_message(decode, ROOM, [1], state_indices=[[page]])

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_calls import kv_buffer_infos
+from engine_release import IS_0_5_18
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.kv_layout import HIDDEN_STATES, Heads
 from sglang.srt.disaggregation.pd import local_layout
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
-from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -17,6 +18,12 @@ from pd_harness.parallel_context import single_rank_context
 pytestmark = pytest.mark.engine
 
 PAGE, LAYERS, ROWS, SLOTS = 4, 3, 10, 16
+# A variable with which a server has further metadata rows.
+MORE_ROWS = (
+    "SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
+    if IS_0_5_18
+    else "SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
+)
 SIZES = {"size": 4 * PAGE, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
 HEADS = {"head_num": 1, "head_dim": 8, "enable_memory_saver": False}
 
@@ -37,7 +44,7 @@ def swa_pool() -> SWAKVPool:
 def registered_args(target, draft=None, **more) -> KVArgs:
     """The KVArgs of a rank that has registered these pools."""
     made = KVArgs()
-    infos = [get_kv_transfer_buf_infos(pool) for pool in (target, draft) if pool is not None]
+    infos = [kv_buffer_infos(pool) for pool in (target, draft) if pool is not None]
     made.kv_data_ptrs, made.kv_data_lens, made.kv_item_lens = (
         sum(part, []) for part in zip(*infos)
     )
@@ -179,7 +186,7 @@ def test_aux_slots_are_the_fewest_of_any_buffer(layout):
 def test_unknown_metadata_buffers_are_left_to_the_engine(layout, monkeypatch):
     few = {"aux_item_lens": [64] * HIDDEN_STATES, "aux_data_lens": [64] * HIDDEN_STATES}
     assert layout(mha(), **few).aux == ()
-    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
+    monkeypatch.setenv(MORE_ROWS, "1")
     assert layout(mha()).aux == ()
 
 

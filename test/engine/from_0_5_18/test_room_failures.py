@@ -6,17 +6,27 @@ from weakref import WeakValueDictionary
 
 import fake_managers
 import pytest
-from fake_managers import PEER, backend_of, finish_failed, process_messages, register, send_metadata
+from fake_managers import (
+    ENDPOINT,
+    PEER,
+    backend_of,
+    finish_failed,
+    new_sender,
+    process_messages,
+    register,
+    send_metadata,
+)
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.pd import peer_silence, peer_sockets, room_failures
+from sglang.srt.disaggregation.pd.room_failures import ABORT, abort_message
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-ROOM, ADDRESS = 7, "127.0.0.1:8998"
+ROOM = 7
 ABORTED, REFUSED = "Aborted by AbortReq.", "too long"
 FAILED = ("5555", ROOM, KVPoll.Failed, ABORTED)
-ABORT_MESSAGE = [common.ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"]  # from that decode rank
+ABORT_MESSAGE = abort_message(ROOM, ENDPOINT)  # from that decode rank
 
 
 class StockSender(common.EngineCommonKVSender):
@@ -25,11 +35,7 @@ class StockSender(common.EngineCommonKVSender):
 
 
 def abort_by_decode(prefill, room: int) -> None:
-    process_messages(prefill, [common.ABORT_TAG, b"%d" % room])
-
-
-def new_sender(prefill, room: int = ROOM):
-    return fake_managers.SENDERS[backend_of(prefill)](prefill, ADDRESS, room)
+    process_messages(prefill, [ABORT, b"%d" % room])
 
 
 def sent_statuses(prefill) -> list[tuple[str, int, int, str]]:
@@ -57,7 +63,7 @@ class Room:
         register(prefill, decode)
 
     def new_sender(self):
-        self.sender = new_sender(self.prefill)
+        self.sender = new_sender(self.prefill, ROOM)
 
     def new_sender_of_another_room(self):
         new_sender(self.prefill, ROOM + 1)
@@ -188,12 +194,12 @@ def test_each_decode_rank_is_notified_at_most_once(steps, prefill, decode):
 def test_stock_does_not_notify_decode_of_an_abort(metadata_first, backend, decode):
     """In the second case the room waits for a prefill request that will not come."""
     prefill = fake_managers.prefill_rank(backend, kinds=fake_managers.ENGINES)
-    sender = StockSender(prefill, ADDRESS, ROOM)
+    sender = new_sender(prefill, ROOM, StockSender)
     if metadata_first:
         send_metadata(prefill, decode, ROOM)
     sender.abort()
     if not metadata_first:
-        finish_failed(sender)
+        sender.clear()
         send_metadata(prefill, decode, ROOM)
         assert ROOM in prefill.transfer_infos
     assert sent_statuses(prefill) == []
@@ -202,7 +208,7 @@ def test_stock_does_not_notify_decode_of_an_abort(metadata_first, backend, decod
 def test_timeout_notifies_waiting_decode(prefill, decode):
     """Only one of two decode ranks has requested the room."""
     prefill.bootstrap_timeout = 0
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM, required_dst_info_num=2)
     assert sender.poll() == KVPoll.Failed
     ((port, room, status, reason),) = sent_statuses(prefill)
@@ -215,7 +221,7 @@ def test_timeout_notifies_waiting_decode(prefill, decode):
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_metadata_racing_with_a_failure_is_answered(first, prefill, decode, monkeypatch):
-    sender, note = new_sender(prefill), prefill.failures.record_failed_room
+    sender, note = new_sender(prefill, ROOM), prefill.failures.record_failed_room
 
     def noted(*failure):
         if first:
@@ -239,7 +245,7 @@ class PausingDict(dict):
 
 def test_abort_while_metadata_is_stored_notifies_decode(prefill, decode):
     """Stock's thread that reads messages may crash there. The scheduler does not wait for it."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     prefill.transfer_infos = PausingDict()
     with ThreadPoolExecutor(1) as scheduler:
         scheduler.submit(int).result()  # while messages are read, no thread is started
@@ -260,7 +266,7 @@ class PausingPop(dict):
 
 def test_abort_while_a_sender_is_cleared_leaves_no_room(prefill, decode):
     """The client leaves decode just then; the next request in this room would fail."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     prefill.update_status(ROOM, KVPoll.Success)
     assert sender.poll() == KVPoll.Success
@@ -322,7 +328,7 @@ def test_staging_is_prefetched_after_metadata_of_all_decode_ranks(prefill, decod
     prefetched = []
     engine = fake_managers.ENGINES[backend_of(prefill)]
     monkeypatch.setattr(engine, "_prefetch_staging_reqs", lambda _, room: prefetched.append(room))
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     for ranks, expected in ((2, []), (1, [ROOM])):
         send_metadata(prefill, decode, ROOM, required_dst_info_num=ranks)
         prefill._prefetch_staging_reqs(ROOM)
@@ -344,17 +350,17 @@ def test_blocked_reader_does_not_block_the_scheduler(prefill):
 
 
 def test_postponed_end_of_a_room_spares_a_new_request_in_it(prefill):
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     prefill.failures.message_room = ROOM
     sender.abort()
-    new = new_sender(prefill)
+    new = new_sender(prefill, ROOM)
     prefill.failures.end_message()
     assert prefill.failures.senders[ROOM] is new and ROOM in prefill.request_status
 
 
 def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode):
     """Otherwise the next request of the room may get the notification."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     update = prefill.update_status
 
@@ -367,13 +373,13 @@ def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode
     process_messages(prefill, ABORT_MESSAGE)
     prefill.update_status = update
     assert sent_statuses(prefill) == []
-    new_sender(prefill)
+    new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     assert sent_statuses(prefill) == []
 
 
 def test_abort_by_decode_racing_with_a_failure_is_not_notified(prefill, decode, monkeypatch):
-    sender, note = new_sender(prefill), prefill.failures.record_failed_room
+    sender, note = new_sender(prefill, ROOM), prefill.failures.record_failed_room
     send_metadata(prefill, decode, ROOM)
 
     def noted(*failure):
@@ -393,13 +399,13 @@ def test_abort_racing_with_a_new_request_is_remembered(prefill):
             process_messages(prefill, ABORT_MESSAGE)
 
     prefill.failures.senders = Requested()
-    assert new_sender(prefill).notified == {("127.0.0.1", 5555)}
+    assert new_sender(prefill, ROOM).notified == {("127.0.0.1", 5555)}
 
 
 @pytest.mark.parametrize("status", [KVPoll.Failed, KVPoll.Success])
 def test_single_notification_when_cleared_before_the_send(status, prefill, decode):
     """The engine sets a room's status before it notifies decode, which may reuse the room then."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     prefill.record_failure(ROOM, ABORTED)
     update = prefill.update_status
@@ -416,7 +422,7 @@ def test_single_notification_when_cleared_before_the_send(status, prefill, decod
 @pytest.mark.parametrize("how", ["success", "abort"])
 def test_reopened_room_outlives_its_previous_sender(how, prefill, decode):
     """Pipeline stages keep a finished request until another batch takes its place."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     if how == "success":
         prefill.request_status[ROOM] = KVPoll.Success
@@ -429,14 +435,14 @@ def test_reopened_room_outlives_its_previous_sender(how, prefill, decode):
     del sender
     gc.collect()
     assert len(prefill.transfer_infos[ROOM]) == 1
-    assert new_sender(prefill).poll() == KVPoll.WaitingForInput
+    assert new_sender(prefill, ROOM).poll() == KVPoll.WaitingForInput
 
 
 def test_failure_of_a_request_leaves_the_reason_of_the_next_in_its_room(prefill):
     """A pipeline stage takes the reason of an aborted request only in a later batch."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     sender.abort()
-    new = new_sender(prefill)
+    new = new_sender(prefill, ROOM)
     prefill.conclude_failure(bootstrap_room=ROOM, failure_reason="no route to decode")
     assert finish_failed(sender) == ABORTED
     assert finish_failed(new) == "no route to decode"
@@ -445,7 +451,7 @@ def test_failure_of_a_request_leaves_the_reason_of_the_next_in_its_room(prefill)
 
 def test_sender_can_be_collected_while_another_thread_holds_the_lock(prefill, decode):
     """Any allocation may trigger the collection, whatever lock is held then."""
-    senders = [new_sender(prefill)]
+    senders = [new_sender(prefill, ROOM)]
     prefill.update_status(ROOM, KVPoll.Failed)
     with ThreadPoolExecutor(1) as other, prefill.failures.lock:
         other.submit(senders.clear).result(timeout=5)
@@ -460,7 +466,7 @@ def test_sender_can_be_collected_while_another_thread_holds_the_lock(prefill, de
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_at_most_max_aborting_ranks_are_remembered(has_failed, prefill, monkeypatch):
     monkeypatch.setattr(room_failures, "MAX_NOTIFIED_RANKS", 3)
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     if has_failed:
         sender.abort()
     for port in range(5555, 5565):
@@ -470,7 +476,7 @@ def test_at_most_max_aborting_ranks_are_remembered(has_failed, prefill, monkeypa
 
 def test_at_most_max_notified_ranks_are_remembered(prefill, decode, monkeypatch):
     monkeypatch.setattr(room_failures, "MAX_NOTIFIED_RANKS", 3)
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     sender.abort()
     for port in range(5555, 5565):
         decode.rank_port = port
@@ -560,21 +566,21 @@ def test_lost_decode_rank_is_not_kept_for_rooms_without_a_sender(
 
 def test_aborts_of_unknown_rooms_are_not_kept(prefill):
     for room in (b"8", b"-1", b"x", b"\xff", b"99999999999999999999"):
-        process_messages(prefill, [common.ABORT_TAG, room])
+        process_messages(prefill, [ABORT, room])
     assert not prefill.failures.rooms_without_sender and not prefill.request_status
 
 
 @pytest.mark.parametrize("frames", [[b"9" * 5000], [b"7", b"\xff", b"x"], [b"7", b"127.0.0.1"]])
 def test_malformed_abort_does_not_stop_the_reader_thread(frames, prefill):
-    sender = new_sender(prefill)
-    process_messages(prefill, [common.ABORT_TAG, *frames])
+    sender = new_sender(prefill, ROOM)
+    process_messages(prefill, [ABORT, *frames])
     assert not prefill.failures.rooms_without_sender
     del sender
 
 
 def test_chunk_count_of_a_failed_room_is_dropped(prefill, decode):
     """The engine keeps the count if a chunk other than the last ends after the room has failed."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     prefill._staging_outstanding[ROOM] = 0
     sender.abort()
@@ -593,7 +599,7 @@ def test_at_most_max_poisoned_rooms_are_remembered(prefill, monkeypatch):
 
 def test_failure_reason_of_a_cleared_room_is_not_kept(prefill):
     """NIXL's worker records a reason for each write that may still be running."""
-    sender = new_sender(prefill)
+    sender = new_sender(prefill, ROOM)
     for _ in range(2):
         prefill.record_failure(ROOM, "left a handle running")
         prefill.poison_deferred_ack_room(ROOM)

@@ -4,19 +4,33 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from fake_managers import RECEIVERS, SENDERS, finish_failed, send_metadata, sent_statuses
+from engine_release import IS_0_5_18
+from fake_managers import (
+    ADDRESS,
+    ENDPOINT,
+    RECEIVERS,
+    apply_failure,
+    finish_failed,
+    new_sender,
+    send_metadata,
+    sent_statuses,
+)
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import ABORT_TAG
+from sglang.srt.disaggregation.pd.room_failures import abort_message
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
-ROOM, REASON, ADDRESS = 7, "no such page", "127.0.0.1:8998"
+ROOM, REASON = 7, "no such page"
+REPORTED = f"Prefill failed: {REASON}" if IS_0_5_18 else REASON  # by prefill to decode
 ABORTED = "Aborted by AbortReq."
 MAX_WAIT_SECONDS = 0.5
 
 
 class RacingDict(dict):
-    """Starts `meanwhile` once, between a thread's check that the room is open and its next step."""
+    """Starts `meanwhile` once, between a thread's check that the room is open and its next step.
+
+    It starts later if there is no such check.
+    """
 
     def __init__(self, rooms: dict, scheduler, meanwhile):
         super().__init__(rooms)
@@ -24,14 +38,18 @@ class RacingDict(dict):
 
     def __contains__(self, room) -> bool:
         is_open = super().__contains__(room)
+        self._begin_once()
+        return is_open
+
+    def _begin_once(self) -> None:
         if self.begin is not None:
             begin, self.begin = self.begin, None
             self.begun = begin()
             wait([self.begun], MAX_WAIT_SECONDS)  # `meanwhile` may wait for this thread
-        return is_open
 
     def reason(self) -> str:
         """The failure reason that `meanwhile` returned."""
+        self._begin_once()
         return self.begun.result()
 
 
@@ -43,9 +61,9 @@ def scheduler():
 
 
 @pytest.fixture
-def sender(backend, prefill, decode):
+def sender(prefill, decode):
     """The sender of a request whose room a decode rank has requested."""
-    made = SENDERS[backend](prefill, ADDRESS, ROOM)
+    made = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     return made
 
@@ -56,9 +74,7 @@ def receiver(backend, decode):
 
 
 def report_failure(decode, rank: int = 0) -> None:
-    decode.apply_prefill_status(
-        bootstrap_room=ROOM, status=KVPoll.Failed, prefill_rank=rank, failure_reason=REASON
-    )
+    apply_failure(decode, ROOM, rank, REASON)
 
 
 def has_no_room_entries(manager) -> bool:
@@ -79,7 +95,7 @@ def test_second_prefill_failure_racing_with_the_scheduler(decode, receiver, sche
     report_failure(decode, 0)
     with racing(decode, scheduler, lambda: finish_failed(receiver)) as rooms:
         report_failure(decode, 1)
-    assert rooms.reason() == REASON
+    assert rooms.reason() == REPORTED
 
 
 def test_failure_after_success_is_not_recorded(decode, receiver):
@@ -106,7 +122,7 @@ def test_late_clear_does_not_affect_the_next_request_of_the_room(backend, decode
     assert following.poll() == KVPoll.Bootstrapping
     report_failure(decode)
     receiver.clear()
-    assert finish_failed(following) == REASON
+    assert finish_failed(following) == REPORTED
     assert has_no_room_entries(decode)
 
 
@@ -120,7 +136,7 @@ def test_decode_abort_racing_with_prefill_failure(prefill, sender, scheduler):
     prefill.update_status(ROOM, KVPoll.Failed)
     prefill.record_failure(ROOM, REASON)
     with racing(prefill, scheduler, lambda: finish_failed(sender)) as rooms:
-        prefill._handle_abort_notification([ABORT_TAG, b"%d" % ROOM, b"127.0.0.1", b"5555"])
+        prefill._handle_abort_notification(abort_message(ROOM, ENDPOINT))
     assert rooms.reason() == REASON
 
 
