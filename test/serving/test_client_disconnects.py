@@ -46,7 +46,7 @@ ENGINE_TIMEOUTS = {
 }
 FREE_SECONDS = 10
 MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
-SEEDS = 5
+SEEDS = 3
 PUSH_CASES = {"0.5.9": (), "0.5.18": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}

@@ -139,7 +139,7 @@ def check_bytes(pair, link) -> None:
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [100, pytest.param(4000, marks=pytest.mark.nightly)])
 def test_any_topology_is_planned_completely(count):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(pair=pairs())

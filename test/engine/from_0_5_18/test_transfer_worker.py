@@ -238,7 +238,7 @@ def test_room_cleared_during_a_send_is_left_unchanged(prefill):
 @not_0_5_18("probes a dead session every 30 s, and forever")
 def test_engine_probes_a_dead_session_less_often_and_drops_it(prefill, monkeypatch):
     """Although workers may try it again; a decode rank that has exited never registers it anew."""
-    start, failed = time.monotonic(), back_off.FailedSessions()
+    start, failed = round(time.monotonic()), back_off.FailedSessions()
     clock, probes = SimpleNamespace(now=start), []
     for module in (back_off, mooncake):
         monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)

@@ -1,6 +1,6 @@
 """Modules of the patch set between `kv_layout` and the engine's modules that it patches.
 
-In both releases, the same in each:
+In all releases, the same in each:
 
     back_off             pauses transfers to decode ranks that keep failing (Mooncake, Ascend)
     copy_batches         hands copies to synchronous transfer engines (Mooncake, Ascend)
@@ -28,7 +28,7 @@ In both releases, the same in each:
     verify_reports       gathers the results of verify at prefill's bootstrap server
     write_bounds         keeps unplanned writes within registered memory
 
-In both releases, different in each:
+In all releases, not the same in all:
 
     local_layout         describes this rank's buffers
     message_checks       drops messages that cannot be read
