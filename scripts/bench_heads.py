@@ -3,7 +3,8 @@
 Run by `scripts/bench.sh heads`. For each fleet three patched pairs of servers run, of which two are
 stopped (SIGSTOP) while the third serves, as in `bench_serve.py`: with packed heads, with slices
 (`SGLANG_PD_PACKED=0`), and with prefill's TP size on both sides. All get the same long prompts.
-Decode's longest pause is that of its event loop, while one such request arrives.
+Decode's longest pause is that of its event loop, while one such request arrives. A server's memory
+is what its processes share with no other (USS); with packing, prefill has a buffer for it.
 """
 
 import random
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import bench_serve
 import httpx
+import psutil
 import typer
 from bench_common import SERVED_HEADS, JsonFile, console, finish, show
 
@@ -27,7 +29,9 @@ from scheduler_dumps import dump_environment, dump_schedulers, longest_pause_ms 
 # TP sizes of prefill and decode. Over NIXL: Mooncake's TCP takes minutes for that many slices.
 FLEETS = {"nixl TP 2 to 1": (2, 1), "nixl TP 1 to 2": (1, 2)}
 MODES = ("packed", "sliced", "equal TP")
-FIGURES = ("first token, ms", "decode's longest pause, ms")
+TIMES = ("first token, ms", "decode's longest pause, ms")
+MEMORY = ("prefill's memory, MiB", "decode's memory, MiB")
+FIGURES = (*TIMES, *MEMORY)
 PROMPT = 8000  # tokens
 CHUNK = 2048
 PAGE_SIZE = 16
@@ -64,7 +68,14 @@ async def measure_block(servers: bench_serve.ServerPair, seed: int) -> list[floa
         dump_schedulers(servers[1])
         prompt = rng.choices(range(256), k=PROMPT)
         times = await bench_serve.time_request(client, servers, prompt)
-    return [1e3 * times.first, longest_pause_ms(dump_schedulers(servers[1]))]
+    pause = longest_pause_ms(dump_schedulers(servers[1]))
+    return [1e3 * times.first, pause, *map(memory_mib, servers)]
+
+
+def memory_mib(server: cluster.Server) -> float:
+    """The memory of a server's processes that no other process shares."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    return sum(one.memory_full_info().uss for one in processes) / 2**20
 
 
 def measure(fleet: str, rounds: int) -> list[dict]:
@@ -90,12 +101,12 @@ def row(fleet: str, figure: str, blocks: dict[str, list[float]]) -> dict:
 
 
 def misses(rows: list[dict]) -> list[str]:
-    """A sentence for each figure that is worse than with slices by more than the noise."""
+    """A sentence for each time that is longer than with slices by more than the noise."""
     return [
         f"{row['fleet']}: {row['figure']}: packed {row['packed']:.0f}, sliced {row['sliced']:.0f}, "
         f"noise {row['noise']:.2f}"
         for row in rows
-        if row["gain"] < 1 / (1 + row["noise"])
+        if row["figure"] in TIMES and row["gain"] < 1 / (1 + row["noise"])
     ]
 
 

@@ -121,7 +121,7 @@ def write(copies) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("what", ["kv", "state"])
-@pytest.mark.parametrize("workers, rounds", [(16, range(2, 3)), (256, range(10, 20))], ids=str)
+@pytest.mark.parametrize("workers, rounds", [(16, range(2, 3)), (256, range(8, 20))], ids=str)
 @pytest.mark.parametrize("packs_early", [False, True])
 def test_every_packed_byte_arrives(size, what, workers, rounds, packs_early):
     """Each round is sent before the next one is asked for, from the half that it is in."""

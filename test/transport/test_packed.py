@@ -220,6 +220,18 @@ def test_requests_of_two_decode_servers_at_once(serve, backend, name):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_smaller_and_larger_decode_servers_at_once(serve, backend):
+    """The same prefill ranks pack for one server, and send whole rows to the other."""
+    with serve(with_backend(backend, SIZES["tp2_to_1"])) as servers:
+        decodes = [servers.decode, servers.start_another("decode", Side(tp=4))]
+        for _ in range(3):
+            assert_right_at_once(servers, decodes)
+        packed, interleaved = packing_counts(servers)
+        assert all(packed) and all(interleaved), (packed, interleaved)
+
+
+@pytest.mark.nightly
 def test_two_fleets_at_once(serve):
     """One packs, the other one interleaves."""
     with serve(SIZES["tp1_to_2"]) as one, serve(SIZES["tp2_to_1"]) as other:
