@@ -92,6 +92,8 @@ LATER = [
     (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
     (fleet("ascend", **PP_2), "right"),
     (fleet("ascend", "router", **PP_3), "right"),
+    (fleet("nixl", "either", **PP_2_TO_2), "hang"),
+    (fleet("mooncake", **PP_2_TO_2), "hang"),
 ]
 STOCK = {
     "0.5.9": [(fleet(backend, **PP_2), "wrong") for backend in ("nixl", "mooncake", "ascend")],
