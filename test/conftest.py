@@ -29,7 +29,6 @@ NIGHTLY_FOR_OTHER_RELEASES = {
             "memfabric_faults",
             "memory",
             "metadata",
-            "packed_faults",
             "stopped_peer",
             "verify",
         )

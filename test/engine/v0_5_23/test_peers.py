@@ -46,8 +46,7 @@ def is_left_to_the_engine(prefill) -> bool:
 def test_rank_without_a_layout_leaves_all_to_the_engine(prefill, decode):
     """Its `KVArgs` lacks the patch set's fields, as where other code makes one."""
     for manager in (prefill, decode):
-        for name in ("layout", "views", "packing", "verifier"):
-            delattr(manager.kv_args, name)
+        del manager.kv_args.layout, manager.kv_args.verifier
     fake_managers.request_rooms(prefill, decode, ROOM)
     assert is_left_to_the_engine(prefill)
     fake_managers.add_chunk(prefill, ROOM)
